@@ -1,0 +1,292 @@
+"""From ``--rdzv-endpoint`` and ``--rdzv-conf`` to typed settings; secrets are never shown.
+
+Each option is a field of a dataclass here or in a backend's module, and a row of the table in that
+dataclass's docstring; ``docs/options.md`` is generated from those tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+__all__ = [
+    "Endpoint",
+    "ServerOptions",
+    "Settings",
+    "StoreOptions",
+    "option_names",
+    "parse_endpoint",
+    "parse_options",
+    "redact",
+]
+
+ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
+
+# torch's launcher adds it to every --rdzv-conf (LaunchConfig.__post_init__); it means nothing here.
+ADDED_BY_TORCH = frozenset({"timeout"})
+
+Options = TypeVar("Options")
+
+
+def option(
+    default: Any,
+    *,
+    least: float | None = None,
+    choices: tuple[str, ...] = (),
+    secret: bool = False,
+) -> Any:
+    """A dataclass field with the bounds that `parse_options` enforces."""
+    return field(
+        default=default,
+        repr=not secret,
+        metadata={"least": least, "choices": choices, "secret": secret},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The handler's own options.
+
+    ======================= ======= ===============================================================
+    option                  default meaning
+    ======================= ======= ===============================================================
+    join_timeout            600     seconds within which a node must be in a complete round
+    last_call_timeout       30      seconds to wait for more nodes once the minimum has joined
+    close_timeout           30      seconds within which closing the run must succeed
+    heartbeat_timeout       5       seconds that one request to the store may take, retries included
+    keep_alive_interval     5       seconds between two beats of a node
+    keep_alive_max_attempt  3       intervals without a beat after which a node is lost (the lease)
+    restart_on_loss         true    a lost participant starts the next round at once
+    rank_order              natural natural (by address, node2 before node10), stable (survivors
+                                    keep their order, newcomers follow) or hint (by ``rank``)
+    rank                    none    this node's place for rank_order=hint, e.g. $SLURM_NODEID
+    closed_ttl              60      seconds after which the id of a closed run can be used again
+    handler                 rdzv    rdzv (this package's) or torch (torch's own, over this backend)
+    ======================= ======= ===============================================================
+    """
+
+    join_timeout: float = option(600.0, least=0.001)
+    last_call_timeout: float = option(30.0, least=0)
+    close_timeout: float = option(30.0, least=0.001)
+    heartbeat_timeout: float = option(5.0, least=0.01)
+    keep_alive_interval: float = option(5.0, least=0.05)
+    # Two, not one: a lease of one interval would run out between two punctual beats.
+    keep_alive_max_attempt: int = option(3, least=2)
+    restart_on_loss: bool = option(True)
+    rank_order: str = option("natural", choices=("natural", "stable", "hint"))
+    rank: int | None = option(None, least=0)
+    closed_ttl: float = option(60.0, least=0)
+    handler: str = option("rdzv", choices=("rdzv", "torch"))
+
+    @property
+    def lease(self) -> float:
+        """Seconds without a beat, on the observer's clock, after which a node is lost."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Options of every store.
+
+    ======================= ======= ===============================================================
+    option                  default meaning
+    ======================= ======= ===============================================================
+    prefix                  rdzv    first part of every key: ``<prefix>/<run id>/``
+    ======================= ======= ===============================================================
+    """
+
+    prefix: str = option("rdzv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(StoreOptions):
+    """Options of the stores that are reached by host and port.
+
+    ======================= ======= ===============================================================
+    option                  default meaning
+    ======================= ======= ===============================================================
+    user                    none    user name; one in the endpoint comes first
+    password                none    only from $RDZV_PLUGINS_PASSWORD or the endpoint, never from
+                                    --rdzv-conf, which every user of the host can read
+    password_file           none    a file whose first line is the password
+    tls                     false   encrypt the connection (an endpoint of rediss:// or https://
+                                    says so too)
+    ca_file                 none    PEM file of the authorities to trust; none: the system's
+    cert_file               none    PEM file of the client's certificate
+    key_file                none    PEM file of the client's private key
+    ======================= ======= ===============================================================
+    """
+
+    user: str | None = option(None)
+    password: str | None = option(None, secret=True)
+    password_file: str | None = option(None)
+    tls: bool = option(False)
+    ca_file: str | None = option(None)
+    cert_file: str | None = option(None)
+    key_file: str | None = option(None)
+
+    def secret(self) -> str | None:
+        """The password, read from its file where one is named; `ValueError` if that fails."""
+        if self.password is not None or self.password_file is None:
+            return self.password
+        try:
+            lines = Path(self.password_file).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ValueError(f"password_file '{self.password_file}' cannot be read") from error
+        if not lines or not lines[0]:
+            raise ValueError(f"password_file '{self.password_file}' has no first line")
+        return lines[0]
+
+
+def option_names(*classes: type) -> list[str]:
+    """The options that the dataclasses define, in order."""
+    return [item.name for cls in classes for item in fields(cls)]
+
+
+def parse_options(
+    cls: type[Options],
+    config: Mapping[str, object],
+    environ: Mapping[str, str],
+    *,
+    also_allowed: Iterable[str] = (),
+) -> Options:
+    """Fill an options dataclass: ``config`` first, then ``RDZV_PLUGINS_<OPTION>``, then defaults.
+
+    Raises:
+        ValueError: an unknown option, or a value of the wrong type or out of range.
+    """
+    own: dict[str, Field[Any]] = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    known = [*own, *also_allowed]
+    for name in config:
+        if name not in known and name not in ADDED_BY_TORCH:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean '{close[0]}'? " if close else ""
+            raise ValueError(f"unknown option '{name}'; {hint}there are: {', '.join(known)}")
+    hints = get_type_hints(cls)
+    values: dict[str, object] = {}
+    for name, item in own.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if name in config:
+            if item.metadata.get("secret"):
+                raise ValueError(
+                    f"option '{name}' is a secret: other users of the host can read --rdzv-conf. "
+                    f"Set ${variable} instead"
+                )
+            values[name] = _convert(name, config[name], hints[name], item)
+        elif environ.get(variable):
+            values[name] = _convert(f"${variable}", environ[variable], hints[name], item)
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise ValueError(f"option '{name}' has no default: set it in --rdzv-conf")
+    return cls(**values)
+
+
+def _convert(name: str, raw: object, hint: Any, item: Field[Any]) -> object:
+    kind = (
+        next(arg for arg in get_args(hint) if arg is not types.NoneType)
+        if (isinstance(hint, types.UnionType))
+        else hint
+    )
+    text = str(raw).strip()
+    # Do not show a secret, even a malformed one.
+    shown = "its value" if item.metadata.get("secret") else f"'{text}'"
+    value: object
+    if kind is bool:
+        words = {"1": True, "true": True, "t": True, "yes": True, "y": True}
+        words |= {"0": False, "false": False, "f": False, "no": False, "n": False}
+        if text.lower() not in words:
+            raise ValueError(f"option '{name}': {shown} is neither true nor false")
+        return words[text.lower()]
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"option '{name}': {shown} is not a valid {kind.__name__}") from None
+    least = item.metadata.get("least")
+    # "not >=" and the upper bound refuse nan and inf too.
+    if isinstance(value, int | float) and least is not None and not least <= value < 1e9:
+        raise ValueError(f"option '{name}': {shown} must be at least {least} and below 1e9")
+    choices = item.metadata.get("choices") or ()
+    if choices and value not in choices:
+        raise ValueError(f"option '{name}': {shown} is not one of: {', '.join(choices)}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A parsed ``--rdzv-endpoint``; its ``repr`` hides the password.
+
+    Attributes:
+        scheme: in lower case; "" where none was given.
+        hosts: (name, port) pairs, at least one.
+        path: what follows the hosts, with its leading "/"; "" where there is none.
+        query: the parameters after "?".
+    """
+
+    scheme: str
+    hosts: tuple[tuple[str, int], ...]
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    path: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+
+
+_PORT = re.compile(r"[0-9]{1,5}")
+_USERINFO = re.compile(r"(^|//)([^/@:]*):[^/]*@")
+_SECRET_PARAMETER = re.compile(r"(?i)([?&](?:password|token|secret)[^=&]*=)[^&]*")
+
+
+def redact(endpoint: str) -> str:
+    """The endpoint with its password replaced by ``***``."""
+    return _SECRET_PARAMETER.sub(r"\1***", _USERINFO.sub(r"\1\2:***@", endpoint))
+
+
+def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] = ()) -> Endpoint:
+    """Parse ``[scheme://][user[:password]@]host[:port][,host[:port]...][/path][?name=value]``.
+
+    "" means localhost. IPv6 addresses stand in brackets.
+
+    Raises:
+        ValueError: a scheme that is not among ``schemes``, or a malformed host or port.
+    """
+    text = endpoint.strip() or "localhost"
+    allowed = list(schemes)
+    parts = urlsplit(text if "://" in text else f"//{text}")
+    if parts.scheme and parts.scheme not in allowed:
+        raise ValueError(
+            f"the endpoint '{redact(text)}' starts with '{parts.scheme}://'; "
+            f"allowed: host:port{''.join(f', {scheme}://' for scheme in allowed)}"
+        )
+    userinfo, _, location = parts.netloc.rpartition("@")
+    user, _, password = userinfo.partition(":")
+    hosts = tuple(_parse_host(item, text, default_port) for item in location.split(","))
+    return Endpoint(
+        scheme=parts.scheme,
+        hosts=hosts,
+        user=unquote(user) or None,
+        password=unquote(password) or None,
+        path=unquote(parts.path),
+        query=dict(parse_qsl(parts.query, keep_blank_values=True)),
+    )
+
+
+def _parse_host(item: str, endpoint: str, default_port: int) -> tuple[str, int]:
+    if item.startswith("["):
+        host, _, port = item[1:].partition("]")
+        port = port.removeprefix(":")
+    elif item.count(":") > 1:
+        raise ValueError(
+            f"the endpoint '{redact(endpoint)}' has more than one port after a host; "
+            "an IPv6 address stands in brackets: [::1]:6379"
+        )
+    else:
+        host, _, port = item.partition(":")
+    if not host or re.search(r"[\s/]", host):
+        raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid host name")
+    if port and (not _PORT.fullmatch(port) or not 0 < int(port) < 65536):
+        raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid port: '{port}'")
+    return host, int(port) if port else default_port

@@ -1,0 +1,278 @@
+"""The key-value contract that every store implements, and its in-memory reference.
+
+A client is bound to one namespace, ``<prefix>/<run id>/``; its keys are relative to it. Keys are
+non-empty ``str``, values ``bytes``. Every method but `wait` ends within the client's request
+timeout. Every client is safe to use from several threads.
+
+Errors: `RendezvousConnectionError` (the store could not be reached within the request timeout, or
+refused our credentials), `RendezvousStateError` (a value is unreadable or over the store's limit),
+`ValueError` (a bad option, naming it and what is allowed).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
+
+__all__ = [
+    "Capabilities",
+    "Entry",
+    "KeyValueClient",
+    "MemoryClient",
+    "MemoryServer",
+    "RendezvousConnectionError",
+    "RendezvousStateError",
+    "Version",
+]
+
+Version = Hashable
+"""Opaque. Two equal versions of a key mean equal bytes, across deletes and restarts too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value and the version under which it was read."""
+
+    value: bytes
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can do; the conformance suite checks each of them.
+
+    Attributes:
+        push: `KeyValueClient.wait` is woken by the store, not by polling it.
+        linearizable: a read returns the latest completed write, whoever made it.
+        batch: `put_many`, `get_many` and `list` are one round trip each.
+        ttl: the server itself deletes an expired namespace; else it merely reads as empty.
+        max_value_bytes: the largest value; a larger one raises `RendezvousStateError`.
+    """
+
+    push: bool
+    linearizable: bool
+    batch: bool
+    ttl: bool
+    max_value_bytes: int
+
+
+class KeyValueClient(ABC):
+    """A connection to one namespace of a store.
+
+    The constructor connects: an unreachable store, a wrong password or a bad option is raised
+    there, not at the first request.
+    """
+
+    name: ClassVar[str]
+    """The backend's name, as in ``--rdzv-backend``."""
+
+    capabilities: ClassVar[Capabilities]
+
+    @abstractmethod
+    def get(self, key: str) -> Entry | None:
+        """Read a key; linearizable. None: it does not exist."""
+
+    @abstractmethod
+    def compare_and_set(
+        self, key: str, value: bytes, expected: Version | None
+    ) -> tuple[Entry | None, bool]:
+        """Write if the key's version is ``expected`` (None: if it does not exist); atomic.
+
+        Returns the new entry and True, or the current entry (None: there is none) and False. A
+        version that was never handed out is a refusal, not an error. A write whose answer was lost
+        is read back before this returns.
+        """
+
+    @abstractmethod
+    def put(self, key: str, value: bytes) -> Version:
+        """Write unconditionally; returns the new version."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete; a key that does not exist is no error."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> dict[str, Entry]:
+        """All entries whose keys start with ``prefix``, by full relative key."""
+
+    @abstractmethod
+    def add(self, key: str, delta: int) -> int:
+        """Add to a decimal counter (absent: 0) and return the sum; atomic.
+
+        Raises `RendezvousStateError` if the value is not a decimal integer, and
+        `RendezvousConnectionError` if the answer was lost: whether it was counted is then unknown,
+        and asking again could count twice.
+        """
+
+    @abstractmethod
+    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
+        """Return the entry as soon as its version differs from ``version``.
+
+        ``version`` None: as soon as the key exists. None is returned after ``timeout`` seconds, on
+        `interrupt` and on `close`; a deletion need not wake it. No change between the read that
+        gave ``version`` and this call is missed.
+        """
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make every `wait` that is parked now return None; the client stays usable."""
+
+    @abstractmethod
+    def expire(self, seconds: float) -> None:
+        """From ``seconds`` from now the whole namespace reads as empty.
+
+        Measured on the server's clock where the store has one to offer. Keys written afterwards
+        need not expire.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the connection and wake every waiter; idempotent.
+
+        Later calls raise `RendezvousConnectionError`; a later `wait` returns None.
+        """
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
+        """Read several keys; absent ones are left out."""
+        found = {key: self.get(key) for key in keys}
+        return {key: entry for key, entry in found.items() if entry is not None}
+
+    def put_many(self, values: Mapping[str, bytes]) -> None:
+        """Write several keys, in order; atomic only where the store says so."""
+        for key, value in values.items():
+            self.put(key, value)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Delete several keys."""
+        for key in keys:
+            self.delete(key)
+
+    def check_size(self, key: str, value: bytes) -> None:
+        """Raise `RendezvousStateError`, naming the limit, for a value that the store would refuse."""
+        limit = self.capabilities.max_value_bytes
+        if len(value) > limit:
+            raise RendezvousStateError(
+                f"the value of '{key}' has {len(value):,} bytes; {self.name} holds at most {limit:,}"
+            )
+
+
+@dataclass(slots=True)
+class MemoryServer:
+    """What the clients of one in-memory store share: the reference for every other store."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    namespaces: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    deadlines: dict[str, float] = field(default_factory=dict)
+    writes: int = 0
+
+    def keys(self, namespace: str) -> dict[str, Entry]:
+        """The live namespace; call it with ``changed`` held."""
+        if time.monotonic() >= self.deadlines.get(namespace, float("inf")):
+            del self.deadlines[namespace]
+            self.namespaces.pop(namespace, None)
+        return self.namespaces.setdefault(namespace, {})
+
+
+class MemoryClient(KeyValueClient):
+    """The contract in its shortest form; also the store of single-process tests."""
+
+    name = "memory"
+    capabilities = Capabilities(
+        push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=512 * 1024 * 1024
+    )
+
+    def __init__(self, server: MemoryServer, namespace: str) -> None:
+        self._server = server
+        self._namespace = namespace
+        self._interrupts = 0
+        self._closed = False
+
+    def _keys(self) -> dict[str, Entry]:
+        if self._closed:
+            raise RendezvousConnectionError("the connection to memory is closed")
+        return self._server.keys(self._namespace)
+
+    def _write(self, key: str, value: bytes) -> Entry:
+        self.check_size(key, value)
+        self._server.writes += 1
+        entry = Entry(bytes(value), self._server.writes)
+        self._keys()[key] = entry
+        self._server.changed.notify_all()
+        return entry
+
+    def get(self, key: str) -> Entry | None:
+        with self._server.changed:
+            return self._keys().get(key)
+
+    def compare_and_set(
+        self, key: str, value: bytes, expected: Version | None
+    ) -> tuple[Entry | None, bool]:
+        with self._server.changed:
+            current = self._keys().get(key)
+            if (current.version if current else None) != expected:
+                return current, False
+            return self._write(key, value), True
+
+    def put(self, key: str, value: bytes) -> Version:
+        with self._server.changed:
+            return self._write(key, value).version
+
+    def delete(self, key: str) -> None:
+        with self._server.changed:
+            self._keys().pop(key, None)
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        with self._server.changed:
+            return {key: entry for key, entry in self._keys().items() if key.startswith(prefix)}
+
+    def add(self, key: str, delta: int) -> int:
+        with self._server.changed:
+            current = self._keys().get(key)
+            total = parse_counter(key, current.value if current else b"0") + delta
+            self._write(key, str(total).encode())
+            return total
+
+    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
+        deadline = time.monotonic() + timeout
+        with self._server.changed:
+            interrupts = self._interrupts
+            while not self._closed and self._interrupts == interrupts:
+                entry = self._keys().get(key)
+                if entry is not None and entry.version != version:
+                    return entry
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return None
+                self._server.changed.wait(remaining)
+        return None
+
+    def interrupt(self) -> None:
+        with self._server.changed:
+            self._interrupts += 1
+            self._server.changed.notify_all()
+
+    def expire(self, seconds: float) -> None:
+        with self._server.changed:
+            self._server.deadlines[self._namespace] = time.monotonic() + seconds
+
+    def close(self) -> None:
+        with self._server.changed:
+            self._closed = True
+            self._server.changed.notify_all()
+
+
+def parse_counter(key: str, value: bytes) -> int:
+    """The integer in a counter's value; raises `RendezvousStateError` for anything else."""
+    try:
+        return int(value)
+    except ValueError as error:
+        raise RendezvousStateError(f"the value of '{key}' is not a counter") from error

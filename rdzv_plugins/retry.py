@@ -1,0 +1,38 @@
+"""One way to ask a store again: until it answers or the request's time is up."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_FIRST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.5
+
+
+def retry(request: Callable[[], T], *, timeout: float, passing: Callable[[Exception], bool]) -> T:
+    """Call ``request`` until it returns, at most ``timeout`` seconds long.
+
+    Args:
+        request: raises what the store's client raises.
+        timeout: seconds; no attempt starts afterwards.
+        passing: whether an exception may be gone at the next attempt; any other is raised at once.
+
+    Raises:
+        Exception: the last one that ``request`` raised.
+    """
+    deadline = time.monotonic() + timeout
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return request()
+        except Exception as error:
+            # Full jitter: after an outage a thousand nodes must not return in step.
+            delay = random.uniform(pause / 2, pause)
+            if not passing(error) or time.monotonic() + delay >= deadline:
+                raise
+        time.sleep(delay)
+        pause = min(2 * pause, _LONGEST_PAUSE)
