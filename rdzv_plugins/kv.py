@@ -157,11 +157,12 @@ class KeyValueClient(ABC):
             self.delete(key)
 
     def check_size(self, key: str, value: bytes) -> None:
-        """Raise `RendezvousStateError`, naming the limit, for a value that the store would refuse."""
+        """Raise `RendezvousStateError`, naming the limit, for a value that is too large."""
         limit = self.capabilities.max_value_bytes
         if len(value) > limit:
             raise RendezvousStateError(
-                f"the value of '{key}' has {len(value):,} bytes; {self.name} holds at most {limit:,}"
+                f"the value of '{key}' has {len(value):,} bytes; "
+                f"{self.name} holds at most {limit:,}"
             )
 
 

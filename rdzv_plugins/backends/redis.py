@@ -17,8 +17,9 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import redis
@@ -245,7 +246,10 @@ class Client(KeyValueClient):
 
     def list(self, prefix: str) -> dict[str, Entry]:
         flat = self._call(lambda: self._run("list", [], prefix))
-        entries = ((key.decode(), _entry(stored)) for key, stored in zip(*[iter(flat)] * 2))
+        entries = (
+            (key.decode(), _entry(stored))
+            for key, stored in zip(flat[::2], flat[1::2], strict=True)
+        )
         return {key: entry for key, entry in entries if entry is not None}
 
     def add(self, key: str, delta: int) -> int:
@@ -260,12 +264,8 @@ class Client(KeyValueClient):
         try:
             while not self._closed and (remaining := deadline - time.monotonic()) > 0:
                 park = max(1, int(min(remaining, _LONGEST_PARK) * 1000))
-                seen = self._call(
-                    lambda known=known, after=after, park=park: self._park(
-                        key, known, after, wake, park
-                    ),
-                    unless_closed=True,
-                )
+                parked = partial(self._park, key, known, after, wake, park)
+                seen = self._call(parked, unless_closed=True)
                 for stream, entries in seen or ():
                     if stream.decode() == self._wake:
                         return None
@@ -328,7 +328,7 @@ class Client(KeyValueClient):
     def _stream(self, key: str) -> str:
         return f"{self._hash}:watch:{key}"
 
-    def _run(self, script: str, keys: list[str], *args: Any) -> Any:
+    def _run(self, script: str, keys: Sequence[str], *args: Any) -> Any:
         names = [self._hash, *(self._stream(key) for key in keys)]
         return self._scripts[script](keys=names, args=[self._nonce, *keys[:1], *args])
 
@@ -405,7 +405,7 @@ def _entry(stored: bytes | None) -> Entry | None:
 
 def _pools(client: Any) -> list[Any]:
     if isinstance(client, redis.RedisCluster):
-        nodes = (node.redis_connection for node in client.get_nodes())
+        nodes = (node.redis_connection for node in cast(Any, client).get_nodes())
         return [node.connection_pool for node in nodes if node is not None]
     return [client.connection_pool]
 
@@ -434,12 +434,13 @@ def _connect(endpoint: str, options: Options, socket_timeout: float) -> Any:
         common["ssl_ca_certs"] = options.ca_file
         common["ssl_certfile"] = options.cert_file
         common["ssl_keyfile"] = options.key_file
+    untyped: Any = redis
     if options.cluster:
-        nodes = [redis.cluster.ClusterNode(host, port) for host, port in target.hosts]
+        nodes = [untyped.cluster.ClusterNode(host, port) for host, port in target.hosts]
         return redis.RedisCluster(startup_nodes=nodes, **common)
     database = _database(target.path, target.query, options.database)
     if options.sentinel:
-        sentinel = redis.Sentinel([*target.hosts], sentinel_kwargs=common, **common)
+        sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=common, **common)
         return sentinel.master_for(options.sentinel, db=database)
     if len(target.hosts) > 1:
         raise ValueError("several hosts need --rdzv-conf sentinel=<name> or cluster=true")
