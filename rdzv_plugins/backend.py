@@ -1,0 +1,71 @@
+"""torch's ``RendezvousBackend`` over a key-value client, for torch's own dynamic handler."""
+
+from __future__ import annotations
+
+import zlib
+
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
+
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError
+
+__all__ = ["KeyValueBackend"]
+
+
+class KeyValueBackend(RendezvousBackend):
+    """The state of torch's ``DynamicRendezvousHandler``, one value changed by compare-and-set.
+
+    It stands under ``torch-state``, not ``state``: what torch stores there is its own pickle, which
+    this package's handler must never take for a round document. It is kept compressed, which makes
+    room for three times the nodes where values are small, and lets a corrupt one be told.
+
+    Whoever can write that key can run code on every node, since torch's handler unpickles it.
+    """
+
+    KEY = "torch-state"
+
+    def __init__(self, client: KeyValueClient, name: str | None = None) -> None:
+        """``name`` is what torch compares with ``--rdzv-backend``; None: the client's name."""
+        self._client = client
+        self._name = name or client.name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The state and its token, or None if there is no state.
+
+        Raises:
+            RendezvousConnectionError: the store could not be reached.
+            RendezvousStateError: the state is corrupt.
+        """
+        entry = self._client.get(self.KEY)
+        return None if entry is None else (_decode(entry), entry.version)
+
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        """Replace the state that ``token`` was handed out with; token None: create it.
+
+        Returns the state that is stored now, its token, and whether it is ours. Any other token, of
+        whatever type, changes nothing. None, as from torch's c10d backend: the token is for a
+        state that is no longer there; torch's handler then creates it again from memory.
+
+        Raises:
+            RendezvousConnectionError: the store could not be reached.
+            RendezvousStateError: the state is corrupt, or too large for the store.
+        """
+        entry, written = self._client.compare_and_set(self.KEY, zlib.compress(state), token)
+        if entry is None:
+            return None
+        return (state if written else _decode(entry)), entry.version, written
+
+
+def _decode(entry: Entry) -> bytes:
+    try:
+        return zlib.decompress(entry.value)
+    except zlib.error as error:
+        raise RendezvousStateError(
+            f"the key '{KeyValueBackend.KEY}' does not hold a state of torch's handler ({error}); "
+            "delete it, or use another --rdzv-id or prefix"
+        ) from error

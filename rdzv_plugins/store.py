@@ -1,0 +1,189 @@
+"""A ``torch.distributed.Store`` over a key-value client: what agents and trainers share.
+
+It behaves as c10d's TCPStore does, with three differences: a connection that breaks during `add`
+raises instead of being counted twice, `delete_key` and `append` take two requests, and the queue
+calls of torch 2.8 and later are not supported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
+
+from rdzv_plugins.kv import (
+    Entry,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
+
+__all__ = ["KeyValueStore"]
+
+# Longer lists of keys say nothing more in an error.
+_KEYS_SHOWN = 5
+
+
+class KeyValueStore(Store):
+    """A c10d store on the keys under one prefix of a client's namespace.
+
+    Values given as ``str`` are stored as UTF-8; values are returned as ``bytes``. Calls that wait
+    do so for ``timeout`` (`set_timeout` changes it), as c10d's do, 300 s unless told otherwise.
+
+    A ``PrefixStore`` over it does not keep it alive: hold a reference yourself.
+
+    Raises (every method):
+        DistStoreError: a wait timed out, or a value is unreadable or over the store's limit.
+        DistNetworkError: the store could not be reached; its cause is attached.
+    """
+
+    def __init__(
+        self, client: KeyValueClient, prefix: str, timeout: timedelta = timedelta(seconds=300)
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._prefix = prefix
+        self._clones: list[KeyValueStore] = []
+        self.set_timeout(timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with _c10d_errors():
+            self._client.put(self._prefix + key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value, as soon as there is one."""
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter (absent: 0) and return the sum; ``add(key, 0)`` reads it."""
+        with _c10d_errors():
+            return self._client.add(self._prefix + key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all the keys exist."""
+        with _c10d_errors():
+            return len(self._found(keys)) == len(set(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return as soon as all the keys exist."""
+        self._collect(keys, self._timeout() if timeout is None else timeout)
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set the value if it is the expected one, or if there is none and "" is expected.
+
+        Returns what the key holds now, or ``expected_value`` if it does not exist.
+        """
+        expected, desired = _bytes(expected_value), _bytes(desired_value)
+        with _c10d_errors():
+            entry = self._client.get(self._prefix + key)
+            while (b"" if entry is None else entry.value) == expected:
+                version = None if entry is None else entry.version
+                entry, written = self._client.compare_and_set(self._prefix + key, desired, version)
+                if written:
+                    return desired
+            return expected if entry is None else entry.value
+
+    def append(self, key: str, value: str | bytes) -> None:
+        with _c10d_errors():
+            entry, written = self._client.get(self._prefix + key), False
+            while not written:
+                version = None if entry is None else entry.version
+                whole = (b"" if entry is None else entry.value) + _bytes(value)
+                entry, written = self._client.compare_and_set(self._prefix + key, whole, version)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of all the keys, as soon as all of them exist."""
+        found = self._collect(keys, self._timeout())
+        return [found[key].value for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        if len(keys) != len(values):
+            raise ValueError(f"multi_set got {len(keys)} keys but {len(values)} values")
+        pairs = zip(keys, values, strict=True)
+        with _c10d_errors():
+            self._client.put_many({self._prefix + key: _bytes(value) for key, value in pairs})
+
+    def delete_key(self, key: str) -> bool:
+        """Delete; returns whether the key was there."""
+        with _c10d_errors():
+            existed = self._client.get(self._prefix + key) is not None
+            self._client.delete(self._prefix + key)
+            return existed
+
+    def list_keys(self) -> list[str]:
+        with _c10d_errors():
+            return [key.removeprefix(self._prefix) for key in self._client.list(self._prefix)]
+
+    def num_keys(self) -> int:
+        return len(self.list_keys())
+
+    # c10d calls a Python store by these two names, unlike all the others.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    def has_extended_api(self) -> bool:
+        """Whether append, multi_get and multi_set are there."""
+        return True
+
+    def clone(self) -> KeyValueStore:
+        """A store on the same keys with a time-out of its own.
+
+        It shares the connection: clients may be used from several threads at once.
+        """
+        clone = KeyValueStore(self._client, self._prefix, self._timeout())
+        # Nothing in C++ holds the Python half of a store, which is where its methods are.
+        self._clones.append(clone)
+        return clone
+
+    def _timeout(self) -> timedelta:
+        # Not in torch's stubs. c10d sets it without calling our set_timeout: never keep a copy.
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        return timeout
+
+    def _found(self, keys: Sequence[str]) -> dict[str, Entry]:
+        found = self._client.get_many([self._prefix + key for key in dict.fromkeys(keys)])
+        return {key.removeprefix(self._prefix): entry for key, entry in found.items()}
+
+    def _collect(self, keys: Sequence[str], timeout: timedelta) -> dict[str, Entry]:
+        deadline = time.monotonic() + timeout.total_seconds()
+        found: dict[str, Entry] = {}
+        with _c10d_errors():
+            while True:
+                missing = [key for key in keys if key not in found]
+                found |= self._found(missing) if missing else {}
+                missing = [key for key in missing if key not in found]
+                if not missing:
+                    return found
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise DistStoreError(_timed_out(timeout, missing))
+                # Its early None (somebody interrupted the client) sends us round the loop again.
+                entry = self._client.wait(self._prefix + missing[0], None, remaining)
+                if entry is not None:
+                    found[missing[0]] = entry
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _timed_out(timeout: timedelta, missing: Sequence[str]) -> str:
+    shown = ", ".join(missing[:_KEYS_SHOWN])
+    more = f" and {len(missing) - _KEYS_SHOWN} more" if len(missing) > _KEYS_SHOWN else ""
+    return f"no value within {timeout.total_seconds():g} s for: {shown}{more}"
+
+
+@contextmanager
+def _c10d_errors() -> Iterator[None]:
+    """The contract's errors as those that torch's callers of a store expect."""
+    try:
+        yield
+    except RendezvousConnectionError as error:
+        raise DistNetworkError(str(error)) from error
+    except RendezvousStateError as error:
+        raise DistStoreError(str(error)) from error
