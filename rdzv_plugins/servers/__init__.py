@@ -1,0 +1,136 @@
+"""Start and stop a real server of each kind on this host, for demonstrations and tests.
+
+The counterpart of torch's ``EtcdServer`` for every store::
+
+    with servers.start("redis") as server:
+        print(server.endpoint)  # for --rdzv-endpoint
+        server.nodes[0].kill()
+        server.nodes[0].start(empty=True)
+
+A server listens on 127.0.0.1 only, keeps its data in a temporary directory of its own, and ends
+when the process that started it ends, however that ends. It is no place for a production run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from rdzv_plugins.servers.consul import Consul
+from rdzv_plugins.servers.dynamodb import DynamoDB
+from rdzv_plugins.servers.etcd import Etcd
+from rdzv_plugins.servers.process import (
+    Kind,
+    Node,
+    Security,
+    ServerError,
+    free_ports,
+    wait_until,
+)
+from rdzv_plugins.servers.redis import Redis, Valkey
+from rdzv_plugins.servers.zookeeper import ZooKeeper
+
+__all__ = ["KINDS", "LocalServer", "Node", "Security", "ServerError", "start"]
+
+KINDS: dict[str, type[Kind]] = {
+    kind.name: kind for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd)
+}
+
+
+class LocalServer:
+    """A running server, or ensemble of servers; a context manager that stops it.
+
+    Attributes:
+        endpoint: as ``--rdzv-endpoint`` takes it; without secrets.
+        config: options that ``--rdzv-conf`` needs to reach it.
+        environ: environment variables that a client needs to reach it, secrets among them.
+        nodes: the servers, each with `Node.kill`, `Node.stop`, `Node.start` and so on.
+    """
+
+    def __init__(self, kind: Kind, nodes: tuple[Node, ...], directory: Path) -> None:
+        self.kind = kind.name
+        self.endpoint = kind.endpoint(nodes)
+        self.config = kind.config()
+        self.environ = kind.environ()
+        self.nodes = nodes
+        self._directory = directory
+
+    def leader(self, timeout: float = 15.0) -> int:
+        """Index of the server that leads; `ServerError` if there is none within ``timeout``."""
+        leaders: list[int] = []
+
+        def found() -> bool:
+            leaders[:] = [node.index for node in self.nodes if node.leads()]
+            return len(leaders) == 1
+
+        if not wait_until(found, timeout):
+            raise ServerError(f"{self.kind} at {self.endpoint} has {len(leaders)} leaders")
+        return leaders[0]
+
+    def close(self) -> None:
+        """Kill what runs and delete the data; idempotent."""
+        for node in self.nodes:
+            node.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> LocalServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def start(
+    kind: str,
+    *,
+    nodes: int = 1,
+    port: int | None = None,
+    security: Security | None = None,
+    timeout: float = 30.0,
+) -> LocalServer:
+    """Start a server and wait until it serves.
+
+    Args:
+        kind: a key of `KINDS`.
+        nodes: servers in the ensemble: 1, or 3 for zookeeper, consul and etcd.
+        port: the clients' port of the first server; None: any free one.
+        security: users and certificates; None: everybody may do everything.
+        timeout: seconds until each server must be ready.
+
+    Raises:
+        ValueError: an unknown kind, or a number of nodes that it cannot have.
+        ServerError: it is not installed (saying how to), or did not start (with its log).
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown server '{kind}'; there are: {', '.join(KINDS)}")
+    runner = KINDS[kind](security or Security())
+    if nodes not in {1, runner.largest}:
+        allowed = "1 node" if runner.largest == 1 else f"1 or {runner.largest} nodes"
+        raise ValueError(f"a local {kind} has {allowed}, not {nodes}")
+    ports = free_ports(nodes * runner.ports_per_node)
+    if port is not None:
+        ports[0] = port
+    directory = Path(tempfile.mkdtemp(prefix=f"rdzv-{kind}-"))
+    each = runner.ports_per_node
+    members = tuple(
+        Node(runner, i, ports[i * each : (i + 1) * each], directory / str(i)) for i in range(nodes)
+    )
+    server = LocalServer(runner, members, directory)
+    try:
+        for node in members:
+            node.peers = members
+            node.launch()
+        for node in members:
+            node.await_ready(timeout)
+        runner.prepare(members)
+    except BaseException:
+        server.close()
+        raise
+    return server

@@ -1,0 +1,63 @@
+"""Amazon's DynamoDB Local."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+from rdzv_plugins.servers.http import ask
+from rdzv_plugins.servers.process import HOST, Kind, Node, Security, ServerError, find_file
+
+
+class DynamoDB(Kind):
+    """DynamoDB Local: a jar run by ``java``; ``$RDZV_DYNAMODB_BINARY`` names the jar.
+
+    It has neither users nor TLS: any credentials will do, but there must be some.
+    """
+
+    name = "dynamodb"
+
+    def __init__(self, security: Security) -> None:
+        super().__init__(security)
+        if security != Security():
+            raise ValueError("DynamoDB Local has neither users nor TLS")
+        jar = find_file("dynamodb", ["DynamoDBLocal.jar", "package/emulator/DynamoDBLocal.jar"])
+        java = shutil.which("java")
+        if jar is None or java is None:
+            missing = "DynamoDB Local" if jar is None else "java"
+            raise ServerError(f"{missing} is not installed: scripts/install-servers dynamodb")
+        self._jar, self._java = jar, java
+
+    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        data = node.directory / "data"
+        data.mkdir(exist_ok=True)
+        return [
+            self._java,
+            "-Xmx256m",
+            "-XX:TieredStopAtLevel=1",
+            "-XX:+UseSerialGC",
+            f"-Djava.library.path={self._jar.parent / 'DynamoDBLocal_lib'}",
+            "-jar",
+            str(self._jar),
+            "-port",
+            str(node.port),
+            "-dbPath",
+            str(data),
+            "-sharedDb",
+        ]
+
+    def endpoint(self, nodes: Sequence[Node]) -> str:
+        return f"http://{HOST}:{nodes[0].port}"
+
+    def config(self) -> dict[str, str]:
+        return {"create_table": "true"}
+
+    def environ(self) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": "local",
+            "AWS_SECRET_ACCESS_KEY": "local",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def ready(self, node: Node) -> bool:
+        return ask(node.port, "GET", "/", security=self.security)[0] == 400

@@ -1,0 +1,327 @@
+"""One server process on this host: started, stopped, killed, paused, and never orphaned."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+__all__ = ["HOST", "Kind", "Node", "Security", "ServerError", "find_file", "wait_until"]
+
+HOST = "127.0.0.1"
+
+# Below Linux's ephemeral range: a client that retries a stopped server's port could otherwise be
+# given that very port as its own, and keep the server from coming back.
+_PORTS = range(20000, 32768)
+
+
+class ServerError(RuntimeError):
+    """A local server is not installed, did not start or did not stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """What a local server demands of its clients; the default is nothing.
+
+    Attributes:
+        user: name of the one user; for Consul it is not used.
+        password: that user's password; for Consul the ACL token, a UUID.
+        ca_file: PEM file of the authority that signed the certificates.
+        cert_file: PEM file of the server's certificate; with it the server speaks TLS only.
+        key_file: PEM file of the server's private key.
+        client_cert_file: PEM file of a client's certificate; with it clients must show one.
+        client_key_file: PEM file of that client's private key.
+    """
+
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    client_cert_file: str | None = None
+    client_key_file: str | None = None
+
+    @property
+    def tls(self) -> bool:
+        return self.cert_file is not None
+
+    def config(self) -> dict[str, str]:
+        """What ``--rdzv-conf`` needs to connect, without secrets."""
+        if not self.tls:
+            return {}
+        options = {
+            "ca_file": self.ca_file,
+            "cert_file": self.client_cert_file,
+            "key_file": self.client_key_file,
+        }
+        return {"tls": "true"} | {name: path for name, path in options.items() if path}
+
+    def environ(self) -> dict[str, str]:
+        """What the environment of a client needs to connect: user and password."""
+        values = {"RDZV_PLUGINS_USER": self.user, "RDZV_PLUGINS_PASSWORD": self.password}
+        return {name: value for name, value in values.items() if value}
+
+    def context(self) -> ssl.SSLContext | None:
+        """For the readiness checks: they ask whether a server is up, not who it is."""
+        if not self.tls:
+            return None
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        if self.client_cert_file:
+            context.load_cert_chain(self.client_cert_file, self.client_key_file)
+        return context
+
+
+class Kind(ABC):
+    """How to run one kind of server: its command, and when it is ready."""
+
+    name: ClassVar[str]
+    ports_per_node: ClassVar[int] = 1
+    largest: ClassVar[int] = 1
+    """The most servers that one ensemble may have."""
+
+    def __init__(self, security: Security) -> None:
+        self.security = security
+
+    @abstractmethod
+    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        """The command line; writes what it refers to into ``node.directory``."""
+
+    @abstractmethod
+    def ready(self, node: Node) -> bool:
+        """Whether the server answers and can write; `OSError` means no."""
+
+    def endpoint(self, nodes: Sequence[Node]) -> str:
+        """As ``--rdzv-endpoint`` takes it, without secrets."""
+        return ",".join(f"{HOST}:{node.port}" for node in nodes)
+
+    def config(self) -> dict[str, str]:
+        """What ``--rdzv-conf`` needs besides, without secrets."""
+        return self.security.config()
+
+    def environ(self) -> dict[str, str]:
+        """What a client's environment needs besides."""
+        return self.security.environ()
+
+    def leads(self, node: Node) -> bool:
+        """Whether the server says that it leads its ensemble; `OSError` means no."""
+        return True
+
+    def prepare(self, nodes: Sequence[Node]) -> None:  # noqa: B027 - most kinds need nothing
+        """Called once an empty server or ensemble is ready: make users and the like."""
+
+
+class Node:
+    """One server; its address and data directory stay the same over restarts."""
+
+    def __init__(self, kind: Kind, index: int, ports: Sequence[int], directory: Path) -> None:
+        self.index = index
+        self.ports = tuple(ports)
+        self.directory = directory
+        self.peers: Sequence[Node] = (self,)
+        self._kind = kind
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port for clients."""
+        return self.ports[0]
+
+    @property
+    def pid(self) -> int:
+        """The running server's process id; `ServerError` if it is stopped."""
+        if self._process is None:
+            raise ServerError(f"{self} is not running")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, *, empty: bool = False, timeout: float = 30.0) -> None:
+        """Start, on the same port and with the same data (``empty``: with none), until ready.
+
+        A server of an ensemble is ready when the ensemble has a leader. A server that was killed
+        keeps what it had written to disk: nothing, for redis and valkey. A member of an ensemble
+        cannot come back empty (`ValueError`).
+        """
+        if empty and len(self.peers) > 1:
+            raise ValueError(f"{self} is one of several: it cannot come back empty")
+        self.launch(empty=empty)
+        self.await_ready(timeout)
+        if empty:
+            self._kind.prepare(self.peers)
+
+    def launch(self, *, empty: bool = False) -> None:
+        """Start without waiting."""
+        if self.running:
+            raise ServerError(f"{self} is running already")
+        if empty:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        command = self._kind.command(self, self.peers)
+        with (self.directory / "log").open("ab") as log:
+            # A session of its own: Ctrl-C is for us, and we stop the server.
+            self._process = subprocess.Popen(
+                command,
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        # Sees the end of our process, however it comes, by the end of the pipe. PR_SET_PDEATHSIG
+        # would fire at the end of the thread that started the server.
+        script = 'read -r _ || { kill -9 "$1"; sleep 0.2; rm -rf "$2"; }'
+        self._watchdog = subprocess.Popen(
+            [
+                "/bin/sh",
+                "-c",
+                script,
+                "watchdog",
+                str(self._process.pid),
+                str(self.directory.parent),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def await_ready(self, timeout: float = 30.0) -> None:
+        """Wait until the server can serve; `ServerError` with the end of its log if it does not."""
+
+        def ready() -> bool:
+            if not self.running:
+                raise ServerError(f"{self} ended as it started:\n{self._log_tail()}")
+            return self._answers(self._kind.ready)
+
+        if not wait_until(ready, timeout):
+            raise ServerError(f"{self} was not ready within {timeout:g} s:\n{self._log_tail()}")
+
+    def leads(self) -> bool:
+        """Whether this server runs and says that it leads its ensemble."""
+        return self.running and self._answers(self._kind.leads)
+
+    def stop(self, timeout: float = 15.0) -> None:
+        """End the server in its own way (SIGTERM), data saved; nothing if it is stopped."""
+        if self._process is None:
+            return
+        self.resume()
+        self._process.terminate()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            self.kill()
+            raise ServerError(f"{self} did not stop within {timeout:g} s; killed it") from error
+        self._reap()
+
+    def kill(self) -> None:
+        """SIGKILL; nothing if it is stopped."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._reap()
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open and nobody answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def __str__(self) -> str:
+        return f"{self._kind.name} {self.index + 1} on {HOST}:{self.port}"
+
+    def _answers(self, question: Callable[[Node], bool]) -> bool:
+        try:
+            return question(self)
+        except (OSError, ValueError):
+            return False
+
+    def _reap(self) -> None:
+        self._process = None
+        if self._watchdog is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._watchdog.communicate(b"\n")
+            self._watchdog = None
+
+    def _log_tail(self) -> str:
+        lines = (self.directory / "log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-15:])
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Ask every 10 ms, at least once; False after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports on which nobody listens."""
+    with contextlib.ExitStack() as stack:
+        return [_bind_free_port(stack) for _ in range(count)]
+
+
+def _bind_free_port(stack: contextlib.ExitStack) -> int:
+    for port in _shuffled(_PORTS):
+        holder = stack.enter_context(socket.socket())
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind((HOST, port))
+        except OSError:
+            continue
+        return port
+    raise ServerError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free on {HOST}")
+
+
+def _shuffled(ports: range) -> Iterator[int]:
+    # A generator of its own: a test that seeds `random` must not make two processes collide.
+    return iter(random.SystemRandom().sample(ports, 200))
+
+
+def find_file(
+    kind: str,
+    names: Sequence[str],
+    folders: Sequence[str | Path] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> Path | None:
+    """A server's binary or jar: ``$RDZV_<KIND>_BINARY``, then PATH, ``folders`` and ``.servers``.
+
+    ``.servers`` stands beside the package in a checkout; ``scripts/install-servers`` fills it.
+
+    Raises:
+        ServerError: the environment variable names no file.
+    """
+    variable = f"RDZV_{kind.upper()}_BINARY"
+    if named := environ.get(variable):
+        if not Path(named).is_file():
+            raise ServerError(f"${variable} names '{named}', which is no file")
+        return Path(named)
+    local = Path(__file__).resolve().parents[2] / ".servers" / kind
+    path = environ.get("PATH", "").split(os.pathsep)
+    for folder in (*path, "/usr/sbin", "/usr/local/sbin", *folders, local):
+        for name in names:
+            file = Path(folder) / name
+            if folder and file.is_file():
+                return file
+    return None

