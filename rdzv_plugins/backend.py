@@ -16,7 +16,7 @@ class KeyValueBackend(RendezvousBackend):
 
     It stands under ``torch-state``, not ``state``: what torch stores there is its own pickle, which
     this package's handler must never take for a round document. It is kept compressed, which makes
-    room for three times the nodes where values are small, and lets a corrupt one be told.
+    room for four times the nodes where values are small, and lets a corrupt one be told.
 
     Whoever can write that key can run code on every node, since torch's handler unpickles it.
     """

@@ -1,0 +1,117 @@
+"""The address under which the other nodes reach this one: their MASTER_ADDR if it is rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import TypeVar
+
+from rdzv_plugins.config import parse_endpoint
+
+__all__ = ["node_address", "store_hosts"]
+
+T = TypeVar("T")
+Address = IPv4Address | IPv6Address
+
+# A dead DNS must not stall a start: its resolver's own limit is 10 s or more a name.
+_RESOLVER_SECONDS = 2.0
+
+# An address for documentation (RFC 5737): the way to it is the default route.
+_ANYWHERE = ("192.0.2.1", 9)
+
+
+def node_address(local_addr: str | None, store_hosts: Iterable[tuple[str, int]]) -> str:
+    """An address of this host that a server can be bound to and its peers can dial.
+
+    In this order: ``local_addr``; the host's fully qualified name, if it resolves to an address of
+    this host that is not loopback; the address from which the host reaches the store, or where
+    that is loopback or unknown, the one that its short name resolves to; loopback. A name without
+    a dot is not handed out: containers have names that nobody else can resolve (pytorch #150532).
+
+    Args:
+        local_addr: as in ``--local-addr``.
+        store_hosts: (name, port) of the store's servers; where none resolves, the default route
+            decides. Nothing is sent to them.
+
+    Returns:
+        A name or an IP address, after 4 s at the most even where name resolution hangs.
+    """
+    if local_addr:
+        return local_addr
+    unknown: tuple[str, Address | None] = ("", None)
+    name, own = _within(_RESOLVER_SECONDS, _own_name, unknown)
+    if own is not None and "." in name:
+        return name
+    hosts = list(store_hosts)
+    route = _within(_RESOLVER_SECONDS, lambda: _route(hosts), None) or _route([_ANYWHERE])
+    if route is not None and not route.is_loopback:
+        return str(route)
+    return str(own or route or "127.0.0.1")
+
+
+def store_hosts(endpoint: str) -> list[tuple[str, int]]:
+    """(name, port) of each host in an endpoint of whatever store; none where it names no host."""
+    scheme = endpoint.partition("://")[0] if "://" in endpoint else ""
+    if not endpoint.strip() or scheme == "unix":
+        return []
+    try:
+        # The port picks no route, so that any will do.
+        return [*parse_endpoint(endpoint, default_port=_ANYWHERE[1], schemes=[scheme]).hosts]
+    except ValueError:
+        return []
+
+
+def _own_name() -> tuple[str, Address | None]:
+    """The host's name, and the first address it resolves to that peers may be able to dial."""
+    name = socket.getfqdn()
+    for address in _resolve(name):
+        if not address.is_loopback and not address.is_link_local and _is_own(address):
+            return name, address
+    return name, None
+
+
+def _resolve(name: str) -> list[Address]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    # UnicodeError: a name that the IDNA codec refuses.
+    except (OSError, UnicodeError):
+        return []
+    return [ip_address(str(item[4][0]).partition("%")[0]) for item in found]
+
+
+def _is_own(address: Address) -> bool:
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((str(address), 0))
+    except OSError:
+        return False
+    return True
+
+
+def _route(hosts: Iterable[tuple[str, int]]) -> Address | None:
+    """The local address of a socket connected to the first host that has a route."""
+    for host, port in hosts:
+        with contextlib.suppress(OSError, UnicodeError):
+            for family, kind, _, _, target in socket.getaddrinfo(
+                host, port, type=socket.SOCK_DGRAM
+            ):
+                with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                    # Connecting a datagram socket looks up the route and sends nothing.
+                    probe.connect(target)
+                    return ip_address(str(probe.getsockname()[0]).partition("%")[0])
+    return None
+
+
+def _within(seconds: float, question: Callable[[], T], otherwise: T) -> T:
+    """The answer, or ``otherwise`` if there is none in time; name resolution has no time-out."""
+    answers: list[T] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(question()), name="rdzv-resolver", daemon=True
+    )
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else otherwise

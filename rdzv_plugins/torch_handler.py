@@ -1,0 +1,107 @@
+"""torch's own dynamic handler over our stores, its one fatal fault mended.
+
+What stays as torch has it: polling once a second, wall clocks compared between hosts, one state
+that all nodes write, a store outage that ends the agent. ``handler=rdzv`` has none of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from rdzv_plugins.addresses import node_address, store_hosts
+from rdzv_plugins.backend import KeyValueBackend
+from rdzv_plugins.config import Settings
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.store import KeyValueStore
+
+__all__ = ["MendedDynamicRendezvousHandler", "create_torch_handler"]
+
+_STORE_PREFIX = "torch-store/"
+
+
+class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
+    """torch's handler with a new MASTER_ADDR, MASTER_PORT and TCPStore server in each round.
+
+    torch keeps those of its first round: survivors of a lost rank 0 dial a dead host, and a node
+    that joins later meets a server whose keys the last round's workers have used.
+    """
+
+    # Set by create_torch_handler: torch's constructor is called by its from_backend.
+    _client: KeyValueClient
+    _closed_ttl: float
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # Private, and the fault itself: torch makes them anew only where they are None, and has
+        # no switch for it that lets the workers share the agent's TCPStore.
+        self._bootstrap_store_info = None
+        self._shared_tcp_store_server = None
+        info = super().next_rendezvous()
+        if info.rank == 0:
+            self._delete_past_rounds()
+        return info
+
+    def set_closed(self) -> None:
+        super().set_closed()
+        self._client.expire(self._closed_ttl)
+
+    def shutdown(self) -> bool:
+        """Close the run, let its keys expire after ``closed_ttl``, and close the client."""
+        try:
+            closed = super().shutdown()
+            if closed:
+                # The run is closed: that its id stays taken is not worth an error.
+                with contextlib.suppress(RendezvousConnectionError):
+                    self._client.expire(self._closed_ttl)
+            return closed
+        finally:
+            self._client.close()
+
+    def _delete_past_rounds(self) -> None:
+        # torch puts a round's keys under torch.rendezvous.<run id>.<round>/. The last round but
+        # one stays: a slow agent may be reading there still.
+        prefix = f"{_STORE_PREFIX}torch.rendezvous.{self.get_run_id()}."
+        with contextlib.suppress(RendezvousConnectionError):
+            rounds: dict[int, list[str]] = {}
+            for key in self._client.list(prefix):
+                number = key.removeprefix(prefix).partition("/")[0]
+                rounds.setdefault(int(number), []).append(key)
+            for past in sorted(rounds)[:-2]:
+                self._client.delete_many(rounds[past])
+
+
+def create_torch_handler(
+    backend_name: str, params: RendezvousParameters, settings: Settings, client: KeyValueClient
+) -> MendedDynamicRendezvousHandler:
+    """What ``--rdzv-conf handler=torch`` stands for; the handler owns ``client`` and closes it.
+
+    Raises:
+        ValueError: the run id is empty.
+    """
+    handler: MendedDynamicRendezvousHandler = MendedDynamicRendezvousHandler.from_backend(
+        params.run_id,
+        KeyValueStore(client, _STORE_PREFIX),
+        KeyValueBackend(client, backend_name),
+        params.min_nodes,
+        params.max_nodes,
+        node_address(params.local_addr, store_hosts(params.endpoint)),
+        RendezvousTimeout(
+            join=timedelta(seconds=settings.join_timeout),
+            # torch refuses 0.
+            last_call=timedelta(seconds=max(settings.last_call_timeout, 1e-6)),
+            close=timedelta(seconds=settings.close_timeout),
+            heartbeat=timedelta(seconds=settings.heartbeat_timeout),
+        ),
+        # Declared as int, but torch only hands it to timedelta.
+        keep_alive_interval=settings.keep_alive_interval,  # type: ignore[arg-type]
+        keep_alive_max_attempt=settings.keep_alive_max_attempt,
+    )
+    handler._client = client
+    handler._closed_ttl = settings.closed_ttl
+    return handler
