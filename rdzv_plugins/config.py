@@ -103,6 +103,14 @@ class StoreOptions:
 
     prefix: str = option("rdzv")
 
+    def __post_init__(self) -> None:
+        # ZooKeeper refuses an empty part of a path; what one store refuses, none should take.
+        if not all(self.prefix.split("/")):
+            raise ValueError(
+                f"option 'prefix': '{self.prefix}' must not be empty, nor have '/' at an end or "
+                "twice in a row"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(StoreOptions):
@@ -218,7 +226,7 @@ def _convert(name: str, raw: object, hint: Any, item: Field[Any]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A parsed ``--rdzv-endpoint``; its ``repr`` hides the password.
+    """A parsed ``--rdzv-endpoint``; its ``repr`` hides what may be secret.
 
     Attributes:
         scheme: in lower case; "" where none was given.
@@ -232,12 +240,13 @@ class Endpoint:
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     path: str = ""
-    query: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 _PORT = re.compile(r"[0-9]{1,5}")
-_USERINFO = re.compile(r"(^|//)([^/@:]*):[^/]*@")
-_SECRET_PARAMETER = re.compile(r"(?i)([?&](?:password|token|secret)[^=&]*=)[^&]*")
+# Up to the last "@": a password whose "/", "#" or "@" is not percent-encoded is no less secret.
+_USERINFO = re.compile(r"(?s)(^|//)([^/@:]*):(?!//).*@")
+_SECRET_PARAMETER = re.compile(r"(?i)([?&][^=&]*(?:password|token|secret)[^=&]*=)[^&]*")
 
 
 def redact(endpoint: str) -> str:
@@ -255,7 +264,16 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
     """
     text = endpoint.strip() or "localhost"
     allowed = list(schemes)
-    parts = urlsplit(text if "://" in text else f"//{text}")
+    try:
+        parts = urlsplit(text if "://" in text else f"//{text}")
+    except ValueError:
+        # Without the cause: its message may show the password.
+        raise ValueError(f"the endpoint '{redact(text)}' is not a valid URL") from None
+    if "@" not in parts.netloc and re.match(r"[^/@:]*:.*@", text.partition("://")[2] or text):
+        raise ValueError(
+            f"the endpoint '{redact(text)}' has an '@' after a '/', '?' or '#'; percent-encode "
+            "them in a password"
+        )
     if parts.scheme and parts.scheme not in allowed:
         raise ValueError(
             f"the endpoint '{redact(text)}' starts with '{parts.scheme}://'; "
@@ -288,5 +306,5 @@ def _parse_host(item: str, endpoint: str, default_port: int) -> tuple[str, int]:
     if not host or re.search(r"[\s/]", host):
         raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid host name")
     if port and (not _PORT.fullmatch(port) or not 0 < int(port) < 65536):
-        raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid port: '{port}'")
+        raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid port")
     return host, int(port) if port else default_port

@@ -205,7 +205,8 @@ class MemoryClient(KeyValueClient):
     def _write(self, key: str, value: bytes) -> Entry:
         self.check_size(key, value)
         self._server.writes += 1
-        entry = Entry(bytes(value), self._server.writes)
+        # A str: among numbers, a token of True would equal version 1.
+        entry = Entry(bytes(value), str(self._server.writes))
         self._keys()[key] = entry
         self._server.changed.notify_all()
         return entry
