@@ -1,0 +1,61 @@
+"""The last rounds of a run: when, who, how long and why. For people; nothing depends on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from rdzv_plugins.documents import HISTORY_KEY, RoundDocument
+from rdzv_plugins.kv import KeyValueClient
+
+__all__ = ["Row", "append", "read"]
+
+_LONGEST = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A round that began to run, or the closing of the run.
+
+    Attributes:
+        at: wall-clock time of the writer, ISO 8601 in UTC.
+        seconds: from the round's first document until it ran.
+        nodes: how many nodes were in it.
+        members: names of the first of them, in rank order.
+    """
+
+    round: int
+    phase: str
+    at: str
+    seconds: float
+    nodes: int
+    members: tuple[str, ...]
+    reason: str
+
+
+def append(
+    client: KeyValueClient, document: RoundDocument, seconds: float, members: tuple[str, ...]
+) -> None:
+    """Add a row; the oldest beyond fifty go. Two writers at once may lose a row."""
+    row = Row(
+        round=document.round,
+        phase=document.phase.value,
+        at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        seconds=round(seconds, 6),
+        nodes=len(document.participants),
+        members=members,
+        reason=document.reason,
+    )
+    rows = [asdict(item) for item in [*read(client), row]][-_LONGEST:]
+    client.put(HISTORY_KEY, json.dumps(rows, separators=(",", ":")).encode())
+
+
+def read(client: KeyValueClient) -> list[Row]:
+    """The rows, oldest first; an unreadable history is an empty one."""
+    entry = client.get(HISTORY_KEY)
+    try:
+        items = json.loads(entry.value) if entry else []
+        return [Row(**{**item, "members": tuple(item["members"])}) for item in items]
+    except (ValueError, TypeError, KeyError):
+        return []

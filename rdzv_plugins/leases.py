@@ -1,0 +1,62 @@
+"""Who is alive, judged by beats on the observer's own clock alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Leases"]
+
+
+@dataclass(slots=True)
+class _Seen:
+    beat: int | None
+    since: float
+    looked: float
+
+
+class Leases:
+    """Since when each node's beat has stood still, as far as this observer has looked.
+
+    Times are seconds of one monotonic clock, the observer's. A node seen for the first time is as
+    good as one whose beat has just moved: what happened before is not this observer's to judge.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._moved: set[str] = set()
+
+    def observe(self, node: str, beat: int | None, now: float) -> None:
+        """Note a look at a node's beat; None: it has no record, or was not looked up yet."""
+        seen = self._seen.get(node)
+        if seen is None:
+            self._seen[node] = _Seen(beat, now, now)
+        elif beat is None or beat == seen.beat:
+            seen.looked = now
+        else:
+            if seen.beat is not None:
+                self._moved.add(node)
+            self._seen[node] = _Seen(beat, now, now)
+
+    def age(self, node: str) -> float:
+        """Seconds that the beat is known to have stood still: up to the last look, not to now."""
+        seen = self._seen.get(node)
+        return seen.looked - seen.since if seen else 0.0
+
+    def silence(self, node: str, now: float) -> float:
+        """Seconds since the beat was last seen to move; a look may end it."""
+        seen = self._seen.get(node)
+        return now - seen.since if seen else 0.0
+
+    def moved(self, node: str) -> bool:
+        """Whether the beat has moved since this observer first saw it: the node surely lives."""
+        return node in self._moved
+
+    def restart(self, now: float) -> None:
+        """Begin every window afresh: the observer was late, or could not read the store."""
+        for seen in self._seen.values():
+            seen.since = seen.looked = now
+
+    def keep(self, nodes: set[str]) -> None:
+        """Forget all nodes but these."""
+        self._seen = {node: seen for node, seen in self._seen.items() if node in nodes}
+        self._moved &= nodes

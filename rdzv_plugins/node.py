@@ -1,0 +1,463 @@
+"""One node's life in a run, as a generator of requests: the protocol without I/O or threads.
+
+`Node.run` yields requests and is sent their answers; a failed request is thrown into it. Whoever
+drives it only carries requests out: `handler.py` on a store, the simulator on virtual time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+from rdzv_plugins import protocol
+from rdzv_plugins.documents import (
+    BELL_KEY,
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Wants,
+)
+from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
+from rdzv_plugins.leases import Leases
+from rdzv_plugins.steps import (
+    Chronicle,
+    CompareAndSet,
+    Deliver,
+    Drop,
+    DropStores,
+    List,
+    OpenMaster,
+    Outcome,
+    Park,
+    PutRecord,
+    Read,
+    Request,
+    Rest,
+    Ring,
+    Steps,
+)
+
+__all__ = ["Node", "close_run"]
+
+# A leader rests this long per record between two listings, so that a thousand joins cost a handful
+# of listings and not a thousand.
+_REST_PER_RECORD = 20e-6
+_SHORTEST_REST = 0.5e-3
+_LONGEST_OUTAGE_PAUSE = 0.5
+_MEMBERS_IN_HISTORY = 16
+
+
+class Node:
+    """What a node remembers between two decisions.
+
+    Args:
+        node_id: unique in the run, without spaces.
+        record: what this node says of itself; its beat, wants and round change here.
+        rules: the run's settings.
+        join_timeout: seconds within which a join must end in a round; spares wait for any time.
+        clock: this node's monotonic clock, in seconds.
+        chance: the source of its random share.
+
+    Public members may be used from other threads; the generators are driven by one.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        record: NodeRecord,
+        rules: protocol.Rules,
+        join_timeout: float,
+        clock: Callable[[], float],
+        chance: random.Random,
+    ) -> None:
+        self.id = node_id
+        self.record = record
+        self.waiting = 0
+        self._rules = rules
+        self._join_timeout = join_timeout
+        self._clock = clock
+        self._chance = chance
+        self._share = chance.random()
+        self._leases = Leases()
+        self._joining = False
+        self._join_ordered = False
+        self._join_deadline = 0.0
+        self._member: RoundDocument | None = None
+        # The document as last read, under which version, since when, and the highest seen.
+        self.document: RoundDocument | None = None
+        self._token: Version | None = None
+        self._document_since = clock()
+        self._latest: RoundDocument | None = None
+        self._forming_since = clock()
+        # What is due before the next decision.
+        self._record_due = False
+        self._ring = False
+        self._document_due = True
+        self._leader_due = False
+        self._list_due = True
+        self._next_beat = 0.0
+        self._idle_until = clock()
+        # As a leader.
+        self._bell: Version | None = None
+        self._records: dict[str, NodeRecord] | None = None
+        self._parsed: dict[str, tuple[Version, NodeRecord]] = {}
+        self._listed_at = float("-inf")
+        self._minimum_since: float | None = None
+
+    @property
+    def join_ordered(self) -> bool:
+        """Whether an ordered join has not been taken up yet."""
+        return self._join_ordered
+
+    @property
+    def latest(self) -> RoundDocument | None:
+        """The document of the highest place that this node has seen."""
+        return self._latest
+
+    @property
+    def in_round(self) -> bool:
+        """Whether the run, as last seen, still counts on this node: it would miss it."""
+        document = self.document
+        if self._member is None or document is None:
+            return self._member is not None
+        return self.id in document.participants or self.id in document.previous
+
+    def order_join(self) -> None:
+        """Ask to be in the next round; the driver ends its `Park` or `Rest` early for it."""
+        self._join_ordered = True
+
+    def run(self) -> Steps:
+        """Live until the driver stops driving."""
+        failures = 0
+        while True:
+            try:
+                yield from self._turn()
+                failures = 0
+            except (RendezvousConnectionError, RendezvousStateError) as error:
+                failures += 1
+                yield from self._bear(error, failures)
+
+    def farewell(self) -> Steps:
+        """Announce that this node leaves; driven once, after `run` has been stopped. Rule 10."""
+        self.record = replace(self.record, beat=self.record.beat + 1, wants=Wants.LEFT)
+        yield PutRecord(self.id, self.record, ring=True)
+        for _ in range(3):
+            yield from self._read_document()
+            document = self.document
+            if document is None or document.leader != self.id or document.phase is Phase.CLOSED:
+                return
+            if (yield from self._write(replace(document, leader=None))):
+                return
+
+    def _turn(self) -> Steps:
+        self._take_order()
+        if self._joining and self._clock() >= self._join_deadline and self._may_time_out():
+            yield from self._end_join(Outcome(failure=protocol.Failure.TIMEOUT))
+        closed = self._latest is not None and self._latest.phase is Phase.CLOSED
+        if self.record.wants is not Wants.LEFT and not closed:
+            yield from self._beat()
+        if self._document_due:
+            yield from self._read_document()
+        yield from self._observe_others()
+        self._judge_punctuality()
+        action = protocol.decide(view := self._view())
+        self.waiting = protocol.nodes_waiting(view)
+        yield from self._act(action)
+
+    def _take_order(self) -> None:
+        if self._join_ordered:
+            self._join_ordered = False
+            self._joining = True
+            self._join_deadline = self._clock() + self._join_timeout
+            self.record = replace(self.record, wants=Wants.JOIN, master=None)
+            self._record_due = self._ring = True
+            self._document_due = True
+            self.waiting = 0
+
+    def _may_time_out(self) -> bool:
+        # A spare waits for as long as the run lasts, as torch's redundant nodes do.
+        if self.record.wants is Wants.SPARE:
+            self._join_deadline = self._clock() + self._join_timeout
+            return False
+        return True
+
+    def _beat(self) -> Steps:
+        """Write the record if it changed or a keep-alive interval has passed."""
+        punctual = self._clock() >= self._next_beat
+        if not (self._record_due or punctual):
+            return
+        self.record = replace(self.record, beat=self.record.beat + 1)
+        ring, self._record_due, self._ring = self._ring, False, False
+        try:
+            yield PutRecord(self.id, self.record, ring)
+        except RendezvousConnectionError:
+            self._record_due, self._ring = True, ring
+            raise
+        # Never earlier than an interval; later by chance, or thousands of nodes beat in step.
+        interval = self._rules.interval
+        self._next_beat = self._clock() + interval * (1 + 0.1 * self._chance.random())
+        if punctual:
+            self._leader_due = self._list_due = True
+
+    def _read_document(self) -> Steps:
+        entry: Entry | None = yield Read(STATE_KEY)
+        self._adopt(entry)
+        self._document_due = False
+
+    def _adopt(self, entry: Entry | None, known: RoundDocument | None = None) -> None:
+        """Make what stands in the store the document; ``known`` saves decoding our own."""
+        token = entry.version if entry else None
+        if token == self._token and (entry is None) == (self.document is None):
+            return
+        was = self.document
+        self.document = known or (RoundDocument.decode(entry.value) if entry else None)
+        self._token = token
+        self._document_since = self._clock()
+        document = self.document
+        if document is None:
+            return
+        leader_changed = was is None or was.leader != document.leader
+        if leader_changed:
+            self._records = None
+            self._minimum_since = None
+            self._list_due = True
+            if document.leader not in (None, self.id):
+                # Its window begins now; a first look can wait for the next beat.
+                self._leases.observe(document.leader, None, self._clock())
+        if was is None or was.round != document.round:
+            self._forming_since = self._clock()
+            self._minimum_since = None
+        latest = self._latest
+        if (
+            latest is None
+            or document.phase is Phase.CLOSED
+            or (latest.phase is not Phase.CLOSED and document.place >= latest.place)
+        ):
+            self._latest = document
+
+    def _observe_others(self) -> Steps:
+        """Read what rules 2 to 5 need: all records as the leader, else the leader's."""
+        document = self.document
+        if document is None or document.phase is Phase.CLOSED or document.leader is None:
+            return
+        if document.leader != self.id:
+            self._records = None
+            if self._leader_due:
+                self._leader_due = False
+                entry: Entry | None = yield Read(NODES_PREFIX + document.leader)
+                record = _readable(entry)
+                self._leases.observe(
+                    document.leader, record.beat if record else None, self._clock()
+                )
+                # Without the leader's record the document may be gone too.
+                self._document_due = record is None
+        elif self._list_due:
+            yield from self._list()
+
+    def _list(self) -> Steps:
+        rest = self._listed_at + _REST_PER_RECORD * len(self._parsed) - self._clock()
+        if rest > _SHORTEST_REST:
+            self._idle_until = self._clock() + rest
+            yield Rest(rest)
+        # The document first: records may be newer than it, never older. Its token then guards us.
+        yield from self._read_document()
+        document = self.document
+        if document is None or document.leader != self.id:
+            return
+        entries: dict[str, Entry] = yield List(NODES_PREFIX)
+        now = self._clock()
+        parsed: dict[str, tuple[Version, NodeRecord]] = {}
+        for key, entry in entries.items():
+            node = key.removeprefix(NODES_PREFIX)
+            known = self._parsed.get(node)
+            if known is not None and known[0] == entry.version:
+                parsed[node] = known
+                continue
+            record = _readable(entry)
+            if record is not None:
+                parsed[node] = entry.version, record
+        self._parsed = parsed
+        self._records = {node: record for node, (_, record) in parsed.items()}
+        named = {*document.participants, *document.previous}
+        self._leases.keep({*parsed, *named})
+        for node, record in self._records.items():
+            self._leases.observe(node, record.beat, now)
+        for node in named - parsed.keys():
+            self._leases.observe(node, None, now)
+        self._listed_at = now
+        self._list_due = False
+
+    def _judge_punctuality(self) -> None:
+        now = self._clock()
+        if now - self._idle_until > self._rules.interval:
+            # Suspended, starved, or held up by a store that hung: what this node saw, or did not
+            # see, in that time proves nothing of others.
+            self._leases.restart(now)
+        self._idle_until = now
+
+    def _view(self) -> protocol.View:
+        now = self._clock()
+        minimum = None if self._minimum_since is None else now - self._minimum_since
+        return protocol.View(
+            me=self.id,
+            rules=self._rules,
+            record=self.record,
+            joining=self._joining,
+            document=self.document,
+            document_age=now - self._document_since,
+            latest=self._latest,
+            member=self._member,
+            records=self._records,
+            age=self._leases.age,
+            silence=lambda node: self._leases.silence(node, now),
+            moved=self._leases.moved,
+            minimum_age=minimum,
+            share=self._share,
+        )
+
+    def _act(self, action: protocol.Action) -> Steps:
+        match action:
+            case protocol.Write(document):
+                yield from self._write(document)
+            case protocol.SetRecord(wants, round_, ring):
+                self.record = replace(self.record, wants=wants, round=round_, master=None)
+                self._record_due, self._ring = True, ring
+            case protocol.Confirm(round_, is_master):
+                master = None
+                if is_master:
+                    master = yield OpenMaster(round_)
+                self.record = replace(self.record, wants=Wants.RUN, round=round_, master=master)
+                self._record_due = self._ring = True
+            case protocol.Start(document):
+                self._member = document
+                yield from self._end_join(Outcome(document=document))
+            case protocol.Fail(failure):
+                yield from self._end_join(Outcome(failure=failure))
+            case protocol.ListRecords():
+                self._list_due = True
+            case protocol.Wait(seconds, minimum_reached):
+                if not minimum_reached:
+                    self._minimum_since = None
+                elif self._minimum_since is None:
+                    self._minimum_since = self._clock()
+                    return  # Decide again: the last call may be of no length.
+                yield from self._wait(seconds)
+
+    def _end_join(self, outcome: Outcome) -> Steps:
+        self._joining = False
+        if outcome.document is None:
+            # It is in no round and asks for none; its last word until the agent asks again.
+            self.record = replace(self.record, wants=Wants.LEFT, beat=self.record.beat + 1)
+            if outcome.failure not in (protocol.Failure.CLOSED, protocol.Failure.SPARE_CLOSED):
+                yield PutRecord(self.id, self.record, ring=True)
+        yield Deliver(outcome)
+
+    def _write(self, document: RoundDocument) -> Generator[Request, Any, bool]:
+        entry, written = yield CompareAndSet(STATE_KEY, document.encode(), self._token)
+        before = self.document
+        self._adopt(entry, document if written else None)
+        self._document_due = False
+        if not written:
+            return False
+        if before is not None and before.leader not in (document.leader, None):
+            # The leader of before waits for its bell, not for the document.
+            yield Ring(self.id)
+        if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
+            yield from self._tidy(document)
+        return True
+
+    def _tidy(self, document: RoundDocument) -> Steps:
+        """After a round has been released: nothing here holds an agent up."""
+        records = self._records or {}
+        members = tuple(
+            records[node].label
+            for node in document.participants[:_MEMBERS_IN_HISTORY]
+            if node in records
+        )
+        yield Chronicle(document, self._clock() - self._forming_since, members)
+        yield DropStores(document.round)
+        dead = [
+            node
+            for node, record in records.items()
+            if node not in document.participants
+            and node != self.id
+            and (record.wants is Wants.LEFT or self._leases.age(node) >= self._rules.lease)
+        ]
+        if dead:
+            yield Drop(tuple(NODES_PREFIX + node for node in dead))
+
+    def _wait(self, seconds: float | None) -> Steps:
+        document = self.document
+        leads = document is not None and document.leader == self.id
+        if document is not None and document.phase is Phase.CLOSED:
+            leads = False
+        until_beat = max(0.0, self._next_beat - self._clock())
+        if self._latest is not None and self._latest.phase is Phase.CLOSED:
+            until_beat = self._rules.interval  # No beats after closing.
+        timeout = until_beat if seconds is None else min(until_beat, seconds)
+        if self._joining:
+            timeout = min(timeout, max(0.0, self._join_deadline - self._clock()))
+        began = self._clock()
+        if leads:
+            bell: Entry | None = yield Park(BELL_KEY, self._bell, timeout)
+            if bell is not None:
+                self._bell = bell.version
+            self._list_due = True
+        else:
+            entry: Entry | None = yield Park(STATE_KEY, self._token, timeout)
+            if entry is not None:
+                self._adopt(entry)
+            elif seconds is not None and timeout == seconds:
+                self._leader_due = True
+            if entry is None and timeout == until_beat and self.document is None:
+                self._document_due = True
+        self._idle_until = began + timeout
+
+    def _bear(self, error: Exception, failures: int) -> Steps:
+        """Rule 11: an outage stops nobody; nobody is judged by what could not be read."""
+        self._leases.restart(self._clock())
+        self._minimum_since = None
+        self._document_due = self._leader_due = self._list_due = True
+        hopeless = isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline
+        if self._joining and hopeless:
+            self._joining = False
+            self.record = replace(self.record, wants=Wants.LEFT)
+            yield Deliver(Outcome(error=error))
+        pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
+        yield Rest(pause * (0.5 + 0.5 * self._chance.random()))
+
+
+def _readable(entry: Entry | None) -> NodeRecord | None:
+    """A record that nobody can read is silence: its lease runs out."""
+    if entry is None:
+        return None
+    try:
+        return NodeRecord.decode(entry.value)
+    except RendezvousStateError:
+        return None
+
+
+def close_run(node_id: str, latest: RoundDocument, reason: str) -> Steps:
+    """Close a run, whatever its state. Rule 14.
+
+    Args:
+        node_id: who closes.
+        latest: what to close where there is no document.
+        reason: for people.
+    """
+    entry: Entry | None = yield Read(STATE_KEY)
+    written = False
+    while not written:
+        document = RoundDocument.decode(entry.value) if entry else latest
+        if document.phase is Phase.CLOSED:
+            return
+        closed = replace(document, phase=Phase.CLOSED, reason=reason)
+        expected = entry.version if entry else None
+        entry, written = yield CompareAndSet(STATE_KEY, closed.encode(), expected)
+    # Joiners wait for the document; the leader waits for its bell.
+    yield Ring(node_id)
+    yield Chronicle(closed, 0.0, ())
