@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, dataclass, fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from rdzv_plugins.backends import BACKENDS
+from rdzv_plugins.config import (
+    ServerOptions,
+    Settings,
+    StoreOptions,
+    option,
+    option_names,
+    parse_endpoint,
+    parse_options,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "value"),
+    [
+        ("join_timeout", "900", 900.0),
+        ("join_timeout", "0.5", 0.5),
+        ("last_call_timeout", "0", 0.0),
+        ("close_timeout", 7, 7.0),
+        ("heartbeat_timeout", " 2 ", 2.0),
+        ("keep_alive_interval", "0.05", 0.05),
+        ("keep_alive_max_attempt", "2", 2),
+        ("restart_on_loss", "False", False),
+        ("restart_on_loss", "yes", True),
+        ("restart_on_loss", True, True),
+        ("restart_on_loss", 0, False),
+        ("rank_order", "stable", "stable"),
+        ("rank", "12", 12),
+        ("closed_ttl", "0", 0.0),
+        ("handler", "torch", "torch"),
+    ],
+)
+def test_an_option_is_converted_to_its_type(name: str, raw: object, value: object) -> None:
+    parsed = getattr(parse_options(Settings, {name: raw}, {}), name)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "says"),
+    [
+        ("join_timeout", "soon", "'soon' is not a valid float"),
+        ("join_timeout", "0", "'0' must be at least 0.001"),
+        ("join_timeout", "nan", "'nan' must be at least"),
+        ("join_timeout", "inf", "below 1e9"),
+        ("last_call_timeout", "-1", "'-1' must be at least 0"),
+        ("keep_alive_interval", "0.01", "at least 0.05"),
+        ("keep_alive_max_attempt", "1", "at least 2"),
+        ("keep_alive_max_attempt", "2.5", "'2.5' is not a valid int"),
+        ("restart_on_loss", "maybe", "'maybe' is neither true nor false"),
+        ("rank_order", "random", "'random' is not one of: natural, stable, hint"),
+        ("rank", "-1", "at least 0"),
+        ("handler", "", "'' is not one of: rdzv, torch"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(name: str, raw: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as in_config:
+        parse_options(Settings, {name: raw}, {})
+    assert f"'{name}'" in str(in_config.value)
+    if raw:
+        variable = f"RDZV_PLUGINS_{name.upper()}"
+        with pytest.raises(ValueError, match=re.escape(f"'${variable}'")):
+            parse_options(Settings, {}, {variable: raw})
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match="unknown option 'join_timeot'; did you mean") as caught:
+        parse_options(Settings, {"join_timeot": "1"}, {})
+    assert "'join_timeout'?" in str(caught.value)
+    assert "closed_ttl" in str(caught.value)
+    with pytest.raises(ValueError, match="unknown option 'zzz'; there are: join_timeout"):
+        parse_options(Settings, {"zzz": "1"}, {})
+
+
+def test_options_of_others_and_the_one_torch_adds_are_let_through() -> None:
+    config = {"prefix": "x", "timeout": 900}
+    assert parse_options(Settings, config, {}, also_allowed=["prefix"]) == Settings()
+    assert parse_options(StoreOptions, config, {}) == StoreOptions(prefix="x")
+
+
+def test_config_comes_before_the_environment_and_that_before_the_default() -> None:
+    environ = {"RDZV_PLUGINS_JOIN_TIMEOUT": "7", "RDZV_PLUGINS_RANK": ""}
+    assert parse_options(Settings, {}, {}).join_timeout == 600
+    assert parse_options(Settings, {}, environ).join_timeout == 7
+    assert parse_options(Settings, {"join_timeout": 8}, environ).join_timeout == 8
+    # An empty variable is one that a launcher did not set.
+    assert parse_options(Settings, {}, environ).rank is None
+
+
+def test_an_option_without_a_default_must_be_set() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Needy:
+        table: str
+
+    with pytest.raises(ValueError, match="'table' has no default"):
+        parse_options(Needy, {}, {})
+    assert parse_options(Needy, {"table": "t"}, {}).table == "t"
+
+
+@pytest.mark.parametrize("prefix", ["", "/rdzv", "rdzv/", "a//b"])
+def test_a_prefix_with_an_empty_part_is_refused(prefix: str) -> None:
+    with pytest.raises(ValueError, match="option 'prefix'"):
+        parse_options(ServerOptions, {"prefix": prefix}, {})
+
+
+def test_the_lease_is_the_interval_times_the_attempts() -> None:
+    assert Settings(keep_alive_interval=0.5, keep_alive_max_attempt=4).lease == 2.0
+
+
+def test_option_names_are_in_order() -> None:
+    assert option_names(StoreOptions, Settings)[:2] == ["prefix", "join_timeout"]
+
+
+def test_the_password_comes_from_the_environment_and_is_never_shown() -> None:
+    options = parse_options(ServerOptions, {}, {"RDZV_PLUGINS_PASSWORD": "hunter2"})
+    assert options.secret() == "hunter2"
+    assert "hunter2" not in f"{options!r} {options!s}"
+
+
+def test_a_password_in_the_config_is_refused_without_showing_it() -> None:
+    with pytest.raises(ValueError, match="RDZV_PLUGINS_PASSWORD") as caught:
+        parse_options(ServerOptions, {"password": "hunter2"}, {})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_malformed_secret_is_not_shown() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class WithPin:
+        pin: int = option(0, secret=True)
+
+    with pytest.raises(ValueError, match="its value is not a valid int") as caught:
+        parse_options(WithPin, {}, {"RDZV_PLUGINS_PIN": "hunter2"})
+    assert "hunter2" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_the_password_is_the_first_line_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("hunter2\nnot this\n")
+    options = ServerOptions(password_file=str(file))
+    assert options.secret() == "hunter2"
+    assert "hunter2" not in repr(options)
+    assert ServerOptions(password_file=str(file), password="first").secret() == "first"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="has no first line"):
+        options.secret()
+    file.unlink()
+    with pytest.raises(ValueError, match="cannot be read"):
+        options.secret()
+
+
+ROW = re.compile(r"^ {4}([a-z_]+) +(\S+) +\S")
+
+
+def table(cls: type) -> dict[str, str]:
+    """Option and default of each row of the table in a class's docstring."""
+    lines = (cls.__doc__ or "").splitlines()
+    rules = [number for number, line in enumerate(lines) if line.lstrip().startswith("===")]
+    assert len(rules) == 3, f"{cls} has no table of options"
+    rows = (ROW.match(line) for line in lines[rules[1] + 1 : rules[2]])
+    return {row[1]: row[2] for row in rows if row}
+
+
+def shown(default: object) -> str:
+    if default is None or isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+@pytest.mark.parametrize(
+    "name", ["Settings", "StoreOptions", "ServerOptions", *(f"{name}'s" for name in BACKENDS)]
+)
+def test_the_documented_options_are_the_options(name: str) -> None:
+    own = {"Settings": Settings, "StoreOptions": StoreOptions, "ServerOptions": ServerOptions}
+    if name in own:
+        cls: type = own[name]
+    else:
+        cls = import_module(BACKENDS[name.removesuffix("'s")].module).Options
+    inherited = {item.name for base in cls.__mro__[1:-1] for item in fields(base)}
+    defaults = {
+        item.name: "none" if item.default is MISSING else shown(item.default)
+        for item in fields(cls)
+        if item.name not in inherited
+    }
+    assert table(cls) == defaults
+    rows = [line.strip() for line in (cls.__doc__ or "").splitlines()]
+    assert [row.split()[0] for row in rows if row.split()[:1] and row.split()[0] in defaults] == [
+        *defaults
+    ]
+
+
+def test_an_endpoint_is_taken_apart() -> None:
+    endpoint = parse_endpoint(
+        "REDISS://me:p%40ss@one,[::1]:7,three:9/a%20b?db=3", default_port=5, schemes=["rediss"]
+    )
+    assert endpoint.scheme == "rediss"
+    assert endpoint.hosts == (("one", 5), ("::1", 7), ("three", 9))
+    assert (endpoint.user, endpoint.password) == ("me", "p@ss")
+    assert endpoint.path == "/a b"
+    assert endpoint.query == {"db": "3"}
+
+
+def test_an_empty_endpoint_is_this_host() -> None:
+    endpoint = parse_endpoint("", default_port=5)
+    assert endpoint.hosts == (("localhost", 5),)
+    assert (endpoint.user, endpoint.password) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "says"),
+    [
+        ("mongo://h", "starts with 'mongo://'; allowed: host:port, redis://"),
+        ("h:0", "no valid port"),
+        ("h:65536", "no valid port"),
+        ("h:six", "no valid port"),
+        ("h,", "no valid host name"),
+        (":6379", "no valid host name"),
+        ("h h", "no valid host name"),
+        ("::1", "an IPv6 address stands in brackets"),
+        ("[::1", "not a valid URL"),
+    ],
+)
+def test_a_malformed_endpoint_is_refused(endpoint: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        parse_endpoint(endpoint, default_port=5, schemes=["redis"])
