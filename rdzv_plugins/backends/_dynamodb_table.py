@@ -187,10 +187,10 @@ class Table:
             code = _code(cause)
             if code == "ValidationException":
                 raise ValueError(
-                    f"the table '{self.name}' was not made for this ({_said(cause)}): it needs the string "
-                    f"keys pk and sk, and the local secondary index '{INDEX}' on the string "
-                    f"'{INDEX}', keys only. Name another with --rdzv-conf table=..., or let it be "
-                    "made with create_table=true"
+                    f"the table '{self.name}' was not made for this ({_said(cause)}): it needs "
+                    "the string keys pk and sk, and the local secondary index "
+                    f"'{INDEX}' on the string '{INDEX}', keys only. Name another with "
+                    "--rdzv-conf table=..., or let it be made with create_table=true"
                 ) from error
             if code != "ResourceNotFoundException":
                 raise
