@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+from rdzv_plugins.backends import BACKENDS
+
+CLIENT_LIBRARIES = ["redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "requests"]
+
+
+def run(program: str) -> str:
+    """What a fresh interpreter prints, its stderr included."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error::ImportWarning", "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def test_each_backend_has_its_entry_point() -> None:
+    names = {point.name for point in entry_points(group="torchrun.handlers")}
+    assert names == set(BACKENDS)
+
+
+def test_loading_them_imports_nothing_of_ours_nor_torch() -> None:
+    program = f"""
+import sys
+from importlib.metadata import entry_points
+factories = [point.load() for point in entry_points(group="torchrun.handlers")]
+creators = [factory() for factory in factories]
+assert len(creators) == {len(BACKENDS)} and all(callable(creator) for creator in creators)
+assert [factory() for factory in factories] == creators
+ours = [name for name in sys.modules if name.startswith("rdzv_plugins")]
+assert sorted(ours) == ["rdzv_plugins", "rdzv_plugins.entry_points"], ours
+assert not set(sys.modules) & set({["torch", *CLIENT_LIBRARIES]!r})
+"""
+    assert run(program) == ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_missing_extra_names_the_install_that_mends_it(backend: str) -> None:
+    requires, extra = BACKENDS[backend].requires, BACKENDS[backend].extra
+    program = f"""
+import sys
+sys.modules[{requires!r}] = None  # makes its import fail as if it were not installed
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from rdzv_plugins import entry_points
+creator = entry_points.{backend.replace("-", "_")}()
+try:
+    creator(RendezvousParameters({backend!r}, "localhost:1", "run", 1, 1))
+except ValueError as error:
+    print(error)
+"""
+    printed = run(program)
+    assert printed.startswith(f"the {extra} backend needs the package '{requires}'"), printed
+    assert printed.endswith(f'pip install "rdzv-plugins[{extra}]"\n'), printed
