@@ -1,0 +1,32 @@
+"""The TLS options of a server as Python's own context."""
+
+from __future__ import annotations
+
+import ssl
+
+from rdzv_plugins.config import ServerOptions
+
+__all__ = ["tls_context"]
+
+
+def tls_context(options: ServerOptions) -> ssl.SSLContext:
+    """A context that verifies the server's certificate and name.
+
+    Raises:
+        ValueError: a file that cannot be used, naming its option.
+    """
+    if (options.cert_file is None) != (options.key_file is None):
+        raise ValueError("options 'cert_file' and 'key_file' are given both or not at all")
+    try:
+        context = ssl.create_default_context(cafile=options.ca_file)
+    except OSError as error:
+        raise ValueError(f"ca_file '{options.ca_file}' cannot be used: {error}") from error
+    if options.cert_file is not None:
+        try:
+            context.load_cert_chain(options.cert_file, options.key_file)
+        except OSError as error:
+            raise ValueError(
+                f"cert_file '{options.cert_file}' with key_file '{options.key_file}' cannot be "
+                f"used: {error}"
+            ) from error
+    return context
