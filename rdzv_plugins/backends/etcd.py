@@ -1,0 +1,397 @@
+"""etcd 3.4 and later, through its JSON gateway, as the backend ``etcd-v3``.
+
+torch's own backends ``etcd`` and ``etcd-v2`` speak the v2 API, which etcd 3.6 has removed (pytorch
+#158326, #170707). To move a job, replace ``--rdzv-backend=etcd`` by ``--rdzv-backend=etcd-v3`` and
+leave the endpoint as it is.
+
+A stored value begins with a stamp, twelve random bytes that are new with each write, and the stamp
+is the version; a transaction compares it as a range of values. So a version never comes back, not
+even from an etcd that lost its data and counts its revisions from 1 again, and a write whose
+answer was lost is known by it. A refused transaction reads the current value in the same request.
+`Client.wait` compares in a transaction as well and watches from the revision after the one at which
+that was true: no change in between is missed, and there is nothing for a compaction to take away.
+
+Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 MiB), which is some
+100,000 nodes in the round document. `Client.put_many` is atomic up to 128 keys and 1 MiB.
+`Client.add` is a compare-and-set, so N nodes adding to one counter at once take O(N^2) requests.
+`Client.expire` is a lease: at least two seconds with etcd's default timing, and longer if the
+leader changes. Three members survive the loss of one, five of two; name them all in the endpoint.
+The gateway must not be switched off (``--enable-grpc-gateway``), and it does not take a user's name
+from a client certificate: with authentication on, give user and password too. The user's role
+needs readwrite on the key prefix ``<prefix>/``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+from rdzv_plugins.backends._etcd_gateway import (
+    Gateway,
+    decoded,
+    encoded,
+    explain,
+    is_passing,
+)
+from rdzv_plugins.backends._stamped import segments
+from rdzv_plugins.backends._tls import tls_context
+from rdzv_plugins.config import ServerOptions, parse_endpoint, redact
+from rdzv_plugins.kv import (
+    Capabilities,
+    Entry,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    Version,
+    parse_counter,
+)
+from rdzv_plugins.retry import retry
+
+__all__ = ["Client", "Options"]
+
+T = TypeVar("T")
+
+_STAMP_BYTES = 12
+_LARGEST = 1024 * 1024
+# etcd's --max-txn-ops, of which the comparisons are counted apart.
+_OPERATIONS = 128
+# A watch is begun anew this often, in case its member hangs.
+_LONGEST_PARK = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ServerOptions):
+    """Options of the etcd-v3 backend, for endpoints ``host:port``, ``http://``, ``https://`` (TLS)
+    and several members, separated by commas. It has none of its own.
+    """
+
+
+class Client(KeyValueClient):
+    """One run on etcd: kept connections for requests and one connection a parked waiter."""
+
+    name = "etcd-v3"
+    capabilities = Capabilities(
+        push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=_LARGEST
+    )
+
+    def __init__(
+        self, endpoint: str, namespace: str, options: Options, request_timeout: float
+    ) -> None:
+        target = parse_endpoint(endpoint, default_port=2379, schemes=("http", "https"))
+        secure = options.tls or target.scheme == "https"
+        self._shown = redact(endpoint) or "localhost"
+        self._timeout = request_timeout
+        self._base = "/".join(segments(namespace, options.prefix)) + "/"
+        self._woken = threading.Condition()
+        self._interrupts = 0
+        self._closed = False
+        self._gateway = Gateway(
+            target.hosts,
+            tls_context(options) if secure else None,
+            target.user or options.user,
+            target.password or options.secret(),
+            request_timeout,
+        )
+        try:
+            self._ask("kv/range", {**self._range(""), "count_only": True})
+        except BaseException:
+            self.close()
+            raise
+
+    def get(self, key: str) -> Entry | None:
+        return _first(self._ask("kv/range", self._one(key)))
+
+    def compare_and_set(
+        self, key: str, value: bytes, expected: Version | None
+    ) -> tuple[Entry | None, bool]:
+        self.check_size(key, value)
+        comparison = self._comparison(key, expected)
+        if comparison is None:
+            return self.get(key), False
+        entry, written, _ = self._swap(key, value, comparison)
+        return entry, written
+
+    def put(self, key: str, value: bytes) -> Version:
+        self.check_size(key, value)
+        stored = _stamped(value)
+        self._ask("kv/put", self._put(key, stored))
+        return _entry(stored).version
+
+    def delete(self, key: str) -> None:
+        self._ask("kv/deleterange", self._one(key))
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        found = self._ask("kv/range", self._range(prefix)).get("kvs", [])
+        return {self._relative(item): _entry(decoded(item["value"])) for item in found}
+
+    def add(self, key: str, delta: int) -> int:
+        deadline = time.monotonic() + self._timeout
+        current = self.get(key)
+        while True:
+            total = parse_counter(key, current.value if current else b"0") + delta
+            comparison = self._comparison(key, current.version if current else None)
+            current, written, attempts = self._swap(key, str(total).encode(), comparison)
+            if written:
+                return total
+            if attempts > 1:
+                raise RendezvousConnectionError(
+                    f"the answer of etcd at {self._shown} was lost: whether '{key}' was counted "
+                    "is unknown"
+                )
+            if time.monotonic() >= deadline:
+                raise RendezvousConnectionError(
+                    f"'{key}' in etcd at {self._shown} was changed by others all through "
+                    f"{self._timeout:g} s"
+                )
+            time.sleep(random.uniform(0, 0.005))
+
+    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
+        deadline = time.monotonic() + timeout
+        interrupts = self._interrupts
+        pause = 0.01
+
+        def going() -> bool:
+            return not self._closed and self._interrupts == interrupts
+
+        while going() and time.monotonic() < deadline:
+            looked = self._call(lambda: self._look(key, version, going), going=going)
+            if looked is None:
+                break
+            entry, revision = looked
+            if entry is not None and entry.version != version:
+                return entry
+            until = min(deadline, time.monotonic() + _LONGEST_PARK)
+            try:
+                entry = self._watch(key, version, revision + 1, going, until)
+            except TimeoutError:
+                continue
+            except Exception as error:
+                if going() and not is_passing(error):
+                    raise self._explain(error) from error
+            if entry is not None:
+                return entry
+            # The watch broke; the next look raises if etcd stays away for the request timeout.
+            with self._woken:
+                if going():
+                    self._woken.wait(random.uniform(0, pause))
+            pause = min(2 * pause, 0.5)
+        return None
+
+    def interrupt(self) -> None:
+        with self._woken:
+            self._interrupts += 1
+            self._woken.notify_all()
+        self._gateway.interrupt()
+
+    def expire(self, seconds: float) -> None:
+        if seconds <= 0:
+            self._ask("kv/deleterange", self._range(""))
+            return
+        lease = self._ask("lease/grant", {"TTL": str(math.ceil(seconds))})["ID"]
+        found = self._ask("kv/range", {**self._range(""), "keys_only": True}).get("kvs", [])
+        for batch in _batches((self._relative(item) for item in found), _OPERATIONS):
+            if not self._lease(batch, lease):
+                # One of them was deleted meanwhile.
+                for key in batch:
+                    self._lease([key], lease)
+
+    def close(self) -> None:
+        with self._woken:
+            self._closed = True
+            self._woken.notify_all()
+        self._gateway.close()
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        for batch in _batches(keys, _OPERATIONS):
+            answer = self._transact([], [{"request_range": self._one(key)} for key in batch])
+            for key, response in zip(batch, answer["responses"], strict=True):
+                if (entry := _first(response["response_range"])) is not None:
+                    entries[key] = entry
+        return entries
+
+    def put_many(self, values: Mapping[str, bytes]) -> None:
+        for key, value in values.items():
+            self.check_size(key, value)
+        batch: list[dict[str, Any]] = []
+        size = 0
+        for key, value in values.items():
+            if len(batch) == _OPERATIONS or size + len(value) > _LARGEST:
+                self._transact([], batch)
+                batch, size = [], 0
+            batch.append({"request_put": self._put(key, _stamped(value))})
+            size += len(value)
+        if batch:
+            self._transact([], batch)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for batch in _batches(keys, _OPERATIONS):
+            self._transact([], [{"request_delete_range": self._one(key)} for key in batch])
+
+    def _path(self, key: str) -> bytes:
+        return (self._base + key).encode()
+
+    def _relative(self, item: Mapping[str, Any]) -> str:
+        return decoded(item["key"]).decode()[len(self._base) :]
+
+    def _one(self, key: str) -> dict[str, Any]:
+        return {"key": encoded(self._path(key))}
+
+    def _range(self, prefix: str) -> dict[str, Any]:
+        path = self._path(prefix)
+        # It ends in "/" or in a character of UTF-8, so its last byte is never 255.
+        return {"key": encoded(path), "range_end": encoded(path[:-1] + bytes([path[-1] + 1]))}
+
+    def _put(self, key: str, stored: bytes) -> dict[str, Any]:
+        return {**self._one(key), "value": encoded(stored)}
+
+    def _comparison(self, key: str, expected: Version | None) -> Sequence[dict[str, Any]] | None:
+        """What holds while the key's version is ``expected``; None: it can never hold."""
+        if expected is None:
+            none = {"target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+            return [{**self._one(key), **none}]
+        try:
+            stamp = bytes.fromhex(cast(str, expected))
+        except (TypeError, ValueError):
+            return None
+        if len(stamp) != _STAMP_BYTES or stamp.hex() != expected:
+            return None
+        # "=" follows each stamp, and ">" follows "=".
+        bounds = (("GREATER", stamp), ("LESS", stamp + b">"))
+        return [
+            {**self._one(key), "target": "VALUE", "result": result, "value": encoded(bound)}
+            for result, bound in bounds
+        ]
+
+    def _swap(
+        self, key: str, value: bytes, comparison: Sequence[dict[str, Any]] | None
+    ) -> tuple[Entry | None, bool, int]:
+        """Write if the comparison holds: the entry there now, whether it is ours, attempts made."""
+        stored = _stamped(value)
+        written = _entry(stored)
+        body = {
+            "compare": comparison,
+            "success": [{"request_put": self._put(key, stored)}],
+            "failure": [{"request_range": self._one(key)}],
+        }
+        attempts = 0
+
+        def request() -> dict[str, Any]:
+            nonlocal attempts
+            attempts += 1
+            return self._gateway.post("kv/txn", body)
+
+        answer = self._call(request)
+        if answer.get("succeeded"):
+            return written, True, attempts
+        current = _first(answer["responses"][0]["response_range"])
+        # An earlier attempt whose answer was lost may be what stands there now.
+        return current, current is not None and current.version == written.version, attempts
+
+    def _look(
+        self, key: str, version: Version | None, going: Callable[[], bool]
+    ) -> tuple[Entry | None, int]:
+        """The entry, unless its version is ``version``, and the revision at which that was so."""
+        read = [{"request_range": self._one(key)}]
+        comparison = self._comparison(key, version)
+        body = {"failure": read, "compare": comparison} if comparison else {"success": read}
+        answer = self._gateway.post("kv/txn", body, going)
+        entry = None
+        for response in answer.get("responses", []):
+            entry = _first(response["response_range"])
+        return entry, int(answer["header"]["revision"])
+
+    def _watch(
+        self,
+        key: str,
+        version: Version | None,
+        revision: int,
+        going: Callable[[], bool],
+        deadline: float,
+    ) -> Entry | None:
+        """The next entry under another version; None if the watch ended before."""
+        request = {**self._one(key), "start_revision": str(revision), "filters": ["NODELETE"]}
+        body = {"create_request": request}
+        for message in self._gateway.stream("watch", body, going, deadline):
+            if message.get("canceled"):
+                return None
+            for event in reversed(message.get("events", [])):
+                entry = _entry(decoded(event["kv"]["value"]))
+                if entry.version != version:
+                    return entry
+        return None
+
+    def _lease(self, keys: Sequence[str], lease: str) -> bool:
+        there = {"target": "VERSION", "result": "GREATER", "version": "0"}
+        # The value and with it the version stay: this is no change.
+        again = {"ignore_value": True, "lease": lease}
+        answer = self._transact(
+            [{**self._one(key), **there} for key in keys],
+            [{"request_put": {**self._one(key), **again}} for key in keys],
+        )
+        return bool(answer.get("succeeded"))
+
+    def _transact(
+        self, comparison: Sequence[dict[str, Any]], success: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        return self._ask("kv/txn", {"compare": comparison, "success": success})
+
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._call(lambda: self._gateway.post(path, body))
+
+    def _call(self, request: Callable[[], T], *, going: Callable[[], bool] | None = None) -> T:
+        """The one place where the gateway's errors become the contract's.
+
+        ``going``: what breaks a wait off; it returns None then.
+        """
+        if self._closed and going is None:
+            raise RendezvousConnectionError(f"the connection to etcd at {self._shown} is closed")
+        go_on = going or (lambda: not self._closed)
+        try:
+            return retry(
+                request,
+                timeout=self._timeout,
+                passing=lambda error: go_on() and is_passing(error),
+            )
+        except RendezvousStateError:
+            raise
+        except Exception as error:
+            if going is not None and not going():
+                return cast(T, None)
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> Exception:
+        where = f"etcd at {self._shown}"
+        if self._closed:
+            return RendezvousConnectionError(f"the connection to {where} is closed")
+        return explain(error, where, self._timeout, self._base)
+
+
+def _stamped(value: bytes) -> bytes:
+    return secrets.token_bytes(_STAMP_BYTES) + b"=" + value
+
+
+def _entry(stored: bytes) -> Entry:
+    if stored[_STAMP_BYTES : _STAMP_BYTES + 1] != b"=":
+        raise RendezvousStateError("a value in etcd is not this package's: use another prefix")
+    return Entry(stored[_STAMP_BYTES + 1 :], stored[:_STAMP_BYTES].hex())
+
+
+def _first(answer: Mapping[str, Any]) -> Entry | None:
+    for item in answer.get("kvs", []):
+        return _entry(decoded(item["value"]))
+    return None
+
+
+def _batches(keys: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
+    # etcd refuses a transaction that writes a key twice.
+    names = iter(dict.fromkeys(keys))
+    while batch := tuple(islice(names, size)):
+        yield batch
