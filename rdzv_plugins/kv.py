@@ -264,6 +264,7 @@ class MemoryClient(KeyValueClient):
 
     def expire(self, seconds: float) -> None:
         with self._server.changed:
+            self._keys()
             self._server.deadlines[self._namespace] = time.monotonic() + seconds
 
     def close(self) -> None:

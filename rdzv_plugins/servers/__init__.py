@@ -24,6 +24,7 @@ from rdzv_plugins.servers.etcd import Etcd
 from rdzv_plugins.servers.process import (
     Kind,
     Node,
+    NotInstalledError,
     Security,
     ServerError,
     free_ports,
@@ -32,7 +33,7 @@ from rdzv_plugins.servers.process import (
 from rdzv_plugins.servers.redis import Redis, Valkey
 from rdzv_plugins.servers.zookeeper import ZooKeeper
 
-__all__ = ["KINDS", "LocalServer", "Node", "Security", "ServerError", "start"]
+__all__ = ["KINDS", "LocalServer", "Node", "NotInstalledError", "Security", "ServerError", "start"]
 
 KINDS: dict[str, type[Kind]] = {
     kind.name: kind for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd)
@@ -106,7 +107,8 @@ def start(
 
     Raises:
         ValueError: an unknown kind, or a number of nodes that it cannot have.
-        ServerError: it is not installed (saying how to), or did not start (with its log).
+        NotInstalledError: saying how to install it.
+        ServerError: it did not start; with the end of its log.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown server '{kind}'; there are: {', '.join(KINDS)}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import HOST, Kind, Node, Security, ServerError, find_file
+from rdzv_plugins.servers.process import HOST, Kind, Node, NotInstalledError, Security, find_file
 
 
 class Consul(Kind):
@@ -21,7 +21,7 @@ class Consul(Kind):
         super().__init__(security)
         binary = find_file("consul", ["consul", "usr/bin/consul"])
         if binary is None:
-            raise ServerError("consul is not installed: scripts/install-servers consul")
+            raise NotInstalledError("consul is not installed: scripts/install-servers consul")
         self._binary = binary
 
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:

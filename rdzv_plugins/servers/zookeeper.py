@@ -7,7 +7,15 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from rdzv_plugins.servers.process import HOST, Kind, Node, Security, ServerError, find_file
+from rdzv_plugins.servers.process import (
+    HOST,
+    Kind,
+    Node,
+    NotInstalledError,
+    Security,
+    ServerError,
+    find_file,
+)
 
 
 class ZooKeeper(Kind):
@@ -29,7 +37,7 @@ class ZooKeeper(Kind):
         java = shutil.which("java")
         if jar is None or java is None:
             missing = "ZooKeeper" if jar is None else "java"
-            raise ServerError(f"{missing} is not installed: apt-get install zookeeper")
+            raise NotInstalledError(f"{missing} is not installed: apt-get install zookeeper")
         self._jar, self._java = jar, java
 
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:

@@ -1,0 +1,242 @@
+"""The one table of stores that every integration test is parametrised by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from rdzv_plugins import servers
+from rdzv_plugins.backends import open_client
+from rdzv_plugins.config import parse_endpoint
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.testing import Store
+from rdzv_plugins.testing.harness import until
+
+__all__ = ["KINDS", "Kind", "RunningStore", "running"]
+
+SCHEMES = ("redis", "rediss", "valkey", "valkeys", "http", "https")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A row of the table.
+
+    Attributes:
+        backend: as in ``--rdzv-backend``.
+        server: a key of `servers.KINDS`.
+        port: the one that clients use in the container.
+        image: what testcontainers starts where no binary is installed.
+        command: the container's.
+        environment: the container's.
+        config: what ``--rdzv-conf`` needs to reach the container.
+        client_environ: what a client's environment needs to reach the container.
+    """
+
+    name: str
+    backend: str
+    server: str
+    port: int
+    image: str
+    command: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    endpoint: str = "{host}:{port}"
+    config: Mapping[str, str] = field(default_factory=dict)
+    client_environ: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that names a server to use instead."""
+        return f"RDZV_TEST_{self.server.upper()}"
+
+
+KINDS = [
+    Kind(name="redis", backend="redis", server="redis", port=6379, image="redis:7.4.2"),
+    Kind(name="valkey", backend="redis", server="valkey", port=6379, image="valkey/valkey:8.1.0"),
+    Kind(
+        name="zookeeper",
+        backend="zookeeper",
+        server="zookeeper",
+        port=2181,
+        image="zookeeper:3.9.3",
+    ),
+    Kind(
+        name="dynamodb",
+        backend="dynamodb",
+        server="dynamodb",
+        port=8000,
+        image="amazon/dynamodb-local:2.6.0",
+        command="-jar DynamoDBLocal.jar -inMemory -sharedDb",
+        endpoint="http://{host}:{port}",
+        config={"create_table": "true"},
+        client_environ={
+            "AWS_ACCESS_KEY_ID": "local",
+            "AWS_SECRET_ACCESS_KEY": "local",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        },
+    ),
+    Kind(
+        name="consul",
+        backend="consul",
+        server="consul",
+        port=8500,
+        image="hashicorp/consul:1.20.2",
+        command="agent -dev -client 0.0.0.0",
+    ),
+    Kind(
+        name="etcd-v3",
+        backend="etcd-v3",
+        server="etcd",
+        port=2379,
+        image="quay.io/coreos/etcd:v3.5.18",
+        command="etcd --listen-client-urls http://0.0.0.0:2379 "
+        "--advertise-client-urls http://0.0.0.0:2379",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningStore:
+    """A store that answers.
+
+    Attributes:
+        backend: as in ``--rdzv-backend``.
+        endpoint: as in ``--rdzv-endpoint``.
+        config: what ``--rdzv-conf`` needs to reach it; ``os.environ`` has the rest.
+        server: the local server to stop and kill; None: it is not ours.
+    """
+
+    name: str
+    backend: str
+    endpoint: str
+    config: Mapping[str, str]
+    server: servers.LocalServer | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return parse_endpoint(self.endpoint, default_port=0, schemes=SCHEMES).hosts[0]
+
+    def open(
+        self,
+        namespace: str,
+        *,
+        address: tuple[str, int] | None = None,
+        request_timeout: float = 5.0,
+    ) -> KeyValueClient:
+        """Connect, straight or through a proxy at ``address``."""
+        endpoint = self.endpoint
+        if address is not None:
+            old, new = ("{}:{}".format(*pair) for pair in (self.address, address))
+            endpoint = endpoint.replace(old, new)
+        return open_client(
+            self.backend, endpoint, namespace, self.config, request_timeout=request_timeout
+        )
+
+    def restart(self, *, empty: bool) -> None:
+        assert self.server is not None
+        self.server.nodes[0].stop()
+        self.server.nodes[0].start(empty=empty)
+
+    def conformance(self) -> Store:
+        """What the conformance suite needs."""
+        return Store(
+            open=self.open,
+            address=self.address,
+            restart=self.restart if self.server is not None else None,
+        )
+
+
+@contextmanager
+def running(kind: Kind) -> Iterator[RunningStore]:
+    """A store of a kind: named in the environment, else a local binary, else a container.
+
+    Skips the test where there is none; in CI, where one is expected, fails it.
+    """
+    if endpoint := os.environ.get(kind.variable):
+        config = dict(kind.config)
+        with _environment(kind.client_environ, override=False):
+            yield RunningStore(
+                name=kind.name, backend=kind.backend, endpoint=endpoint, config=config
+            )
+        return
+    try:
+        server = servers.start(kind.server)
+    except servers.NotInstalledError as error:
+        missing = str(error)
+    else:
+        with server, _environment(server.environ):
+            yield RunningStore(
+                name=kind.name,
+                backend=kind.backend,
+                endpoint=server.endpoint,
+                config=server.config,
+                server=server,
+            )
+        return
+    engine = _docker_failure()
+    if engine is not None:
+        reason = (
+            f"no {kind.name}: ${kind.variable} is not set; {missing}; "
+            f"and no Docker engine answers ({engine})"
+        )
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with _environment(kind.client_environ), _container(kind) as store:
+        yield store
+
+
+@contextmanager
+def _environment(values: Mapping[str, str], *, override: bool = True) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            if override or name not in os.environ:
+                patch.setenv(name, value)
+        yield
+
+
+def _docker_failure() -> str | None:
+    """Why no Docker engine can be used; None: one answers."""
+    try:
+        docker: Any = import_module("docker")
+        docker.from_env(timeout=5).ping()
+    except Exception as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def _container(kind: Kind) -> Iterator[RunningStore]:
+    from testcontainers.core.container import DockerContainer
+
+    container: Any = DockerContainer(kind.image).with_exposed_ports(kind.port)
+    if kind.command:
+        container = container.with_command(kind.command)
+    for name, value in kind.environment.items():
+        container = container.with_env(name, value)
+    with container:
+        host, port = container.get_container_host_ip(), container.get_exposed_port(kind.port)
+        store = RunningStore(
+            name=kind.name,
+            backend=kind.backend,
+            endpoint=kind.endpoint.format(host=host, port=port),
+            config=dict(kind.config),
+        )
+        assert until(_answering(store), 60), f"the container of {kind.image} does not answer"
+        yield store
+
+
+def _answering(store: RunningStore) -> Callable[[], bool]:
+    def answers() -> bool:
+        try:
+            store.open("ready", request_timeout=1).close()
+        except RendezvousConnectionError:
+            return False
+        return True
+
+    return answers
