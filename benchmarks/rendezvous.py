@@ -1,0 +1,183 @@
+"""How long N nodes take to rendezvous, all joining at once: ours on each store, beside torch's own.
+
+N handlers live in a few processes of one machine, so what is measured is mostly one machine's CPU;
+real nodes have their own. Handlers are made (and connected) first; the time runs from the common
+start until the last of them has its rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import statistics
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rdzv_plugins import servers
+
+TORCH_OWN = ("c10d", "etcd-v2")
+# Of all handlers and of the group of processes around them; a run that needs longer has failed.
+RENDEZVOUS_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rendezvous to measure."""
+
+    backend: str
+    endpoint: str
+    run_id: str
+    nodes: int
+    config: dict[str, str]
+
+
+def make_handler(run: Run, is_host: bool) -> Any:
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+    config = dict(run.config)
+    if run.backend == "c10d":
+        config["is_host"] = str(is_host).lower()
+    params = RendezvousParameters(
+        run.backend,
+        run.endpoint,
+        run.run_id,
+        run.nodes,
+        run.nodes,
+        local_addr="127.0.0.1",
+        **config,
+    )
+    return rendezvous_handler_registry.create_handler(params)
+
+
+def host(run: Run, share: int, first: bool, start: Event, results: Any) -> None:
+    """One process: ``share`` handlers, each with a thread of its own."""
+    handlers = [make_handler(run, first and index == 0) for index in range(share)]
+    finished: list[tuple[float, int]] = []
+    errors: list[str] = []
+    go = threading.Event()
+
+    def join(handler: Any) -> None:
+        go.wait()
+        try:
+            info = handler.next_rendezvous()
+            finished.append((time.monotonic(), info.rank))
+        except Exception as error:
+            errors.append(repr(error))
+
+    threads = [threading.Thread(target=join, args=(item,), daemon=True) for item in handlers]
+    for thread in threads:
+        thread.start()
+    results.put(("ready", os.getpid()))
+    start.wait()
+    go.set()
+    for thread in threads:
+        thread.join()
+    results.put(("done", (max((at for at, _ in finished), default=0.0), finished, errors)))
+    # The parent ends this process: how long closing takes is not measured here.
+    time.sleep(3600)
+
+
+def measure(run: Run, processes: int) -> float | None:
+    """Seconds until the last node had its rank; None: not all had it within the limit."""
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Event(), context.Queue()
+    shares = [run.nodes // processes + (index < run.nodes % processes) for index in range(processes)]
+    shares = [share for share in shares if share]
+    workers = []
+    for index, share in enumerate(shares):
+        worker = context.Process(
+            target=host, args=(run, share, index == 0, start, results), daemon=True
+        )
+        worker.start()
+        workers.append(worker)
+        if run.backend == "c10d" and index == 0:
+            # The first process hosts the TCPStore that the others connect to.
+            assert results.get(timeout=120)[0] == "ready"
+    try:
+        for _ in range(len(shares) - (run.backend == "c10d")):
+            assert results.get(timeout=120)[0] == "ready"
+        began = time.monotonic()
+        start.set()
+        ends, ranks = [], []
+        deadline = began + RENDEZVOUS_SECONDS
+        for _ in shares:
+            _, (end, finished, errors) = results.get(timeout=max(0.1, deadline - time.monotonic()))
+            if errors:
+                return None
+            ends.append(end)
+            ranks += [rank for _, rank in finished]
+        assert sorted(ranks) == list(range(run.nodes)), "the ranks are not 0..n-1"
+        return max(ends) - began
+    except queue.Empty:
+        return None
+    finally:
+        for worker in workers:
+            if worker.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
+            worker.join()
+
+
+@contextlib.contextmanager
+def server_of(backend: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """An endpoint and its options: a server of the backend's kind, for as long as it is needed."""
+    if backend == "c10d":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        yield f"127.0.0.1:{port}", {}
+        return
+    kind = {"etcd-v3": "etcd", "etcd-v2": "etcd"}.get(backend, backend)
+    with servers.start(kind) as server:
+        os.environ.update(server.environ)
+        yield server.endpoint, dict(server.config)
+
+
+def show(seconds: float | None) -> str:
+    return "not within 60 s" if seconds is None else f"{seconds * 1000:,.0f} ms"
+
+
+def main(
+    backends: Annotated[str, typer.Option(help="comma-separated; c10d and etcd-v2 are torch's")] = (
+        "redis,c10d"
+    ),
+    nodes: Annotated[str, typer.Option(help="comma-separated numbers of nodes")] = "2,64,128,256",
+    repeats: Annotated[int, typer.Option(help="runs of each; the median is shown")] = 3,
+    processes: Annotated[int, typer.Option(help="processes that share the nodes")] = 4,
+) -> None:
+    """Measure and print a table."""
+    sizes = [int(item) for item in nodes.split(",")]
+    table = Table("backend", *(f"N={size}" for size in sizes))
+    console = Console()
+    for backend in backends.split(","):
+        row = []
+        with server_of(backend) as (endpoint, config):
+            for size in sizes:
+                times: list[float | None] = []
+                for _ in range(repeats):
+                    run = Run(backend, endpoint, uuid.uuid4().hex[:8], size, config)
+                    times.append(measure(run, processes))
+                    console.print(f"{backend} N={size}: {show(times[-1])}", style="dim")
+                    if times[-1] is None:
+                        break
+                done = [item for item in times if item is not None]
+                row.append(show(statistics.median(done) if len(done) == len(times) else None))
+        table.add_row(backend, *row)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

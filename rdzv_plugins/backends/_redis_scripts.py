@@ -1,0 +1,104 @@
+"""The Lua scripts of the redis backend: each is one atomic step on a run's hash."""
+
+# KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" the
+# counter, "#e" a nonce, "=<key>" a version, a space and the value, "!<key>" somebody waits for it.
+# The counter starts at the server's time in microseconds, the nonce is random: a version of a
+# server that lost its memory is not handed out again.
+_PRELUDE = """
+local hash, nonce = KEYS[1], ARGV[1]
+local function next_version()
+  if redis.call('HSETNX', hash, '#e', nonce) == 1 then
+    local now = redis.call('TIME')
+    redis.call('HSET', hash, '#n', string.format('%.0f', now[1] * 1000000 + now[2]))
+  end
+  local number = redis.call('HINCRBY', hash, '#n', 1)
+  return string.format('%.0f', number) .. '-' .. redis.call('HGET', hash, '#e')
+end
+local function publish(stream, version, field, value)
+  local sent = redis.pcall('XADD', stream, 'MAXLEN', '1', version, field, value)
+  if type(sent) == 'table' and sent.err then
+    -- The stream outlived its run, or the server's clock went back: begin it anew.
+    redis.call('DEL', stream)
+    redis.call('XADD', stream, 'MAXLEN', '1', version, field, value)
+  end
+end
+local function write(key, stream, value)
+  local version = next_version()
+  redis.call('HSET', hash, '=' .. key, version .. ' ' .. value)
+  if redis.call('HEXISTS', hash, '!' .. key) == 1 then
+    publish(stream, version, 'v', value)
+  end
+  return version
+end
+local function read(key)
+  local stored = redis.call('HGET', hash, '=' .. key)
+  if not stored then return '', nil end
+  local space = string.find(stored, ' ', 1, true)
+  return string.sub(stored, 1, space - 1), string.sub(stored, space + 1)
+end
+"""
+
+SCRIPTS = {
+    "compare_and_set": """
+local key, expected, value = ARGV[2], ARGV[3], ARGV[4]
+local version, current = read(key)
+if version ~= expected then return {0, version, current} end
+return {1, write(key, KEYS[2], value)}
+""",
+    "put": """
+local version
+for i = 2, #KEYS do version = write(ARGV[2 * i - 2], KEYS[i], ARGV[2 * i - 1]) end
+return version
+""",
+    "add": """
+local _, current = read(ARGV[2])
+local total = tonumber(current or '0')
+if not total then return redis.error_reply('NOTANUMBER') end
+local sum = string.format('%.0f', total + tonumber(ARGV[3]))
+write(ARGV[2], KEYS[2], sum)
+return sum
+""",
+    "delete": """
+for i = 2, #KEYS do
+  local key = ARGV[i]
+  redis.call('HDEL', hash, '=' .. key)
+  if redis.call('HDEL', hash, '!' .. key) == 1 then
+    -- Wake the waiters, so that they say again that they wait.
+    publish(KEYS[i], next_version(), 'd', '')
+    redis.call('EXPIRE', KEYS[i], 60)
+  end
+end
+""",
+    "list": """
+local prefix, fields, found = '=' .. ARGV[2], redis.call('HGETALL', hash), {}
+local length = #prefix
+for i = 1, #fields, 2 do
+  if string.sub(fields[i], 1, length) == prefix then
+    found[#found + 1] = string.sub(fields[i], 2)
+    found[#found + 1] = fields[i + 1]
+  end
+end
+return found
+""",
+    "wait": """
+local key, known = ARGV[2], ARGV[3]
+redis.call('HSET', hash, '!' .. key, '1')
+redis.call('PERSIST', KEYS[2])
+local version, current = read(key)
+if current and version ~= known then
+  local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
+  if #last == 0 or last[1][1] ~= version then publish(KEYS[2], version, 'v', current) end
+  return 1
+end
+return 0
+""",
+    "expire": """
+for _, field in ipairs(redis.call('HKEYS', hash)) do
+  if string.sub(field, 1, 1) == '!' then
+    redis.call('PEXPIRE', ARGV[3] .. string.sub(field, 2), ARGV[2])
+  end
+end
+redis.call('PEXPIRE', hash, ARGV[2])
+""",
+}
+SCRIPTS = {name: _PRELUDE + body for name, body in SCRIPTS.items()}
