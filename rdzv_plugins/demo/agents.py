@@ -1,0 +1,352 @@
+"""torchrun agents as processes of this host: started, watched by their workers' events, killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["Agent", "Event", "Fleet", "TrainingError", "World"]
+
+T = TypeVar("T")
+
+
+class TrainingError(RuntimeError):
+    """The training did not do in time what was waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of a worker's journal, as `rdzv_plugins.demo.train` writes it.
+
+    Attributes:
+        event: ``begin``, ``resume``, ``step`` or ``end``.
+        at: seconds of this host's monotonic clock.
+        node: the name of its agent; ``agent`` is that agent's process id.
+        master: MASTER_ADDR:MASTER_PORT, by which worlds are told apart.
+        step: the training's step that was taken, or from which it goes on.
+    """
+
+    event: str
+    at: float
+    node: str
+    pid: int
+    agent: int
+    rank: int
+    world_size: int
+    master: str
+    step: int = 0
+    loss: float | None = None
+
+
+@dataclass(slots=True)
+class World:
+    """The workers that were given one MASTER_ADDR:MASTER_PORT, by rank.
+
+    Attributes:
+        began: when each of them began, before it imported torch; monotonic seconds.
+        stepped: when each of them took its first step.
+    """
+
+    master: str
+    size: int
+    nodes: dict[int, str] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
+    began: dict[int, float] = field(default_factory=dict)
+    stepped: dict[int, float] = field(default_factory=dict)
+    last_step_at: float = 0.0
+    resumed: int = 0
+    last_step: int = 0
+    loss: float | None = None
+    ended: set[int] = field(default_factory=set)
+
+    @property
+    def trains(self) -> bool:
+        """Whether every rank has taken a step."""
+        return len(self.stepped) == self.size
+
+    def note(self, event: Event) -> None:
+        self.nodes[event.rank] = event.node
+        self.pids[event.rank] = event.pid
+        if event.event == "begin":
+            self.began[event.rank] = event.at
+        elif event.event == "resume":
+            self.resumed = event.step
+        elif event.event == "step":
+            self.stepped.setdefault(event.rank, event.at)
+            self.last_step_at = max(self.last_step_at, event.at)
+            if event.step >= self.last_step:
+                self.last_step, self.loss = event.step, event.loss
+        elif event.event == "end":
+            self.ended.add(event.rank)
+
+
+class Agent:
+    """One torchrun: its process, and its workers as far as they have said that they run."""
+
+    def __init__(self, name: str, fleet: Fleet, process: subprocess.Popen[bytes]) -> None:
+        self.name = name
+        self.started = time.monotonic()
+        self.process = process
+        self._fleet = fleet
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> Path:
+        return self._fleet.folder / f"{self.name}.log"
+
+    def workers(self) -> list[int]:
+        """Process ids of its workers that are alive."""
+        self._fleet.read_events()
+        pids = {event.pid for event in self._fleet.events if event.agent == self.pid}
+        return [pid for pid in sorted(pids) if _alive(pid)]
+
+    def signal(self, number: int, *, workers: bool = False) -> float:
+        """Send a signal to the agent, with ``workers`` also to them; returns when."""
+        at = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        if workers:
+            self.signal_workers(number)
+        return at
+
+    def signal_workers(self, number: int) -> float:
+        """Send a signal to the workers only; returns when."""
+        at = time.monotonic()
+        for pid in self.workers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return at
+
+    def kill(self) -> float:
+        """``kill -9`` of the agent and its workers, as when a host loses power; returns when."""
+        # The agent first: it would report its worker's end to the others.
+        at = self.signal(signal.SIGKILL, workers=True)
+        self.process.wait()
+        return at
+
+
+class Fleet:
+    """The agents of one run and their training; a context manager that leaves no process behind.
+
+    Args:
+        folder: for the checkpoint, the events and the agents' logs.
+        backend, endpoint, config, environ: of the store, as torchrun takes them.
+        run_id: as ``--rdzv-id``.
+        nodes: as ``--nnodes``, such as "2:3".
+        training: options of `rdzv_plugins.demo.train`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        nodes: str,
+        config: Mapping[str, object],
+        environ: Mapping[str, str],
+        max_restarts: int = 3,
+        training: Mapping[str, object] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.backend = backend
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.agents: dict[str, Agent] = {}
+        self.events: list[Event] = []
+        self._nodes = nodes
+        self._config = dict(config)
+        self._environ = dict(environ)
+        self._max_restarts = max_restarts
+        self._training = dict(training or {})
+        self._offsets: dict[Path, int] = {}
+        self._worlds: dict[str, World] = {}
+
+    def start(
+        self, name: str, address: str = "127.0.0.1", config: Mapping[str, object] | None = None
+    ) -> Agent:
+        """Start an agent; its log gets its output and its workers'."""
+        options = {**self._config, **(config or {})}
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += [f"--nnodes={self._nodes}", "--nproc-per-node=1"]
+        command += [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}"]
+        command += [f"--rdzv-id={self.run_id}", f"--local-addr={address}"]
+        command += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}"]
+        command += [f"--max-restarts={self._max_restarts}"]
+        command += ["--module", "rdzv_plugins.demo.train"]
+        command += ["--folder", str(self.folder), "--name", name]
+        command += [f"--{key}={value}" for key, value in self._training.items()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{name}.log").open("ab") as log:
+            # A session of its own: Ctrl-C is for us, and we end the agents.
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **_surroundings(), **self._environ},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        agent = self.agents[name] = Agent(name, self, process)
+        return agent
+
+    def stop_training(self) -> None:
+        """Ask the workers to end after the step at hand, as a training that is done does."""
+        (self.folder / "stop").touch()
+
+    def read_events(self) -> None:
+        """Take in what the workers have written since the last call."""
+        fresh: list[Event] = []
+        for path in sorted((self.folder / "events").glob("*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                data = file.read()
+            # A line that is being written is for the next time.
+            whole = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            fresh += [Event(**json.loads(line)) for line in whole.splitlines()]
+        for event in sorted(fresh, key=lambda event: event.at):
+            self.events.append(event)
+            if event.master not in self._worlds:
+                self._worlds[event.master] = World(event.master, event.world_size)
+            self._worlds[event.master].note(event)
+
+    def worlds(self) -> list[World]:
+        """Those that have taken a step, by when they took the first."""
+        self.read_events()
+        stepped = [world for world in self._worlds.values() if world.stepped]
+        return sorted(stepped, key=lambda world: min(world.stepped.values()))
+
+    def split(self) -> str | None:
+        """Says which two worlds trained at the same time; None: at all times there was one."""
+        worlds = self.worlds()
+        for older, newer in pairwise(worlds):
+            early = older.last_step_at - min(newer.stepped.values())
+            if early > 0:
+                return (
+                    f"the world of {older.master} ({', '.join(older.nodes.values())}) still took "
+                    f"a step {early:.3f} s after that of {newer.master} "
+                    f"({', '.join(newer.nodes.values())}) had begun to"
+                )
+        return None
+
+    def await_world(
+        self,
+        names: Iterable[str],
+        *,
+        after: float = 0.0,
+        timeout: float = 60.0,
+        by_rank: bool = False,
+    ) -> World:
+        """Wait until exactly these agents train in one world that has taken steps since ``after``.
+
+        With ``by_rank`` also in this order. Raises `TrainingError` after ``timeout`` seconds, or
+        as soon as one of them has ended.
+        """
+        wanted = list(names)
+
+        def found() -> World | None:
+            for world in reversed(self.worlds()):
+                members = [world.nodes[rank] for rank in sorted(world.nodes)]
+                same = members == wanted if by_rank else sorted(members) == sorted(wanted)
+                if same and world.trains and world.last_step_at > after:
+                    return world
+            for name in wanted:
+                if (status := self.agents[name].process.poll()) is not None:
+                    raise TrainingError(f"{name} ended with {status}\n{self.log_tails([name])}")
+            return None
+
+        return self.await_that(found, f"{', '.join(wanted)} in one world", timeout)
+
+    def await_step(self, world: World, step: int, timeout: float = 60.0) -> None:
+        """Wait until this world has taken this step; raises `TrainingError`."""
+
+        def found() -> bool:
+            self.read_events()
+            return world.last_step >= step
+
+        self.await_that(found, f"step {step} in the world of {world.master}", timeout)
+
+    def await_ends(self, names: Iterable[str], timeout: float = 60.0) -> dict[str, int]:
+        """Wait until these agents have ended; their exit statuses. Raises `TrainingError`."""
+        wanted = list(names)
+
+        def found() -> dict[str, int] | None:
+            statuses = {name: self.agents[name].process.poll() for name in wanted}
+            ended = {name: status for name, status in statuses.items() if status is not None}
+            return ended if len(ended) == len(wanted) else None
+
+        return self.await_that(found, f"the end of {', '.join(wanted)}", timeout)
+
+    def await_that(self, question: Callable[[], T | None], what: str, timeout: float) -> T:
+        """Ask until the answer is true; raises `TrainingError` with the ends of the logs."""
+        deadline = time.monotonic() + timeout
+        while not (answer := question()):
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"waited {timeout:g} s in vain for {what}\n{self.log_tails(self.agents)}"
+                )
+            time.sleep(0.02)
+        return answer
+
+    def log_tails(self, names: Iterable[str], lines: int = 25) -> str:
+        """The last lines of these agents' logs."""
+        parts = []
+        for name in names:
+            log = self.agents[name].log
+            tail = log.read_text(errors="replace").splitlines()[-lines:]
+            parts.append("\n".join([f"--- {log}", *tail]))
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """Ask all agents to end, kill those that do not, and all their workers."""
+        for agent in self.agents.values():
+            # One that is stopped does not hear.
+            agent.signal(signal.SIGCONT, workers=True)
+            agent.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        for agent in self.agents.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.process.wait(max(0.0, deadline - time.monotonic()))
+            agent.kill()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _surroundings() -> dict[str, str]:
+    """What makes several torchruns on one host behave like one on each of several."""
+    own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    # Else gloo listens on what the host's name resolves to, if it does.
+    if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in dict(socket.if_nameindex()).values():
+        own["GLOO_SOCKET_IFNAME"] = "lo"
+    return own
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process runs; one that waits to be reaped does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:  # Gone meanwhile, or a system without /proc.
+        return not Path("/proc/self").exists()

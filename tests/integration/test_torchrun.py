@@ -1,0 +1,246 @@
+"""Real torchrun agents, gloo workers, TCPStore sharing as torch has it by default; nodes die.
+
+Times are measured and reported; they are asserted only with wide margins.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv_plugins.documents import STATE_KEY
+from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.torchrun import LEASE, PATIENCE, Pause, Run
+
+pytestmark = pytest.mark.timeout(240)
+
+Measure = Callable[[str, object], None]
+Begin = Callable[..., Run]
+
+# Redis in every run; the others, which only another module serves, in the long one.
+every_store = pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(kind.name, marks=() if kind.name == "redis" else pytest.mark.soak)
+        for kind in KINDS
+    ],
+    indirect=True,
+)
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
+    """A store of the test's own, since some stop it; redis unless the test says otherwise."""
+    name = getattr(request, "param", "redis")
+    with running(next(kind for kind in KINDS if kind.name == name)) as started:
+        yield started
+
+
+@pytest.fixture
+def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
+    """Makes a run on the store; in the end no two worlds may have trained at once."""
+    runs: list[Run] = []
+
+    def make(**options: object) -> Run:
+        run = Run(
+            tmp_path / str(len(runs)),
+            store,
+            **options,  # type: ignore[arg-type]
+        )
+        runs.append(run)
+        return run
+
+    try:
+        yield make
+    finally:
+        for run in runs:
+            run.close()
+    assert [run.split() for run in runs] == [None] * len(runs)
+
+
+@every_store
+@pytest.mark.parametrize("who", ["rank 0", "leader"])
+def test_killed_node(begin: Begin, who: str, record_property: Measure) -> None:
+    run = begin()
+    before = run.begin("abc")
+    victim = run.leader().name if who == "leader" else "a"
+    others = sorted({"a", "b", "c"} - {victim})
+    killed = run.agents[victim].kill()
+    world = run.await_world(others, after=killed, by_rank=True)
+    pause = Pause.of(world, killed)
+    report(record_property, pause)
+    assert pause.began < LEASE + 10
+    # From the checkpoint on: neither from the start nor from beyond what was trained.
+    assert 10 <= world.resumed <= before.last_step
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("who", ["rank 0", "middle rank", "leader"])
+def test_killed_nodes_ten_times(begin: Begin, who: str, record_property: Measure) -> None:
+    run = begin(max_restarts=100)
+    run.begin("abc")
+    for turn in range(10):
+        world = run.worlds()[-1]
+        names = [world.nodes[rank] for rank in range(3)]
+        victim = {"rank 0": names[0], "middle rank": names[1], "leader": run.leader().name}[who]
+        others = [name for name in names if name != victim]
+        killed = run.agents[victim].kill()
+        world = run.await_world(others, after=killed, by_rank=True)
+        report(record_property, Pause.of(world, killed), f" {turn + 1}")
+        # The replacement takes the address, and so the rank, of the node that it replaces.
+        rank = names.index(victim)
+        names[rank] = f"{victim[0]}{turn + 1}"
+        run.start_at(names[rank], rank + 1)
+        run.await_world(names, after=time.monotonic(), by_rank=True)
+
+
+@every_store
+@pytest.mark.parametrize("order", ["last", "first"])
+def test_late_node(begin: Begin, order: str, record_property: Measure) -> None:
+    run = begin()
+    late, names = ("c", "abc") if order == "last" else ("a", "abc")
+    run.begin("ab" if order == "last" else "bc")
+    number = run.round()
+    started = run.start_at(late).started
+    ran = run.await_round(number)
+    world = run.await_world(names, by_rank=True)
+    pause = Pause.of(world, started)
+    record_property("its agent in the round, s", round(ran - started, 2))
+    report(record_property, pause)
+    # From its agent's start; the agent's import of torch is within.
+    assert pause.began < 20
+    run.await_step(world, world.resumed + 10)
+
+
+def test_late_node_that_is_hinted_to_be_first(begin: Begin) -> None:
+    run = begin(rank_order="hint")
+    run.start_at("b", 2, rank=1)
+    run.start_at("c", 3, rank=2)
+    run.await_world("bc", by_rank=True)
+    run.start_at("a", 9, rank=0)
+    run.await_world("abc", by_rank=True)
+
+
+@every_store
+def test_sigterm(begin: Begin, record_property: Measure) -> None:
+    run = begin()
+    run.begin("abc")
+    number = run.round()
+    told = run.agents["b"].signal(signal.SIGTERM)
+    ran = run.await_round(number)
+    world = run.await_world("ac", after=told, by_rank=True)
+    record_property("next round runs, s", round(ran - told, 2))
+    report(record_property, Pause.of(world, told))
+    assert ran - told < LEASE - 0.5, "the others waited for the lease of a node that said it left"
+    assert run.await_ends("b")["b"] != 0
+
+
+def test_killed_worker(begin: Begin, record_property: Measure) -> None:
+    run = begin()
+    before = run.begin("abc")
+    killed = run.agents["b"].signal_workers(signal.SIGKILL)
+    world = run.await_world("abc", after=killed + 1, by_rank=True)
+    report(record_property, Pause.of(world, killed))
+    assert not set(world.pids.values()) & set(before.pids.values())
+    assert all(agent.process.poll() is None for agent in run.agents.values())
+
+
+def test_killed_node_replaced_at_once(begin: Begin, record_property: Measure) -> None:
+    run = begin()
+    run.begin("abc")
+    killed = run.agents["b"].kill()
+    run.start_at("d", 2)
+    world = run.await_world(["a", "d", "c"], after=killed, by_rank=True)
+    report(record_property, Pause.of(world, killed))
+
+
+@pytest.mark.parametrize("memory", ["kept", "lost"])
+def test_outage_of_the_store(
+    begin: Begin, store: RunningStore, memory: str, record_property: Measure
+) -> None:
+    if store.server is None:
+        pytest.skip("the store is not ours to stop")
+    server = store.server.nodes[0]
+    run = begin()
+    world = run.begin("ab")
+    number = run.round()
+    server.stop()
+    # Two leases and more: whoever judged by a store that is away would have by now.
+    steps_before = world.last_step
+    time.sleep(20)
+    run.read_events()
+    assert world.last_step - steps_before > 100, "training stood still while the store was away"
+    server.start(empty=memory == "lost")
+    back = time.monotonic()
+    run.await_that(
+        lambda: (document := run.document()) is not None and document.round == number,
+        "the living round in the store again",
+        10,
+    )
+    record_property("round in the store again, s", round(time.monotonic() - back, 2))
+    time.sleep(LEASE + 2)
+    assert [agent.process.poll() for agent in run.agents.values()] == [None, None]
+    assert run.worlds() == [world], "the outage started another round"
+    run.await_step(world, world.last_step + 10)
+    started = run.start_at("c").started
+    late = run.await_world("abc", by_rank=True)
+    report(record_property, Pause.of(late, started))
+    assert run.round() == number + 1
+
+
+def test_end_and_second_run(begin: Begin) -> None:
+    run = begin(closed_ttl=20)
+    run.begin("ab")
+    run.stop_training()
+    assert run.await_ends("ab") == {"a": 0, "b": 0}
+    run.start_at("c")
+    assert run.await_ends("c")["c"] != 0
+    assert "RendezvousClosedError" in run.agents["c"].log.read_text()
+    run.await_that(lambda: run.client.get(STATE_KEY) is None, "the sweep of the closed run", 25)
+    (run.folder / "stop").unlink()
+    began = time.monotonic()
+    run.start_at("a")
+    run.start_at("b")
+    world = run.await_world("ab", after=began, by_rank=True)
+    run.await_step(world, world.resumed + 10)
+    run.stop_training()
+    assert run.await_ends("ab") == {"a": 0, "b": 0}
+
+
+@pytest.mark.parametrize("workers", [False, True], ids=["agent", "agent and workers"])
+def test_stopped_leader(begin: Begin, workers: bool, record_property: Measure) -> None:
+    run = begin()
+    run.begin("abc")
+    leader = run.leader()
+    others = sorted({"a", "b", "c"} - {leader.name})
+    stopped = leader.signal(signal.SIGSTOP, workers=workers)
+    world = run.await_world(others, after=stopped, by_rank=True)
+    report(record_property, Pause.of(world, stopped))
+    assert run.leader().name in others
+    time.sleep(max(0.0, stopped + 3 * LEASE - time.monotonic()))
+    resumed = leader.signal(signal.SIGCONT, workers=workers)
+    world = run.await_world("abc", after=resumed, by_rank=True)
+    report(record_property, Pause.of(world, resumed), " after SIGCONT")
+    assert leader.process.poll() is None
+    assert run.leader().name in others, "the leader that woke up took the lead again"
+
+
+def test_torch_handler(begin: Begin, record_property: Measure) -> None:
+    run = begin(handler="torch")
+    run.begin("abc")
+    killed = run.agents["a"].kill()
+    world = run.await_world("bc", after=killed, timeout=2 * PATIENCE)
+    report(record_property, Pause.of(world, killed))
+    started = run.start_at("d", 9).started
+    world = run.await_world("bcd", after=started, timeout=2 * PATIENCE)
+    report(record_property, Pause.of(world, started), " late node")
+
+
+def report(record_property: Measure, pause: Pause, suffix: str = "") -> None:
+    record_property(f"workers began{suffix}, s", round(pause.began, 2))
+    record_property(f"trained{suffix}, s", round(pause.trained, 2))

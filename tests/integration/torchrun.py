@@ -1,0 +1,132 @@
+"""Real torchrun agents on one store: what the scenarios of `test_torchrun` are made of."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rdzv_plugins.demo.agents import Agent, Fleet, World
+from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Phase, RoundDocument
+from rdzv_plugins.kv import RendezvousConnectionError
+from tests.integration.stores import RunningStore
+
+INTERVAL = 1.0
+ATTEMPTS = 3
+LEASE = INTERVAL * ATTEMPTS
+
+# Of a survivor's restart: torch's import alone takes 3 s of CPU on a small machine, and the
+# workers of one test's nodes share its cores. Measured times are reported, not asserted.
+PATIENCE = 45.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """How long training stood still, in seconds since the cause.
+
+    Attributes:
+        began: until the last worker of the new world began, before it imported torch.
+        trained: until the last of them took its first step.
+    """
+
+    began: float
+    trained: float
+
+    @classmethod
+    def of(cls, world: World, since: float) -> Pause:
+        return cls(
+            max(world.began.values()) - since,
+            max(world.stepped.values()) - since,
+        )
+
+
+class Run(Fleet):
+    """A fleet whose round document can be read."""
+
+    def __init__(
+        self,
+        folder: Path,
+        store: RunningStore,
+        *,
+        nodes: str = "2:3",
+        max_restarts: int = 3,
+        **config: object,
+    ) -> None:
+        run_id = f"run-{secrets.token_hex(4)}"
+        super().__init__(
+            folder,
+            backend=store.backend,
+            endpoint=store.endpoint,
+            run_id=run_id,
+            nodes=nodes,
+            config={
+                "keep_alive_interval": INTERVAL,
+                "keep_alive_max_attempt": ATTEMPTS,
+                "last_call_timeout": 0.3,
+                "join_timeout": 90,
+                **store.config,
+                **config,
+            },
+            environ={},
+            max_restarts=max_restarts,
+        )
+        self.client = store.open(run_id, request_timeout=2)
+
+    def close(self) -> None:
+        super().close()
+        self.client.close()
+
+    def begin(self, names: str) -> World:
+        """Start agents on 127.0.0.1 and following, and wait until they train in that order.
+
+        One letter a name; "a" has the first address, "b" the second, and so on.
+        """
+        for name in names:
+            self.start_at(name)
+        world = self.await_world(names, by_rank=True)
+        # Past the first checkpoint.
+        self.await_step(world, world.resumed + 12)
+        return world
+
+    def start_at(self, name: str, place: int | None = None, **config: object) -> Agent:
+        """Start an agent on the address that its name stands for, or on 127.0.0.``place``."""
+        return self.start(name, f"127.0.0.{place or ord(name) - ord('a') + 1}", config)
+
+    def document(self) -> RoundDocument | None:
+        """The round document, or None where there is none or the store is away."""
+        try:
+            entry = self.client.get(STATE_KEY)
+        except RendezvousConnectionError:
+            return None
+        return RoundDocument.decode(entry.value) if entry else None
+
+    def leader(self) -> Agent:
+        """The agent that leads the run; waits until a living one does."""
+
+        def found() -> Agent | None:
+            document = self.document()
+            if document is None or document.leader is None:
+                return None
+            entry = self.client.get(NODES_PREFIX + document.leader)
+            pid = NodeRecord.decode(entry.value).pid if entry else None
+            return next((agent for agent in self.agents.values() if agent.pid == pid), None)
+
+        return self.await_that(found, "a leader among the agents", 10)
+
+    def await_round(self, after: int, timeout: float = PATIENCE) -> float:
+        """Wait until a round above ``after`` runs; returns when, on the monotonic clock."""
+
+        def found() -> float | None:
+            document = self.document()
+            if document is None or document.phase is not Phase.RUNNING or document.round <= after:
+                return None
+            return time.monotonic()
+
+        return self.await_that(found, f"a round above {after}", timeout)
+
+    def round(self) -> int:
+        """The round's number as it stands in the store."""
+        document = self.document()
+        assert document is not None
+        return document.round
