@@ -20,6 +20,7 @@ __all__ = [
     "ServerOptions",
     "Settings",
     "StoreOptions",
+    "first_line",
     "option_names",
     "parse_endpoint",
     "parse_options",
@@ -143,13 +144,18 @@ class ServerOptions(StoreOptions):
         """The password, read from its file where one is named; `ValueError` if that fails."""
         if self.password is not None or self.password_file is None:
             return self.password
-        try:
-            lines = Path(self.password_file).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise ValueError(f"password_file '{self.password_file}' cannot be read") from error
-        if not lines or not lines[0]:
-            raise ValueError(f"password_file '{self.password_file}' has no first line")
-        return lines[0]
+        return first_line("password_file", self.password_file)
+
+
+def first_line(name: str, path: str) -> str:
+    """The secret in the file that option ``name`` names; `ValueError` if there is none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"{name} '{path}' cannot be read") from error
+    if not lines or not lines[0]:
+        raise ValueError(f"{name} '{path}' has no first line")
+    return lines[0]
 
 
 def option_names(*classes: type) -> list[str]:

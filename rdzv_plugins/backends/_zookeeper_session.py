@@ -100,6 +100,10 @@ class Session:
         with self._changed:
             if state == KazooState.CONNECTED:
                 self._reason.message = ""
+            elif state == KazooState.SUSPENDED:
+                # Else an ensemble that lost its data refuses us for ever; that we do not read
+                # what is older than we have seen rests on the sync before each read.
+                zk.last_zxid = 0
             elif state == KazooState.LOST and zk.client_state in _ENDED:
                 self._ended = True
         self._notify()

@@ -153,7 +153,7 @@ class Client(StampedClient):
             try:
                 entry = self._call(lambda deadline: self._watch(key, deadline))
             except RendezvousConnectionError:
-                if self._closed:
+                if self._closed or interrupts != self._interrupts:
                     return None
                 raise
             if entry is not None and entry.version != version:
@@ -247,6 +247,7 @@ class Client(StampedClient):
         """Read a key such that `_change` is called when it changes afterwards."""
         path = self._path(key)
         while True:
+            self._session.submit(Sync(self._run.path), deadline)
             answer = self._session.submit(ReadMany([self._run.path]), deadline)
             # One bound method: kazoo keeps a set, so waiting again and again adds nothing.
             reading = self._session.client(deadline).get_async(path, self._on_event)

@@ -107,6 +107,9 @@ class ZooKeeper(Kind):
         )
         return file
 
+    def config(self) -> dict[str, str]:
+        return super().config() | ({"sasl": "true"} if self.security.password else {})
+
     def ready(self, node: Node) -> bool:
         return "Mode: " in self._srvr(node)
 
