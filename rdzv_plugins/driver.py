@@ -14,7 +14,7 @@ from rdzv_plugins.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.node import Node
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "carry_out", "perform"]
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +71,6 @@ class Driver:
         self._stopping.set()
         self._nudge_until(lambda: not self.running, time.monotonic() + seconds)
 
-    def carry_out(self, work: steps.Steps) -> None:
-        """Drive ``work`` to its end in the calling thread; raises what a request raises."""
-        answer: Any = None
-        with contextlib.suppress(StopIteration):
-            while True:
-                answer = self._perform(work.send(answer))
-
     def _nudge_until(self, done: Callable[[], bool], deadline: float) -> None:
         # An interrupt may come just before the thread parks, and then wakes nobody: repeat it.
         pause = 0.001
@@ -110,38 +103,16 @@ class Driver:
                 request = life.send(answer)
 
     def _perform(self, request: steps.Request) -> Any:
-        """One request, one call: the only place that knows both sides."""
-        client = self._client
         match request:
-            case steps.Park(key, version, seconds):
-                return client.wait(key, version, seconds)
-            case steps.PutRecord(node, record, ring):
-                values = {NODES_PREFIX + node: record.encode()}
-                if ring:
-                    values[BELL_KEY] = f"{node} {record.beat}".encode()
-                return client.put_many(values)
-            case steps.Ring(node):
-                return client.put(BELL_KEY, f"{node} {time.monotonic_ns()}".encode())
-            case steps.Read(key):
-                return client.get(key)
-            case steps.CompareAndSet(key, value, expected):
-                return client.compare_and_set(key, value, expected)
-            case steps.List(prefix):
-                return client.list(prefix)
-            case steps.Drop(keys):
-                return client.delete_many(keys)
+            case steps.Deliver(outcome):
+                return self._deliver(outcome)
+            case steps.OpenMaster():
+                return self._open_master()
             case steps.Rest(seconds):
                 self._nudged.clear()
                 self._nudged.wait(seconds)
                 return None
-            case steps.OpenMaster():
-                return self._open_master()
-            case steps.DropStores(before):
-                return client.delete_many(_stores(client, before))
-            case steps.Chronicle(document, seconds, members):
-                return history.append(client, document, seconds, members)
-            case steps.Deliver(outcome):
-                return self._deliver(outcome)
+        return perform(self._client, request)
 
     def _deliver(self, outcome: steps.Outcome) -> None:
         with self._delivered:
@@ -158,6 +129,41 @@ class Driver:
             return
         log.warning("the store is back after %.1f s", time.monotonic() - self._outage_since)
         self._outage_since = None
+
+
+def perform(client: KeyValueClient, request: steps.Request) -> Any:
+    """One request, one call on the store: the only place that knows both sides."""
+    match request:
+        case steps.Park(key, version, seconds):
+            return client.wait(key, version, seconds)
+        case steps.PutRecord(node, record, ring):
+            values = {NODES_PREFIX + node: record.encode()}
+            if ring:
+                values[BELL_KEY] = f"{node} {record.beat}".encode()
+            return client.put_many(values)
+        case steps.Ring(node):
+            return client.put(BELL_KEY, f"{node} {time.monotonic_ns()}".encode())
+        case steps.Read(key):
+            return client.get(key)
+        case steps.CompareAndSet(key, value, expected):
+            return client.compare_and_set(key, value, expected)
+        case steps.List(prefix):
+            return client.list(prefix)
+        case steps.Drop(keys):
+            return client.delete_many(keys)
+        case steps.DropStores(before):
+            return client.delete_many(_stores(client, before))
+        case steps.Chronicle(document, seconds, members):
+            return history.append(client, document, seconds, members)
+    raise TypeError(f"{request!r} is not for a store")
+
+
+def carry_out(client: KeyValueClient, work: steps.Steps) -> None:
+    """Drive ``work`` to its end in the calling thread; raises what a request raises."""
+    answer: Any = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            answer = perform(client, work.send(answer))
 
 
 def _stores(client: KeyValueClient, before: int) -> list[str]:

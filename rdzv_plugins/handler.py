@@ -26,7 +26,7 @@ from rdzv_plugins.addresses import node_address, store_hosts
 from rdzv_plugins.backends import BACKENDS, open_client
 from rdzv_plugins.config import Settings, option_names, parse_options, redact
 from rdzv_plugins.documents import STATE_KEY, STORE_PREFIX, NodeRecord, Phase, RoundDocument, Wants
-from rdzv_plugins.driver import Driver
+from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.node import Node, close_run
 from rdzv_plugins.protocol import Failure, Rules
@@ -159,7 +159,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         while True:
             try:
                 latest = self._node.latest or never_seen
-                self._driver.carry_out(close_run(self._node.id, latest, reason))
+                carry_out(self._client, close_run(self._node.id, latest, reason))
                 self._client.expire(self._settings.closed_ttl)
                 return
             except RendezvousConnectionError:
@@ -193,7 +193,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._stop()
         try:
             if self._node.latest is None or self._node.latest.phase is not Phase.CLOSED:
-                self._driver.carry_out(self._node.farewell())
+                carry_out(self._client, self._node.farewell())
             return True
         except (RendezvousConnectionError, RendezvousStateError) as error:
             log.warning("this node could not announce that it leaves: %s", error)

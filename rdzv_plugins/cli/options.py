@@ -1,0 +1,59 @@
+"""Options that several commands share: they are torchrun's, by the same names."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from rdzv_plugins.backends import BACKENDS, open_client
+from rdzv_plugins.config import Settings, option_names, parse_options
+from rdzv_plugins.kv import KeyValueClient
+
+__all__ = ["BackendOption", "ConfOption", "EndpointOption", "RunOption", "connect", "settings"]
+
+BackendOption = Annotated[
+    str, typer.Option("--rdzv-backend", "-b", help=f"one of: {', '.join(BACKENDS)}")
+]
+EndpointOption = Annotated[
+    str, typer.Option("--rdzv-endpoint", "-e", help="as for torchrun; empty: this host")
+]
+RunOption = Annotated[str, typer.Option("--rdzv-id", "-i", help="the run's id")]
+ConfOption = Annotated[
+    str, typer.Option("--rdzv-conf", "-c", help="<option>=<value>,... as for torchrun")
+]
+
+
+def connect(backend: str, endpoint: str, run_id: str, conf: str) -> closing[KeyValueClient]:
+    """A client of the run's namespace, to be used in a ``with`` statement.
+
+    Raises:
+        ValueError: a bad option, or a missing client package.
+        RendezvousConnectionError: the store cannot be reached or refuses us.
+    """
+    config = _parse(conf)
+    handler_options = option_names(Settings)
+    own = {name: value for name, value in config.items() if name not in handler_options}
+    return closing(
+        open_client(
+            backend, endpoint, run_id, own, request_timeout=settings(conf).heartbeat_timeout
+        )
+    )
+
+
+def settings(conf: str) -> Settings:
+    """The handler's options among those of ``--rdzv-conf``."""
+    config = _parse(conf)
+    handler_options = option_names(Settings)
+    own = {name: value for name, value in config.items() if name in handler_options}
+    return parse_options(Settings, own, os.environ)
+
+
+def _parse(conf: str) -> dict[str, str]:
+    pairs = [item.partition("=") for item in conf.split(",") if item.strip()]
+    for name, _, value in pairs:
+        if not value.strip():
+            raise ValueError(f"--rdzv-conf: the option '{name.strip()}' has no value")
+    return {name.strip(): value.strip() for name, _, value in pairs}

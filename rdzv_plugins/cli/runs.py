@@ -1,0 +1,173 @@
+"""Commands about one run: status, watch, close, clean."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rdzv_plugins import history
+from rdzv_plugins.cli.options import (
+    BackendOption,
+    ConfOption,
+    EndpointOption,
+    RunOption,
+    connect,
+    settings,
+)
+from rdzv_plugins.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+)
+from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
+
+__all__ = ["clean", "close", "status", "watch"]
+
+_NODES_SHOWN = 64
+_ROUNDS_SHOWN = 10
+
+
+def status(
+    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    conf: ConfOption = "",
+) -> None:  # fmt: skip
+    """Show who is in a run, who waits, and why it restarted."""
+    with connect(backend, endpoint, run_id, conf) as client:
+        Console().print(_describe(client, run_id))
+
+
+def watch(
+    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    conf: ConfOption = "",
+) -> None:  # fmt: skip
+    """Show the status and renew it whenever it changes, until Ctrl-C or the run is closed."""
+    with connect(backend, endpoint, run_id, conf) as client, Live(auto_refresh=False) as live:
+        version = None
+        while True:
+            live.update(_describe(client, run_id), refresh=True)
+            entry = client.wait(STATE_KEY, version, timeout=1.0)
+            if entry is None:
+                continue
+            version = entry.version
+            if RoundDocument.decode(entry.value).phase is Phase.CLOSED:
+                live.update(_describe(client, run_id), refresh=True)
+                return
+
+
+def close(
+    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    conf: ConfOption = "",
+) -> None:  # fmt: skip
+    """Close a run: what trains goes on to its end, no further round forms."""
+    from rdzv_plugins.driver import carry_out
+    from rdzv_plugins.node import close_run
+
+    with connect(backend, endpoint, run_id, conf) as client:
+        entry = client.get(STATE_KEY)
+        if entry is None:
+            raise ValueError(f"there is no run '{run_id}'")
+        document = RoundDocument.decode(entry.value)
+        carry_out(client, close_run("rdzv", document, "closed by the command rdzv close"))
+        ttl = settings(conf).closed_ttl
+        client.expire(ttl)
+        typer.echo(f"closed run '{run_id}'; its id can be used again in {ttl:g} s")
+
+
+def clean(
+    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    conf: ConfOption = "",
+    force: Annotated[bool, typer.Option(help="also while nodes beat: they will return")] = False,
+) -> None:  # fmt: skip
+    """Delete everything of a run, so that its id can be used again at once."""
+    with connect(backend, endpoint, run_id, conf) as client:
+        if not force and (alive := _beating(client, settings(conf).keep_alive_interval)):
+            raise ValueError(
+                f"run '{run_id}' lives: {', '.join(sorted(alive)[:4])}; close it first, or --force"
+            )
+        keys = [*client.list("")]
+        client.delete_many(keys)
+        typer.echo(f"deleted {len(keys)} keys of run '{run_id}'")
+
+
+def _beating(client: KeyValueClient, interval: float) -> set[str]:
+    """Names of the nodes whose beat moves within an interval and a half."""
+    before = _records(client)
+    if not before:
+        return set()
+    time.sleep(1.5 * interval)
+    after = _records(client)
+    return {
+        record.label
+        for node, record in after.items()
+        if node not in before or before[node].beat != record.beat
+    }
+
+
+def _records(client: KeyValueClient) -> dict[str, NodeRecord]:
+    records = {}
+    for key, entry in client.list(NODES_PREFIX).items():
+        try:
+            records[key.removeprefix(NODES_PREFIX)] = NodeRecord.decode(entry.value)
+        except RendezvousStateError:
+            continue
+    return records
+
+
+def _describe(client: KeyValueClient, run_id: str) -> RenderableType:
+    entry = client.get(STATE_KEY)
+    if entry is None:
+        return Text(f"run '{run_id}': nothing is stored under this id")
+    document = RoundDocument.decode(entry.value)
+    records = _records(client)
+    summary = Text(
+        f"run '{run_id}': round {document.round} {document.phase.value}, "
+        f"{len(document.participants)} of {document.min_nodes} to {document.max_nodes} nodes"
+    )
+    if document.master:
+        summary.append(f", MASTER {document.master}")
+    if document.reason:
+        summary.append(f"\nwhy this round: {document.reason}")
+    return Group(summary, _nodes(document, records), _rounds(history.read(client)))
+
+
+def _nodes(document: RoundDocument, records: dict[str, NodeRecord]) -> Table:
+    table = Table("rank", "node", "wants", "round", "beat", "", title_justify="left")
+    others = sorted(set(records) - set(document.participants))
+    for node in [*document.participants, *others][:_NODES_SHOWN]:
+        record = records.get(node)
+        rank = str(document.participants.index(node)) if node in document.participants else "-"
+        notes = []
+        if node == document.leader:
+            notes.append("leader")
+        if node in document.lost or record is None:
+            notes.append("lost")
+        if node in document.previous:
+            notes.append("was in the last round")
+        table.add_row(
+            rank,
+            record.label if record else node,
+            record.wants.value if record else "?",
+            str(record.round) if record else "?",
+            str(record.beat) if record else "?",
+            ", ".join(notes),
+        )
+    hidden = len(document.participants) + len(others) - _NODES_SHOWN
+    if hidden > 0:
+        table.add_row("", f"and {hidden} more", "", "", "", "")
+    return table
+
+
+def _rounds(rows: list[history.Row]) -> Table:
+    table = Table("round", "when (UTC)", "nodes", "formed in", "why")
+    for row in rows[-_ROUNDS_SHOWN:]:
+        took = f"{row.seconds * 1000:,.0f} ms" if row.phase == "running" else row.phase
+        table.add_row(str(row.round), row.at[:23], str(row.nodes), took, row.reason)
+    return table
