@@ -41,6 +41,8 @@ __all__ = ["INDEX", "RefusedError", "Table", "not_done"]
 INDEX = "large_version"
 
 _READY_SECONDS = 120.0
+# DynamoDB answers within milliseconds, and a request cannot be broken off by `Table.close`.
+_LONGEST_ATTEMPT = 2.0
 _REGION = re.compile(r"[a-z]{2,4}(-[a-z]+)+-[0-9]+")
 _ACTIONS = (
     "dynamodb:GetItem, PutItem, UpdateItem, DeleteItem, Query, BatchGetItem, BatchWriteItem and "
@@ -111,12 +113,14 @@ class Table:
         self.closed = False
         self._shown = f"dynamodb, table '{options.table}' at {redact(endpoint) or 'AWS'}"
         self._ahead = -math.inf
+        self._creates = options.create_table
+        self._probe = probe
         try:
             self._client = _connect(endpoint, options, request_timeout)
         except _UNCONFIGURED as error:
             raise ValueError(_mending(error)) from error
         try:
-            self._open(options.create_table, probe)
+            self._open()
         except BaseException:
             self.close()
             raise
@@ -139,6 +143,34 @@ class Table:
             RendezvousConnectionError: unreachable, throttled for too long, or not authorised.
             RendezvousStateError: too large, or otherwise refused.
         """
+        try:
+            return self._send(operation, arguments, passing)
+        except RendezvousConnectionError as error:
+            if not (self._creates and _code(error.__cause__) == "ResourceNotFoundException"):
+                raise
+        # Somebody deleted the table: that is a store that forgot everything.
+        self._create(self.timeout)
+        return self._send(operation, arguments, passing)
+
+    def pace(self, doing: str, deadline: float) -> None:
+        """Sleep a little before what a batch left over is asked again."""
+        if self.closed or time.monotonic() >= deadline:
+            raise RendezvousConnectionError(
+                f"{self._shown} did not finish {doing} within {self.timeout:g} s"
+            )
+        time.sleep(random.uniform(0.02, 0.1))
+
+    def close(self) -> None:
+        self.closed = True
+        with contextlib.suppress(BotoCoreError, OSError):
+            self._client.close()
+
+    def _send(
+        self,
+        operation: str,
+        arguments: dict[str, Any],
+        passing: Callable[[Exception], bool] | None = None,
+    ) -> dict[str, Any]:
         if self.closed:
             raise RendezvousConnectionError(f"the connection to {self._shown} is closed")
         method = getattr(self._client, operation)
@@ -156,19 +188,6 @@ class Table:
         self._read_clock(answer)
         return answer
 
-    def pace(self, doing: str, deadline: float) -> None:
-        """Sleep a little before what a batch left over is asked again."""
-        if self.closed or time.monotonic() >= deadline:
-            raise RendezvousConnectionError(
-                f"{self._shown} did not finish {doing} within {self.timeout:g} s"
-            )
-        time.sleep(random.uniform(0.02, 0.1))
-
-    def close(self) -> None:
-        self.closed = True
-        with contextlib.suppress(BotoCoreError, OSError):
-            self._client.close()
-
     def _read_clock(self, answer: dict[str, Any]) -> None:
         date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
         with contextlib.suppress(TypeError, ValueError):
@@ -176,10 +195,10 @@ class Table:
             ahead = parsedate_to_datetime(date).timestamp() - time.monotonic()
             self._ahead = max(self._ahead, ahead)
 
-    def _open(self, create: bool, probe: dict[str, Any]) -> None:
+    def _open(self) -> None:
         # The probe needs no right that later requests do not need.
         try:
-            self.call("query", **probe)
+            self._send("query", self._probe)
         except (RendezvousConnectionError, RendezvousStateError) as error:
             cause = error.__cause__
             if isinstance(cause, _UNCONFIGURED):
@@ -194,60 +213,61 @@ class Table:
                 ) from error
             if code != "ResourceNotFoundException":
                 raise
-            if not create:
+            if not self._creates:
                 raise ValueError(
                     f"there is no table '{self.name}': make it with --rdzv-conf create_table=true "
                     f"(needs {_CREATE_ACTIONS}), or name another with table=...; later requests "
                     f"need {_ACTIONS}"
                 ) from error
-            self._create(probe)
+            self._create(max(_READY_SECONDS, self.timeout))
         if self._ahead == -math.inf:
             self._ahead = time.time() - time.monotonic()
 
-    def _create(self, probe: dict[str, Any]) -> None:
+    def _create(self, seconds: float) -> None:
         names = ("pk", "sk", INDEX)
+        description = {
+            "TableName": self.name,
+            "BillingMode": "PAY_PER_REQUEST",
+            "AttributeDefinitions": [{"AttributeName": n, "AttributeType": "S"} for n in names],
+            "KeySchema": _schema("pk", "sk"),
+            "LocalSecondaryIndexes": [
+                {
+                    "IndexName": INDEX,
+                    "KeySchema": _schema("pk", INDEX),
+                    "Projection": {"ProjectionType": "KEYS_ONLY"},
+                }
+            ],
+        }
         try:
-            self.call(
-                "create_table",
-                TableName=self.name,
-                BillingMode="PAY_PER_REQUEST",
-                AttributeDefinitions=[{"AttributeName": n, "AttributeType": "S"} for n in names],
-                KeySchema=_schema("pk", "sk"),
-                LocalSecondaryIndexes=[
-                    {
-                        "IndexName": INDEX,
-                        "KeySchema": _schema("pk", INDEX),
-                        "Projection": {"ProjectionType": "KEYS_ONLY"},
-                    }
-                ],
-            )
+            self._send("create_table", description)
         except RendezvousStateError as error:
             # Another node was faster.
             if _code(error.__cause__) != "ResourceInUseException":
                 raise
-        deadline = time.monotonic() + max(_READY_SECONDS, self.timeout)
-        while self._status() != "ACTIVE":
+        deadline = time.monotonic() + seconds
+        while not self._is_active():
             if time.monotonic() >= deadline:
                 raise RendezvousConnectionError(
-                    f"{self._shown} was created but is not active after {_READY_SECONDS:g} s"
+                    f"{self._shown} was created but is not active after {seconds:g} s"
                 )
             time.sleep(random.uniform(0.2, 1.0))
+        expiry = {"Enabled": True, "AttributeName": "expires_at"}
         with contextlib.suppress(RendezvousStateError):  # another node has enabled it
-            self.call(
+            self._send(
                 "update_time_to_live",
-                TableName=self.name,
-                TimeToLiveSpecification={"Enabled": True, "AttributeName": "expires_at"},
+                {"TableName": self.name, "TimeToLiveSpecification": expiry},
             )
-        self.call("query", **probe)
+        self._send("query", self._probe)
 
-    def _status(self) -> str:
+    def _is_active(self) -> bool:
         try:
-            return str(self.call("describe_table", TableName=self.name)["Table"]["TableStatus"])
-        except RendezvousStateError as error:
+            answer = self._send("describe_table", {"TableName": self.name})
+        except RendezvousConnectionError as error:
             # DescribeTable is eventually consistent.
             if _code(error.__cause__) == "ResourceNotFoundException":
-                return "NOT YET"
+                return False
             raise
+        return bool(answer["Table"]["TableStatus"] == "ACTIVE")
 
     def _explain(self, error: Exception) -> Exception:
         code = _code(error)
@@ -257,6 +277,8 @@ class Table:
                 f"{self._shown} refused the credentials ({said}): check them with "
                 f"'aws sts get-caller-identity'; they must allow {_ACTIONS}"
             )
+        if code == "ResourceNotFoundException":
+            return RendezvousConnectionError(f"{self._shown} is not there ({said})")
         if code in _THROTTLED or code in _TROUBLED or code == "TransactionCanceledException":
             return RendezvousConnectionError(
                 f"{self._shown} could not keep up for {self.timeout:g} s ({said}); raise the "
@@ -347,8 +369,8 @@ def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
             "(http://127.0.0.1:8000) nor empty (AWS's own configuration)"
         )
     config = Config(
-        connect_timeout=request_timeout,
-        read_timeout=request_timeout,
+        connect_timeout=min(request_timeout, _LONGEST_ATTEMPT),
+        read_timeout=min(request_timeout, _LONGEST_ATTEMPT),
         retries={"total_max_attempts": 1},
         parameter_validation=False,
         tcp_keepalive=True,

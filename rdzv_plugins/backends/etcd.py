@@ -160,13 +160,15 @@ class Client(KeyValueClient):
         def going() -> bool:
             return not self._closed and self._interrupts == interrupts
 
-        while going() and time.monotonic() < deadline:
+        while going():
             looked = self._call(lambda: self._look(key, version, going), going=going)
             if looked is None:
                 break
             entry, revision = looked
             if entry is not None and entry.version != version:
                 return entry
+            if time.monotonic() >= deadline:
+                break
             until = min(deadline, time.monotonic() + _LONGEST_PARK)
             try:
                 entry = self._watch(key, version, revision + 1, going, until)
