@@ -1,0 +1,65 @@
+# Every target makes and uses the virtual environment .venv; nothing else needs to be set up.
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test unit lint simulate soak bench docs lock servers test-compose build clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+.venv/installed: requirements.lock pyproject.toml
+	@echo "==> making the virtual environment .venv and installing what requirements.lock pins"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed (PYTHON=... names one)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' || { echo "install Python's venv first: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: .venv/installed ## Three agents train, one is killed, training goes on [ENDPOINT=redis://...]
+	@$(BIN)/rdzv demo $(if $(ENDPOINT),--endpoint "$(ENDPOINT)")
+
+test: .venv/installed servers lint ## Install what the tests need and run them all
+	@echo "==> running the tests"
+	@$(PYTEST)
+
+unit: .venv/installed ## The tests that need no server
+	@$(PYTEST) tests/unit
+
+lint: .venv/installed ## ruff and mypy --strict
+	@echo "==> checking style and types"
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+
+SEEDS ?= 100000
+FIRST_SEED ?= 1
+simulate: .venv/installed ## The protocol under faults on virtual time [SEEDS=100000 FIRST_SEED=1]
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED)
+
+soak: .venv/installed servers ## Every torchrun scenario on every store, with repetitions
+	@$(PYTEST) -m "soak or not soak" tests/integration
+
+bench: .venv/installed servers ## Measure all stores beside torch's own; writes docs/benchmarks.md
+	@$(BIN)/python -m benchmarks
+
+docs: .venv/installed ## Generate docs/options.md and docs/stores.md from the docstrings
+	@$(BIN)/python -m docs.generate
+
+lock: ## Renew requirements.lock from pyproject.toml
+	@scripts/lock "$(PYTHON)"
+
+servers: ## Install the five servers of the integration tests (Debian, without Docker)
+	@echo "==> installing the servers that the tests run against"
+	@scripts/install-servers
+
+test-compose: .venv/installed ## The integration tests against docker-compose.yml
+	@scripts/test-compose
+
+build: .venv/installed ## The wheel and the source distribution
+	@$(BIN)/python -m build --no-isolation
+
+clean: ## Remove what these targets made
+	@rm -rf .venv .servers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,102 @@
+"""Generate docs/options.md and docs/stores.md from the docstrings that define them.
+
+    python -m docs.generate          # write
+    python -m docs.generate --check  # exit status 1 if what is there is out of date
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from rdzv_plugins.backends import BACKENDS
+from rdzv_plugins.config import ServerOptions, Settings, StoreOptions
+
+HERE = Path(__file__).parent
+GENERATED = "<!-- Generated from the docstrings by `make docs`; edit those. -->\n\n"
+
+
+def option_rows(cls: type) -> list[tuple[str, str, str]]:
+    """(option, default, meaning) of each row of the table in a dataclass's docstring."""
+    rows: list[tuple[str, str, str]] = []
+    text = inspect.getdoc(cls) or ""
+    rules = [line for line in text.splitlines() if re.fullmatch(r"=+ +=+ +=+", line.strip())]
+    if not rules:
+        return rows
+    starts = [match.start() for match in re.finditer(r"=+", rules[0])]
+    body = text.split(rules[0])[2]
+    for line in body.splitlines():
+        if not line.strip():
+            continue
+        name, default, meaning = (
+            line[starts[0] : starts[1]].strip(),
+            line[starts[1] : starts[2]].strip(),
+            line[starts[2] :].strip(),
+        )
+        if name:
+            rows.append((name, default, meaning))
+        else:
+            last = rows[-1]
+            rows[-1] = (last[0], last[1], f"{last[2]} {meaning}")
+    return rows
+
+
+def markdown_table(cls: type) -> str:
+    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for name, default, meaning in option_rows(cls):
+        escaped = meaning.replace("``", "`").replace("|", "\\|")
+        lines.append(f"| `{name}` | {default} | {escaped} |")
+    return "\n".join(lines) + "\n"
+
+
+def options_page() -> str:
+    parts = [
+        GENERATED,
+        "# Options\n\n",
+        "Each is given as `--rdzv-conf name=value,name=value`, or as the environment variable "
+        "`RDZV_PLUGINS_<NAME>`, which `--rdzv-conf` overrides. An unknown option, a value of the "
+        "wrong type or out of range is refused with one line that says what is allowed.\n\n"
+        "Secrets come from the environment, a file or the endpoint, never from `--rdzv-conf`, "
+        "and are shown in no log, exception or `repr`.\n\n",
+        "## Every backend\n\n",
+        markdown_table(Settings),
+        "\n",
+        markdown_table(StoreOptions),
+        "\n## redis, zookeeper, consul, etcd-v3\n\n",
+        markdown_table(ServerOptions),
+    ]
+    for name, backend in BACKENDS.items():
+        parts += [f"\n## {name}\n\n", markdown_table(backend.options)]
+    return "".join(parts)
+
+
+def stores_page() -> str:
+    parts = [GENERATED, "# The stores and their limits\n"]
+    for name, backend in BACKENDS.items():
+        text = inspect.getdoc(import_module(backend.module)) or ""
+        parts.append(f"\n## {name}\n\n{text.replace('``', '`').replace('::', ':')}\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    pages = {"options.md": options_page(), "stores.md": stores_page()}
+    stale = [name for name, text in pages.items() if _read(HERE / name) != text]
+    if "--check" in sys.argv:
+        for name in stale:
+            sys.stderr.write(f"docs/{name} is out of date: run `make docs`\n")
+        return 1 if stale else 0
+    for name in stale:
+        (HERE / name).write_text(pages[name], encoding="utf-8")
+        sys.stdout.write(f"wrote docs/{name}\n")
+    return 0
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
