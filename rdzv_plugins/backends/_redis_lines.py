@@ -44,8 +44,8 @@ class Lines:
     def __init__(
         self, endpoint: str, options: Options, slot_key: str, request_timeout: float
     ) -> None:
-        # A parked read is answered within LONGEST_PARK, any other request within its timeout.
-        self._redis = _connect(endpoint, options, LONGEST_PARK + request_timeout, request_timeout)
+        self._timeout = request_timeout
+        self._redis = _connect(endpoint, options, request_timeout)
         self._slot_key = slot_key
         self._idle: deque[Any] = deque()
         self._busy: set[Any] = set()
@@ -56,18 +56,27 @@ class Lines:
         """Have ``count`` connections ready."""
         self._idle.extend(self._connect() for _ in range(count - len(self._idle)))
 
-    def exchange(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Send commands in one go and return their answers; raises the first error among them."""
+    def exchange(self, *commands: tuple[Any, ...], park: float = 0.0) -> list[Any]:
+        """Send commands in one go and return their answers; raises the first error among them.
+
+        Each answer may take the request timeout, the last one ``park`` seconds more.
+        """
         line = self._take()
         try:
             line.send_packed_command(line.pack_commands(commands), check_health=False)
-            answers = [_read(line) for _ in commands]
-        except BaseException:
+            answers = [_read(line) for _ in commands[1:]]
+            if park and not line.can_read(timeout=park + self._timeout):
+                raise redis.TimeoutError("no answer to a parked read")
+            answers.append(_read(line))
+        except BaseException as error:
             with self._lock:
                 self._busy.discard(line)
             line.disconnect()
             # What broke one connection has most likely broken those that lie idle.
             self._drop_idle()
+            if self._closed:
+                # A connection that is shut under a reader fails in many ways.
+                raise redis.ConnectionError("the client was closed") from error
             raise
         with self._lock:
             self._busy.discard(line)
@@ -152,12 +161,12 @@ def _read(line: Any) -> Any:
         return error
 
 
-def _connect(endpoint: str, options: Options, socket_timeout: float, connect_timeout: float) -> Any:
+def _connect(endpoint: str, options: Options, timeout: float) -> Any:
     """A redis-py client that does not retry (`retry` does) and has not connected yet."""
     path = endpoint.removeprefix("unix://")
     common: dict[str, Any] = {
-        "socket_timeout": socket_timeout,
-        "socket_connect_timeout": connect_timeout,
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
         "retry": Retry(NoBackoff(), 0),
         "username": options.user,
         "password": options.secret(),

@@ -1,18 +1,19 @@
 """The Lua scripts of the redis backend: each is one atomic step on a run's hash."""
 
 # KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" the
-# counter, "#e" a nonce, "=<key>" a version, a space and the value, "!<key>" somebody waits for it.
-# The counter starts at the server's time in microseconds, the nonce is random: a version of a
-# server that lost its memory is not handed out again.
+# counter, "=<key>" a version, a space and the value, "!<key>" somebody waits for it. A version is
+# the counter and the request's random tag. The counter starts at the server's time in microseconds:
+# with the tag, a version of a server that lost its memory is not handed out again. The tag also
+# tells a client whose answer was lost that the write it finds is its own.
 _PRELUDE = """
-local hash, nonce = KEYS[1], ARGV[1]
+local hash, tag = KEYS[1], ARGV[1]
 local function next_version()
-  if redis.call('HSETNX', hash, '#e', nonce) == 1 then
-    local now = redis.call('TIME')
-    redis.call('HSET', hash, '#n', string.format('%.0f', now[1] * 1000000 + now[2]))
-  end
   local number = redis.call('HINCRBY', hash, '#n', 1)
-  return string.format('%.0f', number) .. '-' .. redis.call('HGET', hash, '#e')
+  if number == 1 then
+    local now = redis.call('TIME')
+    number = redis.call('HINCRBY', hash, '#n', string.format('%.0f', now[1] * 1000000 + now[2]))
+  end
+  return string.format('%.0f', number) .. '-' .. tag
 end
 local function publish(stream, version, field, value)
   local sent = redis.pcall('XADD', stream, 'MAXLEN', '1', version, field, value)
@@ -52,9 +53,12 @@ return version
 """,
     "add": """
 local _, current = read(ARGV[2])
-local total = tonumber(current or '0')
-if not total then return redis.error_reply('NOTANUMBER') end
-local sum = string.format('%.0f', total + tonumber(ARGV[3]))
+-- Redis counts in 64 bits, Lua in 53.
+redis.call('HSET', hash, '#t', current or '0')
+local counted = redis.pcall('HINCRBY', hash, '#t', ARGV[3])
+local sum = redis.call('HGET', hash, '#t')
+redis.call('HDEL', hash, '#t')
+if type(counted) == 'table' then return redis.error_reply('NOTANUMBER') end
 write(ARGV[2], KEYS[2], sum)
 return sum
 """,

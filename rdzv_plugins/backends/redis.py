@@ -14,6 +14,7 @@ The user needs ``+@hash +@stream +@scripting +time +expire +del +hello`` on ``~{
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +54,8 @@ __all__ = ["Client", "Options"]
 
 T = TypeVar("T")
 
+_VERSION = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ServerOptions):
@@ -89,7 +92,6 @@ class Client(KeyValueClient):
         self._hash = "{" + namespace + "}"
         self._wake = f"{self._hash}:wake:{secrets.token_hex(8)}"
         self._last_wake = b"0-0"
-        self._nonce = str(secrets.randbits(32))
         self._closed = False
         self._lines = Lines(endpoint, options, self._hash, request_timeout)
         try:
@@ -108,20 +110,16 @@ class Client(KeyValueClient):
         self.check_size(key, value)
         if expected is not None and not (isinstance(expected, str) and expected):
             return self.get(key), False
-        attempts = 0
-
-        def request() -> tuple[Entry | None, bool]:
-            nonlocal attempts
-            attempts += 1
-            command = self._script("compare_and_set", [key], expected or "", value)
-            written, version, *current = self._lines.exchange(command)[0]
-            if written:
-                return Entry(value, version.decode()), True
-            entry = Entry(current[0], version.decode()) if current else None
-            # An earlier attempt whose answer was lost may be what stands there now.
-            return entry, attempts > 1 and entry is not None and entry.value == value
-
-        return self._call(request)
+        command = self._script("compare_and_set", [key], expected or "", value)
+        written, version, *current = self._ask(*command)
+        if written:
+            return Entry(value, version.decode()), True
+        if not current:
+            return None, False
+        *_, tag, _, _, _ = command
+        # With our tag: an earlier attempt was done, and its answer lost.
+        ours = version.endswith(b"-%s" % tag.encode())
+        return Entry(current[0], version.decode()), ours
 
     def put(self, key: str, value: bytes) -> Version:
         self.check_size(key, value)
@@ -143,12 +141,14 @@ class Client(KeyValueClient):
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         deadline = time.monotonic() + timeout
-        known = version if isinstance(version, str) else ""
+        known = version if isinstance(version, str) and _VERSION.fullmatch(version) else ""
         after, wake = known or "0-0", self._last_wake
-        while not self._closed and (remaining := deadline - time.monotonic()) > 0:
+        remaining = timeout
+        while not self._closed:
+            # Never 0, which to Redis is for ever.
             park = max(1, int(min(remaining, LONGEST_PARK) * 1000))
             try:
-                seen = self._call(partial(self._park, key, known, after, wake, park))
+                differs, seen = self._call(partial(self._park, key, known, after, wake, park))
             except RendezvousConnectionError:
                 if self._closed:
                     break
@@ -162,6 +162,11 @@ class Client(KeyValueClient):
                     return Entry(value, number.decode())
                 # Deleted: say again that we wait, from there.
                 known, after = "", number.decode()
+            if differs and not seen:
+                # A version that is newer than the key's own: not of this key, or of this server.
+                return self.get(key)
+            if (remaining := deadline - time.monotonic()) <= 0:
+                break
         return None
 
     def interrupt(self) -> None:
@@ -201,16 +206,19 @@ class Client(KeyValueClient):
         return f"{self._hash}:watch:{key}"
 
     def _script(self, name: str, keys: Sequence[str], *args: Any) -> tuple[Any, ...]:
-        """The command that runs a script; its first argument after the nonce is the first key."""
+        """The command that runs a script; its first arguments are a tag and the first key."""
         names = [self._hash, *map(self._stream, keys)]
-        return "EVALSHA", DIGESTS[name], len(names), *names, self._nonce, *keys[:1], *args
+        tag = str(secrets.randbits(63))
+        return "EVALSHA", DIGESTS[name], len(names), *names, tag, *keys[:1], *args
 
     def _park(self, key: str, known: str, after: str, wake: bytes, milliseconds: int) -> Any:
         # One round trip: the script makes the stream hold what XREAD then finds or waits for.
         stream = self._stream(key)
         streams = (stream, self._wake, after, wake)
         read = ("XREAD", "BLOCK", milliseconds, "STREAMS", *streams)
-        return self._lines.exchange(self._script("wait", [key], known), read)[1]
+        return self._lines.exchange(
+            self._script("wait", [key], known), read, park=milliseconds / 1000
+        )
 
     def _ask(self, *command: Any) -> Any:
         return self._call(lambda: self._lines.exchange(command)[0])
