@@ -52,7 +52,7 @@ BACKENDS: dict[str, Backend] = {
     "zookeeper": Backend("rdzv_plugins.backends.zookeeper", "zookeeper", "kazoo"),
     "dynamodb": Backend("rdzv_plugins.backends.dynamodb", "dynamodb", "boto3"),
     "consul": Backend("rdzv_plugins.backends.consul", "consul", "http.client"),
-    "etcd-v3": Backend("rdzv_plugins.backends.etcd", "etcd", "etcd3gw"),
+    "etcd-v3": Backend("rdzv_plugins.backends.etcd", "etcd", "http.client"),
 }
 
 

@@ -66,6 +66,7 @@ class _Link:
     http: http.client.HTTPConnection
     socket: socket.socket
     fresh: bool = True
+    answered: bool = False
     keep: bool = False
 
     def shut(self) -> None:
@@ -189,8 +190,7 @@ class Gateway:
                 raise ConnectionAbortedError("broken off")
             yield link
         except TimeoutError:
-            # A stream that has begun has another time-out: its deadline.
-            if link is None or link.socket.gettimeout() == self._attempt:
+            if link is None or not link.answered:
                 self._failed(member)
             raise
         except Exception as error:
@@ -211,7 +211,7 @@ class Gateway:
             link = next((link for link in reversed(self._idle) if link.member == member), None)
             if link is not None:
                 self._idle.remove(link)
-                link.fresh = link.keep = False
+                link.fresh = link.answered = link.keep = False
         return link
 
     def _connect(self, member: int) -> _Link:
@@ -267,6 +267,8 @@ def explain(error: Exception, where: str, timeout: float, prefix: str) -> Except
 
 def _explain_refusal(error: GatewayError, where: str, timeout: float, prefix: str) -> Exception:
     text = str(error)
+    if "authentication is not enabled" in text:
+        return RendezvousConnectionError(f"{where} knows no users ({text}); leave user out")
     if (
         error.code in {_DENIED, _UNAUTHENTICATED}
         or "user name is empty" in text
@@ -298,7 +300,9 @@ def _send(
 ) -> http.client.HTTPResponse:
     headers = _HEADERS if token is None else {**_HEADERS, "Authorization": token}
     link.http.request("POST", f"/v3/{path}", json.dumps(body).encode(), headers)
-    return link.http.getresponse()
+    answer = link.http.getresponse()
+    link.answered = True
+    return answer
 
 
 def _is_token_error(error: Exception) -> bool:

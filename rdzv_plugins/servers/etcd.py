@@ -51,8 +51,10 @@ class Etcd(Kind):
         if self.security.tls:
             flags["cert-file"] = self.security.cert_file or ""
             flags["key-file"] = self.security.key_file or ""
-            flags["trusted-ca-file"] = self.security.ca_file or ""
-            flags["client-cert-auth"] = str(bool(self.security.client_cert_file)).lower()
+            if self.security.client_cert_file:
+                # Given this file, etcd demands a certificate whatever client-cert-auth says.
+                flags["trusted-ca-file"] = self.security.ca_file or ""
+                flags["client-cert-auth"] = "true"
         return [str(self._binary), *(f"--{name}={value}" for name, value in flags.items())]
 
     def endpoint(self, nodes: Sequence[Node]) -> str:
