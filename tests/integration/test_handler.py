@@ -1,0 +1,255 @@
+"""The shared handler on every store: real clients and servers, agents played by threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from rdzv_plugins import history
+from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.testing import harness
+from tests.integration.stores import RunningStore
+
+# Long enough for a busy machine to beat three times in, short enough to wait for.
+QUICK = {"keep_alive_interval": "0.5", "last_call_timeout": "0.2", "join_timeout": "30"}
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    assert harness.until(condition, seconds), "not within its deadline"
+
+
+class Agent:
+    """What torch's agent does with a handler, without workers."""
+
+    def __init__(self, handler: StoreRendezvousHandler) -> None:
+        self.handler = handler
+        self.rounds: list[RendezvousInfo] = []
+        self.error: Exception | None = None
+        self._quit = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._quit.is_set():
+                self.rounds.append(self.handler.next_rendezvous())
+                while self.handler.num_nodes_waiting() == 0 and not self._quit.is_set():
+                    time.sleep(0.01)
+        except Exception as error:
+            self.error = error
+
+    @property
+    def world(self) -> tuple[int, int, int] | None:
+        """(rank, world size, MASTER_PORT) of the last round."""
+        if not self.rounds:
+            return None
+        info = self.rounds[-1]
+        assert info.bootstrap_store_info is not None
+        return info.rank, info.world_size, info.bootstrap_store_info.master_port
+
+    def crash(self) -> None:
+        """Stop beating without a word, as kill -9 does."""
+        self._quit.set()
+        self.handler._driver.stop(5)
+        self.handler._ended = True
+
+    def leave(self) -> None:
+        """What happens at the exit of a process that got a SIGTERM."""
+        self._quit.set()
+        self.handler._leave()
+
+    def end(self) -> None:
+        self._quit.set()
+        self.handler.shutdown()
+        self._thread.join(10)
+
+
+class Run:
+    """The agents of one run."""
+
+    def __init__(self, store: RunningStore, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self.agents: list[Agent] = []
+
+    def handler(self, nnodes: tuple[int, int], **config: str) -> StoreRendezvousHandler:
+        params = RendezvousParameters(
+            self._store.backend,
+            self._store.endpoint,
+            self._run_id,
+            *nnodes,
+            local_addr="127.0.0.1",
+            **{**QUICK, **self._store.config, **config},
+        )
+        handler = create_handler(self._store.backend, params)
+        assert isinstance(handler, StoreRendezvousHandler)
+        return handler
+
+    def start(self, nnodes: tuple[int, int], **config: str) -> Agent:
+        agent = Agent(self.handler(nnodes, **config))
+        self.agents.append(agent)
+        return agent
+
+    def history(self) -> list[history.Row]:
+        with_client = self._store.open(self._run_id)
+        try:
+            return history.read(with_client)
+        finally:
+            with_client.close()
+
+
+@pytest.fixture
+def run(running_store: RunningStore, run_id: str) -> Iterator[Run]:
+    run = Run(running_store, run_id)
+    yield run
+    for agent in run.agents:
+        agent.end()
+
+
+def one_world(agents: list[Agent]) -> Callable[[], bool]:
+    """Whether exactly these agents are in one world, with ranks 0..n-1 and one MASTER_PORT."""
+
+    def check() -> bool:
+        worlds = [agent.world for agent in agents]
+        if any(world is None or world[1] != len(agents) for world in worlds):
+            return False
+        ranks, _, ports = zip(*(world for world in worlds if world), strict=True)
+        return sorted(ranks) == list(range(len(agents))) and len(set(ports)) == 1
+
+    return check
+
+
+def test_nodes_form_one_world_and_share_a_store(run: Run) -> None:
+    agents = [run.start((3, 3)) for _ in range(3)]
+    until(one_world(agents), 30)
+    stores: list[Any] = [agent.rounds[-1].store for agent in agents]
+    stores[0].set("greeting", "hello")
+    assert [store.get("greeting") for store in stores] == [b"hello"] * 3
+
+
+def test_a_late_node_is_let_in(run: Run) -> None:
+    agents = [run.start((1, 3)) for _ in range(2)]
+    until(one_world(agents), 30)
+    agents.append(run.start((1, 3)))
+    until(one_world(agents), 30)
+    assert "joined" in run.history()[-1].reason
+
+
+def test_a_silent_death_of_any_node_starts_the_next_round(run: Run) -> None:
+    agents = [run.start((1, 4)) for _ in range(4)]
+    until(one_world(agents), 30)
+    while len(agents) > 1:
+        # The leader is whoever founded the run; in four deaths minus one it is among the dead.
+        agents.pop(0).crash()
+        until(one_world(agents), 30)
+    assert "lease ran out" in run.history()[-1].reason
+
+
+def test_leaving_is_announced(run: Run, record_property: Callable[[str, object], None]) -> None:
+    agents = [run.start((1, 3), keep_alive_interval="20") for _ in range(3)]
+    until(one_world(agents), 60)
+    leader = agents[0].handler._node.document.leader  # type: ignore[union-attr]
+    agents.sort(key=lambda agent: agent.handler._node.id != leader)
+    began = time.monotonic()
+    agents.pop(0).leave()
+    # Far below the lease of a minute: nobody waited for it, not even that of a leader.
+    until(one_world(agents), 30)
+    record_property("seconds", round(time.monotonic() - began, 3))
+    assert " left" in run.history()[-1].reason
+
+
+def test_a_node_that_joins_again_takes_all_others_along(run: Run) -> None:
+    agents = [run.start((2, 2)) for _ in range(2)]
+    until(one_world(agents), 30)
+    joined: list[RendezvousInfo] = []
+    # As when its worker has failed: the agent does not wait to be asked.
+    thread = threading.Thread(
+        target=lambda: joined.append(agents[0].handler.next_rendezvous()), daemon=True
+    )
+    thread.start()
+    until(lambda: bool(joined), 30)
+    until(lambda: len(agents[1].rounds) == 2, 30)
+    assert joined[0].world_size == 2
+    assert "joined again" in run.history()[-1].reason
+
+
+def test_a_spare_disturbs_nobody_until_there_is_room(run: Run) -> None:
+    agents = [run.start((2, 2)) for _ in range(2)]
+    until(one_world(agents), 30)
+    spare = run.start((2, 2))
+    until(lambda: spare.handler._node.record.wants == "spare", 30)
+    assert all(agent.handler.num_nodes_waiting() == 0 for agent in agents)
+    agents.pop().leave()
+    until(one_world([*agents, spare]), 30)
+
+
+def test_closing_ends_the_run_until_its_id_is_swept(run: Run) -> None:
+    agents = [run.start((2, 2), closed_ttl="2") for _ in range(2)]
+    until(one_world(agents), 30)
+    spare = run.start((2, 2))
+    until(lambda: spare.handler._node.record.wants == "spare", 30)
+    for agent in agents:
+        agent.end()
+    until(lambda: spare.error is not None, 30)
+    assert isinstance(spare.error, RendezvousGracefulExitError)
+    late = run.start((2, 2))
+    until(lambda: late.error is not None, 30)
+    assert isinstance(late.error, RendezvousClosedError)
+
+    def again() -> bool:
+        pair = [run.start((2, 2)) for _ in range(2)]
+        until(lambda: all(agent.error or agent.rounds for agent in pair), 30)
+        return one_world(pair)()
+
+    until(again, 60)
+
+
+def test_the_run_closes_for_joiners_that_wait(run: Run) -> None:
+    waiting = run.start((2, 2))
+    until(lambda: waiting.handler._node.document is not None, 30)
+    closer = run.handler((2, 2))
+    closer.set_closed()
+    until(lambda: waiting.error is not None, 30)
+    assert isinstance(waiting.error, RendezvousClosedError)
+    assert closer.is_closed()
+    closer.shutdown()
+
+
+def test_other_nnodes_are_refused_and_do_not_end_the_run(run: Run) -> None:
+    agents = [run.start((2, 3)) for _ in range(2)]
+    until(one_world(agents), 30)
+    other = run.start((2, 4))
+    until(lambda: other.error is not None, 30)
+    assert isinstance(other.error, RendezvousStateError)
+    assert "--nnodes=2:3" in str(other.error)
+    other.end()
+    assert not agents[0].handler.is_closed()
+    assert all(len(agent.rounds) == 1 for agent in agents)
+
+
+def test_too_few_nodes_time_out_and_do_not_close_the_run(run: Run) -> None:
+    lonely = run.start((2, 2), join_timeout="0.5")
+    until(lambda: lonely.error is not None, 30)
+    assert isinstance(lonely.error, RendezvousTimeoutError)
+    lonely.end()
+    agents = [run.start((2, 2)) for _ in range(2)]
+    until(one_world(agents), 60)
+
+
+def test_shutdown_ends_the_thread_at_once(run: Run) -> None:
+    agent = run.start((1, 1), keep_alive_interval="60")
+    until(one_world([agent]), 30)
+    agent.end()
+    assert not agent.handler._driver.running
