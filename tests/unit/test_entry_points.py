@@ -9,6 +9,11 @@ import pytest
 
 from rdzv_plugins.backends import BACKENDS
 
+NEED_A_PACKAGE = [
+    name
+    for name, backend in BACKENDS.items()
+    if backend.requires.partition(".")[0] not in sys.stdlib_module_names
+]
 CLIENT_LIBRARIES = ["redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "requests"]
 
 
@@ -32,6 +37,10 @@ def test_each_backend_has_its_entry_point() -> None:
     assert names == set(BACKENDS)
 
 
+def test_the_backends_that_need_a_package_are_these() -> None:
+    assert NEED_A_PACKAGE == ["redis", "zookeeper", "dynamodb"]
+
+
 def test_loading_them_imports_nothing_of_ours_nor_torch() -> None:
     program = f"""
 import sys
@@ -47,7 +56,7 @@ assert not set(sys.modules) & set({["torch", *CLIENT_LIBRARIES]!r})
     assert run(program) == ""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", NEED_A_PACKAGE)
 def test_a_missing_extra_names_the_install_that_mends_it(backend: str) -> None:
     requires, extra = BACKENDS[backend].requires, BACKENDS[backend].extra
     program = f"""
