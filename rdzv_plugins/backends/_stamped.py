@@ -136,9 +136,11 @@ class StampedClient(KeyValueClient):
                 timeout=self._timeout,
                 passing=lambda error: not self._closed and self._is_passing(error),
             )
-        except (RendezvousError, ValueError):
-            raise
         except Exception as error:
+            # ssl's error for a certificate is a ValueError too.
+            ours = isinstance(error, RendezvousError | ValueError)
+            if ours and not isinstance(error, OSError):
+                raise
             if self._closed:
                 raise RendezvousConnectionError(
                     f"the connection to {self._where} is closed"

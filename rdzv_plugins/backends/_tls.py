@@ -5,8 +5,9 @@ from __future__ import annotations
 import ssl
 
 from rdzv_plugins.config import ServerOptions
+from rdzv_plugins.kv import RendezvousConnectionError
 
-__all__ = ["tls_context"]
+__all__ = ["tls_context", "tls_failure"]
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext:
@@ -30,3 +31,11 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
                 f"used: {error}"
             ) from error
     return context
+
+
+def tls_failure(where: str, reason: str) -> RendezvousConnectionError:
+    """What to raise when the handshake with the store failed."""
+    return RendezvousConnectionError(
+        f"TLS with {where} failed ({reason}); check that ca_file signed the server's certificate, "
+        "that it names the endpoint's host, and cert_file and key_file if the server asks for them"
+    )

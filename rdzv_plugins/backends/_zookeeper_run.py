@@ -67,11 +67,13 @@ class RunZnode:
         damaged = 0
         while True:
             guard = self._guard
-            self._session.submit(Sync(self.path), deadline)
+            sync = self._session.submit(Sync(self.path), deadline)
             # The guard first: a delete after it must be seen as one.
             batches = [[self.path, guard, *paths[:BATCH]]]
             batches += [[*paths[at : at + BATCH]] for at in range(BATCH, len(paths), BATCH)]
             answers = [self._session.submit(ReadMany(batch), deadline) for batch in batches]
+            # A server that wants a log-in says so to the first request, and hangs up.
+            self._session.result(sync, deadline)
             results = [item for it in answers for item in self._session.result(it, deadline)]
             own, guarded, *rest = results
             run = self.of(own, deadline, guarded)

@@ -202,9 +202,12 @@ def _stop(zk: Any) -> threading.Thread:
 
 class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]
     def spawn(self, func: Any, *args: Any, **kwargs: Any) -> threading.Thread:
-        thread = threading.Thread(
-            target=func, args=args, kwargs=kwargs, name="rdzv-zookeeper", daemon=True
-        )
+        def run() -> None:
+            # kazoo has told `_LastWarning` what it raises here.
+            with contextlib.suppress(Exception):
+                func(*args, **kwargs)
+
+        thread = threading.Thread(target=run, name="rdzv-zookeeper", daemon=True)
         thread.start()
         return thread
 

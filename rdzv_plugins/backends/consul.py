@@ -1,8 +1,8 @@
 """HashiCorp Consul 1.7 and later.
 
-A thin client over Python's own ``http.client``: a compare-and-set takes a fifth of py-consul's time
-(200 KB: a third), ``/v1/txn`` returns what it read or wrote, and a blocking query on a socket of
-our own can be ended at once; so nothing needs to be installed.
+A thin client over Python's own ``http.client``: a request takes a fifth to a third of py-consul's
+time, ``/v1/txn`` reads or writes together what belongs together, and a blocking query on a socket
+of our own can be ended at once; so nothing needs to be installed.
 
 A run is the keys ``<prefix>/<run id>/=<key>!``, percent-encoded: the "!" lets a read of a tree, the
 only one that a transaction survives when there is nothing to read, find exactly one key. Consul
@@ -38,7 +38,7 @@ from urllib.parse import quote, unquote
 from rdzv_plugins.backends._consul_api import Api, Item, RefusedError
 from rdzv_plugins.backends._consul_http import Http, InterruptedRequest
 from rdzv_plugins.backends._stamped import Seen, StampedClient, entry_of, segments, stamped
-from rdzv_plugins.backends._tls import tls_context
+from rdzv_plugins.backends._tls import tls_context, tls_failure
 from rdzv_plugins.config import ServerOptions, first_line, option, parse_endpoint, redact
 from rdzv_plugins.kv import (
     Capabilities,
@@ -330,6 +330,8 @@ class Client(StampedClient):
             )
         if status and status < 500:
             return RendezvousStateError(f"{self._where} refused a request: {error}")
+        if isinstance(error, SSLError):
+            return tls_failure(self._where, str(error))
         if status or isinstance(error, OSError | HTTPException):
             return RendezvousConnectionError(
                 f"{self._where} could not be reached within {self._timeout:g} s ({error!s}); "

@@ -13,9 +13,10 @@ writes to it next, or by the next run under the same prefix that expires.
 
 Limits: linearizable (each read is preceded by a sync). Values up to 1,046,528 bytes, which is some
 100,000 nodes in the round document; servers with a lower ``jute.maxbuffer`` than the default close
-the connection instead. Highly available with an ensemble of three or more, while most of them live;
+the connection instead. A server takes ``maxClientCnxns`` connections from one address (60 where it
+is not set), a node needs one. Highly available with three servers or more, while most of them live;
 `Client.put_many` is atomic up to 500 keys and 500,000 bytes. With a user, the run's znodes are open
-to that user only (`CREATOR_ALL`), those of the prefix to all; make them beforehand to change that.
+to that user only (``CREATOR_ALL``), those of the prefix to all; make them beforehand otherwise.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from rdzv_plugins.backends._stamped import (
     segments,
     stamped,
 )
-from rdzv_plugins.backends._tls import tls_context
+from rdzv_plugins.backends._tls import tls_context, tls_failure
 from rdzv_plugins.backends._zookeeper_run import BATCH, RunZnode
 from rdzv_plugins.backends._zookeeper_session import ReadMany, Session
 from rdzv_plugins.config import Endpoint, ServerOptions, option, parse_endpoint, redact
@@ -314,6 +315,10 @@ class Client(StampedClient):
             )
         if self._is_passing(error) or isinstance(error, ConnectionLoss):
             reason = self._session.reason or str(error) or type(error).__name__
+            if "[SSL" in reason:
+                return tls_failure(self._where, reason)
+            if reason.endswith("connection broken"):
+                reason += ": it hung up; does it want tls=true, or serve too many already?"
             return RendezvousConnectionError(
                 f"{self._where} could not be reached within {self._timeout:g} s ({reason}); "
                 "is it running and does --rdzv-endpoint name it?"

@@ -68,7 +68,9 @@ class ZooKeeper(Kind):
             ]
             (data / "myid").write_text(str(node.index + 1))
         (node.directory / "zoo.cfg").write_text("\n".join(lines) + "\n")
-        classes = [self._jar, self._jar.parent / "slf4j-simple.jar"]
+        # Debian's jar names most of what it needs; TLS wants these two besides.
+        beside = ("slf4j-simple.jar", "netty-codec.jar", "netty-resolver.jar")
+        classes = [self._jar, *(self._jar.parent / name for name in beside)]
         return [
             self._java,
             "-Xmx512m",
