@@ -1,0 +1,64 @@
+"""Stores that cannot delete by themselves: the next run that ends removes those that expired."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from http.client import HTTPConnection
+
+import pytest
+from kazoo.client import KazooClient
+
+from rdzv_plugins.backends import open_client
+from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.testing.harness import until
+from tests.integration.stores import KINDS, Kind, running
+
+
+def runs_of_zookeeper(endpoint: str, prefix: str) -> set[str]:
+    zk = KazooClient(endpoint)
+    zk.start()
+    try:
+        return set(zk.get_children(f"/{prefix}"))
+    finally:
+        zk.stop()
+        zk.close()
+
+
+def runs_of_consul(endpoint: str, prefix: str) -> set[str]:
+    connection = HTTPConnection(endpoint)
+    connection.request("GET", f"/v1/kv/{prefix}/?keys")
+    keys = json.loads(connection.getresponse().read())
+    connection.close()
+    parts = (key.split("/") for key in keys)
+    return {run[2].rstrip("!") if run[1] == "!expire" else run[1] for run in parts}
+
+
+RUNS = {"zookeeper": runs_of_zookeeper, "consul": runs_of_consul}
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.name in RUNS], ids=lambda kind: kind.name
+)
+def test_expired_runs_are_removed_by_the_next_that_ends(kind: Kind) -> None:
+    prefix = f"expired-{secrets.token_hex(4)}"
+    with running(kind) as store:
+        opened: list[KeyValueClient] = []
+
+        def end(run: str, seconds: float | None) -> KeyValueClient:
+            config = {**store.config, "prefix": prefix}
+            client = open_client(store.backend, store.endpoint, run, config)
+            opened.append(client)
+            client.put_many({f"key-{number}": b"value" for number in range(3)})
+            if seconds is not None:
+                client.expire(seconds)
+            return client
+
+        old = [end(f"old-{number}", 0.2) for number in range(3)]
+        end("running", None)
+        end("later", 100)
+        assert until(lambda: all(client.list("") == {} for client in old), 10)
+        end("last", 100)
+        assert RUNS[kind.name](store.endpoint, prefix) == {"running", "later", "last"}
+        for client in opened:
+            client.close()
