@@ -1,0 +1,217 @@
+"""The demonstration: torchrun agents train, one is killed, training goes on, another joins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.table import Table
+
+from rdzv_plugins import history, servers
+from rdzv_plugins.backends import open_client
+from rdzv_plugins.config import redact
+from rdzv_plugins.demo.agents import Fleet, TrainingError, World
+from rdzv_plugins.documents import Phase
+from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+
+__all__ = ["show"]
+
+# The server to start for a backend, where their names differ.
+_SERVERS = {"redis": "valkey", "etcd-v3": "etcd"}
+
+_INTERVAL, _ATTEMPTS = 1, 3
+_STEPS_TO_SEE = 25
+
+
+def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
+    """As `rdzv_plugins.demo.run`."""
+    story = Story(Console())
+    if not agents >= 3 or not 0 <= kill < agents:
+        story.tell(f"there must be 3 agents or more and a rank to kill below {agents}")
+        return 2
+    folder = Path(tempfile.mkdtemp(prefix="rdzv-demo-"))
+    went_on = False
+    try:
+        with _interruptible(), _store(story, backend, endpoint) as (endpoint, config):
+            run_id = f"demo-{secrets.token_hex(4)}"
+            with closing(open_client(backend, endpoint, run_id, config)) as client:
+                fleet = Fleet(
+                    folder,
+                    backend=backend,
+                    endpoint=endpoint,
+                    run_id=run_id,
+                    nodes=f"2:{agents}",
+                    config={
+                        "keep_alive_interval": _INTERVAL,
+                        "keep_alive_max_attempt": _ATTEMPTS,
+                        "last_call_timeout": 1,
+                        "join_timeout": 60,
+                        **config,
+                    },
+                    environ={},
+                    # Should we be killed ourselves, the agents shall not run for ever.
+                    training={"seconds": 120},
+                )
+                with fleet:
+                    _play(story, fleet, agents, kill)
+                story.add_rounds(history.read(client), fleet)
+                went_on = True
+    except KeyboardInterrupt:
+        story.tell("interrupted; all agents and their workers are ended")
+        return 130
+    except TrainingError as error:
+        story.tell(f"this went wrong: {error}")
+        story.tell(f"the agents' logs are in {folder}")
+    except (
+        ValueError,
+        servers.ServerError,
+        RendezvousConnectionError,
+        RendezvousStateError,
+    ) as error:
+        story.tell(f"this went wrong: {error}")
+    finally:
+        if went_on or not list(folder.glob("*.log")):
+            shutil.rmtree(folder, ignore_errors=True)
+    if went_on:
+        story.print_timeline()
+    return 0 if went_on else 1
+
+
+class Story:
+    """What is said while it happens, and the timeline in the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = time.monotonic()
+        self._began_by_wall_clock = time.time()
+        self._rows: list[tuple[float, str]] = []
+
+    def tell(self, text: str) -> None:
+        # No markup: a node's name has brackets.
+        elapsed = time.monotonic() - self._began
+        self._console.print(
+            f"{elapsed:5.1f} s  {text}", markup=False, highlight=False, soft_wrap=True
+        )
+
+    def note(self, at: float, text: str) -> None:
+        """Add a row to the timeline; ``at`` in monotonic seconds."""
+        self._rows.append((at - self._began, text))
+
+    def add_rounds(self, rounds: list[history.Row], fleet: Fleet) -> None:
+        for row in rounds:
+            at = datetime.fromisoformat(row.at).timestamp() - self._began_by_wall_clock
+            reason = _named(row.reason, fleet)
+            if row.phase == Phase.CLOSED:
+                self._rows.append((at, reason))
+                continue
+            members = _named(", ".join(row.members), fleet)
+            self._rows.append(
+                (at, f"round {row.round} formed in {row.seconds:.2f} s: {members} ({reason})")
+            )
+
+    def print_timeline(self) -> None:
+        table = Table("after", "what happened", title="What happened", title_justify="left")
+        for at, text in sorted(self._rows):
+            table.add_row(f"{at:.1f} s", text)
+        self._console.print(table, markup=False, highlight=False)
+
+
+def _play(story: Story, fleet: Fleet, agents: int, kill: int) -> None:
+    names = [f"node-{number}" for number in range(1, agents + 1)]
+    story.tell(f"starting {agents} torchrun agents; each first imports torch")
+    for name in names:
+        story.note(fleet.start(name).started, f"{name} started")
+    world = fleet.await_world(names)
+    _tell_training(story, world)
+    fleet.await_step(world, world.resumed + _STEPS_TO_SEE)
+
+    victim = world.nodes[kill]
+    killed = fleet.agents[victim].kill()
+    fleet.read_events()
+    reached = world.last_step
+    story.note(killed, f"{victim} (rank {kill}) killed at step {reached}")
+    story.tell(
+        f"killed {victim} (rank {kill}), agent and worker, with kill -9 at step {reached}; "
+        f"its lease is {_INTERVAL * _ATTEMPTS} s"
+    )
+    names.remove(victim)
+    world = fleet.await_world(names, after=killed)
+    _tell_training(story, world, killed)
+    if not 0 < world.resumed <= reached:
+        raise TrainingError(f"training began at step {world.resumed + 1}, not at its checkpoint")
+    fleet.await_step(world, world.resumed + _STEPS_TO_SEE)
+
+    replacement = f"node-{agents + 1}"
+    story.tell(f"starting {replacement} in its place")
+    started = fleet.start(replacement).started
+    story.note(started, f"{replacement} started")
+    names.append(replacement)
+    world = fleet.await_world(names, after=started)
+    _tell_training(story, world, started)
+    fleet.await_step(world, world.resumed + _STEPS_TO_SEE)
+
+    story.tell(f"ending the training at step {world.last_step}")
+    fleet.stop_training()
+    statuses = fleet.await_ends(names)
+    if any(statuses.values()):
+        raise TrainingError(f"agents did not end well: {statuses}\n{fleet.log_tails(statuses)}")
+    story.tell("all agents ended with status 0")
+
+
+def _tell_training(story: Story, world: World, since: float | None = None) -> None:
+    trains = max(world.stepped.values())
+    ranks = ", ".join(f"{world.nodes[rank]} is rank {rank}" for rank in sorted(world.nodes))
+    told = f"{world.size} nodes train: {ranks}"
+    noted = f"{world.size} nodes train"
+    if world.resumed:
+        told += f"; they went on from the checkpoint of step {world.resumed}"
+        noted += f" from step {world.resumed} on"
+    if since is not None:
+        told += f", {trains - since:.1f} s later"
+    story.note(trains, noted)
+    story.tell(f"{told}; loss {world.loss:.4f}")
+
+
+@contextlib.contextmanager
+def _store(story: Story, backend: str, endpoint: str) -> Iterator[tuple[str, dict[str, str]]]:
+    if endpoint:
+        story.tell(f"using {backend} at {redact(endpoint)}")
+        yield endpoint, {}
+        return
+    kind = _SERVERS.get(backend, backend)
+    with servers.start(kind) as server:
+        story.tell(f"started {kind} at {server.endpoint}")
+        os.environ.update(server.environ)
+        yield server.endpoint, dict(server.config)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM end us as Ctrl-C does, agents and server too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _named(text: str, fleet: Fleet) -> str:
+    """The text with our names of the nodes for the run's, ``address[process id]``."""
+    for agent in fleet.agents.values():
+        text = text.replace(f"127.0.0.1[{agent.pid}]", agent.name)
+    return text
