@@ -41,7 +41,7 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
         story.tell(f"there must be 3 agents or more and a rank to kill below {agents}")
         return 2
     folder = Path(tempfile.mkdtemp(prefix="rdzv-demo-"))
-    went_on = False
+    went_on = keep_logs = False
     try:
         with _interruptible(), _store(story, backend, endpoint) as (endpoint, config):
             run_id = f"demo-{secrets.token_hex(4)}"
@@ -71,6 +71,7 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
         story.tell("interrupted; all agents and their workers are ended")
         return 130
     except TrainingError as error:
+        keep_logs = True
         story.tell(f"this went wrong: {error}")
         story.tell(f"the agents' logs are in {folder}")
     except (
@@ -81,7 +82,7 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
     ) as error:
         story.tell(f"this went wrong: {error}")
     finally:
-        if went_on or not list(folder.glob("*.log")):
+        if not keep_logs:
             shutil.rmtree(folder, ignore_errors=True)
     if went_on:
         story.print_timeline()
