@@ -1,0 +1,102 @@
+"""What a steady run costs the store, counted by the server itself (Redis's MONITOR)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from rdzv_plugins import servers
+from rdzv_plugins.backends._redis_lines import DIGESTS
+from rdzv_plugins.handler import create_handler
+
+INTERVAL = 0.5
+NODES = 3
+INTERVALS = 8
+
+
+class Monitor:
+    """The commands that reach a server, by the name of the script or the command."""
+
+    def __init__(self, port: int) -> None:
+        self._client = redis.Redis(port=port)
+        self.seen: list[tuple[float, str, str]] = []
+        self._names = {digest: name for name, digest in DIGESTS.items()}
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(redis.ConnectionError), self._client.monitor() as monitor:
+            for command in monitor.listen():
+                # What a script does is shown too, marked as the script's.
+                if command["client_type"] == "lua":
+                    continue
+                words = command["command"].split(" ")
+                name = words[0].strip('"').upper()
+                if name == "EVALSHA":
+                    name = self._names[words[1].strip('"')]
+                self.seen.append((time.monotonic(), name, command["command"]))
+
+    def since(self, began: float) -> list[tuple[str, str]]:
+        return [(name, text) for at, name, text in self.seen if at >= began]
+
+
+@pytest.fixture
+def server() -> Iterator[servers.LocalServer]:
+    with servers.start("redis") as server:
+        yield server
+
+
+def test_a_steady_node_writes_once_an_interval_and_asking_costs_nothing(
+    server: servers.LocalServer,
+) -> None:
+    handlers = [
+        create_handler(
+            "redis",
+            RendezvousParameters(
+                "redis",
+                server.endpoint,
+                "steady",
+                NODES,
+                NODES,
+                local_addr=f"a-rather-long-host-name-{index}.compute.internal.example",
+                keep_alive_interval=str(INTERVAL),
+            ),
+        )
+        for index in range(NODES)
+    ]
+    # The address is not one of this host: no TCPStore can be opened on it.
+    for handler in handlers:
+        handler._open_master = handler._driver._open_master = lambda: "host:1"  # type: ignore[attr-defined]
+    threads = [threading.Thread(target=handler.next_rendezvous) for handler in handlers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    try:
+        monitor = Monitor(int(server.endpoint.rpartition(":")[2]))
+        time.sleep(INTERVAL)  # The window opens when the round's own writes are over.
+        began = time.monotonic()
+        asked = 0
+        while time.monotonic() - began < INTERVALS * INTERVAL:
+            assert all(handler.num_nodes_waiting() == 0 for handler in handlers)
+            asked += NODES
+            time.sleep(0.001)
+        commands = monitor.since(began)
+    finally:
+        for handler in handlers:
+            handler.shutdown()
+    writes = [text for name, text in commands if name in ("put", "compare_and_set", "add")]
+    # One write a node and interval; the window's edges may each let one more in.
+    assert 0 < len(writes) <= NODES * (INTERVALS + 1)
+    records = [text for text in writes if "nodes/" in text]
+    assert records == writes
+    assert max(len(text[text.index('{"') :]) for text in records) <= 300
+    reads = [name for name, _ in commands if name not in ("put", "compare_and_set", "add")]
+    # A look at the leader (the leader: a listing and the document) and a parked watch.
+    assert len(reads) <= 3 * NODES * (INTERVALS + 1)
+    assert asked > 10 * len(commands)
