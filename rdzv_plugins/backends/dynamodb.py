@@ -31,7 +31,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -135,7 +135,7 @@ class Client(KeyValueClient):
 
     def add(self, key: str, delta: int) -> int:
         # A counter is a number in an attribute of its own, so that a thousand adders need one
-        # write each; one that was written as bytes becomes such a number first.
+        # write each; one that was written as bytes becomes such a number once.
         while True:
             try:
                 answer = self._call(
@@ -154,10 +154,12 @@ class Client(KeyValueClient):
                 return int(answer["Attributes"]["tally"]["N"])
             except RefusedError:
                 current = self.get(key)
-                number = parse_counter(key, current.value if current else b"0")
-                item = {**self._key(key), "tally": {"N": str(number)}}
+                total = parse_counter(key, current.value if current else b"0") + delta
+                item = {**self._key(key), "tally": {"N": str(total)}}
                 item["version_id"] = {"S": _new_version(b"")}
-                self._swap(item, cast("str | None", current.version) if current else None)
+                expected = cast("str | None", current.version) if current else None
+                if self._swap(item, expected, passing=not_done)[1]:
+                    return total
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         deadline = time.monotonic() + timeout
@@ -284,7 +286,12 @@ class Client(KeyValueClient):
         value = counter["N"].encode() if counter else bytes(item["payload"]["B"])
         return Entry(value, item["version_id"]["S"])
 
-    def _swap(self, item: dict[str, Any], expected: str | None) -> tuple[Entry | None, bool]:
+    def _swap(
+        self,
+        item: dict[str, Any],
+        expected: str | None,
+        passing: Callable[[Exception], bool] | None = None,
+    ) -> tuple[Entry | None, bool]:
         condition, values = _ABSENT, {":now": self._now()}
         if expected is not None:
             condition = f"version_id = :expected AND {_LIVE}"
@@ -292,6 +299,7 @@ class Client(KeyValueClient):
         try:
             self._call(
                 "put_item",
+                passing=passing,
                 Item=item,
                 ConditionExpression=condition,
                 ExpressionAttributeValues=values,
