@@ -13,6 +13,7 @@ when the process that started it ends, however that ends. It is no place for a p
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -119,7 +120,9 @@ def start(
     ports = free_ports(nodes * runner.ports_per_node)
     if port is not None:
         ports[0] = port
-    directory = Path(tempfile.mkdtemp(prefix=f"rdzv-{kind}-"))
+    memory = Path("/dev/shm")
+    folder = memory if runner.in_memory and os.access(memory, os.W_OK) else None
+    directory = Path(tempfile.mkdtemp(prefix=f"rdzv-{kind}-", dir=folder))
     each = runner.ports_per_node
     members = tuple(
         Node(runner, i, ports[i * each : (i + 1) * each], directory / str(i)) for i in range(nodes)

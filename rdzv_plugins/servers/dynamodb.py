@@ -16,6 +16,7 @@ class DynamoDB(Kind):
     """
 
     name = "dynamodb"
+    in_memory = True
 
     def __init__(self, security: Security) -> None:
         super().__init__(security)

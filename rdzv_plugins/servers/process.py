@@ -104,6 +104,9 @@ class Kind(ABC):
     ports_per_node: ClassVar[int] = 1
     largest: ClassVar[int] = 1
     """The most servers that one ensemble may have."""
+    in_memory: ClassVar[bool] = False
+    """Keep the data in a file system in memory where there is one: what the disk costs this server
+    says nothing about the real one."""
 
     def __init__(self, security: Security) -> None:
         self.security = security

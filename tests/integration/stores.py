@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,11 +11,13 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import redis
 
 from rdzv_plugins import servers
 from rdzv_plugins.backends import open_client
 from rdzv_plugins.config import parse_endpoint
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.servers.http import ask
 from rdzv_plugins.testing import Store
 from rdzv_plugins.testing.harness import until
 
@@ -148,7 +151,36 @@ class RunningStore:
             open=self.open,
             address=self.address,
             restart=self.restart if self.server is not None else None,
+            stored=_STORED[self.backend](self) if self.backend in _STORED else None,
         )
+
+
+Stored = Callable[[str], int]
+
+
+def _stored_in_redis(store: RunningStore) -> Stored:
+    server: Any = redis.Redis.from_url(store.endpoint)
+    return lambda namespace: sum(1 for _ in server.scan_iter(match=f"*{namespace}*", count=1000))
+
+
+def _stored_in_etcd(store: RunningStore) -> Stored:
+    everything = {"key": "AA==", "range_end": "AA==", "keys_only": True}
+
+    def stored(namespace: str) -> int:
+        port = store.address[1]
+        status, answer = ask(port, "POST", "/v3/kv/range", everything, security=servers.Security())
+        assert status == 200, answer
+        token = namespace.rpartition("/")[2].encode()
+        return sum(token in base64.b64decode(item["key"]) for item in answer.get("kvs", []))
+
+    return stored
+
+
+# DynamoDB is not among them: it takes its time, up to days, to delete what has expired.
+_STORED: dict[str, Callable[[RunningStore], Stored]] = {
+    "redis": _stored_in_redis,
+    "etcd-v3": _stored_in_etcd,
+}
 
 
 @contextmanager
