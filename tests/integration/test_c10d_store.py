@@ -1,12 +1,12 @@
-"""The c10d store on a real Redis: torch's helpers for agents, and process groups of trainers."""
+"""The c10d store on every real store: torch's helpers for agents, and trainers' process groups."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,22 +24,16 @@ from torch.distributed.elastic.utils import store as elastic
 from rdzv_plugins import servers
 from rdzv_plugins.backends import open_client
 from rdzv_plugins.store import KeyValueStore
+from tests.integration.stores import RunningStore
 
 T = TypeVar("T")
 WORLD = 3
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[servers.LocalServer]:
-    with servers.start("redis") as started:
-        yield started
-
-
 @pytest.fixture
-def stores(server: servers.LocalServer) -> Iterator[list[KeyValueStore]]:
-    """The store as each of the nodes of one run sees it, over a connection of its own."""
-    run = uuid.uuid4().hex
-    clients = [open_client("redis", server.endpoint, run) for _ in range(WORLD)]
+def stores(running_store: RunningStore, run_id: str) -> Iterator[list[KeyValueStore]]:
+    """The c10d store as each node of one run sees it, over a connection of its own."""
+    clients = [running_store.open(run_id) for _ in range(WORLD)]
     yield [KeyValueStore(client, "store/0/", timedelta(seconds=30)) for client in clients]
     for client in clients:
         client.close()
@@ -105,10 +99,13 @@ def test_synchronize(stores: list[KeyValueStore], wrapped: bool) -> None:
     assert stores[0].timeout == timedelta(seconds=30)  # type: ignore[attr-defined]
 
 
-def test_a_large_value(stores: list[KeyValueStore]) -> None:
-    value = os.urandom(2_000_000)
-    stores[0].set("key", value)
-    assert stores[1].get("key") == value
+@pytest.mark.parametrize("key", ["/", "//a", "a/", "a//b", "a b", "é", "a:b{c}", "..", "%2F"])
+def test_keys_of_any_shape(stores: list[KeyValueStore], key: str) -> None:
+    stores[0].set(key, "x")
+    assert stores[1].get(key) == b"x"
+    assert stores[2].list_keys() == [key]
+    assert stores[1].delete_key(key)
+    assert not stores[0].check([key])
 
 
 def test_a_server_that_dies_under_a_wait_is_told_in_one_line() -> None:
@@ -127,6 +124,7 @@ def test_a_server_that_dies_under_a_wait_is_told_in_one_line() -> None:
 
 
 TRAINER = """
+import json
 import sys
 from datetime import timedelta
 import torch
@@ -134,8 +132,9 @@ import torch.distributed as dist
 from rdzv_plugins.backends import open_client
 from rdzv_plugins.store import KeyValueStore
 
-endpoint, run, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-store = KeyValueStore(open_client("redis", endpoint, run), "store/0/")
+backend, endpoint, config, run = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+rank, world = int(sys.argv[5]), int(sys.argv[6])
+store = KeyValueStore(open_client(backend, endpoint, run, config), "store/0/")
 dist.init_process_group(
     "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
 )
@@ -152,12 +151,12 @@ dist.destroy_process_group()
 """
 
 
-def test_a_process_group_forms_over_it(server: servers.LocalServer) -> None:
-    run = uuid.uuid4().hex
+def test_a_process_group_forms_over_it(running_store: RunningStore, run_id: str) -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    where = [running_store.backend, running_store.endpoint, json.dumps(dict(running_store.config))]
     trainers = [
         subprocess.Popen(
-            [sys.executable, "-c", TRAINER, server.endpoint, run, str(rank), str(WORLD)],
+            [sys.executable, "-c", TRAINER, *where, run_id, str(rank), str(WORLD)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
         )
         for rank in range(WORLD)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -30,13 +31,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from rdzv_plugins import servers
+from rdzv_plugins import backends, servers
 from rdzv_plugins.backend import KeyValueBackend
-from rdzv_plugins.backends import open_client
 from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import KeyValueClient, MemoryClient, MemoryServer
 from rdzv_plugins.store import KeyValueStore
 from rdzv_plugins.torch_handler import create_torch_handler
+from tests.integration.stores import RunningStore
 
 KINDS = ["stock, c10d", "stock, memory", "stock, redis", "mended, memory", "mended, redis"]
 ADDRESS = "127.0.0.1"
@@ -50,9 +51,8 @@ class Run:
     """The nodes of one run, each a handler of its own with a connection of its own."""
 
     kind: str
-    endpoint: str
+    open: Callable[[str], KeyValueClient]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    memory: MemoryServer = field(default_factory=MemoryServer)
     handlers: list[DynamicRendezvousHandler] = field(default_factory=list)
     clients: list[KeyValueClient] = field(default_factory=list)
     tcp: list[TCPStore] = field(default_factory=list)
@@ -96,10 +96,7 @@ class Run:
         return handler
 
     def _client(self) -> KeyValueClient:
-        if self.kind.endswith("memory"):
-            self.clients.append(MemoryClient(self.memory, self.id))
-        else:
-            self.clients.append(open_client("redis", self.endpoint, self.id))
+        self.clients.append(self.open(self.id))
         return self.clients[-1]
 
     def join(self, *handlers: DynamicRendezvousHandler) -> list[RendezvousInfo]:
@@ -108,6 +105,14 @@ class Run:
 
     def start(self, handler: DynamicRendezvousHandler) -> Future[RendezvousInfo]:
         return self.pool.submit(handler.next_rendezvous)
+
+    def end(self) -> None:
+        """Close the run, which ends every node that still waits, and the connections."""
+        for handler in self.handlers:
+            handler.shutdown()
+        self.pool.shutdown()
+        for client in self.clients:
+            client.close()
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +127,20 @@ def run(
 ) -> Iterator[Run]:
     stock = request.param.startswith("stock")
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1" if stock else "0")
-    opened = Run(request.param, server.endpoint)
+    open_client: Callable[[str], KeyValueClient] = partial(MemoryClient, MemoryServer())
+    if request.param.endswith("redis"):
+        open_client = partial(backends.open_client, "redis", server.endpoint)
+    opened = Run(request.param, open_client)
     yield opened
-    # Closing the run ends every node that still waits.
-    for handler in opened.handlers:
-        handler.shutdown()
-    opened.pool.shutdown()
-    for client in opened.clients:
-        client.close()
+    opened.end()
+
+
+@pytest.fixture
+def mended(running_store: RunningStore) -> Iterator[Run]:
+    """A run of the mended handler over each store in turn."""
+    opened = Run("mended", running_store.open)
+    yield opened
+    opened.end()
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 15) -> bool:
@@ -185,6 +196,14 @@ def test_below_the_minimum_nobody_gets_in(run: Run) -> None:
 
 
 def test_a_late_node_waits_until_the_others_join_again(run: Run) -> None:
+    add_a_late_node(run)
+
+
+def test_a_late_node_gets_in_on_every_store(mended: Run) -> None:
+    add_a_late_node(mended)
+
+
+def add_a_late_node(run: Run) -> None:
     early = [run.node(2, 3) for _ in range(2)]
     before = run.join(*early)
     late = run.start(run.node(2, 3))
@@ -233,6 +252,14 @@ def test_shutdown_closes_the_run(run: Run) -> None:
 
 
 def test_the_survivors_of_a_lost_rank_0_form_a_round(run: Run) -> None:
+    lose_rank_0(run)
+
+
+def test_the_survivors_form_a_round_on_every_store(mended: Run) -> None:
+    lose_rank_0(mended)
+
+
+def lose_rank_0(run: Run) -> None:
     nodes = [run.node(2, 3) for _ in range(3)]
     before = run.join(*nodes)
     lost = next(node for node, info in zip(nodes, before, strict=True) if info.rank == 0)
