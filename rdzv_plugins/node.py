@@ -225,8 +225,10 @@ class Node:
             self._records = None
             self._minimum_since = None
             self._list_due = True
+            # What was seen under another leader, or by a node that did not lead, is too old to judge
+            # by: every window begins now. A first look at the leader can wait for the next beat.
+            self._leases.restart(self._clock())
             if document.leader not in (None, self.id):
-                # Its window begins now; a first look can wait for the next beat.
                 self._leases.observe(document.leader, None, self._clock())
         if was is None or was.round != document.round:
             self._forming_since = self._clock()
