@@ -398,8 +398,9 @@ class Node:
         if document is not None and document.phase is Phase.CLOSED:
             leads = False
         until_beat = max(0.0, self._next_beat - self._clock())
-        if self._latest is not None and self._latest.phase is Phase.CLOSED:
-            until_beat = self._rules.interval  # No beats after closing.
+        closed = self._latest is not None and self._latest.phase is Phase.CLOSED
+        if closed or self.record.wants is Wants.LEFT:
+            until_beat = self._rules.interval  # There is no beat to be late for.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if self._joining:
             timeout = min(timeout, max(0.0, self._join_deadline - self._clock()))
