@@ -86,6 +86,11 @@ class ZooKeeper(Kind):
         ]
 
     def _tls(self, node: Node) -> list[str]:
+        if "-----BEGIN PRIVATE KEY-----" not in _read(self.security.key_file):
+            raise ServerError(
+                f"ZooKeeper reads private keys in PKCS #8 form only; "
+                f"openssl pkcs8 -topk8 -nocrypt -in {self.security.key_file} makes one"
+            )
         # A key store in PEM form is one file with the key first.
         store, trust = node.directory / "server.pem", node.directory / "ca.pem"
         store.touch(0o600)
