@@ -13,18 +13,13 @@ import os
 import queue
 import signal
 import socket
-import statistics
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
-from typing import Annotated, Any
-
-import typer
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from rdzv_plugins import servers
 
@@ -95,8 +90,8 @@ def measure(run: Run, processes: int) -> float | None:
     """Seconds until the last node had its rank; None: not all had it within the limit."""
     context = multiprocessing.get_context("spawn")
     start, results = context.Event(), context.Queue()
-    shares = [run.nodes // processes + (index < run.nodes % processes) for index in range(processes)]
-    shares = [share for share in shares if share]
+    each, more = divmod(run.nodes, processes)
+    shares = [share for index in range(processes) if (share := each + (index < more))]
     workers = []
     for index, share in enumerate(shares):
         worker = context.Process(
@@ -140,44 +135,23 @@ def server_of(backend: str) -> Iterator[tuple[str, dict[str, str]]]:
             port = free.getsockname()[1]
         yield f"127.0.0.1:{port}", {}
         return
+    if backend == "etcd-v2":
+        import etcd  # noqa: F401  # The client that torch's backend needs; torch only warns.
+
+        os.environ["ETCD_ENABLE_V2"] = "true"
     kind = {"etcd-v3": "etcd", "etcd-v2": "etcd"}.get(backend, backend)
     with servers.start(kind) as server:
         os.environ.update(server.environ)
-        yield server.endpoint, dict(server.config)
+        endpoint = server.endpoint.partition("://")[2] if backend == "etcd-v2" else server.endpoint
+        yield endpoint or server.endpoint, dict(server.config)
 
 
 def show(seconds: float | None) -> str:
     return "not within 60 s" if seconds is None else f"{seconds * 1000:,.0f} ms"
 
 
-def main(
-    backends: Annotated[str, typer.Option(help="comma-separated; c10d and etcd-v2 are torch's")] = (
-        "redis,c10d"
-    ),
-    nodes: Annotated[str, typer.Option(help="comma-separated numbers of nodes")] = "2,64,128,256",
-    repeats: Annotated[int, typer.Option(help="runs of each; the median is shown")] = 3,
-    processes: Annotated[int, typer.Option(help="processes that share the nodes")] = 4,
-) -> None:
-    """Measure and print a table."""
-    sizes = [int(item) for item in nodes.split(",")]
-    table = Table("backend", *(f"N={size}" for size in sizes))
-    console = Console()
-    for backend in backends.split(","):
-        row = []
-        with server_of(backend) as (endpoint, config):
-            for size in sizes:
-                times: list[float | None] = []
-                for _ in range(repeats):
-                    run = Run(backend, endpoint, uuid.uuid4().hex[:8], size, config)
-                    times.append(measure(run, processes))
-                    console.print(f"{backend} N={size}: {show(times[-1])}", style="dim")
-                    if times[-1] is None:
-                        break
-                done = [item for item in times if item is not None]
-                row.append(show(statistics.median(done) if len(done) == len(times) else None))
-        table.add_row(backend, *row)
-    console.print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def measure_new_run(
+    backend: str, endpoint: str, config: dict[str, str], nodes: int, processes: int
+) -> float | None:
+    """`measure` under a run id of its own."""
+    return measure(Run(backend, endpoint, uuid.uuid4().hex[:8], nodes, config), processes)

@@ -10,6 +10,7 @@ import json
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from rdzv_plugins.kv import RendezvousStateError
@@ -142,9 +143,9 @@ class RoundDocument:
                 leader=_optional(fields["leader"], str),
                 min_nodes=_typed(low, int),
                 max_nodes=_typed(high, int),
-                participants=tuple(_typed(fields["participants"], str).split()),
-                previous=tuple(_typed(fields["previous"], str).split()),
-                lost=tuple(_typed(fields["lost"], str).split()),
+                participants=_ids(_typed(fields["participants"], str)),
+                previous=_ids(_typed(fields["previous"], str)),
+                lost=_ids(_typed(fields["lost"], str)),
                 waiting=_typed(fields["waiting"], int),
                 reason=_typed(fields["reason"], str),
                 master=_optional(fields["master"], str),
@@ -214,6 +215,12 @@ class NodeRecord:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RendezvousStateError(f"a node's record is unreadable: {error!r}") from error
+
+
+# The participants of a round that confirms are those of the round that runs: split them once.
+@lru_cache(maxsize=8)
+def _ids(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 def _expand(data: bytes) -> bytes:

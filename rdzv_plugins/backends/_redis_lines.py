@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,9 @@ DIGESTS = {
 # A parked read is renewed this often: it finds a stream that was dropped (FLUSHALL) under it.
 LONGEST_PARK = 5.0
 
+# A connection that was used so recently is taken without asking whether it still stands.
+_TRUSTED_SECONDS = 0.5
+
 
 class Lines:
     """Connections of one client, each used by one thread at a time.
@@ -47,14 +51,15 @@ class Lines:
         self._timeout = request_timeout
         self._redis = _connect(endpoint, options, request_timeout)
         self._slot_key = slot_key
-        self._idle: deque[Any] = deque()
+        self._idle: deque[tuple[Any, float]] = deque()
         self._busy: set[Any] = set()
         self._lock = threading.Lock()
         self._closed = False
 
     def open(self, count: int) -> None:
         """Have ``count`` connections ready."""
-        self._idle.extend(self._connect() for _ in range(count - len(self._idle)))
+        for _ in range(count - len(self._idle)):
+            self._idle.append((self._connect(), time.monotonic()))
 
     def exchange(self, *commands: tuple[Any, ...], park: float = 0.0) -> list[Any]:
         """Send commands in one go and return their answers; raises the first error among them.
@@ -84,7 +89,7 @@ class Lines:
         if closed:
             line.disconnect()
         else:
-            self._idle.append(line)
+            self._idle.append((line, time.monotonic()))
         for answer in answers:
             if isinstance(answer, MovedError | ClusterDownError):
                 self._drop_idle()
@@ -110,8 +115,8 @@ class Lines:
 
     def _take(self) -> Any:
         try:
-            line = self._idle.pop()
-            if line.can_read():
+            line, since = self._idle.pop()
+            if time.monotonic() - since > _TRUSTED_SECONDS and line.can_read():
                 # An idle connection has nothing to say, unless that the server has closed it.
                 line.disconnect()
                 line = self._connect()
@@ -150,7 +155,7 @@ class Lines:
     def _drop_idle(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
-                self._idle.pop().disconnect()
+                self._idle.pop()[0].disconnect()
 
 
 def _read(line: Any) -> Any:

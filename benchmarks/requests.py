@@ -1,0 +1,75 @@
+"""What one request costs on each store: a compare-and-set of 2 KB, and waking a waiter."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+import uuid
+
+from rdzv_plugins.backends import open_client
+from rdzv_plugins.kv import KeyValueClient
+
+__all__ = ["measure"]
+
+VALUE_BYTES = 2048
+WAKE_UPS = 30
+
+
+def measure(backend: str, endpoint: str, config: dict[str, str], samples: int) -> dict[str, float]:
+    """Median seconds of a compare-and-set, of a read, and from a write to the waiter's return."""
+    run_id = uuid.uuid4().hex[:8]
+    writer = open_client(backend, endpoint, run_id, config)
+    waiter = open_client(backend, endpoint, run_id, config)
+    try:
+        return {
+            "compare-and-set": _compare_and_set(writer, samples),
+            "read": _read(writer, samples),
+            "wake-up": _wake_up(writer, waiter),
+        }
+    finally:
+        writer.close()
+        waiter.close()
+
+
+def _compare_and_set(client: KeyValueClient, samples: int) -> float:
+    entry, _ = client.compare_and_set("state", os.urandom(VALUE_BYTES), None)
+    times = []
+    for _ in range(samples):
+        assert entry is not None
+        began = time.perf_counter()
+        entry, written = client.compare_and_set("state", os.urandom(VALUE_BYTES), entry.version)
+        times.append(time.perf_counter() - began)
+        assert written
+    return statistics.median(times)
+
+
+def _read(client: KeyValueClient, samples: int) -> float:
+    times = []
+    for _ in range(samples):
+        began = time.perf_counter()
+        assert client.get("state") is not None
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _wake_up(writer: KeyValueClient, waiter: KeyValueClient) -> float:
+    version = writer.put("bell", b"0")
+    times: list[float] = []
+    for _ in range(WAKE_UPS):
+        woken: list[float] = []
+
+        def wait(version: object = version, woken: list[float] = woken) -> None:
+            if waiter.wait("bell", version, 30.0) is not None:
+                woken.append(time.perf_counter())
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        # Until it has surely parked: being woken is measured, not finding a value.
+        time.sleep(0.1)
+        began = time.perf_counter()
+        version = writer.put("bell", uuid.uuid4().bytes)
+        thread.join()
+        times.append(woken[0] - began)
+    return statistics.median(times)
