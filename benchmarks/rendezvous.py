@@ -107,7 +107,8 @@ def measure(run: Run, processes: int) -> float | None:
             assert results.get(timeout=120)[0] == "ready"
         began = time.monotonic()
         start.set()
-        ends, ranks = [], []
+        ends: list[float] = []
+        ranks: list[int] = []
         deadline = began + RENDEZVOUS_SECONDS
         for _ in shares:
             _, (end, finished, errors) = results.get(timeout=max(0.1, deadline - time.monotonic()))

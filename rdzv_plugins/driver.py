@@ -122,7 +122,7 @@ class Driver:
     def _note_outage(self, error: Exception) -> None:
         if self._outage_since is None:
             self._outage_since = time.monotonic()
-            log.warning("%s. What runs goes on; this node keeps trying.", error)
+            log.warning("%s -- what runs goes on, and this node keeps trying", error)
 
     def _note_success(self, request: steps.Request) -> None:
         if self._outage_since is None or isinstance(request, steps.Rest | steps.Deliver):

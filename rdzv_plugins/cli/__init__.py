@@ -35,7 +35,3 @@ def main() -> None:
     except (ValueError, RendezvousConnectionError, RendezvousStateError, ServerError) as error:
         typer.echo(f"rdzv: {error}", err=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

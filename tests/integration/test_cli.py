@@ -1,0 +1,137 @@
+"""The rdzv command, as a person runs it: a process with arguments, output and an exit status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
+
+from rdzv_plugins import servers
+from rdzv_plugins.handler import create_handler
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[servers.LocalServer]:
+    with servers.start("redis") as server:
+        yield server
+
+
+def rdzv(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rdzv_plugins.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def form(server: servers.LocalServer, run_id: str) -> list[RendezvousHandler]:
+    """Two nodes in a round."""
+    handlers = [
+        create_handler(
+            "redis",
+            RendezvousParameters(
+                "redis",
+                server.endpoint,
+                run_id,
+                2,
+                2,
+                local_addr="127.0.0.1",
+                keep_alive_interval="0.5",
+            ),
+        )
+        for _ in range(2)
+    ]
+    threads = [threading.Thread(target=handler.next_rendezvous) for handler in handlers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return handlers
+
+
+def test_status_says_who_is_in_a_run_and_why_it_restarted(
+    server: servers.LocalServer, run_id: str
+) -> None:
+    handlers = form(server, run_id)
+    shown = rdzv("status", "-e", server.endpoint, "-i", run_id)
+    assert shown.returncode == 0, shown.stderr
+    assert "round 0 running, 2 of 2 to 2 nodes" in shown.stdout
+    assert "why this round: first round" in shown.stdout
+    assert "leader" in shown.stdout
+    for handler in handlers:
+        handler.shutdown()
+    assert "closed by" in rdzv("status", "-e", server.endpoint, "-i", run_id).stdout
+
+
+def test_status_of_an_unknown_run(server: servers.LocalServer, run_id: str) -> None:
+    shown = rdzv("status", "-e", server.endpoint, "-i", run_id)
+    assert shown.returncode == 0
+    assert "nothing is stored" in shown.stdout
+
+
+def test_watch_ends_when_the_run_is_closed(server: servers.LocalServer, run_id: str) -> None:
+    handlers = form(server, run_id)
+    command = [sys.executable, "-m", "rdzv_plugins.cli"]
+    watching = subprocess.Popen(
+        [*command, "watch", "-e", server.endpoint, "-i", run_id],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    closed = rdzv("close", "-e", server.endpoint, "-i", run_id, "-c", "closed_ttl=30")
+    assert closed.returncode == 0, closed.stderr
+    output, _ = watching.communicate(timeout=60)
+    assert watching.returncode == 0
+    assert "closed" in output
+    assert all(handler.is_closed() for handler in handlers)
+    for handler in handlers:
+        handler.shutdown()
+
+
+def test_clean_refuses_a_run_that_lives(server: servers.LocalServer, run_id: str) -> None:
+    handlers = form(server, run_id)
+    conf = ("-e", server.endpoint, "-i", run_id, "-c", "keep_alive_interval=0.5")
+    refused = rdzv("clean", *conf)
+    assert refused.returncode == 1
+    assert "lives" in refused.stderr
+    for handler in handlers:
+        handler.shutdown()
+    assert "deleted" in rdzv("clean", *conf).stdout
+    assert "nothing is stored" in rdzv("status", *conf[:4]).stdout
+
+
+def test_check_tries_what_a_rendezvous_does(server: servers.LocalServer) -> None:
+    shown = rdzv("check", "-e", server.endpoint)
+    assert shown.returncode == 0, shown.stderr
+    assert "wake-up of a waiter" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("status", "-i", "x", "-e", "redis://127.0.0.1:1"), "could not be reached"),
+        (("status", "-i", "x", "-b", "rediss"), "unknown backend 'rediss'"),
+        (("status", "-i", "x", "-c", "clustr=true"), "did you mean 'cluster'"),
+        (("status", "-i", "x", "-c", "password=hunter2"), "$RDZV_PLUGINS_PASSWORD"),
+        (("serve", "oracle"), "unknown server 'oracle'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    shown = rdzv(*arguments)
+    assert shown.returncode == 1
+    assert said in shown.stderr
+    assert "Traceback" not in shown.stderr
+    assert "hunter2" not in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_serve_runs_a_server_until_it_is_interrupted() -> None:
+    command = [sys.executable, "-u", "-m", "rdzv_plugins.cli", "serve", "valkey"]
+    serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert serving.stdout is not None
+    endpoint = serving.stdout.readline().split(" runs at ")[1].split(";")[0]
+    assert rdzv("check", "-e", endpoint).returncode == 0
+    serving.send_signal(signal.SIGINT)
+    assert serving.wait(30) == 0
+    assert rdzv("check", "-e", endpoint, "-c", "").returncode == 1
