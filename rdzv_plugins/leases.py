@@ -48,13 +48,14 @@ class Leases:
         return now - seen.since if seen else 0.0
 
     def moved(self, node: str) -> bool:
-        """Whether the beat has moved since this observer first saw it: the node surely lives."""
+        """Whether the beat has moved since its window began: the node surely lives."""
         return node in self._moved
 
     def restart(self, now: float) -> None:
         """Begin every window afresh: the observer was late, or could not read the store."""
         for seen in self._seen.values():
             seen.since = seen.looked = now
+        self._moved.clear()
 
     def keep(self, nodes: set[str]) -> None:
         """Forget all nodes but these."""

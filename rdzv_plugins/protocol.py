@@ -67,7 +67,7 @@ class View:
         records: all nodes' records, read after ``document``; None: not read.
         age: seconds that a node's beat is known to have stood still, by this node's clock.
         silence: seconds since a node's beat was last seen to move; another look may end it.
-        moved: whether a node's beat has moved since this node first saw it.
+        moved: whether a node's beat has moved since this node began to watch it.
         minimum_age: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
         share: this node's random share of an interval, in [0, 1).
     """
@@ -390,12 +390,21 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         and _fits(record, document)
         and record.wants in (Wants.JOIN, Wants.SPARE)
     ]
-    gone = {*lost, *document.lost} - set(rejoined)
+    # Who was only out of reach, and has not been replaced, has never stopped running.
+    back = {
+        node
+        for node in document.lost
+        if (record := records.get(node)) is not None
+        and record.wants is Wants.RUN
+        and _is_live(view, node, record)
+        and (node == view.me or view.moved(node))
+    }
+    gone = {*lost, *document.lost} - {*rejoined, *back}
     room = document.max_nodes - len(document.participants) + len(gone)
     if rejoined or (lost and view.rules.restart_on_loss) or (newcomers and room > 0):
         reason = _reason(view, records, lost, rejoined, newcomers)
         return Write(_next_round(view, document, [*gone], len(newcomers), reason))
-    if not gone <= set(document.lost):
+    if gone != set(document.lost):
         return Write(replace(document, lost=tuple(sorted(gone))))
     present = [node for node in document.participants if node not in gone]
     return Wait(_until_lease(view, present))
