@@ -6,6 +6,7 @@ drives it only carries requests out: `handler.py` on a store, the simulator on v
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -355,7 +356,9 @@ class Node:
             # It is in no round and asks for none; its last word until the agent asks again.
             self.record = replace(self.record, wants=Wants.LEFT, beat=self.record.beat + 1)
             if outcome.failure not in (protocol.Failure.CLOSED, protocol.Failure.SPARE_CLOSED):
-                yield PutRecord(self.id, self.record, ring=True)
+                # The agent is told even if the others cannot be; they have this node's lease.
+                with contextlib.suppress(RendezvousConnectionError):
+                    yield PutRecord(self.id, self.record, ring=True)
         yield Deliver(outcome)
 
     def _write(self, document: RoundDocument) -> Generator[Request, Any, bool]:
