@@ -25,15 +25,20 @@ class Leases:
         self._seen: dict[str, _Seen] = {}
         self._moved: set[str] = set()
 
+    def expect(self, node: str, now: float) -> None:
+        """Begin a node's window, before a first look at its beat."""
+        self._seen.setdefault(node, _Seen(None, now, now))
+
     def observe(self, node: str, beat: int | None, now: float) -> None:
-        """Note a look at a node's beat; None: it has no record, or was not looked up yet."""
+        """Note a look at a node's beat; None: it has no record."""
         seen = self._seen.get(node)
         if seen is None:
             self._seen[node] = _Seen(beat, now, now)
-        elif beat is None or beat == seen.beat:
+        elif beat == seen.beat:
             seen.looked = now
         else:
-            if seen.beat is not None:
+            # A record that is gone was forgotten by the store, perhaps with beats never seen here.
+            if beat is not None and seen.beat is not None:
                 self._moved.add(node)
             self._seen[node] = _Seen(beat, now, now)
 

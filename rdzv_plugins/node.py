@@ -230,7 +230,7 @@ class Node:
             # by: every window begins now. A first look at the leader can wait for the next beat.
             self._leases.restart(self._clock())
             if document.leader not in (None, self.id):
-                self._leases.observe(document.leader, None, self._clock())
+                self._leases.expect(document.leader, self._clock())
         if was is None or was.round != document.round:
             self._forming_since = self._clock()
             self._minimum_since = None
@@ -287,10 +287,9 @@ class Node:
         self._records = {node: record for node, (_, record) in parsed.items()}
         named = {*document.participants, *document.previous}
         self._leases.keep({*parsed, *named})
-        for node, record in self._records.items():
-            self._leases.observe(node, record.beat, now)
-        for node in named - parsed.keys():
-            self._leases.observe(node, None, now)
+        for node in {*parsed, *named}:
+            record = self._records.get(node)
+            self._leases.observe(node, record.beat if record else None, now)
         self._listed_at = now
         self._list_due = False
 
