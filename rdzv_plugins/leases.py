@@ -29,13 +29,17 @@ class Leases:
         """Begin a node's window, before a first look at its beat."""
         self._seen.setdefault(node, _Seen(None, now, now))
 
-    def observe(self, node: str, beat: int | None, now: float) -> None:
-        """Note a look at a node's beat; None: it has no record."""
+    def observe(self, node: str, beat: int | None, asked: float, now: float) -> None:
+        """Note a look at a node's beat; None: it has no record.
+
+        The answer that came at ``now`` may be as old as the question, of ``asked``: a beat that
+        stands still has done so up to then, one that moved may have moved just now.
+        """
         seen = self._seen.get(node)
         if seen is None:
             self._seen[node] = _Seen(beat, now, now)
         elif beat == seen.beat:
-            seen.looked = now
+            seen.looked = asked
         else:
             # A record that is gone was forgotten by the store, perhaps with beats never seen here.
             if beat is not None and seen.beat is not None:

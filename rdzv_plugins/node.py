@@ -251,11 +251,11 @@ class Node:
             self._records = None
             if self._leader_due:
                 self._leader_due = False
+                asked = self._clock()
                 entry: Entry | None = yield Read(NODES_PREFIX + document.leader)
                 record = _readable(entry)
-                self._leases.observe(
-                    document.leader, record.beat if record else None, self._clock()
-                )
+                beat = record.beat if record else None
+                self._leases.observe(document.leader, beat, asked, self._clock())
                 # Without the leader's record the document may be gone too.
                 self._document_due = record is None
         elif self._list_due:
@@ -271,6 +271,7 @@ class Node:
         document = self.document
         if document is None or document.leader != self.id:
             return
+        asked = self._clock()
         entries: dict[str, Entry] = yield List(NODES_PREFIX)
         now = self._clock()
         parsed: dict[str, tuple[Version, NodeRecord]] = {}
@@ -289,7 +290,7 @@ class Node:
         self._leases.keep({*parsed, *named})
         for node in {*parsed, *named}:
             record = self._records.get(node)
-            self._leases.observe(node, record.beat if record else None, now)
+            self._leases.observe(node, record.beat if record else None, asked, now)
         self._listed_at = now
         self._list_due = False
 
