@@ -11,15 +11,24 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import ClusterDownError, MovedError, RedisError, ResponseError
+from redis.exceptions import (
+    ClusterDownError,
+    MovedError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
 from redis.retry import Retry
 
 from rdzv_plugins.backends._redis_scripts import SCRIPTS
+from rdzv_plugins.backends._tls import tls_context
 from rdzv_plugins.config import parse_endpoint
 
 if TYPE_CHECKING:
@@ -49,7 +58,10 @@ class Lines:
         self, endpoint: str, options: Options, slot_key: str, request_timeout: float
     ) -> None:
         self._timeout = request_timeout
-        self._redis = _connect(endpoint, options, request_timeout)
+        self._make = _maker(endpoint, options, request_timeout)
+        # Made with the first connection: a cluster's client asks for the slots as it is made.
+        self._redis: Any = None
+        self._doubtful = False
         self._slot_key = slot_key
         self._idle: deque[tuple[Any, float]] = deque()
         self._busy: set[Any] = set()
@@ -79,6 +91,7 @@ class Lines:
             line.disconnect()
             # What broke one connection has most likely broken those that lie idle.
             self._drop_idle()
+            self._doubtful = True
             if self._closed:
                 # A connection that is shut under a reader fails in many ways.
                 raise redis.ConnectionError("the client was closed") from error
@@ -91,10 +104,9 @@ class Lines:
         else:
             self._idle.append((line, time.monotonic()))
         for answer in answers:
-            if isinstance(answer, MovedError | ClusterDownError):
+            if isinstance(answer, MovedError | ClusterDownError | ReadOnlyError):
                 self._drop_idle()
-                with contextlib.suppress(RedisError, OSError):
-                    self._redis.nodes_manager.initialize()
+                self._doubtful = True
             if isinstance(answer, redis.exceptions.NoScriptError):
                 self._drop_idle()
             if isinstance(answer, Exception):
@@ -110,8 +122,9 @@ class Lines:
             with contextlib.suppress(RedisError, OSError):
                 line.disconnect()
         self._drop_idle()
-        with contextlib.suppress(RedisError, OSError):
-            self._redis.close()
+        if self._redis is not None:
+            with contextlib.suppress(RedisError, OSError):
+                self._redis.close()
 
     def _take(self) -> Any:
         try:
@@ -132,8 +145,8 @@ class Lines:
     def _connect(self) -> Any:
         pool = self._pool()
         line = pool.connection_class(**pool.connection_kwargs)
-        line.connect()
         try:
+            line.connect()
             # Loaded once a connection: a server that restarted has forgotten them.
             loads = [("SCRIPT", "LOAD", script) for script in SCRIPTS.values()]
             line.send_packed_command(line.pack_commands(loads), check_health=False)
@@ -142,14 +155,25 @@ class Lines:
                     raise answer
         except BaseException:
             line.disconnect()
+            self._doubtful = True
             raise
         return line
 
     def _pool(self) -> Any:
-        client = self._redis
-        if isinstance(client, redis.RedisCluster):
-            cluster: Any = client
-            client = cluster.get_redis_connection(cluster.get_node_from_key(self._slot_key))
+        try:
+            if self._redis is None:
+                self._redis = self._make()
+            client: Any = self._redis
+            if isinstance(client, redis.RedisCluster):
+                cluster: Any = client
+                if self._doubtful:
+                    # A dead primary tells nobody who has its slots now; the others do.
+                    cluster.nodes_manager.initialize()
+                    self._doubtful = False
+                client = cluster.get_redis_connection(cluster.get_node_from_key(self._slot_key))
+        except RedisClusterException as error:
+            # It wraps what is wrong, be it a password.
+            raise error.__cause__ or error from None
         return client.connection_pool
 
     def _drop_idle(self) -> None:
@@ -166,8 +190,8 @@ def _read(line: Any) -> Any:
         return error
 
 
-def _connect(endpoint: str, options: Options, timeout: float) -> Any:
-    """A redis-py client that does not retry (`retry` does) and has not connected yet."""
+def _maker(endpoint: str, options: Options, timeout: float) -> Callable[[], Any]:
+    """Makes a redis-py client that does not retry (`retry` does); raises `ValueError`."""
     path = endpoint.removeprefix("unix://")
     common: dict[str, Any] = {
         "socket_timeout": timeout,
@@ -180,12 +204,14 @@ def _connect(endpoint: str, options: Options, timeout: float) -> Any:
     if path != endpoint:
         if not path.startswith("/"):
             raise ValueError("a unix:// endpoint needs an absolute path: unix:///run/redis.sock")
-        return redis.Redis(unix_socket_path=path, db=options.database, **common)
+        return partial(redis.Redis, unix_socket_path=path, db=options.database, **common)
     target = parse_endpoint(endpoint, default_port=6379, schemes=SCHEMES)
     common["username"] = target.user or options.user
     common["password"] = target.password or options.secret()
     common["socket_keepalive"] = True
     if options.tls or target.scheme in ("rediss", "valkeys"):
+        # For what it says of files that cannot be used.
+        tls_context(options)
         common["ssl"] = True
         common["ssl_ca_certs"] = options.ca_file
         common["ssl_certfile"] = options.cert_file
@@ -193,15 +219,15 @@ def _connect(endpoint: str, options: Options, timeout: float) -> Any:
     untyped: Any = redis
     if options.cluster:
         nodes = [untyped.cluster.ClusterNode(host, port) for host, port in target.hosts]
-        return redis.RedisCluster(startup_nodes=nodes, **common)
+        return partial(redis.RedisCluster, startup_nodes=nodes, **common)
     database = _database(target.path, target.query, options.database)
     if options.sentinel:
         sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=common, **common)
-        return sentinel.master_for(options.sentinel, db=database)
+        return partial(sentinel.master_for, options.sentinel, db=database)
     if len(target.hosts) > 1:
         raise ValueError("several hosts need --rdzv-conf sentinel=<name> or cluster=true")
     host, port = target.hosts[0]
-    return redis.Redis(host=host, port=port, db=database, **common)
+    return partial(redis.Redis, host=host, port=port, db=database, **common)
 
 
 def _database(path: str, query: Mapping[str, str], default: int) -> int:

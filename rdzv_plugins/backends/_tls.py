@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 
 from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.kv import RendezvousConnectionError
 
-__all__ = ["tls_context", "tls_failure"]
+__all__ = ["stays_refused", "tls_context", "tls_failure"]
+
+_OF_A_CERTIFICATE = re.compile(r"CERTIFICATE|UNKNOWN_CA|WRONG_VERSION_NUMBER")
+
+
+def stays_refused(reason: str) -> bool:
+    """Whether OpenSSL's reason for a failed handshake is one that trying again cannot mend."""
+    return _OF_A_CERTIFICATE.search(reason) is not None
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext:

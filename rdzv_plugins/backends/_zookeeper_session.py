@@ -26,6 +26,8 @@ from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandl
 from kazoo.protocol.serialization import GetData, MultiHeader, int_struct
 from kazoo.protocol.states import KazooState, KeeperState
 
+from rdzv_plugins.backends._tls import stays_refused
+
 __all__ = ["ReadMany", "Session"]
 
 # In these states kazoo has given up for good.
@@ -123,7 +125,7 @@ class Session:
         if isinstance(error, AuthFailedError | SessionClosedRequireSaslError):
             # A server that stops in the middle of a log-in looks like a refusal.
             return self._proven
-        return self._proven or "CERTIFICATE_VERIFY_FAILED" not in self.reason
+        return self._proven or not stays_refused(self.reason)
 
     def client(self, deadline: float) -> Any:
         """The connected kazoo client; raises kazoo's errors if there is none at ``deadline``."""

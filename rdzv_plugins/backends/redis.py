@@ -39,6 +39,7 @@ from redis.exceptions import (
 )
 
 from rdzv_plugins.backends._redis_lines import DIGESTS, LONGEST_PARK, Lines
+from rdzv_plugins.backends._tls import stays_refused, tls_failure
 from rdzv_plugins.config import ServerOptions, option, redact
 from rdzv_plugins.kv import (
     Capabilities,
@@ -88,6 +89,7 @@ class Client(KeyValueClient):
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
         self._shown = redact(endpoint) or "localhost"
+        self._plain = not (options.tls or endpoint.startswith(("rediss:", "valkeys:")))
         self._timeout = request_timeout
         self._hash = "{" + namespace + "}"
         self._wake = f"{self._hash}:wake:{secrets.token_hex(8)}"
@@ -245,10 +247,14 @@ class Client(KeyValueClient):
                 f"{where} refused the credentials ({error}); set the user in the endpoint and the "
                 "password in $RDZV_PLUGINS_PASSWORD"
             )
+        if "[SSL" in str(error):
+            return tls_failure(where, str(error))
         if isinstance(error, TimeoutError | ConnectionError | RedisClusterException | OSError):
+            hung_up = self._plain and re.search("closed by server|reset by peer", str(error))
+            tls = ", and does it want rediss://" if hung_up else ""
             return RendezvousConnectionError(
                 f"{where} could not be reached within {self._timeout:g} s ({error}); "
-                "is it running and does --rdzv-endpoint name it?"
+                f"is it running, does --rdzv-endpoint name it{tls}?"
             )
         if isinstance(error, RedisError):
             return RendezvousStateError(f"{where} refused a request: {error}")
@@ -259,7 +265,7 @@ def _is_passing(error: Exception) -> bool:
     if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
         return False
     # redis wraps a failed TLS handshake in a ConnectionError; trying again cannot mend it.
-    if "CERTIFICATE_VERIFY_FAILED" in str(error) or "WRONG_VERSION_NUMBER" in str(error):
+    if stays_refused(str(error)):
         return False
     return isinstance(
         error,

@@ -16,7 +16,8 @@ Limits: linearizable (each read is preceded by a sync). Values up to 1,046,528 b
 the connection instead. A server takes ``maxClientCnxns`` connections from one address (60 where it
 is not set), a node needs one. Highly available with three servers or more, while most of them live;
 `Client.put_many` is atomic up to 500 keys and 500,000 bytes. With a user, the run's znodes are open
-to that user only (``CREATOR_ALL``), those of the prefix to all; make them beforehand otherwise.
+to that user only (``CREATOR_ALL``: a client certificate is one more user, so that those who share
+one let each other in), those of the prefix to all; make them beforehand otherwise.
 """
 
 from __future__ import annotations
