@@ -85,13 +85,14 @@ class Run:
         self.agents: list[Agent] = []
 
     def handler(self, nnodes: tuple[int, int], **config: str) -> StoreRendezvousHandler:
+        options: dict[str, Any] = {**QUICK, **self._store.config, **config}
         params = RendezvousParameters(
             self._store.backend,
             self._store.endpoint,
             self._run_id,
             *nnodes,
             local_addr="127.0.0.1",
-            **{**QUICK, **self._store.config, **config},
+            **options,
         )
         handler = create_handler(self._store.backend, params)
         assert isinstance(handler, StoreRendezvousHandler)
