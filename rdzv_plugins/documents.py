@@ -105,6 +105,11 @@ class RoundDocument:
         """Where the document stands in the history of its run; a store only moves it forward."""
         return self.round, self.phase.order
 
+    @property
+    def naming(self) -> str:
+        """Tells rounds of one number apart: a store that forgot may see it given twice."""
+        return f"{self.round}-{zlib.crc32(' '.join(self.participants).encode()):08x}"
+
     def encode(self) -> bytes:
         fields = {
             "schema": SCHEMA,
@@ -161,6 +166,7 @@ class NodeRecord:
     Attributes:
         beat: grows with every write; a node whose beat stands still is lost.
         round: the last round in which this node was named; -1 before its first.
+        naming: `RoundDocument.naming` of the last round in which it has seen its rank.
         min_nodes, max_nodes: its ``--nnodes``.
         rank: its ``--rdzv-conf rank``.
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
@@ -173,6 +179,7 @@ class NodeRecord:
     round: int
     min_nodes: int
     max_nodes: int
+    naming: str | None = None
     rank: int | None = None
     master: str | None = None
 
@@ -190,6 +197,8 @@ class NodeRecord:
             "round": self.round,
             "nodes": [self.min_nodes, self.max_nodes],
         }
+        if self.naming is not None:
+            fields["naming"] = self.naming
         if self.rank is not None:
             fields["rank"] = self.rank
         if self.master is not None:
@@ -210,6 +219,7 @@ class NodeRecord:
                 round=_typed(fields["round"], int),
                 min_nodes=_typed(low, int),
                 max_nodes=_typed(high, int),
+                naming=_optional(fields.get("naming"), str),
                 rank=_optional(fields.get("rank"), int),
                 master=_optional(fields.get("master"), str),
             )

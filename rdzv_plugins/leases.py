@@ -60,10 +60,11 @@ class Leases:
         """Whether the beat has moved since its window began: the node surely lives."""
         return node in self._moved
 
-    def restart(self, now: float) -> None:
-        """Begin every window afresh: the observer was late, or could not read the store."""
-        for seen in self._seen.values():
-            seen.since = seen.looked = now
+    def restart(self, now: float, unless: str | None = None) -> None:
+        """Begin every window afresh but one: the observer was late, or could not read the store."""
+        for node, seen in self._seen.items():
+            if node != unless:
+                seen.since = seen.looked = now
         self._moved.clear()
 
     def keep(self, nodes: set[str]) -> None:

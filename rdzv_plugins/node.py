@@ -226,10 +226,12 @@ class Node:
             self._records = None
             self._minimum_since = None
             self._list_due = True
-            # What was seen under another leader, or by a node that did not lead, is too old to judge
-            # by: every window begins now. A first look at the leader can wait for the next beat.
-            self._leases.restart(self._clock())
+            # What this node saw before it led, perhaps long ago, is too old to judge by: every
+            # window begins now, but for the leader that it deposed on good evidence.
+            deposed = was.leader if was and document.leader == self.id else None
+            self._leases.restart(self._clock(), unless=deposed)
             if document.leader not in (None, self.id):
+                # A first look at it can wait for the next beat.
                 self._leases.expect(document.leader, self._clock())
         if was is None or was.round != document.round:
             self._forming_since = self._clock()
@@ -329,11 +331,13 @@ class Node:
             case protocol.SetRecord(wants, round_, ring):
                 self.record = replace(self.record, wants=wants, round=round_, master=None)
                 self._record_due, self._ring = True, ring
-            case protocol.Confirm(round_, is_master):
+            case protocol.Confirm(round_, naming, is_master):
                 master = None
                 if is_master:
                     master = yield OpenMaster(round_)
-                self.record = replace(self.record, wants=Wants.RUN, round=round_, master=master)
+                self.record = replace(
+                    self.record, wants=Wants.RUN, round=round_, naming=naming, master=master
+                )
                 self._record_due = self._ring = True
             case protocol.Start(document):
                 self._member = document

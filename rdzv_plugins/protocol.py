@@ -118,6 +118,7 @@ class Confirm:
     """Say in this node's record that it has seen its rank; rank 0 opens MASTER_PORT first."""
 
     round: int
+    naming: str
     is_master: bool
 
 
@@ -218,19 +219,21 @@ def _take_part(view: View, document: RoundDocument) -> Action | None:
         return _on_mismatch(view, document)
     named = view.me in document.participants
     wants_in = record.wants in (Wants.JOIN, Wants.SPARE)
-    if named and document.phase is Phase.CONFIRMING and record.round < document.round:
-        return Confirm(document.round, document.participants[0] == view.me)
+    confirmed = named and record.naming == document.naming
+    if named and document.phase is Phase.CONFIRMING and not confirmed:
+        is_master = document.participants[0] == view.me
+        return Confirm(document.round, document.naming, is_master)
     if named and document.phase is Phase.RUNNING:
-        if record.wants is Wants.RUN and record.round == document.round:
+        if record.wants is Wants.RUN and confirmed:
             return Start(document)
-        if record.round < document.round:
+        if not confirmed and not (wants_in and record.round >= document.round):
             # It ran without us, in a store that forgot: we are as good as lost in it.
             return SetRecord(Wants.JOIN, document.round)
     if document.phase is Phase.FORMING and view.me in document.previous:
         # Named in a round that never ran, or that we never saw: say that we are not in it.
         if not wants_in or record.round < document.round - 1:
             return SetRecord(Wants.JOIN, max(record.round, document.round - 1))
-    elif record.wants is Wants.RUN and not (named and record.round == document.round):
+    elif record.wants is Wants.RUN and not confirmed:
         return SetRecord(Wants.JOIN, record.round)
     full = len(document.participants) - len(document.lost) >= document.max_nodes
     if record.wants is Wants.JOIN and document.phase is Phase.RUNNING and full and not named:
@@ -366,12 +369,13 @@ def _lead_confirming(
     if lost or rejoined:
         reason = _reason(view, records, lost, rejoined, [])
         return Write(_next_round(view, document, lost, 0, reason))
+    naming = document.naming
     missing = [
         node
         for node in document.participants
         if (record := records.get(node)) is None
         or record.wants is not Wants.RUN
-        or record.round != document.round
+        or record.naming != naming
     ]
     if missing:
         return Wait(_until_lease(view, document.participants))
@@ -395,7 +399,7 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         node
         for node in document.lost
         if (record := records.get(node)) is not None
-        and record.wants is Wants.RUN
+        and (record.wants, record.naming) == (Wants.RUN, document.naming)
         and _is_live(view, node, record)
         and (node == view.me or view.moved(node))
     }
