@@ -67,6 +67,8 @@ KINDS = [
         server="zookeeper",
         port=2181,
         image="zookeeper:3.9.3",
+        # No limit to a host's connections, and sessions as short as those of a local server.
+        environment={"ZOO_MAX_CLIENT_CNXNS": "0", "ZOO_TICK_TIME": "500"},
     ),
     Kind(
         name="dynamodb",
@@ -147,11 +149,14 @@ class RunningStore:
 
     def conformance(self) -> Store:
         """What the conformance suite needs."""
+        # We count past the client as nobody in particular, which a guarded server does not let us.
+        guarded = "RDZV_PLUGINS_PASSWORD" in os.environ
+        count = None if guarded else _STORED.get(self.backend)
         return Store(
             open=self.open,
             address=self.address,
             restart=self.restart if self.server is not None else None,
-            stored=_STORED[self.backend](self) if self.backend in _STORED else None,
+            stored=count(self) if count is not None else None,
         )
 
 
