@@ -1,0 +1,1 @@
+"""The deterministic simulator: the real protocol code under seeded faults, on virtual time."""

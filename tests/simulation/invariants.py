@@ -1,0 +1,326 @@
+"""What must hold at every step, judged from outside: by what reached the store, and when.
+
+A *world* is one round as its participants were named: its number and its participants in rank
+order. A host runs a world from the moment its agent is given it until its workers have stopped; a
+host that stalls goes on running.
+
+A host's *lease* in a world holds as long as no stretch of ``lease / fastest clock rate``, less the
+staleness of listings, has passed without a new beat of it reaching the store. Once run out it does
+not come back in that world.
+
+The *amnesia exception*: two hosts whose leases hold may run different worlds if the store has
+forgotten everything between the naming of the older world and that of the newer, and the older's
+host had no record in the listing from which the newer was named.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.protocol import Rules
+
+__all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show"]
+
+INVARIANTS = {
+    "one world": "hosts whose leases hold all run the same world (amnesia exception above)",
+    "agreement": "all hosts that are given a round hold the same participants, in the same rank "
+    "order, and the same address of rank 0; it stood in the store as running",
+    "ranks": "participants differ from one another, and whoever is given a round is among them",
+    "size": "a round has at least the minimum and at most the maximum of nodes, fewer than the "
+    "maximum only after the last call, and only nodes with the run's own --nnodes",
+    "confirmed": "a round runs only after each participant's record has said that it has seen it, "
+    "and with the address that rank 0 opened for it",
+    "rounds of a node": "a node is given rounds of growing numbers",
+    "rounds of a run": "the document only moves forward in round and phase; a store that forgot "
+    "is the only way back",
+    "evidence": "nobody is declared lost whose beats reached the store within a lease of the "
+    "deciding node's clock, counted from the latest of: the last new beat, the decider's last "
+    "failed request, the end of a stall of more than two intervals, its taking the lead",
+    "closed": "the document of a closed run is never replaced (a store that forgot has none)",
+    "join ends": "an agent's call ends in a round, or with a reason",
+    "rests": "no host makes more than 2,000 requests in a second",
+    "gets going": "after the faults stop every live host is in one world or a spare within a "
+    "bounded time, and then nothing changes any more",
+}
+
+World: TypeAlias = tuple[int, tuple[str, ...]]
+
+_ROUNDING = 1e-6
+
+
+class InvariantError(AssertionError):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, what: str) -> None:
+        assert invariant in INVARIANTS
+        super().__init__(f"{invariant}: {what}")
+        self.invariant = invariant
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What a host may judge others by.
+
+    Attributes:
+        disturbed: when all of it last became void.
+        leads_since, leads_after: when it last took the lead, and from whom.
+        read: when the record that it last read of each node stood in the store.
+        seen: the records that it last read.
+    """
+
+    disturbed: float = 0.0
+    leads_since: float = 0.0
+    leads_after: str | None = None
+    read: dict[str, float] = field(default_factory=dict)
+    seen: Mapping[str, NodeRecord] = field(default_factory=dict)
+
+    def copy(self) -> Evidence:
+        return replace(self, read=dict(self.read))
+
+
+@dataclass(slots=True)
+class Track:
+    """What the checker knows of one host.
+
+    Attributes:
+        rate: the fastest that its clock has been.
+        nodes: its ``--nnodes``.
+        beats, arrivals: the beats that reached the store, when each was new.
+        confirmed: namings that its record has confirmed, with the master it gave.
+    """
+
+    rate: float
+    nodes: tuple[int, int]
+    evidence: Evidence = field(default_factory=Evidence)
+    beats: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    confirmed: dict[str, str | None] = field(default_factory=dict)
+    last_round: int = -1
+    world: World | None = None
+    lease_lost: bool = False
+
+
+@dataclass(slots=True)
+class _Named:
+    """How a world came about."""
+
+    order: int
+    epoch: int
+    listed: frozenset[str]
+
+
+class Checker:
+    """Told of each step; raises `InvariantError`."""
+
+    def __init__(
+        self, now: Callable[[], float], rules: Rules, fastest: float, staleness: float
+    ) -> None:
+        self._now = now
+        self._lease = rules.lease
+        self._last_call = rules.last_call
+        self._shortest = rules.lease / fastest - staleness
+        self._staleness = staleness
+        self._tracks: dict[str, Track] = {}
+        self._named: dict[World, _Named] = {}
+        self._ran: dict[World, RoundDocument] = {}
+        self._stood: set[RoundDocument] = set()
+        self._forming: dict[int, float] = {}
+        self.excused = 0
+        """Pairs of hosts that the amnesia exception let run different worlds."""
+        self.checks = 0
+
+    def host(self, node: str, rate: float, rules: Rules) -> Track:
+        track = self._tracks[node] = Track(rate, (rules.min_nodes, rules.max_nodes))
+        return track
+
+    def beat_arrived(self, node: str, record: NodeRecord) -> None:
+        track, now = self._tracks[node], self._now()
+        if track.beats and record.beat <= track.beats[-1]:
+            return  # A late write; it says nothing new.
+        self._judge_lease(track)
+        track.beats.append(record.beat)
+        track.arrivals.append(now)
+        if record.wants is Wants.RUN and record.naming and record.naming not in track.confirmed:
+            track.confirmed[record.naming] = record.master
+            track.lease_lost = False
+
+    def stopped(self, node: str) -> None:
+        self._tracks[node].world = None
+
+    def given(self, node: str, document: RoundDocument) -> None:
+        """The node's agent got its round."""
+        self.checks += 1
+        track = self._tracks[node]
+        people = document.participants
+        if len(set(people)) != len(people) or node not in people:
+            raise InvariantError("ranks", f"{node} was given {show(document)}")
+        if document.round <= track.last_round:
+            raise InvariantError(
+                "rounds of a node", f"{node} got round {document.round} after {track.last_round}"
+            )
+        if track.nodes != (document.min_nodes, document.max_nodes):
+            raise InvariantError("size", f"{node} of --nnodes {track.nodes} got {show(document)}")
+        world = document.round, people
+        stood = self._ran.get(world)
+        if stood is None or stood.master != document.master:
+            raise InvariantError(
+                "agreement", f"{node} was given {show(document)}, nobody wrote that"
+            )
+        track.last_round = document.round
+        track.world = world
+        self._judge_lease(track)
+        for other, theirs in self._tracks.items():
+            if theirs.world is None or theirs.world == world:
+                continue
+            self._judge_lease(theirs)
+            if theirs.lease_lost or track.lease_lost:
+                continue
+            if not self._is_excused(node, track, other, theirs):
+                raise InvariantError(
+                    "one world",
+                    f"{node} was given {_show_world(world)} while {other} runs "
+                    f"{_show_world(theirs.world)}, and the leases of both hold",
+                )
+
+    def wrote(
+        self,
+        node: str,
+        before: RoundDocument | None,
+        after: RoundDocument,
+        evidence: Evidence,
+        epoch: int,
+    ) -> None:
+        """A compare-and-set of the document was done; the node may not know it yet."""
+        self.checks += 1
+        if before is not None:
+            if before.phase is Phase.CLOSED:
+                raise InvariantError("closed", f"{node} wrote {show(after)} over a closed run")
+            if after.place < before.place:
+                raise InvariantError("rounds of a run", f"{show(before)} became {show(after)}")
+        track = self._tracks[node]
+        if after.leader == node and (before is None or before.leader != node):
+            track.evidence.leads_since = self._now()
+            track.evidence.leads_after = before.leader if before else None
+            if before is not None:
+                # What it does to its predecessor rests on the window from before it led.
+                evidence.leads_after = before.leader
+        image = replace(after, leader=None, waiting=0, reason="")
+        if image not in self._stood and before is not None and after.phase is not Phase.CLOSED:
+            # Else it was written back after an amnesia, or only its leader changed.
+            for lost in _declared_lost(before, after, evidence.seen):
+                self._judge_evidence(node, track, evidence, lost, after)
+        self._stood.add(image)
+        if after.phase is Phase.FORMING:
+            self._forming.setdefault(after.round, self._now())
+        if after.phase is Phase.CONFIRMING and (before is None or before.phase != after.phase):
+            self._named.setdefault(
+                (after.round, after.participants),
+                _Named(len(self._named), epoch, frozenset(evidence.seen)),
+            )
+            if not after.min_nodes <= len(after.participants) <= after.max_nodes:
+                raise InvariantError("size", show(after))
+            formed = self._now() - self._forming.get(after.round, 0.0)
+            if (
+                before is not None
+                and before.phase is Phase.FORMING
+                and before.round == after.round
+                and len(after.participants) < after.max_nodes
+                and formed < self._last_call / track.rate - _ROUNDING
+            ):
+                raise InvariantError(
+                    "size", f"after {formed:.3f} s without a last call, {show(after)}"
+                )
+        if after.phase is Phase.RUNNING:
+            self._check_running(before, after)
+
+    def _check_running(self, before: RoundDocument | None, after: RoundDocument) -> None:
+        world = after.round, after.participants
+        if before is None or before.phase is not Phase.RUNNING or before.round != after.round:
+            for person in after.participants:
+                if after.naming not in self._tracks[person].confirmed:
+                    raise InvariantError("confirmed", f"{person} never saw {show(after)}")
+            first = self._tracks[after.participants[0]]
+            if after.master is None or first.confirmed[after.naming] != after.master:
+                raise InvariantError(
+                    "confirmed", f"{after.master} is not the master of {show(after)}"
+                )
+        elif (before.participants, before.master) != (after.participants, after.master):
+            raise InvariantError("agreement", f"{show(before)} became {show(after)}")
+        self._ran.setdefault(world, after)
+
+    def _judge_lease(self, track: Track) -> None:
+        last = track.arrivals[-1] if track.arrivals else self._now()
+        if self._now() - last >= self._shortest - _ROUNDING:
+            track.lease_lost = True
+
+    def _is_excused(self, node: str, mine: Track, other: str, theirs: Track) -> bool:
+        assert mine.world is not None
+        assert theirs.world is not None
+        named, named_theirs = self._named[mine.world], self._named[theirs.world]
+        if named.order > named_theirs.order:
+            older, newer, host = named_theirs, named, other
+        else:
+            older, newer, host = named, named_theirs, node
+        excused = newer.epoch > older.epoch and host not in newer.listed
+        self.excused += excused
+        return excused
+
+    def _judge_evidence(
+        self, decider: str, track: Track, evidence: Evidence, lost: str, after: RoundDocument
+    ) -> None:
+        if lost == decider:
+            return
+        self.checks += 1
+        theirs = self._tracks.get(lost)
+        read = evidence.read.get(lost)
+        if theirs is None or read is None:
+            raise InvariantError(
+                "evidence", f"{decider} never looked at {lost}, lost in {show(after)}"
+            )
+        known = bisect_right(theirs.arrivals, read - self._staleness)
+        since = max(theirs.arrivals[known - 1] if known else 0.0, evidence.disturbed)
+        if lost != evidence.leads_after:
+            since = max(since, evidence.leads_since)
+        least = self._lease / track.rate - self._staleness
+        if read - since < least - _ROUNDING:
+            raise InvariantError(
+                "evidence",
+                f"{decider} declared {lost} lost in {show(after)}; its silence was "
+                f"{read - since:.3f} s at {read:.3f}, a lease of {decider} is {least:.3f} s",
+            )
+
+
+def _declared_lost(
+    before: RoundDocument, after: RoundDocument, seen: Mapping[str, NodeRecord]
+) -> list[str]:
+    """Nodes that this write leaves out because they are silent; not those that left or rejoined."""
+    if after.round > before.round:
+        out = {*before.participants, *before.previous} - {*after.previous, *before.lost}
+    elif after.phase is Phase.CONFIRMING and before.phase is Phase.FORMING:
+        out = {
+            node
+            for node in before.previous
+            if (record := seen.get(node)) is None
+            or record.wants is Wants.RUN
+            or (record.wants is not Wants.LEFT and record.round < before.round - 1)
+        }
+    else:
+        out = {*before.previous} - {*after.previous, *after.participants}
+        out |= {*after.lost} - {*before.lost}
+    return sorted(
+        node for node in out if (record := seen.get(node)) is None or record.wants != Wants.LEFT
+    )
+
+
+def show(document: RoundDocument) -> str:
+    people = " ".join(document.participants) or "previous " + " ".join(document.previous)
+    lost = f" lost {' '.join(document.lost)}" if document.lost else ""
+    return f"round {document.round} {document.phase.value} of {document.leader} [{people}]{lost}"
+
+
+def _show_world(world: World) -> str:
+    return f"round {world[0]} [{' '.join(world[1])}]"

@@ -1,0 +1,105 @@
+"""Between hosts and store: delays, losses, partitions, outages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rdzv_plugins import steps
+from rdzv_plugins.kv import Entry
+
+if TYPE_CHECKING:
+    from .host import Host
+    from .world import World
+
+__all__ = ["Network"]
+
+_REFUSED = 0.01
+"""Seconds until a host learns that a store refuses connections."""
+_LATEST = 3.0
+"""Longest time after its sender gave up that a late write still lands."""
+
+
+class Network:
+    """Carries requests; ``down`` and ``slow`` are set by the faults."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.down = False
+        self.slow = 0.0
+        self.quiet = False
+
+    def latency(self) -> float:
+        return self._world.chance.random() * (self.slow or self._world.plan.latency)
+
+    def splits_batch(self) -> bool:
+        """Whether a batch loses its second key; some stores have no atomic batch."""
+        plan, chance = self._world.plan, self._world.chance
+        if self.quiet or not plan.unacknowledged or chance.random() >= plan.unacknowledged:
+            return False
+        self._world.inject("half of a batch")
+        return True
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        world = self._world
+        if self.quiet or not world.plan.staleness:
+            return world.store.listing(prefix, None)
+        world.inject("stale listing")
+        now = world.kernel.now
+        return world.store.listing(
+            prefix, lambda: now - world.chance.uniform(0, world.plan.staleness)
+        )
+
+    def carry(self, host: Host, turn: int, request: steps.Request) -> None:
+        world, chance, plan = self._world, self._world.chance, self._world.plan
+        after = world.kernel.after
+        timeout = host.clock.real(plan.request_timeout)
+        if self._is_cut_off(host):
+            after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
+            return
+        out, back = self.latency(), self.latency()
+        evidence = host.track.evidence.copy() if isinstance(request, steps.CompareAndSet) else None
+        if not self.quiet:
+            draw = chance.random()
+            if draw < plan.lost:
+                world.inject("request lost")
+                after(chance.choice((_REFUSED, timeout)), host.fails, turn, "lost")
+                return
+            draw -= plan.lost
+            if not isinstance(request, steps.Park):
+                if draw < plan.unacknowledged:
+                    world.inject("answer lost")
+                    after(out, host.perform, -1, request, back, evidence)
+                    after(out + chance.choice((back, timeout)), host.fails, turn, "lost")
+                    return
+                draw -= plan.unacknowledged
+                if draw < plan.late:
+                    world.inject("done late")
+                    after(timeout, host.fails, turn, "timed out")
+                    late = timeout + chance.uniform(0, _LATEST)
+                    after(late, host.perform, -1, request, back, evidence)
+                    return
+        if out + back > timeout and not isinstance(request, steps.Park):
+            world.inject("timed out")
+            after(timeout, host.fails, turn, "timed out")
+            if out > timeout:
+                turn = -1  # Done, but for nobody.
+        after(out, self._reach, host, turn, request, back, evidence)
+
+    def answer(self, host: Host, turn: int, answer: Any, seconds: float) -> None:
+        self._world.kernel.after(seconds, self._arrive, host, turn, answer)
+
+    def _reach(self, host: Host, turn: int, request: steps.Request, back: float,
+               evidence: Any) -> None:  # fmt: skip
+        if self._is_cut_off(host):
+            host.fails(turn, "unreachable")
+        else:
+            host.perform(turn, request, back, evidence)
+
+    def _arrive(self, host: Host, turn: int, answer: Any) -> None:
+        if self._is_cut_off(host):
+            host.fails(turn, "unreachable")
+        else:
+            host.receive(turn, answer)
+
+    def _is_cut_off(self, host: Host) -> bool:
+        return self.down or host.cut_off
