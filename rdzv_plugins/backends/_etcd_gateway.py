@@ -278,6 +278,11 @@ def _explain_refusal(error: GatewayError, where: str, timeout: float, prefix: st
             f"{where} refused the credentials ({text}); set the user in the endpoint and the "
             f"password in $RDZV_PLUGINS_PASSWORD; its role needs readwrite on the prefix '{prefix}'"
         )
+    if "CommonName of client" in text:
+        return RendezvousConnectionError(
+            f"{where} takes no client certificate with a common name while authentication is on "
+            f"({text}); make one without for cert_file"
+        )
     if error.status == 404:
         return RendezvousConnectionError(
             f"{where} has no v3 gateway: it is older than 3.4, or runs with "

@@ -17,8 +17,9 @@ Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 
 `Client.expire` is a lease: at least two seconds with etcd's default timing, and longer if the
 leader changes. Three members survive the loss of one, five of two; name them all in the endpoint.
 The gateway must not be switched off (``--enable-grpc-gateway``), and it does not take a user's name
-from a client certificate: with authentication on, give user and password too. The user's role
-needs readwrite on the key prefix ``<prefix>/``.
+from a client certificate: with authentication on, give user and password too, and a certificate
+without a common name (CN), for it refuses all others. The user's role needs readwrite on the key
+prefix ``<prefix>/``.
 """
 
 from __future__ import annotations
