@@ -164,7 +164,8 @@ Stored = Callable[[str], int]
 
 
 def _stored_in_redis(store: RunningStore) -> Stored:
-    server: Any = redis.Redis.from_url(store.endpoint)
+    host, port = store.address
+    server: Any = redis.Redis(host, port)
     return lambda namespace: sum(1 for _ in server.scan_iter(match=f"*{namespace}*", count=1000))
 
 
