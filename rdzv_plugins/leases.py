@@ -25,10 +25,6 @@ class Leases:
         self._seen: dict[str, _Seen] = {}
         self._moved: set[str] = set()
 
-    def expect(self, node: str, now: float) -> None:
-        """Begin a node's window, before a first look at its beat."""
-        self._seen.setdefault(node, _Seen(None, now, now))
-
     def observe(self, node: str, beat: int | None, asked: float, now: float) -> None:
         """Note a look at a node's beat; None: it has no record.
 

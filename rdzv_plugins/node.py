@@ -230,9 +230,6 @@ class Node:
             # window begins now, but for the leader that it deposed on good evidence.
             deposed = was.leader if was and document.leader == self.id else None
             self._leases.restart(self._clock(), unless=deposed)
-            if document.leader not in (None, self.id):
-                # A first look at it can wait for the next beat.
-                self._leases.expect(document.leader, self._clock())
         if was is None or was.round != document.round:
             self._forming_since = self._clock()
             self._minimum_since = None
