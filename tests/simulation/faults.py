@@ -125,7 +125,7 @@ def _amnesia(world: World) -> None:
     world.store.forget()
     if world.chance.random() < 0.7:
         _break_waits(world)
-    if world.chance.random() < 0.5:
+    for _ in range(world.chance.choice((0, 0, 1, 2, 4))):
         world.start()
 
 

@@ -139,14 +139,14 @@ class Checker:
 
     def beat_arrived(self, node: str, record: NodeRecord) -> None:
         track, now = self._tracks[node], self._now()
-        if track.beats and record.beat <= track.beats[-1]:
-            return  # A late write; it says nothing new.
-        self._judge_lease(track)
-        track.beats.append(record.beat)
-        track.arrivals.append(now)
+        late = bool(track.beats) and record.beat <= track.beats[-1]
+        if not late:
+            self._judge_lease(track)
+            track.beats.append(record.beat)
+            track.arrivals.append(now)
         if record.wants is Wants.RUN and record.naming and record.naming not in track.confirmed:
             track.confirmed[record.naming] = record.master
-            track.lease_lost = False
+            track.lease_lost = late
 
     def stopped(self, node: str) -> None:
         self._tracks[node].world = None
