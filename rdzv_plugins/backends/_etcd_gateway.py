@@ -280,8 +280,8 @@ def _explain_refusal(error: GatewayError, where: str, timeout: float, prefix: st
         )
     if "CommonName of client" in text:
         return RendezvousConnectionError(
-            f"{where} takes no client certificate with a common name while authentication is on "
-            f"({text}); make one without for cert_file"
+            f"{where} takes no client certificate with a common name while authentication is on; "
+            "make one without for cert_file"
         )
     if error.status == 404:
         return RendezvousConnectionError(
