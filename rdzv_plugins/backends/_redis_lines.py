@@ -223,6 +223,11 @@ def _maker(endpoint: str, options: Options, timeout: float) -> Callable[[], Any]
     database = _database(target.path, target.query, options.database)
     if options.sentinel:
         sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=common, **common)
+        if common["password"] is not None:
+            # Sentinels often demand no password where their servers do, and then refuse one.
+            open_to_all = {**common, "username": None, "password": None}
+            bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=open_to_all)
+            sentinel.sentinels = [*bare.sentinels, *sentinel.sentinels]
         return partial(sentinel.master_for, options.sentinel, db=database)
     if len(target.hosts) > 1:
         raise ValueError("several hosts need --rdzv-conf sentinel=<name> or cluster=true")

@@ -37,6 +37,7 @@ from redis.exceptions import (
     TimeoutError,
     TryAgainError,
 )
+from redis.sentinel import MasterNotFoundError
 
 from rdzv_plugins.backends._redis_lines import DIGESTS, LONGEST_PARK, Lines
 from rdzv_plugins.backends._tls import stays_refused, tls_failure
@@ -249,6 +250,13 @@ class Client(KeyValueClient):
             )
         if "[SSL" in str(error):
             return tls_failure(where, str(error))
+        if isinstance(error, MasterNotFoundError):
+            # Without redis-py's reasons, each of which is a connection with all its settings.
+            return RendezvousConnectionError(
+                f"no Sentinel at {self._shown} named a primary within {self._timeout:g} s "
+                f"({str(error).partition(' : ')[0]}); are they running, is sentinel=<name> the "
+                "one in their configuration, and do they take the password?"
+            )
         if isinstance(error, TimeoutError | ConnectionError | RedisClusterException | OSError):
             hung_up = self._plain and re.search("closed by server|reset by peer", str(error))
             tls = ", and does it want rediss://" if hung_up else ""
