@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.servers import LocalServer
 from tests.integration.stores import KINDS, Kind, RunningStore, started
 from tests.integration.test_handler import QUICK, Agent, Run, one_world, until
 from tests.integration.torchrun import LEASE, Pause
 from tests.integration.torchrun import Run as TorchRun
+from tests.integration.watch import Watch, await_beats
 
 ENSEMBLES = [kind for kind in KINDS if kind.name in ("zookeeper", "consul", "etcd-v3")]
 
@@ -26,7 +25,6 @@ HANDLER_LEASE = 3 * float(QUICK["keep_alive_interval"])
 PATIENCE = 30.0
 
 Measure = Callable[[str, object], None]
-Beats = Callable[[], dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -67,43 +65,6 @@ def run(ensemble: Ensemble, run_id: str) -> Iterator[Run]:
         agent.end()
 
 
-@pytest.fixture
-def beats(ensemble: Ensemble, run_id: str) -> Iterator[Beats]:
-    client = ensemble.store.open(run_id, request_timeout=PATIENCE)
-
-    def read() -> dict[str, int]:
-        records = client.list(NODES_PREFIX)
-        return {key: NodeRecord.decode(entry.value).beat for key, entry in records.items()}
-
-    yield read
-    client.close()
-
-
-@dataclass
-class Watch:
-    """What agents are told of others that wait, at every moment while the watch is on."""
-
-    agents: list[Agent]
-    seen: list[int] = field(default_factory=list)
-    asked: int = 0
-
-    def __enter__(self) -> Watch:
-        self._quit = threading.Event()
-        self._thread = threading.Thread(target=self._ask, name="test-watch", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._quit.set()
-        self._thread.join(5)
-
-    def _ask(self) -> None:
-        while not self._quit.wait(0.01):
-            counts = [agent.handler.num_nodes_waiting() for agent in self.agents]
-            self.seen += [count for count in counts if count]
-            self.asked += 1
-
-
 def test_leader_dies_while_nodes_join(
     ensemble: Ensemble, run: Run, record_property: Measure
 ) -> None:
@@ -124,7 +85,7 @@ def test_leader_dies_while_nodes_join(
 
 
 def test_leader_dies_while_a_round_runs(
-    ensemble: Ensemble, run: Run, beats: Beats, record_property: Measure
+    ensemble: Ensemble, run: Run, run_id: str, record_property: Measure
 ) -> None:
     agents = [run.start((2, 3)) for _ in range(2)]
     until(one_world(agents), 30)
@@ -132,8 +93,7 @@ def test_leader_dies_while_a_round_runs(
         killed = ensemble.kill_leader()
         elected = ensemble.await_leader()
         record_property("new leader, s", round(elected - killed, 2))
-        old = beats()
-        until(lambda: all(beat > old[node] for node, beat in beats().items()), PATIENCE)
+        await_beats(ensemble.store, run_id, len(agents), PATIENCE)
         record_property("beating again, s", round(time.monotonic() - killed, 2))
         # Whoever judged by what could not be read would have by then.
         time.sleep(2 * HANDLER_LEASE)

@@ -1,0 +1,144 @@
+"""A round on Redis Cluster and on Redis Sentinel, while another server takes over."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv_plugins.kv import RendezvousConnectionError
+from rdzv_plugins.servers.process import HOST, free_ports
+from rdzv_plugins.testing.harness import SLACK
+from tests.integration import topologies
+from tests.integration.stores import RunningStore
+from tests.integration.test_handler import QUICK, Run, one_world, until
+from tests.integration.topologies import Topology
+from tests.integration.watch import Watch, await_beats
+
+LEASE = 3 * float(QUICK["keep_alive_interval"])
+
+# Seconds for the servers to agree on another primary, on a machine that has other things to do.
+PATIENCE = 30.0
+
+Measure = Callable[[str, object], None]
+
+
+@pytest.fixture(
+    params=[pytest.param("open sentinel", marks=pytest.mark.soak), "sentinel", "cluster"]
+)
+def topology(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Topology]:
+    if request.param == "cluster":
+        with topologies.cluster(tmp_path) as topology:
+            yield topology
+        return
+    # The servers' password; the Sentinel has none, and refuses to be given one.
+    password = secrets.token_hex(8) if request.param == "sentinel" else None
+    if password:
+        monkeypatch.setenv("RDZV_PLUGINS_PASSWORD", password)
+    with topologies.sentinel(tmp_path, password) as topology:
+        yield topology
+
+
+@pytest.fixture
+def run(topology: Topology, run_id: str) -> Iterator[Run]:
+    run = Run(store_of(topology), run_id)
+    yield run
+    for agent in run.agents:
+        agent.end()
+
+
+def store_of(topology: Topology, **config: str) -> RunningStore:
+    return RunningStore(
+        name="redis",
+        backend="redis",
+        endpoint=topology.endpoint,
+        config={**topology.config, **config},
+    )
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("handed over", marks=pytest.mark.soak)])
+def test_another_server_takes_over(
+    topology: Topology, run: Run, run_id: str, how: str, record_property: Measure
+) -> None:
+    agents = [run.start((2, 3)) for _ in range(2)]
+    until(one_world(agents), 30)
+    primary = topology.primary(run_id)
+    with Watch(agents) as watch:
+        began = time.monotonic()
+        primary.kill() if how == "killed" else topology.hand_over(run_id)
+        until(lambda: topology.primary(run_id) is not primary, PATIENCE)
+        record_property("new primary, s", round(time.monotonic() - began, 2))
+        await_beats(store_of(topology), run_id, len(agents), PATIENCE)
+        record_property("beating again, s", round(time.monotonic() - began, 2))
+        # Whoever judged by what could not be read would have by then.
+        time.sleep(2 * LEASE)
+    assert watch.asked > 100
+    assert watch.seen == []
+    assert [len(agent.rounds) for agent in agents] == [1, 1]
+    late = time.monotonic()
+    agents.append(run.start((2, 3)))
+    until(one_world(agents), 30)
+    record_property("late node let in, s", round(time.monotonic() - late, 2))
+
+
+def test_nodes_join_while_there_is_no_primary(
+    topology: Topology, run: Run, run_id: str, record_property: Measure
+) -> None:
+    agents = [run.start((3, 3)) for _ in range(2)]
+    until(lambda: all(agent.handler._node.document is not None for agent in agents), 30)
+    began = time.monotonic()
+    topology.primary(run_id).kill()
+    agents.append(run.start((3, 3), heartbeat_timeout=str(PATIENCE)))
+    record_property("last node connected, s", round(time.monotonic() - began, 2))
+    until(one_world(agents), PATIENCE)
+    record_property("round of 3 complete, s", round(time.monotonic() - began, 2))
+    assert all(agent.error is None and len(agent.rounds) == 1 for agent in agents)
+
+
+@pytest.mark.parametrize("option", ["sentinel", "cluster"])
+def test_nobody_answers(option: str, run_id: str) -> None:
+    endpoint = f"{HOST}:{free_ports(1)[0]}"
+    config = {option: "true" if option == "cluster" else "training"}
+    store = RunningStore(name="redis", backend="redis", endpoint=endpoint, config=config)
+    began = time.monotonic()
+    with pytest.raises(RendezvousConnectionError) as refusal:
+        store.open(run_id, request_timeout=1)
+    assert time.monotonic() - began < 1 + SLACK
+    assert_clear(refusal.value, endpoint)
+
+
+def test_wrong_password_of_the_servers(
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with topologies.sentinel(tmp_path, secrets.token_hex(8)) as topology:
+        monkeypatch.setenv("RDZV_PLUGINS_PASSWORD", "hunter2")
+        began = time.monotonic()
+        with pytest.raises(RendezvousConnectionError) as refusal:
+            store_of(topology).open(run_id)
+    assert time.monotonic() - began < 2
+    assert "$RDZV_PLUGINS_PASSWORD" in str(refusal.value)
+    assert_clear(refusal.value, topology.endpoint)
+
+
+def test_another_name_for_the_primary(tmp_path: Path, run_id: str) -> None:
+    with (
+        topologies.sentinel(tmp_path) as topology,
+        pytest.raises(RendezvousConnectionError, match="sentinel=<name>") as refusal,
+    ):
+        store_of(topology, sentinel="inference").open(run_id, request_timeout=1)
+    assert_clear(refusal.value, topology.endpoint)
+    assert "inference" in str(refusal.value)
+
+
+def assert_clear(error: Exception, endpoint: str) -> None:
+    """A line that names the endpoint, and no more than a line."""
+    text = str(error)
+    assert endpoint in text
+    assert "\n" not in text
+    assert len(text) < 300
+    assert "hunter2" not in text

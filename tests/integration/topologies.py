@@ -1,0 +1,192 @@
+"""Redis in several processes: a Cluster with replicas, and a primary watched by a Sentinel."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from rdzv_plugins.servers import Node, Security
+from rdzv_plugins.servers.process import HOST, free_ports
+from rdzv_plugins.servers.redis import Redis
+from rdzv_plugins.testing.harness import until
+
+__all__ = ["Topology", "cluster", "sentinel"]
+
+# The name by which the Sentinel knows the primary.
+NAME = "training"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Servers that take over from each other.
+
+    Attributes:
+        endpoint: as in ``--rdzv-endpoint``.
+        config: as in ``--rdzv-conf``.
+        primary: the server that holds a run, by the run's id.
+        hand_over: makes another server the run's primary; the old one lives on.
+    """
+
+    endpoint: str
+    config: Mapping[str, str]
+    primary: Callable[[str], Node]
+    hand_over: Callable[[str], None]
+
+
+class Member(Redis):
+    """A redis-server with more lines in its configuration."""
+
+    def __init__(self, lines: Callable[[Node], Sequence[str]], password: str | None = None) -> None:
+        super().__init__(Security(password=password))
+        self._lines = lines
+
+    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        binary, file = super().command(node, nodes)
+        with Path(file).open("a") as config:
+            # Else a primary waits 5 s for more replicas to send its data to.
+            for line in ("repl-diskless-sync-delay 0", *self._lines(node)):
+                config.write(f"{line}\n")
+        return [binary, file]
+
+
+class Sentinel(Redis):
+    """A redis-server that watches another; it demands no password itself."""
+
+    def __init__(self, watched: Node, password: str | None) -> None:
+        super().__init__(Security())
+        self._watched = watched
+        self._password = password
+
+    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        lines = [
+            f"bind {HOST}",
+            f"port {node.port}",
+            f'dir "{node.directory}"',
+            f"sentinel monitor {NAME} {HOST} {self._watched.port} 1",
+            f"sentinel down-after-milliseconds {NAME} 500",
+            f"sentinel failover-timeout {NAME} 5000",
+        ]
+        if self._password:
+            lines.append(f"sentinel auth-pass {NAME} {self._password}")
+        file = node.directory / "sentinel.conf"
+        file.write_text("\n".join(lines) + "\n")
+        return [str(self._binary), str(file), "--sentinel"]
+
+
+@contextmanager
+def sentinel(folder: Path, password: str | None = None) -> Iterator[Topology]:
+    """A primary, a replica and a Sentinel."""
+    ports = free_ports(3)
+
+    def lines(node: Node) -> list[str]:
+        login = [f"masterauth {password}"] if password else []
+        return login + ([f"replicaof {HOST} {ports[0]}"] if node.index else [])
+
+    member = Member(lines, password)
+    servers = [Node(member, index, [ports[index]], folder / str(index)) for index in (0, 1)]
+    watcher = Node(Sentinel(servers[0], password), 2, [ports[2]], folder / "2")
+    with _serving(servers):
+        replica = _ask(servers[1], password)
+        _await(lambda: replica.info("replication")["master_link_status"] == "up")
+        with _serving([watcher]):
+            told = _ask(watcher)
+            # Known, connected and of known rank: else it would not be promoted.
+            _await(
+                lambda: [it["master-link-status"] for it in told.sentinel_slaves(NAME)] == ["ok"]
+            )
+
+            def primary(run_id: str) -> Node:
+                port = told.sentinel_get_master_addr_by_name(NAME)[1]
+                return next(server for server in servers if server.port == port)
+
+            yield Topology(
+                f"{HOST}:{watcher.port}",
+                {"sentinel": NAME},
+                primary,
+                lambda run_id: told.sentinel_failover(NAME),
+            )
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[Topology]:
+    """Three primaries with a replica each."""
+    ports = free_ports(12)
+    member = Member(
+        lambda node: [
+            "cluster-enabled yes",
+            f"cluster-port {node.ports[1]}",
+            "cluster-node-timeout 1000",
+            "cluster-replica-validity-factor 0",
+        ]
+    )
+    servers = [Node(member, i, ports[2 * i : 2 * i + 2], folder / str(i)) for i in range(6)]
+    hosts = [f"{HOST}:{server.port}" for server in servers]
+
+    def shard(run_id: str) -> tuple[Node, Sequence[Node]]:
+        """Primary and replicas of the run's slot, as one that lives sees them."""
+        living = _ask(next(server for server in servers if server.running))
+        slot = living.execute_command("CLUSTER", "KEYSLOT", f"{{rdzv/{run_id}}}")
+        for first, last, *members in _slots(living):
+            if first <= slot <= last:
+                ports = [int(member[1]) for member in members]
+                nodes = [next(it for it in servers if it.port == port) for port in ports]
+                return nodes[0], nodes[1:]
+        raise AssertionError(f"nobody has slot {slot}")
+
+    def hand_over(run_id: str) -> None:
+        _, replicas = shard(run_id)
+        _ask(replicas[0]).execute_command("CLUSTER FAILOVER")
+
+    with _serving(servers):
+        create = ["redis-cli", "--cluster", "create", *hosts, "--cluster-replicas", "1"]
+        made = subprocess.run(
+            [*create, "--cluster-yes"], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert made.returncode == 0, made.stdout + made.stderr
+        clients = [_ask(server) for server in servers]
+        _await(lambda: all(_serves(client) for client in clients))
+        yield Topology(
+            ",".join(hosts[:2]), {"cluster": "true"}, lambda run_id: shard(run_id)[0], hand_over
+        )
+
+
+def _slots(client: Any) -> Any:
+    """For each range of slots: the first, the last, the primary and its replicas."""
+    # In two words, for redis-py 5 would rearrange the answer to "CLUSTER SLOTS".
+    return client.execute_command("CLUSTER", "SLOTS")
+
+
+def _serves(client: Any) -> bool:
+    """Whether a member of the cluster sees all others, and has its primary's data."""
+    return (
+        client.info("replication").get("master_link_status", "up") == "up"
+        and "cluster_state:ok" in client.execute_command("CLUSTER", "INFO")
+        and all(len(row) == 4 for row in _slots(client))
+    )
+
+
+@contextmanager
+def _serving(nodes: Sequence[Node]) -> Iterator[None]:
+    try:
+        for node in nodes:
+            node.launch()
+        for node in nodes:
+            node.await_ready()
+        yield
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+def _ask(node: Node, password: str | None = None) -> Any:
+    return redis.Redis(HOST, node.port, password=password, decode_responses=True)
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    assert until(condition, 25), "the servers did not find each other"
