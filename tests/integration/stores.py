@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import redis
@@ -21,7 +21,7 @@ from rdzv_plugins.servers.http import ask
 from rdzv_plugins.testing import Store
 from rdzv_plugins.testing.harness import until
 
-__all__ = ["KINDS", "Kind", "RunningStore", "running"]
+__all__ = ["KINDS", "Kind", "RunningStore", "running", "started"]
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys", "http", "https")
 
@@ -202,31 +202,57 @@ def running(kind: Kind) -> Iterator[RunningStore]:
                 name=kind.name, backend=kind.backend, endpoint=endpoint, config=config
             )
         return
-    try:
-        server = servers.start(kind.server)
-    except servers.NotInstalledError as error:
-        missing = str(error)
-    else:
-        with server, _environment(server.environ):
-            yield RunningStore(
-                name=kind.name,
-                backend=kind.backend,
-                endpoint=server.endpoint,
-                config=server.config,
-                server=server,
-            )
-        return
-    engine = _docker_failure()
-    if engine is not None:
-        reason = (
-            f"no {kind.name}: ${kind.variable} is not set; {missing}; "
-            f"and no Docker engine answers ({engine})"
-        )
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    with _environment(kind.client_environ), _container(kind) as store:
+    with ExitStack() as stack:
+        try:
+            store = stack.enter_context(_started(kind))
+        except servers.NotInstalledError as error:
+            if engine := _docker_failure():
+                _absent(
+                    f"no {kind.name}: ${kind.variable} is not set; {error}; "
+                    f"and no Docker engine answers ({engine})"
+                )
+            stack.enter_context(_environment(kind.client_environ))
+            store = stack.enter_context(_container(kind))
         yield store
+
+
+@contextmanager
+def started(
+    kind: Kind, *, nodes: int = 1, security: servers.Security | None = None
+) -> Iterator[RunningStore]:
+    """A local server of a kind for one test, which may do with it what it likes.
+
+    Skips or fails the test as `running` does.
+    """
+    with ExitStack() as stack:
+        try:
+            store = stack.enter_context(_started(kind, nodes=nodes, security=security))
+        except servers.NotInstalledError as error:
+            _absent(f"no {kind.name} of our own: {error}")
+        yield store
+
+
+@contextmanager
+def _started(
+    kind: Kind, *, nodes: int = 1, security: servers.Security | None = None
+) -> Iterator[RunningStore]:
+    with (
+        servers.start(kind.server, nodes=nodes, security=security) as server,
+        _environment(server.environ),
+    ):
+        yield RunningStore(
+            name=kind.name,
+            backend=kind.backend,
+            endpoint=server.endpoint,
+            config=server.config,
+            server=server,
+        )
+
+
+def _absent(reason: str) -> NoReturn:
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @contextmanager

@@ -1,0 +1,167 @@
+"""The local servers: what a restart keeps, a death leaves behind and an ensemble survives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv_plugins import servers
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.testing.harness import present, until
+from tests.integration.stores import KINDS, RunningStore, started
+
+ENSEMBLES = [kind for kind in KINDS if servers.KINDS[kind.server].largest > 1]
+
+DIES = """
+import os, signal, sys, threading
+from rdzv_plugins import servers
+server = []
+# From a thread that ends: the server must outlive it, and die with the process.
+thread = threading.Thread(target=lambda: server.append(servers.start("valkey")))
+thread.start()
+thread.join()
+node = server[0].nodes[0]
+print(node.pid, node.directory.parent, flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+def own_store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
+    with started(request.param) as store:
+        yield store
+
+
+@pytest.fixture(params=ENSEMBLES, ids=lambda kind: kind.name)
+def ensemble(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
+    with started(request.param, nodes=3) as store:
+        yield store
+
+
+def test_stopped_server_keeps_its_data_and_an_empty_one_has_none(
+    own_store: RunningStore, run_id: str
+) -> None:
+    assert own_store.server is not None
+    node = own_store.server.nodes[0]
+    client = own_store.open(run_id)
+    client.put("key", b"kept")
+    node.stop()
+    assert not node.running
+    node.start()
+    assert present(_read(client)).value == b"kept"
+    node.kill()
+    node.start(empty=True)
+    assert _read(client) is None
+    client.close()
+
+
+def test_paused_server_says_nothing_until_it_is_resumed(
+    own_store: RunningStore, run_id: str
+) -> None:
+    assert own_store.server is not None
+    node = own_store.server.nodes[0]
+    client = own_store.open(run_id, request_timeout=1)
+    client.put("key", b"one")
+    node.pause()
+    with pytest.raises(RendezvousConnectionError):
+        client.get("key")
+    node.resume()
+    assert present(_read(client)).value == b"one"
+    client.close()
+
+
+def test_ensemble_that_loses_its_leader_loses_nothing(ensemble: RunningStore, run_id: str) -> None:
+    assert ensemble.server is not None
+    client = ensemble.open(run_id)
+    version = client.put("key", b"before")
+    killed = ensemble.server.leader()
+    ensemble.server.nodes[killed].kill()
+    assert until(lambda: _written(client), 30), "the other two accept no write"
+    entry, won = client.compare_and_set("key", b"after", version)
+    assert won, "the write before the leader's death is lost"
+    assert ensemble.server.leader() != killed
+    ensemble.server.nodes[killed].start()
+    assert _read(client) == entry
+    client.close()
+
+
+def test_server_dies_with_its_parent_and_not_with_a_thread(run_id: str) -> None:
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", DIES],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+    ) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        pid, folder = parent.stdout.readline().split()
+        assert _alive(int(pid))
+        parent.communicate("\n")
+    assert until(lambda: not _alive(int(pid)), 10), "an orphan is left"
+    assert until(lambda: not Path(folder).exists(), 10), "its data is left"
+
+
+def test_closed_server_leaves_nothing() -> None:
+    with servers.start("valkey") as server:
+        pid, folder = server.nodes[0].pid, server.nodes[0].directory.parent
+    assert not _alive(pid)
+    assert not folder.exists()
+    server.close()
+
+
+def test_missing_binary_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RDZV_CONSUL_BINARY", "/nowhere/consul")
+    with pytest.raises(servers.ServerError, match="RDZV_CONSUL_BINARY names '/nowhere/consul'"):
+        servers.start("consul")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(servers.NotInstalledError, match="apt-get install zookeeper"):
+        servers.start("zookeeper")
+
+
+def test_failed_start_shows_the_servers_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RDZV_ETCD_BINARY", "/bin/false")
+    with pytest.raises(servers.ServerError, match=r"etcd 1 on \S+ ended as it started"):
+        servers.start("etcd")
+
+
+def test_unknown_kind_and_impossible_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown server 'mysql'; there are: redis"):
+        servers.start("mysql")
+    with pytest.raises(ValueError, match="a local valkey has 1 node, not 3"):
+        servers.start("valkey", nodes=3)
+
+
+def _read(client: KeyValueClient) -> Entry | None:
+    def answers() -> bool:
+        try:
+            client.get("key")
+        except RendezvousConnectionError:
+            return False
+        return True
+
+    assert until(answers, 20), "the client did not come back"
+    return client.get("key")
+
+
+def _written(client: KeyValueClient) -> bool:
+    try:
+        client.put("other", b"")
+    except RendezvousConnectionError:
+        return False
+    return True
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and not yet reaped does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
