@@ -108,7 +108,16 @@ class RoundDocument:
     @property
     def naming(self) -> str:
         """Tells rounds of one number apart: a store that forgot may see it given twice."""
-        return f"{self.round}-{zlib.crc32(' '.join(self.participants).encode()):08x}"
+        people = " ".join(self.participants).encode(errors="backslashreplace")
+        return f"{self.round}-{zlib.crc32(people):08x}"
+
+    def _check(self) -> None:
+        """Raises ValueError for what no leader writes and no node could act on."""
+        if self.phase in (Phase.CONFIRMING, Phase.RUNNING):
+            if not self.participants or len(set(self.participants)) != len(self.participants):
+                raise ValueError(f"participants {self.participants!r} while {self.phase}")
+            if self.phase is Phase.RUNNING and self.master is None:
+                raise ValueError("it runs, but names no MASTER_ADDR")
 
     def encode(self) -> bytes:
         fields = {
@@ -142,7 +151,7 @@ class RoundDocument:
             )
         try:
             low, high = fields["nodes"]
-            return cls(
+            document = cls(
                 round=_typed(fields["round"], int),
                 phase=Phase(fields["phase"]),
                 leader=_optional(fields["leader"], str),
@@ -155,6 +164,8 @@ class RoundDocument:
                 reason=_typed(fields["reason"], str),
                 master=_optional(fields["master"], str),
             )
+            document._check()
+            return document
         except (KeyError, TypeError, ValueError) as error:
             raise RendezvousStateError(f"the round document is unreadable: {error!r}") from error
 

@@ -12,11 +12,17 @@ __all__ = ["order_ranks"]
 _NUMBER = re.compile(r"(\d+)")
 
 
-def natural_key(record: NodeRecord) -> tuple[tuple[int | str, ...], int]:
+def natural_key(record: NodeRecord) -> tuple[tuple[str | tuple[int, str], ...], int]:
     """Sort key of a node: its address with numbers compared as numbers, then its process id."""
     parts = _NUMBER.split(record.address)
     # The split alternates text and number, so that keys of equal length compare like with like.
-    return tuple(int(part) if part.isdecimal() else part for part in parts), record.pid
+    return tuple(_magnitude(part) if part.isdecimal() else part for part in parts), record.pid
+
+
+def _magnitude(digits: str) -> tuple[int, str]:
+    # Not int(): it refuses thousands of digits, and what stands in the store is not ours to trust.
+    significant = digits.lstrip("0")
+    return len(significant), significant
 
 
 def order_ranks(
