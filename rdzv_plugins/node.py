@@ -100,7 +100,8 @@ class Node:
         self._document_due = True
         self._leader_due = False
         self._list_due = True
-        self._next_beat = 0.0
+        # Not the first: it comes with the order to join, and a look at the leader can wait.
+        self._next_beat = clock() + rules.interval
         self._idle_until = clock()
         # As a leader.
         self._bell: Version | None = None
@@ -156,8 +157,6 @@ class Node:
 
     def _turn(self) -> Steps:
         self._take_order()
-        if self._joining and self._clock() >= self._join_deadline and self._may_time_out():
-            yield from self._end_join(Outcome(failure=protocol.Failure.TIMEOUT))
         closed = self._latest is not None and self._latest.phase is Phase.CLOSED
         if self.record.wants is not Wants.LEFT and not closed:
             yield from self._beat()
@@ -167,6 +166,10 @@ class Node:
         self._judge_punctuality()
         action = protocol.decide(view := self._view())
         self.waiting = protocol.nodes_waiting(view)
+        # After the store has answered: that it is away is told as such, and a round that runs by
+        # now is no failure.
+        if not isinstance(action, protocol.Start | protocol.Fail) and self._is_late():
+            action = protocol.Fail(protocol.Failure.TIMEOUT)
         yield from self._act(action)
 
     def _take_order(self) -> None:
@@ -179,7 +182,9 @@ class Node:
             self._document_due = True
             self.waiting = 0
 
-    def _may_time_out(self) -> bool:
+    def _is_late(self) -> bool:
+        if not self._joining or self._clock() < self._join_deadline:
+            return False
         # A spare waits for as long as the run lasts, as torch's redundant nodes do.
         if self.record.wants is Wants.SPARE:
             self._join_deadline = self._clock() + self._join_timeout
