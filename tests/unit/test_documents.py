@@ -1,0 +1,178 @@
+"""The codecs of what stands in the store: nothing is lost, and nothing but our own is accepted."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.kv import RendezvousStateError
+
+IDS = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=12)
+PEOPLE = st.lists(IDS, unique=True, max_size=200).map(tuple)
+NUMBERS = st.integers(min_value=-(2**53), max_value=2**53)
+TEXT = st.text(max_size=30)
+RECORDS = st.builds(
+    NodeRecord,
+    address=TEXT,
+    pid=NUMBERS,
+    beat=NUMBERS,
+    wants=st.sampled_from(Wants),
+    round=NUMBERS,
+    min_nodes=NUMBERS,
+    max_nodes=NUMBERS,
+    naming=st.none() | TEXT,
+    rank=st.none() | NUMBERS,
+    master=st.none() | TEXT,
+)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> RoundDocument:
+    phase = draw(st.sampled_from(Phase))
+    people = draw(PEOPLE)
+    if phase in (Phase.CONFIRMING, Phase.RUNNING):
+        people = people or ("n1",)
+    return RoundDocument(
+        round=draw(NUMBERS),
+        phase=phase,
+        leader=draw(st.none() | IDS),
+        min_nodes=draw(NUMBERS),
+        max_nodes=draw(NUMBERS),
+        participants=people,
+        previous=draw(PEOPLE),
+        lost=draw(PEOPLE),
+        waiting=draw(NUMBERS),
+        reason=draw(TEXT),
+        master=draw(TEXT) if phase is Phase.RUNNING else draw(st.none() | TEXT),
+    )
+
+
+RUNNING = RoundDocument(
+    round=3,
+    phase=Phase.RUNNING,
+    leader="n1",
+    min_nodes=1,
+    max_nodes=4,
+    participants=("n1", "n2"),
+    master="host1:29500",
+)
+RECORD = NodeRecord(
+    address="host1", pid=1, beat=1, wants=Wants.RUN, round=3, min_nodes=1, max_nodes=4
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+
+
+@given(documents())
+def test_a_document_survives_the_store(document: RoundDocument) -> None:
+    assert RoundDocument.decode(document.encode()) == document
+
+
+@given(RECORDS)
+def test_a_record_survives_the_store(record: NodeRecord) -> None:
+    assert NodeRecord.decode(record.encode()) == record
+
+
+def garbage() -> st.SearchStrategy[bytes]:
+    ours = st.sampled_from([RUNNING.encode(), RECORD.encode()])
+    return st.one_of(
+        st.binary(),
+        st.binary().map(lambda data: b"z" + data),
+        st.binary().map(lambda data: b"z" + zlib.compress(data)),
+        JSON.map(lambda value: json.dumps(value).encode()),
+        st.builds(lambda data, cut: data[:cut], ours, st.integers(0, 200)),
+    )
+
+
+@given(garbage())
+def test_garbage_is_refused_and_nothing_else(data: bytes) -> None:
+    for decode in (RoundDocument.decode, NodeRecord.decode):
+        try:
+            value = decode(data)
+        except RendezvousStateError:
+            continue
+        # What is accepted is one of ours, whole.
+        assert decode(value.encode()) == value
+
+
+@given(st.sampled_from(sorted(json.loads(RUNNING.encode()))), JSON)
+def test_a_document_with_a_wrong_field_is_refused(name: str, value: object) -> None:
+    fields = json.loads(RUNNING.encode()) | {name: value}
+    try:
+        document = RoundDocument.decode(json.dumps(fields).encode())
+    except RendezvousStateError:
+        return
+    assert type(document.round) is type(document.waiting) is int
+    assert isinstance(document.reason, str)
+    assert isinstance(document.naming, str)
+
+
+@given(st.sampled_from(sorted(json.loads(RECORD.encode()))), JSON)
+def test_a_record_with_a_wrong_field_is_refused(name: str, value: object) -> None:
+    fields = json.loads(RECORD.encode()) | {name: value}
+    try:
+        record = NodeRecord.decode(json.dumps(fields).encode())
+    except RendezvousStateError:
+        return
+    assert type(record.beat) is type(record.round) is type(record.pid) is int
+    assert isinstance(record.label, str)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        replace(RUNNING, participants=()),
+        replace(RUNNING, phase=Phase.CONFIRMING, participants=()),
+        replace(RUNNING, participants=("n1", "n1")),
+        replace(RUNNING, master=None),
+    ],
+)
+def test_a_round_that_no_node_could_act_on_is_refused(document: RoundDocument) -> None:
+    with pytest.raises(RendezvousStateError, match="unreadable"):
+        RoundDocument.decode(document.encode())
+
+
+def test_another_schema_says_what_to_do() -> None:
+    data = RUNNING.encode().replace(b'"schema":1', b'"schema":2')
+    with pytest.raises(RendezvousStateError, match=r"schema 2.*reads 1: install the same version"):
+        RoundDocument.decode(data)
+
+
+def test_a_large_document_is_compressed() -> None:
+    people = tuple(f"{number:010x}" for number in range(4096))
+    document = replace(RUNNING, participants=people)
+    data = document.encode()
+    assert RoundDocument.decode(data) == document
+    assert len(data) < 0.7 * sum(map(len, people))
+    assert RUNNING.encode().startswith(b"{")
+
+
+def test_a_crafted_document_does_not_fill_the_memory() -> None:
+    bomb = b"z" + zlib.compress(b" " * (64 * 1024 * 1024), 9)
+    with pytest.raises(RendezvousStateError, match="too large"):
+        RoundDocument.decode(bomb)
+
+
+def test_phases_only_go_forward() -> None:
+    places = [replace(RUNNING, round=r, phase=phase).place for r in (3, 4) for phase in Phase]
+    assert places == sorted(set(places))
+
+
+def test_namings_tell_rounds_apart() -> None:
+    namings = {
+        replace(RUNNING, round=number, participants=people).naming
+        for number in (3, 4)
+        for people in (("n1", "n2"), ("n2", "n1"), ("n1",))
+    }
+    assert len(namings) == 6
+    assert replace(RUNNING, leader="n2", phase=Phase.CONFIRMING).naming == RUNNING.naming

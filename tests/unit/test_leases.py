@@ -1,0 +1,98 @@
+"""Who is silent, and for how long, by one observer's looks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rdzv_plugins.leases import Leases
+
+
+def looks(*at: tuple[int | None, float]) -> Leases:
+    """A node's beat as seen at these times; answers come in no time."""
+    leases = Leases()
+    for beat, now in at:
+        leases.observe("n", beat, now, now)
+    return leases
+
+
+def test_an_unknown_node_is_not_silent() -> None:
+    leases = Leases()
+    assert (leases.age("n"), leases.silence("n", 9.0), leases.moved("n")) == (0, 0, False)
+
+
+def test_the_first_look_begins_the_window() -> None:
+    leases = looks((5, 100.0))
+    assert leases.age("n") == 0
+    assert leases.silence("n", 103.0) == 3
+    assert not leases.moved("n")
+
+
+def test_silence_is_known_up_to_the_last_look_only() -> None:
+    leases = looks((5, 100.0), (5, 102.0))
+    assert leases.age("n") == 2
+    assert leases.silence("n", 110.0) == 10
+
+
+def test_a_beat_that_moves_ends_the_silence() -> None:
+    leases = looks((5, 100.0), (5, 102.0), (6, 103.0))
+    assert leases.age("n") == 0
+    assert leases.moved("n")
+
+
+def test_a_slow_answer_shows_the_time_of_the_question() -> None:
+    leases = looks((5, 100.0))
+    leases.observe("n", 5, 101.0, 109.0)
+    assert leases.age("n") == 1
+    leases.observe("n", 6, 110.0, 119.0)
+    leases.observe("n", 6, 120.0, 120.0)
+    assert leases.age("n") == 1
+
+
+def test_a_record_that_disappears_begins_a_window() -> None:
+    leases = looks((5, 100.0), (None, 102.0), (None, 103.0))
+    assert leases.age("n") == 1
+    assert not leases.moved("n")
+
+
+def test_a_record_that_comes_back_is_no_movement() -> None:
+    leases = looks((None, 100.0), (5, 102.0))
+    assert not leases.moved("n")
+
+
+def test_restart_begins_all_windows_but_one() -> None:
+    leases = looks((5, 100.0), (6, 101.0), (6, 104.0))
+    leases.observe("deposed", 1, 100.0, 100.0)
+    leases.observe("deposed", 1, 104.0, 104.0)
+    leases.restart(105.0, unless="deposed")
+    assert leases.age("n") == 0
+    assert not leases.moved("n")
+    assert leases.silence("n", 106.0) == 1
+    assert leases.age("deposed") == 4
+
+
+def test_keep_forgets_the_others() -> None:
+    leases = looks((5, 100.0), (6, 102.0), (6, 105.0))
+    leases.keep({"other"})
+    assert leases.age("n") == 0
+    assert not leases.moved("n")
+
+
+LOOKS = st.tuples(st.none() | st.integers(0, 3), st.floats(0, 10), st.floats(0, 10))
+
+
+@given(st.lists(LOOKS, min_size=1, max_size=30))
+def test_age_runs_from_the_first_answer_to_the_last_question(
+    looked: list[tuple[int | None, float, float]],
+) -> None:
+    leases, now = Leases(), 0.0
+    last: tuple[int | None] | None = None
+    for beat, pause, wait in looked:
+        asked, now = now + pause, now + pause + wait
+        leases.observe("n", beat, asked, now)
+        if last != (beat,):
+            last, since, expected = (beat,), now, 0.0
+        else:
+            expected = asked - since
+        assert leases.age("n") == expected
+        assert leases.silence("n", now) == now - since

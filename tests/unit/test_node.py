@@ -1,0 +1,358 @@
+"""What a node asks of the store, request by request: the costs, and how a join ends."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from rdzv_plugins import steps
+from rdzv_plugins.documents import (
+    BELL_KEY,
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Wants,
+)
+from rdzv_plugins.kv import (
+    MemoryClient,
+    MemoryServer,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
+from rdzv_plugins.node import Node, close_run
+from rdzv_plugins.protocol import Failure, Rules
+
+
+class Time:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Life:
+    """Drives one node by hand, over the in-memory store."""
+
+    def __init__(self, name: str, server: MemoryServer, time: Time, rules: Rules) -> None:
+        self.client = MemoryClient(server, "run")
+        self.time = time
+        self.down = False
+        self.mute = False
+        self.log: list[str] = []
+        self.outcomes: list[steps.Outcome] = []
+        record = NodeRecord(
+            address=name, pid=1, beat=0, wants=Wants.JOIN, round=-1,
+            min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
+        )  # fmt: skip
+        self.node = Node(name, record, rules, 60.0, time, random.Random(1))
+        self.node.order_join()
+        self.life = self.node.run()
+        self.request: steps.Request = next(self.life)
+
+    def join_again(self) -> None:
+        """What the driver does: order, and end the wait."""
+        self.outcomes.clear()
+        self.node.order_join()
+        self.send(None)
+
+    def go(self) -> list[str]:
+        """Carry requests out until it waits; returns the names of what it asked."""
+        already = len(self.log)
+        while not self._waits():
+            self.answer()
+        return self.log[already:]
+
+    def wake(self) -> list[str]:
+        """End the wait, its time having passed."""
+        assert isinstance(self.request, steps.Park | steps.Rest)
+        # Time always moves between two looks at a real clock.
+        self.time.now += self.request.seconds + 1e-6
+        self.send(None)
+        return self.go()
+
+    def carry_out(self, work: steps.Steps) -> list[str]:
+        """Drive other requests than the life's."""
+        names: list[str] = []
+        answer = None
+        while True:
+            try:
+                request = work.send(answer)
+            except StopIteration:
+                return names
+            names.append(_name(request))
+            answer = self._perform(request)
+
+    def _waits(self) -> bool:
+        if isinstance(self.request, steps.Rest):
+            return True
+        if not isinstance(self.request, steps.Park) or self.down:
+            return False
+        entry = self.client.get(self.request.key)
+        return entry is None or entry.version == self.request.version
+
+    def answer(self) -> None:
+        self.log.append(_name(self.request))
+        try:
+            answer = self._perform(self.request)
+        except RendezvousConnectionError as error:
+            self.request = self.life.throw(error)
+        else:
+            self.send(answer)
+
+    def send(self, answer: Any) -> None:
+        self.request = self.life.send(answer)
+
+    def _perform(self, request: steps.Request) -> Any:
+        client = self.client
+        if isinstance(request, steps.Deliver):
+            return self.outcomes.append(request.outcome)
+        leaves = isinstance(request, steps.PutRecord) and request.record.wants is Wants.LEFT
+        if self.down or (self.mute and leaves):
+            raise RendezvousConnectionError("down")
+        match request:
+            case steps.PutRecord(node, record, ring):
+                keys = {NODES_PREFIX + node: record.encode()}
+                return client.put_many(keys | ({BELL_KEY: b""} if ring else {}))
+            case steps.Ring():
+                return client.put(BELL_KEY, b"")
+            case steps.Read(key) | steps.Park(key):
+                return client.get(key)
+            case steps.CompareAndSet(key, value, expected):
+                return client.compare_and_set(key, value, expected)
+            case steps.List(prefix):
+                return client.list(prefix)
+            case steps.Drop(keys):
+                return client.delete_many(keys)
+            case steps.OpenMaster():
+                return "host:1"
+        return None
+
+
+def _name(request: steps.Request) -> str:
+    key = getattr(request, "key", getattr(request, "prefix", ""))
+    return f"{type(request).__name__} {key}".strip()
+
+
+RULES = Rules(min_nodes=2, max_nodes=2, lease=3.0, interval=1.0, last_call=0.0)
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    return MemoryServer()
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def pair(server: MemoryServer, time: Time) -> tuple[Life, Life]:
+    leader = Life("n1", server, time, RULES)
+    leader.go()
+    return leader, Life("n2", server, time, RULES)
+
+
+def finish(leader: Life, joiner: Life) -> None:
+    """Let both go until both run."""
+    for _ in range(10):
+        joiner.go()
+        leader.go()
+        if leader.outcomes and joiner.outcomes:
+            joiner.go()
+            return
+        if isinstance(leader.request, steps.Rest):
+            leader.wake()
+    raise AssertionError("no round")
+
+
+def stored(life: Life) -> RoundDocument:
+    entry = life.client.get(STATE_KEY)
+    assert entry is not None
+    return RoundDocument.decode(entry.value)
+
+
+def test_a_joiner_asks_five_times(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    assert joiner.log == [
+        "PutRecord", "Read state", "Park state", "PutRecord", "Park state", "Deliver",
+    ]  # fmt: skip
+    assert joiner.outcomes[0].document == stored(leader)
+
+
+def test_the_founder_leads_and_hears_of_joins_by_the_bell(server: MemoryServer, time: Time) -> None:
+    leader = Life("n1", server, time, RULES)
+    assert leader.go() == ["PutRecord", "Read state", "CompareAndSet state", "Read state",
+                           "List nodes/", "Park bell", "Read state", "List nodes/"]  # fmt: skip
+    assert isinstance(leader.request, steps.Park)
+    assert leader.request.key == BELL_KEY
+
+
+def test_a_steady_node_writes_once_and_reads_once_an_interval(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.go()
+    for _ in range(5):
+        before = joiner.time.now
+        asked = joiner.wake()
+        assert asked == ["PutRecord", "Read nodes/n1"]
+        assert 1.0 <= joiner.time.now - before <= 1.101
+        leader.wake()
+
+
+def test_a_steady_leader_writes_once_and_lists_once_an_interval(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    leader.go()
+    for _ in range(5):
+        before = leader.time.now
+        assert leader.wake() == ["PutRecord", "Read state", "List nodes/"]
+        assert 1.0 <= leader.time.now - before <= 1.101
+        joiner.wake()
+
+
+def test_a_node_that_nobody_asked_again_stays_in_its_round(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    assert joiner.node.in_round
+    assert (joiner.node.waiting, leader.node.waiting) == (0, 0)
+
+
+def test_a_failed_worker_brings_the_others_to_join_again(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.join_again()
+    joiner.go()
+    leader.go()
+    assert leader.node.waiting > 0
+    leader.join_again()
+    finish(leader, joiner)
+    assert stored(leader).round == 1
+    assert "n2[1] joined again" in stored(leader).reason
+
+
+def test_a_leader_that_says_farewell_is_followed_at_once(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.go()
+    before = joiner.time.now
+    leader.life.close()
+    assert leader.carry_out(leader.node.farewell()) == [
+        "PutRecord", "Read state", "CompareAndSet state", "Ring",
+    ]  # fmt: skip
+    joiner.go()
+    while stored(joiner).leader is None:
+        joiner.wake()
+    assert stored(joiner).leader == "n2"
+    assert stored(joiner).reason == "n1[1] left"
+    assert joiner.node.waiting > 0
+    assert joiner.time.now - before < 0.1
+
+
+def test_a_participant_that_says_farewell_rings(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    leader.go()
+    joiner.life.close()
+    assert joiner.carry_out(joiner.node.farewell()) == ["PutRecord", "Read state"]
+    leader.go()
+    assert stored(leader).reason == "n2[1] left"
+
+
+def test_an_outage_ends_no_round_and_delivers_nothing(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.go()
+    joiner.down = True
+    joiner.send(None)
+    for _ in range(200):
+        joiner.go()
+        joiner.wake()
+    assert len(joiner.outcomes) == 1
+    assert joiner.node.waiting == 0
+    joiner.down = False
+    joiner.wake()
+    assert joiner.node.in_round
+
+
+def test_a_join_times_out_and_says_so(server: MemoryServer, time: Time) -> None:
+    node = Life("n1", server, time, RULES)
+    node.go()
+    while not node.outcomes:
+        node.wake()
+    assert node.outcomes[0].failure == Failure.TIMEOUT
+    assert 60 <= time.now - 1000 < 62
+    entry = node.client.get(NODES_PREFIX + "n1")
+    assert entry is not None
+    assert NodeRecord.decode(entry.value).wants is Wants.LEFT
+    before = time.now
+    node.wake()
+    assert time.now - before == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_join_without_a_store_ends_in_its_error(server: MemoryServer, time: Time) -> None:
+    node = Life("n1", server, time, RULES)
+    node.down = True
+    while not node.outcomes:
+        node.go()
+        if not node.outcomes:
+            node.wake()
+    assert isinstance(node.outcomes[0].error, RendezvousConnectionError)
+    assert 60 <= time.now - 1000 < 62
+
+
+def test_a_join_that_fails_is_reported_even_if_the_store_goes(
+    server: MemoryServer, time: Time
+) -> None:
+    node = Life("n1", server, time, RULES)
+    node.go()
+    time.now += 60
+    node.mute = True
+    node.send(None)
+    node.go()
+    assert [outcome.failure for outcome in node.outcomes] == [Failure.TIMEOUT]
+
+
+def test_an_unreadable_document_is_told_to_the_agent(server: MemoryServer, time: Time) -> None:
+    MemoryClient(server, "run").put(STATE_KEY, b"\x80\x04garbage")
+    node = Life("n1", server, time, RULES)
+    while not node.outcomes:
+        node.answer()
+    assert isinstance(node.outcomes[0].error, RendezvousStateError)
+
+
+def test_an_unreadable_record_is_silence(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    leader.go()
+    for _ in range(5):
+        joiner.client.put(NODES_PREFIX + "n2", b"garbage")
+        leader.wake()
+    assert stored(leader).round == 1
+    assert stored(leader).reason == "lost n2: lease ran out"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_closing_wakes_whoever_waits(known: bool, server: MemoryServer, time: Time) -> None:
+    leader = Life("n1", server, time, RULES)
+    if known:
+        leader.go()
+    never = RoundDocument(round=0, phase=Phase.FORMING, leader=None, min_nodes=2, max_nodes=2)
+    asked = leader.carry_out(close_run("n9", never, "done"))
+    assert asked == ["Read state", "CompareAndSet state", "Ring", "Chronicle"]
+    assert (stored(leader).phase, stored(leader).reason) == (Phase.CLOSED, "done")
+    if known:
+        leader.go()
+        assert leader.outcomes[0].failure == Failure.CLOSED
+
+
+def test_a_closed_run_is_not_closed_twice(server: MemoryServer, time: Time) -> None:
+    life = Life("n1", server, time, RULES)
+    never = RoundDocument(round=0, phase=Phase.FORMING, leader=None, min_nodes=2, max_nodes=2)
+    life.carry_out(close_run("n9", never, "done"))
+    assert life.carry_out(close_run("n8", never, "again")) == ["Read state"]

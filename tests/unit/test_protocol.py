@@ -1,0 +1,401 @@
+"""What a node does next, rule by rule; the simulator tries what nobody thought of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from rdzv_plugins import protocol
+from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.protocol import (
+    Action,
+    Confirm,
+    Fail,
+    Failure,
+    ListRecords,
+    Rules,
+    SetRecord,
+    Start,
+    View,
+    Wait,
+    Write,
+    decide,
+    nodes_waiting,
+)
+
+RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=5.0)
+
+
+def record(name: str, wants: Wants = Wants.JOIN, round_: int = -1, **more: object) -> NodeRecord:
+    base = NodeRecord(
+        address=name, pid=1, beat=1, wants=wants, round=round_, min_nodes=2, max_nodes=3
+    )
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def document(
+    phase: Phase, round_: int = 4, leader: str | None = "n1", **more: object
+) -> RoundDocument:
+    base = RoundDocument(round=round_, phase=phase, leader=leader, min_nodes=2, max_nodes=3)
+    if phase in (Phase.CONFIRMING, Phase.RUNNING):
+        base = replace(base, participants=("n1", "n2", "n3"), master="n1:1")
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def running(name: str, of: RoundDocument) -> NodeRecord:
+    return record(name, Wants.RUN, of.round, naming=of.naming, master=f"{name}:1")
+
+
+def view(
+    me: NodeRecord,
+    now: RoundDocument | None,
+    others: Mapping[str, NodeRecord] | None = None,
+    *,
+    joining: bool = True,
+    silent: Mapping[str, float] | None = None,
+    latest: RoundDocument | None = None,
+    **more: object,
+) -> View:
+    ages = silent or {}
+    base = View(
+        me=me.address,
+        rules=RULES,
+        record=me,
+        joining=joining,
+        document=now,
+        document_age=0.0,
+        latest=latest or now,
+        member=None,
+        records=others,
+        age=lambda node: ages.get(node, 0.0),
+        silence=lambda node: ages.get(node, 0.0),
+        moved=lambda node: False,
+        minimum_age=None,
+        share=0.5,
+    )
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def written(action: Action) -> RoundDocument:
+    assert isinstance(action, Write), action
+    return action.document
+
+
+def joining(*names: str, round_: int = -1) -> dict[str, NodeRecord]:
+    return {name: record(name, round_=round_) for name in names}
+
+
+def all_running(of: RoundDocument) -> dict[str, NodeRecord]:
+    return {name: running(name, of) for name in of.participants}
+
+
+class TestFirstRound:
+    def test_a_new_run_is_founded_by_whoever_comes(self) -> None:
+        founded = written(decide(view(record("n1"), None)))
+        assert (founded.round, founded.phase, founded.leader) == (0, Phase.FORMING, "n1")
+
+    def test_a_node_that_nobody_asked_founds_nothing(self) -> None:
+        assert decide(view(record("n1"), None, joining=False)) == Wait()
+
+    def test_the_leader_needs_the_records(self) -> None:
+        assert decide(view(record("n1"), document(Phase.FORMING))) == ListRecords()
+
+    def test_others_wait_for_the_leaders_lease(self) -> None:
+        assert decide(view(record("n2"), document(Phase.FORMING))) == Wait(3.5)
+
+    def test_below_the_minimum_everybody_waits(self) -> None:
+        action = decide(view(record("n1"), document(Phase.FORMING), joining("n1")))
+        assert action == Wait(None, False)
+
+    def test_the_maximum_completes_at_once(self) -> None:
+        named = written(
+            decide(view(record("n1"), document(Phase.FORMING), joining("n10", "n2", "n1")))
+        )
+        assert named.phase is Phase.CONFIRMING
+        assert named.participants == ("n1", "n2", "n10")
+
+    @pytest.mark.parametrize(("waited", "done"), [(None, False), (4.9, False), (5.0, True)])
+    def test_the_minimum_completes_after_the_last_call(
+        self, waited: float | None, done: bool
+    ) -> None:
+        forming = document(Phase.FORMING)
+        action = decide(view(record("n1"), forming, joining("n1", "n2"), minimum_age=waited))
+        if done:
+            assert written(action).participants == ("n1", "n2")
+        else:
+            assert isinstance(action, Wait)
+            assert action.minimum_reached
+            assert action.seconds == pytest.approx(5.0 - (waited or 0.0))
+
+    def test_who_left_is_silent_or_has_other_nodes_is_not_counted(self) -> None:
+        others = joining("n1", "n2", "n3") | {
+            "n3": record("n3", Wants.LEFT),
+            "n4": record("n4", max_nodes=9),
+            "n5": record("n5"),
+        }
+        action = decide(view(record("n1"), document(Phase.FORMING), others, silent={"n5": 3.0}))
+        assert action == Wait(5.0, True)
+
+    def test_a_surplus_is_spare_and_survivors_come_before_newcomers(self) -> None:
+        forming = document(Phase.FORMING, previous=("n8", "n9"))
+        others = joining("n1", "n2", "n8", "n9", round_=3)
+        named = written(decide(view(record("n1"), forming, others)))
+        assert set(named.participants) == {"n8", "n9", "n1"}
+        assert named.waiting == 1
+
+
+class TestExclusivity:
+    FORMING = document(Phase.FORMING, previous=("n2", "n3"))
+
+    def lead(self, others: dict[str, NodeRecord], **silent: float) -> Action:
+        everybody = joining("n1", "n4", "n5") | others
+        return decide(view(record("n1"), self.FORMING, everybody, silent=silent))
+
+    def test_a_participant_that_still_runs_is_waited_for(self) -> None:
+        others = {"n2": record("n2", Wants.RUN, 3), "n3": record("n3", round_=3)}
+        assert self.lead(others, n2=1.0) == Wait(2.0, True)
+
+    def test_a_join_older_than_the_round_does_not_count(self) -> None:
+        others = {"n2": record("n2", round_=2), "n3": record("n3", round_=3)}
+        assert self.lead(others, n2=1.0) == Wait(2.0, True)
+
+    @pytest.mark.parametrize("wants", [Wants.JOIN, Wants.SPARE])
+    def test_all_have_asked_again(self, wants: Wants) -> None:
+        others = {"n2": record("n2", wants, 3), "n3": record("n3", wants, 3)}
+        assert set(written(self.lead(others)).participants) > {"n2", "n3"}
+
+    def test_the_rest_have_left_or_are_silent(self) -> None:
+        others = {"n2": record("n2", Wants.LEFT, 3), "n3": record("n3", Wants.RUN, 3)}
+        assert set(written(self.lead(others, n3=3.0)).participants) == {"n1", "n4", "n5"}
+
+    def test_a_record_that_is_missing_is_silence_not_a_leave(self) -> None:
+        others = {"n2": record("n2", round_=3)}
+        assert self.lead(others, n3=2.5) == Wait(0.5, True)
+        assert set(written(self.lead(others, n3=3.0)).participants) >= {"n2"}
+
+
+class TestConfirming:
+    NAMED = document(Phase.CONFIRMING)
+
+    def test_rank_0_opens_the_master_and_others_do_not(self) -> None:
+        for name, first in (("n1", True), ("n2", False)):
+            action = decide(view(record(name, round_=3), self.NAMED))
+            assert action == Confirm(4, self.NAMED.naming, first)
+
+    def test_who_has_confirmed_does_not_do_it_again(self) -> None:
+        assert isinstance(decide(view(running("n2", self.NAMED), self.NAMED)), Wait)
+
+    def test_another_round_of_the_same_number_is_confirmed_anew(self) -> None:
+        other = replace(self.NAMED, participants=("n9", "n2"))
+        assert isinstance(decide(view(running("n2", other), self.NAMED)), Confirm)
+
+    def test_the_leader_waits_for_the_last_one(self) -> None:
+        others = all_running(self.NAMED) | {"n3": record("n3", round_=3)}
+        assert decide(view(others["n1"], self.NAMED, others)) == Wait(3.0)
+
+    def test_it_runs_when_all_have_confirmed(self) -> None:
+        others = all_running(self.NAMED)
+        started = written(decide(view(others["n1"], self.NAMED, others)))
+        assert (started.phase, started.master) == (Phase.RUNNING, "n1:1")
+
+    def test_a_participant_that_dies_meanwhile_is_found_out(self) -> None:
+        others = all_running(self.NAMED)
+        again = written(decide(view(others["n1"], self.NAMED, others, silent={"n3": 3.0})))
+        assert (again.round, again.phase) == (5, Phase.FORMING)
+        assert again.previous == ("n1", "n2")
+        assert again.reason == "lost n3[1]: lease ran out"
+
+
+class TestRunning:
+    NOW = document(Phase.RUNNING)
+
+    def lead(self, others: dict[str, NodeRecord], rules: Rules = RULES, now: RoundDocument = NOW,
+             **silent: float) -> Action:  # fmt: skip
+        everybody = all_running(now) | others
+        return decide(
+            view(everybody["n1"], now, everybody, joining=False, silent=silent, rules=rules)
+        )
+
+    def test_who_confirmed_starts(self) -> None:
+        assert decide(view(running("n2", self.NOW), self.NOW)) == Start(self.NOW)
+
+    def test_who_did_not_confirm_is_not_in_it(self) -> None:
+        assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Wants.JOIN, 4)
+
+    def test_a_quiet_round_is_left_alone(self) -> None:
+        assert self.lead({}, n2=1.0) == Wait(2.0)
+
+    def test_a_newcomer_to_a_full_round_is_a_spare(self) -> None:
+        assert decide(view(record("n4"), self.NOW)) == SetRecord(Wants.SPARE, -1, ring=False)
+        assert isinstance(self.lead(joining("n4")), Wait)
+
+    def test_a_newcomer_with_room_starts_the_next_round(self) -> None:
+        small = replace(self.NOW, participants=("n1", "n2"))
+        following = written(self.lead(joining("n4"), now=small))
+        assert (following.round, following.waiting) == (5, 1)
+        assert following.reason == "n4[1] joined"
+
+    def test_a_loss_starts_the_next_round(self) -> None:
+        following = written(self.lead({}, n3=3.0))
+        assert (following.round, following.previous) == (5, ("n1", "n2"))
+
+    def test_a_loss_is_noted_where_it_shall_not_restart(self) -> None:
+        rules = replace(RULES, restart_on_loss=False)
+        noted = written(self.lead({}, rules, n3=3.0))
+        assert (noted.round, noted.phase, noted.lost) == (4, Phase.RUNNING, ("n3",))
+        assert self.lead({}, rules, noted, n3=9.0) == Wait(3.0)
+
+    def test_the_lost_come_back_to_a_round_that_goes_on(self) -> None:
+        rules, now = replace(RULES, restart_on_loss=False), replace(self.NOW, lost=("n3",))
+        everybody = all_running(now)
+        base = view(everybody["n1"], now, everybody, joining=False, rules=rules)
+        assert isinstance(decide(base), Wait)
+        assert written(decide(replace(base, moved=lambda node: True))).lost == ()
+
+    def test_a_leave_is_a_loss_at_once(self) -> None:
+        following = written(self.lead({"n3": record("n3", Wants.LEFT, 4)}))
+        assert following.reason == "n3[1] left"
+
+    def test_a_participant_whose_workers_failed_takes_the_others_along(self) -> None:
+        following = written(self.lead({"n3": record("n3", round_=4)}))
+        assert following.previous == ("n1", "n2", "n3")
+        assert following.reason == "n3[1] joined again (its workers failed)"
+
+    def test_an_old_join_of_a_participant_is_nothing(self) -> None:
+        assert isinstance(self.lead({"n3": record("n3", round_=3)}), Wait)
+
+
+class TestLeadership:
+    def test_the_heir_takes_over_first(self) -> None:
+        now = document(Phase.RUNNING)
+        for name, patience in (("n2", 3.0), ("n3", 3.0 + protocol._TURN_SECONDS)):
+            early = view(running(name, now), now, joining=False, silent={"n1": patience - 0.01})
+            waits = decide(early)
+            assert isinstance(waits, Wait)
+            assert waits.seconds == pytest.approx(0.01)
+            late = view(running(name, now), now, joining=False, silent={"n1": patience})
+            following = written(decide(late))
+            assert (following.leader, following.round) == (name, 5)
+            assert "n1" not in following.previous
+
+    def test_a_leader_that_left_is_followed_at_once(self) -> None:
+        now = document(Phase.RUNNING, leader=None)
+        assert written(decide(view(running("n1", now), now, joining=False))).leader == "n1"
+
+    def test_a_dead_leader_is_not_waited_for_while_forming(self) -> None:
+        now = document(Phase.FORMING, previous=("n1", "n2"))
+        after = written(decide(view(record("n2", round_=3), now, silent={"n1": 3.0})))
+        assert (after.leader, after.round, after.previous) == ("n2", 4, ("n2",))
+
+    def test_a_deposed_leader_only_watches(self) -> None:
+        now = document(Phase.RUNNING, leader="n2")
+        assert isinstance(decide(view(running("n1", now), now, joining=False)), Wait)
+
+
+class TestAmnesia:
+    RAN = document(Phase.RUNNING)
+
+    def test_the_leader_writes_the_document_back(self) -> None:
+        lost = view(running("n1", self.RAN), None, joining=False, latest=self.RAN)
+        assert written(decide(lost)) == self.RAN
+
+    def test_the_others_do_so_in_turn(self) -> None:
+        lost = view(running("n2", self.RAN), None, joining=False, latest=self.RAN)
+        assert decide(lost) == Wait(0.5)
+        after = written(decide(replace(lost, document_age=0.5)))
+        assert after == replace(self.RAN, leader="n2")
+
+    def test_a_newcomers_round_gives_way(self) -> None:
+        founded = document(Phase.RUNNING, round_=0, leader="n9", participants=("n9", "n8"))
+        late = view(running("n1", self.RAN), founded, joining=False, latest=self.RAN)
+        assert written(decide(late)) == self.RAN
+
+    def test_a_newcomers_round_waits_for_those_that_run_and_is_numbered_above(self) -> None:
+        founded = document(Phase.FORMING, round_=0, leader="n9")
+        others = joining("n9", "n8") | {"n1": running("n1", self.RAN)}
+        after = written(decide(view(others["n9"], founded, others)))
+        assert (after.round, after.previous) == (5, ("n1",))
+
+
+class TestClosed:
+    CLOSED = document(Phase.CLOSED)
+
+    @pytest.mark.parametrize(
+        ("wants", "failure"),
+        [(Wants.JOIN, Failure.CLOSED), (Wants.SPARE, Failure.SPARE_CLOSED)],
+    )
+    def test_who_waits_is_told(self, wants: Wants, failure: str) -> None:
+        assert decide(view(record("n9", wants), self.CLOSED)) == Fail(failure)
+
+    def test_it_stays_closed_for_who_saw_it(self) -> None:
+        assert decide(view(record("n1"), None, latest=self.CLOSED)) == Fail(Failure.CLOSED)
+
+    def test_who_runs_is_left_alone(self) -> None:
+        now = replace(self.CLOSED, participants=("n1",))
+        assert decide(view(running("n1", now), now, {}, joining=False)) == Wait()
+
+
+class TestMismatch:
+    NOW = document(Phase.RUNNING)
+    OTHER = record("n9", max_nodes=4)
+    OTHERS = replace(RULES, max_nodes=4)
+
+    def test_it_is_refused_while_the_leader_lives(self) -> None:
+        here = view(self.OTHER, self.NOW, rules=self.OTHERS, moved=lambda node: True)
+        assert decide(here) == Fail(Failure.MISMATCH)
+
+    def test_a_dead_run_is_taken_over(self) -> None:
+        here = view(self.OTHER, self.NOW, rules=self.OTHERS, silent={"n1": 3.5})
+        after = written(decide(here))
+        assert (after.round, after.max_nodes, after.previous) == (5, 4, ("n2", "n3"))
+
+
+class TestNodesWaiting:
+    NOW = document(Phase.RUNNING)
+
+    def waiting(self, now: RoundDocument | None, **more: object) -> int:
+        base = view(running("n2", self.NOW), now, joining=False, member=self.NOW)
+        return nodes_waiting(replace(base, **more))  # type: ignore[arg-type]
+
+    def test_the_own_round_is_quiet(self) -> None:
+        assert self.waiting(self.NOW) == 0
+        assert self.waiting(replace(self.NOW, lost=("n3",), leader="n2")) == 0
+
+    def test_a_later_round_says_join(self) -> None:
+        assert self.waiting(document(Phase.FORMING, round_=5)) == 1
+        assert self.waiting(document(Phase.FORMING, round_=5, waiting=3)) == 3
+
+    def test_another_round_of_the_same_number_says_join(self) -> None:
+        assert self.waiting(replace(self.NOW, participants=("n8", "n9"))) == 1
+
+    def test_a_store_that_forgot_stops_nobody(self) -> None:
+        assert self.waiting(None) == 0
+        assert self.waiting(document(Phase.FORMING, round_=0)) == 0
+
+    def test_a_closed_run_stops_nobody(self) -> None:
+        assert self.waiting(document(Phase.CLOSED, round_=5)) == 0
+
+    def test_who_joins_already_is_not_asked_to(self) -> None:
+        assert self.waiting(document(Phase.FORMING, round_=5), joining=True) == 0
+
+
+def test_a_node_that_left_does_nothing() -> None:
+    here = view(record("n2", Wants.LEFT), document(Phase.RUNNING), joining=False)
+    assert decide(here) == Wait()
+
+
+def test_reasons_name_a_few_and_count_the_rest() -> None:
+    now = document(Phase.RUNNING, max_nodes=9, participants=("n1", "n2"))
+    newcomers = {f"n{i}": record(f"n{i}", max_nodes=9) for i in range(3, 9)}
+    everybody = {name: replace(one, max_nodes=9) for name, one in all_running(now).items()}
+    here = view(everybody["n1"], now, everybody | newcomers, joining=False,
+                rules=replace(RULES, max_nodes=9))  # fmt: skip
+    assert written(decide(here)).reason == "n3[1], n4[1], n5[1], n6[1] and 2 more joined"
+
+
+def test_every_action_is_one_of_the_module() -> None:
+    assert {kind.__name__ for kind in protocol.Action.__args__} == {
+        "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "Wait",
+    }  # fmt: skip
