@@ -8,7 +8,8 @@ braces are a hash tag: in a Cluster everything of a run lives in one slot.
 Limits: linearizable on one primary; replication is asynchronous, so a fail-over (Sentinel, Cluster)
 may lose the last writes, which the round protocol survives as it survives a restart with an empty
 memory. Values up to 512 MB (``proto-max-bulk-len``), so the number of nodes is not limited by size.
-The user needs ``+@hash +@stream +@scripting +time +expire +del +hello`` on ``~{<prefix>/*``.
+The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello`` on
+``~{<prefix>/*``.
 """
 
 from __future__ import annotations
@@ -243,10 +244,10 @@ class Client(KeyValueClient):
         where = f"redis at {self._shown}"
         if "NOTANUMBER" in str(error):
             return RendezvousStateError(f"the counter in {where} is not a number")
-        if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
+        if _is_refusal(error):
             return RendezvousConnectionError(
                 f"{where} refused the credentials ({error}); set the user in the endpoint and the "
-                "password in $RDZV_PLUGINS_PASSWORD"
+                "password in $RDZV_PLUGINS_PASSWORD; docs/stores.md names the rights it needs"
             )
         if "[SSL" in str(error):
             return tls_failure(where, str(error))
@@ -269,8 +270,15 @@ class Client(KeyValueClient):
         return error
 
 
-def _is_passing(error: Exception) -> bool:
+def _is_refusal(error: Exception) -> bool:
+    """Whether the user is unknown, or lacks a right, be it within a script (Redis 6, 7.2)."""
     if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
+        return True
+    return str(error).startswith(("The user executing the script", "ACL failure in script"))
+
+
+def _is_passing(error: Exception) -> bool:
+    if _is_refusal(error):
         return False
     # redis wraps a failed TLS handshake in a ConnectionError; trying again cannot mend it.
     if stays_refused(str(error)):
