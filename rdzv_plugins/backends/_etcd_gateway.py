@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rdzv_plugins.backends._tls import unheard_alert
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 
 __all__ = ["Gateway", "GatewayError", "decoded", "encoded", "explain", "is_passing"]
@@ -194,6 +195,9 @@ class Gateway:
                 self._failed(member)
             raise
         except Exception as error:
+            ours = self._closed or (going is not None and not going())
+            if link is not None and not ours and (alert := self._alert(link, error)):
+                raise alert from error
             if _is_token_error(error):
                 if self._token == token:
                     self._token = None
@@ -205,6 +209,13 @@ class Gateway:
         finally:
             if link is not None:
                 self._give_back(link)
+
+    def _alert(self, link: _Link, error: Exception) -> ssl.SSLError | None:
+        """What a member said that hung up at the first request."""
+        hung_up = isinstance(error, ConnectionError | ssl.SSLEOFError)
+        if self._context is None or link.answered or not link.fresh or not hung_up:
+            return None
+        return unheard_alert(*self._hosts[link.member], self._context)
 
     def _reused(self, member: int) -> _Link | None:
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ssl
 import threading
 import time
 from collections import deque
@@ -28,7 +29,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from rdzv_plugins.backends._redis_scripts import SCRIPTS
-from rdzv_plugins.backends._tls import tls_context
+from rdzv_plugins.backends._tls import tls_context, unheard_alert
 from rdzv_plugins.config import parse_endpoint
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Lines:
         self, endpoint: str, options: Options, slot_key: str, request_timeout: float
     ) -> None:
         self._timeout = request_timeout
-        self._make = _maker(endpoint, options, request_timeout)
+        self._make, self.context = _maker(endpoint, options, request_timeout)
         # Made with the first connection: a cluster's client asks for the slots as it is made.
         self._redis: Any = None
         self._doubtful = False
@@ -153,9 +154,13 @@ class Lines:
             for answer in [_read(line) for _ in loads]:
                 if isinstance(answer, Exception):
                     raise answer
-        except BaseException:
+        except BaseException as error:
             line.disconnect()
             self._doubtful = True
+            if self.context and isinstance(error, redis.ConnectionError) and line.host:
+                alert = unheard_alert(line.host, int(line.port), self.context)
+                if alert is not None:
+                    raise alert from error
             raise
         return line
 
@@ -190,8 +195,13 @@ def _read(line: Any) -> Any:
         return error
 
 
-def _maker(endpoint: str, options: Options, timeout: float) -> Callable[[], Any]:
-    """Makes a redis-py client that does not retry (`retry` does); raises `ValueError`."""
+def _maker(
+    endpoint: str, options: Options, timeout: float
+) -> tuple[Callable[[], Any], ssl.SSLContext | None]:
+    """Makes a redis-py client that does not retry (`retry` does); and what its TLS amounts to.
+
+    Raises `ValueError`.
+    """
     path = endpoint.removeprefix("unix://")
     common: dict[str, Any] = {
         "socket_timeout": timeout,
@@ -204,22 +214,24 @@ def _maker(endpoint: str, options: Options, timeout: float) -> Callable[[], Any]
     if path != endpoint:
         if not path.startswith("/"):
             raise ValueError("a unix:// endpoint needs an absolute path: unix:///run/redis.sock")
-        return partial(redis.Redis, unix_socket_path=path, db=options.database, **common)
+        return partial(redis.Redis, unix_socket_path=path, db=options.database, **common), None
     target = parse_endpoint(endpoint, default_port=6379, schemes=SCHEMES)
     common["username"] = target.user or options.user
     common["password"] = target.password or options.secret()
     common["socket_keepalive"] = True
+    context: ssl.SSLContext | None = None
     if options.tls or target.scheme in ("rediss", "valkeys"):
-        # For what it says of files that cannot be used.
-        tls_context(options)
+        context = tls_context(options)
         common["ssl"] = True
+        # Not so by itself before redis-py 6.
+        common["ssl_check_hostname"] = True
         common["ssl_ca_certs"] = options.ca_file
         common["ssl_certfile"] = options.cert_file
         common["ssl_keyfile"] = options.key_file
     untyped: Any = redis
     if options.cluster:
         nodes = [untyped.cluster.ClusterNode(host, port) for host, port in target.hosts]
-        return partial(redis.RedisCluster, startup_nodes=nodes, **common)
+        return partial(redis.RedisCluster, startup_nodes=nodes, **common), context
     database = _database(target.path, target.query, options.database)
     if options.sentinel:
         sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=common, **common)
@@ -228,11 +240,11 @@ def _maker(endpoint: str, options: Options, timeout: float) -> Callable[[], Any]
             open_to_all = {**common, "username": None, "password": None}
             bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=open_to_all)
             sentinel.sentinels = [*bare.sentinels, *sentinel.sentinels]
-        return partial(sentinel.master_for, options.sentinel, db=database)
+        return partial(sentinel.master_for, options.sentinel, db=database), context
     if len(target.hosts) > 1:
         raise ValueError("several hosts need --rdzv-conf sentinel=<name> or cluster=true")
     host, port = target.hosts[0]
-    return partial(redis.Redis, host=host, port=port, db=database, **common)
+    return partial(redis.Redis, host=host, port=port, db=database, **common), context
 
 
 def _database(path: str, query: Mapping[str, str], default: int) -> int:

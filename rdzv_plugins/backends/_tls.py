@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import socket
 import ssl
 
 from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.kv import RendezvousConnectionError
 
-__all__ = ["stays_refused", "tls_context", "tls_failure"]
+__all__ = ["stays_refused", "tls_context", "tls_failure", "unheard_alert"]
+
+# A server that has something against a certificate says so within a round trip.
+_ALERT_SECONDS = 0.5
 
 _OF_A_CERTIFICATE = re.compile(r"CERTIFICATE|UNKNOWN_CA|WRONG_VERSION_NUMBER")
 
@@ -39,6 +43,25 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
                 f"used: {error}"
             ) from error
     return context
+
+
+def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError | None:
+    """What the server has against us, if it broke a connection off as soon as we spoke; else None.
+
+    In TLS 1.3 it judges our certificate while our first request is on its way, and by closing with
+    that unread it takes back what it said. To a client that asks nothing it can be heard.
+    """
+    try:
+        with (
+            socket.create_connection((host, port), _ALERT_SECONDS) as raw,
+            context.wrap_socket(raw, server_hostname=host) as line,
+        ):
+            line.recv(1)
+    except ssl.SSLError as error:
+        return error if stays_refused(str(error)) else None
+    except OSError:
+        return None
+    return None
 
 
 def tls_failure(where: str, reason: str) -> RendezvousConnectionError:

@@ -91,7 +91,6 @@ class Client(KeyValueClient):
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
         self._shown = redact(endpoint) or "localhost"
-        self._plain = not (options.tls or endpoint.startswith(("rediss:", "valkeys:")))
         self._timeout = request_timeout
         self._hash = "{" + namespace + "}"
         self._wake = f"{self._hash}:wake:{secrets.token_hex(8)}"
@@ -259,8 +258,8 @@ class Client(KeyValueClient):
                 "one in their configuration, and do they take the password?"
             )
         if isinstance(error, TimeoutError | ConnectionError | RedisClusterException | OSError):
-            hung_up = self._plain and re.search("closed by server|reset by peer", str(error))
-            tls = ", and does it want rediss://" if hung_up else ""
+            hung_up = re.search("closed by server|reset by peer", str(error))
+            tls = ", and does it want rediss://" if hung_up and not self._lines.context else ""
             return RendezvousConnectionError(
                 f"{where} could not be reached within {self._timeout:g} s ({error}); "
                 f"is it running, does --rdzv-endpoint name it{tls}?"
