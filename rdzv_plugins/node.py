@@ -109,6 +109,7 @@ class Node:
         self._parsed: dict[str, tuple[Version, NodeRecord]] = {}
         self._listed_at = float("-inf")
         self._minimum_since: float | None = None
+        self._untidy: RoundDocument | None = None
 
     @property
     def join_ordered(self) -> bool:
@@ -378,11 +379,11 @@ class Node:
             # The leader of before waits for its bell, not for the document.
             yield Ring(self.id)
         if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
-            yield from self._tidy(document)
+            self._untidy = document
         return True
 
     def _tidy(self, document: RoundDocument) -> Steps:
-        """After a round has been released: nothing here holds an agent up."""
+        """After a round has been released, this node's own agent too: nobody waits for it."""
         records = self._records or {}
         members = tuple(
             records[node].label
@@ -402,6 +403,10 @@ class Node:
             yield Drop(tuple(NODES_PREFIX + node for node in dead))
 
     def _wait(self, seconds: float | None) -> Steps:
+        if self._untidy is not None:
+            released, self._untidy = self._untidy, None
+            yield from self._tidy(released)
+            return
         document = self.document
         leads = document is not None and document.leader == self.id
         if document is not None and document.phase is Phase.CLOSED:

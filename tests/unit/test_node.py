@@ -193,6 +193,14 @@ def test_the_founder_leads_and_hears_of_joins_by_the_bell(server: MemoryServer, 
     assert leader.request.key == BELL_KEY
 
 
+def test_the_leaders_own_agent_does_not_wait_for_the_tidying(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    leader.go()
+    assert leader.log.index("Deliver") < leader.log.index("Chronicle")
+    assert leader.log.count("Chronicle") == leader.log.count("DropStores") == 1
+
+
 def test_a_steady_node_writes_once_and_reads_once_an_interval(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
