@@ -34,7 +34,8 @@ INVARIANTS = {
     "maximum only after the last call, and only nodes with the run's own --nnodes",
     "confirmed": "a round runs only after each participant's record has said that it has seen it, "
     "and with the address that rank 0 opened for it",
-    "rounds of a node": "a node is given rounds of growing numbers",
+    "rounds of a node": "a node is given rounds of growing numbers, and named only in rounds above "
+    "the last one that its listed record tells of",
     "rounds of a run": "the document only moves forward in round and phase; a store that forgot "
     "is the only way back",
     "evidence": "nobody is declared lost whose beats reached the store within a lease of the "
@@ -209,8 +210,9 @@ class Checker:
                 # What it does to its predecessor rests on the window from before it led.
                 evidence.leads_after = before.leader
         image = replace(after, leader=None, waiting=0, reason="")
-        if image not in self._stood and before is not None and after.phase is not Phase.CLOSED:
-            # Else it was written back after an amnesia, or only its leader changed.
+        # Else it was written back after an amnesia, or only its leader changed.
+        is_new = image not in self._stood
+        if is_new and before is not None and after.phase is not Phase.CLOSED:
             for lost in _declared_lost(before, after, evidence.seen):
                 self._judge_evidence(node, track, evidence, lost, after)
         self._stood.add(image)
@@ -223,6 +225,13 @@ class Checker:
             )
             if not after.min_nodes <= len(after.participants) <= after.max_nodes:
                 raise InvariantError("size", show(after))
+            for person in after.participants:
+                listed = evidence.seen.get(person)
+                # A leader may know more of itself than it listed.
+                if is_new and listed and person != node and listed.round >= after.round:
+                    raise InvariantError(
+                        "rounds of a node", f"{person} of round {listed.round} in {show(after)}"
+                    )
             formed = self._now() - self._forming.get(after.round, 0.0)
             if (
                 before is not None

@@ -27,10 +27,11 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """What it breaks, in words, and how."""
+    """What it breaks, in words, and how; ``seed`` is one that notices."""
 
     breaks: str
     edits: tuple[Edit, ...]
+    seed: int = 1
 
 
 def _in(module: str, old: str, new: str) -> Edit:

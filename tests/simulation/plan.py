@@ -39,6 +39,16 @@ KINDS = {
 """Kinds of planned faults and their weights."""
 
 _MOST_KINDS = 6
+_AMBUSHES = (
+    "crash",
+    "crash, then restart as a newcomer",
+    "stall",
+    "leave",
+    "worker failure",
+    "partition",
+    "amnesia",
+    "amnesia",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ class Plan:
         staleness: how much older than its answer a listing may be.
         poll: how long a waiter may take to notice a change; 0: the store pushes.
         stop: longest time that an agent takes to stop its workers.
+        ambush: kind of a fault that is apt to come just when a document is written; None: none is.
         rejoins: chance that an agent whose join failed asks again instead of exiting.
     """
 
@@ -78,6 +89,7 @@ class Plan:
     stop: float
     join_timeout: float
     rejoins: float
+    ambush: str | None
     faults: tuple[Fault, ...]
 
     @classmethod
@@ -122,6 +134,7 @@ class Plan:
             stop=chance.choice((0.05, 0.5, 4.0)),
             join_timeout=chance.choice((600.0, 600.0, 600.0, 25.0)),
             rejoins=chance.choice((0.0, 0.5)),
+            ambush=chance.choice(_AMBUSHES) if chance.random() < 0.4 else None,
             faults=_faults(chance),
         )
 

@@ -23,6 +23,7 @@ from .store import Store
 
 __all__ = ["REAL", "Build", "Result", "World", "bound", "simulate"]
 
+_AMBUSHED, _MOST_AMBUSHES = 0.2, 6
 _LOOK = 0.5
 """Seconds between two looks at whether the run has settled."""
 
@@ -89,6 +90,7 @@ class World:
         self.injected: Counter[str] = Counter()
         self.trace: list[str] = []
         self._traced = traced
+        self._ambushes = _MOST_AMBUSHES
         self._decoded: dict[bytes, NodeRecord] = {}
 
     def note(self, text: str) -> None:
@@ -148,6 +150,11 @@ class World:
         self.note(f"{host.id} writes {show(after)} ({after.reason})")
         self.rounds += after.phase is Phase.RUNNING
         self.checker.wrote(host.id, was, after, evidence, self.store.epoch)
+        if self.plan.ambush and self._ambushes and self.chance.random() < _AMBUSHED:
+            soon = self.kernel.now + self.chance.uniform(0, 4 * self.plan.latency)
+            if soon < QUIET_AFTER:
+                self._ambushes -= 1
+                self.kernel.at(soon, self._befall, self.plan.ambush)
 
     def violated(self, invariant: str, what: str) -> None:
         raise InvariantError(invariant, what)

@@ -1,0 +1,102 @@
+"""The protocol under seeded faults. Each run tries new seeds and prints which.
+
+``SEEDS`` and ``FIRST_SEED`` in the environment choose others; with ``CI`` set at least 5,000 run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from .campaign import Totals, failure_report, new_first_seed, run_seeds
+from .faults import FAULTS
+from .mutants import MUTANTS, Edit, Mutant, build
+from .plan import KINDS
+from .world import simulate
+
+IN_CI = bool(os.environ.get("CI"))
+FIRST = int(os.environ.get("FIRST_SEED") or new_first_seed())
+SEEDS = max(int(os.environ.get("SEEDS") or 500), 5000 if IN_CI else 0)
+LARGE = 24 if IN_CI else 4
+
+# A mutant is looked for from the seed that caught it when it was written. The protocol's requests
+# decide what a seed means, so that another may catch it after a change.
+_MOST_SEEDS_PER_MUTANT = 3000
+
+
+def judge(totals: Totals, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        sys.stdout.write(f"\n{totals}\n")
+    if totals.failed:
+        pytest.fail(failure_report(totals.failed[0], totals.most_nodes), pytrace=False)
+
+
+@pytest.mark.timeout(900)
+def test_new_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    totals = run_seeds(FIRST, SEEDS)
+    judge(totals, capsys)
+    assert totals.rounds > SEEDS
+    # A simulator whose faults never happen proves nothing.
+    assert set(KINDS) <= set(totals.injected)
+
+
+@pytest.mark.timeout(600)
+def test_new_seeds_of_200_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    totals = run_seeds(FIRST, LARGE, 200)
+    judge(totals, capsys)
+    assert totals.given > 100 * LARGE
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.timeout(600)
+def test_a_broken_rule_is_caught(name: str) -> None:
+    """Its seed holds on the package's own code, and not on the mutant's."""
+    mutant = MUTANTS[name]
+    assert simulate(mutant.seed).violation is None
+    seeds = range(mutant.seed, mutant.seed + _MOST_SEEDS_PER_MUTANT)
+    caught = next((seed for seed in seeds if simulate(seed, build=build(name)).violation), None)
+    assert caught is not None, f"{len(seeds)} seeds do not notice: {mutant.breaks}"
+
+
+def test_a_mutant_whose_text_is_gone_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    edit = Edit("protocol", "no such text in there", "")
+    monkeypatch.setitem(MUTANTS, "gone", Mutant("nothing", (edit,)))
+    with pytest.raises(LookupError, match=r"gone: 0 times in protocol\.py: no such text"):
+        build("gone")
+
+
+def test_every_planned_fault_can_befall() -> None:
+    assert set(FAULTS) == set(KINDS)
+
+
+def test_a_seed_is_the_same_run_everywhere() -> None:
+    """Also where sets and dicts are in another order."""
+    script = (
+        "from tests.simulation.world import simulate\n"
+        "for seed in (11, 12, 13): print('\\n'.join(simulate(seed, traced=True).trace))"
+    )
+    traces = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(traces) == 1
+    assert traces.pop().count("\n") > 50
+
+
+def test_a_failure_says_what_happened_and_how_to_see_it_again() -> None:
+    name = "coup"
+    result = simulate(MUTANTS[name].seed, build=build(name))
+    assert result.violation
+    report = failure_report(result, 12)
+    assert report.startswith(f"seed {result.seed}: {result.violation}")
+    assert report.endswith(f"reproduce: python -m tests.simulation --seed {result.seed}")

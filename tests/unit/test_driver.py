@@ -1,0 +1,170 @@
+"""The handler and its driver decide nothing: what the simulator proves is what runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from rdzv_plugins import protocol, steps
+from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.driver import Driver, carry_out
+from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError
+from rdzv_plugins.node import Node
+from rdzv_plugins.protocol import Rules
+
+
+def tree_of(module: str) -> ast.Module:
+    spec = importlib.util.find_spec(f"rdzv_plugins.{module}")
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.parse(Path(spec.origin).read_text())
+
+
+def names_used(tree: ast.AST) -> set[str]:
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return used | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def names_imported_from_the_protocol(tree: ast.Module) -> set[str]:
+    return {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "rdzv_plugins.protocol"
+        for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("module", ["handler", "driver"])
+def test_it_knows_the_settings_and_the_failures_and_no_rule(module: str) -> None:
+    tree = tree_of(module)
+    assert names_imported_from_the_protocol(tree) <= {"Rules", "Failure"}
+    rules = set(protocol.__all__) - {"Rules", "Failure"}
+    # Names that are also everyday words of these modules.
+    rules -= {"Wait", "Write", "Start", "Fail"}
+    assert not names_used(tree) & rules
+    for call in ("decide", "nodes_waiting", "order_ranks", "Leases"):
+        assert call not in names_used(tree)
+
+
+@pytest.mark.parametrize("module", ["handler", "driver"])
+def test_it_writes_neither_rounds_nor_records_of_its_own(module: str) -> None:
+    """It makes its first record and a document to close where there is none, and changes none."""
+    used = names_used(tree_of(module))
+    assert "replace" not in used
+    if module == "driver":
+        assert not used & {"RoundDocument", "NodeRecord", "Phase", "Wants"}
+
+
+class Recording(MemoryClient):
+    """Notes what the driver calls, not what a call makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryServer(), "run")
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name.startswith("_") or not callable(value) or name == "check_size":
+            return value
+        calls = super().__getattribute__("calls")
+
+        def noted(*arguments: Any) -> Any:
+            calls.append(name)
+            before = len(calls)
+            answer = value(*arguments)
+            del calls[before:]
+            return answer
+
+        return noted
+
+
+RUNNING = RoundDocument(
+    round=1, phase=Phase.RUNNING, leader="n1", min_nodes=1, max_nodes=1,
+    participants=("n1",), master="host:1",
+)  # fmt: skip
+RECORD = NodeRecord(
+    address="host", pid=1, beat=1, wants=Wants.JOIN, round=-1, min_nodes=1, max_nodes=1
+)
+REQUESTS: dict[type, tuple[Any, list[str]]] = {
+    steps.PutRecord: (steps.PutRecord("n1", RECORD, True), ["put_many"]),
+    steps.Ring: (steps.Ring("n1"), ["put"]),
+    steps.Read: (steps.Read("state"), ["get"]),
+    steps.CompareAndSet: (steps.CompareAndSet("state", b"x", None), ["compare_and_set"]),
+    steps.List: (steps.List("nodes/"), ["list"]),
+    steps.Drop: (steps.Drop(("nodes/n2",)), ["delete_many"]),
+    steps.Park: (steps.Park("state", None, 0.001), ["wait"]),
+    steps.Rest: (steps.Rest(0.001), []),
+    steps.OpenMaster: (steps.OpenMaster(1), ["open"]),
+    steps.DropStores: (steps.DropStores(1), ["list", "delete_many"]),
+    steps.Chronicle: (steps.Chronicle(RUNNING, 0.1, ("host",)), ["get", "put"]),
+    steps.Deliver: (steps.Deliver(steps.Outcome(document=RUNNING)), []),
+}
+
+
+def make_driver(client: MemoryClient) -> Driver:
+    rules = Rules(min_nodes=1, max_nodes=1, lease=3.0, interval=1.0, last_call=0.0)
+    node = Node("n1", RECORD, rules, 60.0, lambda: 1.0, random.Random(1))
+
+    def open_master() -> str:
+        if isinstance(client, Recording):
+            client.calls.append("open")
+        return "host:1"
+
+    return Driver(node, client, open_master, "rdzv-test")
+
+
+def test_every_request_is_carried_out() -> None:
+    assert set(REQUESTS) == set(get_args(steps.Request))
+
+
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
+def test_a_request_is_one_errand(kind: type) -> None:
+    """One call; two where it reads what to change, and that for people and for tidiness only."""
+    request, calls = REQUESTS[kind]
+    client = Recording()
+    make_driver(client)._perform(request)
+    assert client.calls == calls
+
+
+def scripted(asked: list[Any], answers: list[Any]) -> steps.Steps:
+    for request in asked:
+        try:
+            answers.append((yield request))
+        except RendezvousConnectionError as error:
+            answers.append(error)
+
+
+def test_answers_and_errors_reach_the_node_unchanged() -> None:
+    client = MemoryClient(MemoryServer(), "run")
+    answers: list[Any] = []
+    asked = [
+        steps.CompareAndSet("state", b"a", None),
+        steps.CompareAndSet("state", b"b", None),
+        steps.Read("state"),
+        steps.Park("state", None, 0.0),
+        steps.List("st"),
+    ]
+    carry_out(client, scripted(asked, answers))
+    (entry, written), (same, again), read, parked, listed = answers
+    assert isinstance(entry, Entry)
+    assert (written, again) == (True, False)
+    assert same == read == parked == listed["state"] == entry
+
+    client.close()
+    driver, answers = make_driver(client), []
+    with pytest.raises(StopIteration):
+        driver._drive(scripted([steps.Read("state"), steps.Rest(0.001)], answers))
+    assert isinstance(answers[0], RendezvousConnectionError)
+    assert answers[1:] == [None]
+
+
+def test_the_outcome_reaches_the_agent() -> None:
+    driver = make_driver(MemoryClient(MemoryServer(), "run"))
+    assert driver.join().document is not None
+    driver.stop(5.0)
+    assert not driver.running
