@@ -1,7 +1,7 @@
 """Generate docs/options.md and docs/stores.md from the docstrings that define them.
 
-    python -m docs.generate          # write
-    python -m docs.generate --check  # exit status 1 if what is there is out of date
+python -m docs.generate          # write
+python -m docs.generate --check  # exit status 1 if what is there is out of date
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -24,7 +25,7 @@ class Monitor:
     """The commands that reach a server, by the name of the script or the command."""
 
     def __init__(self, port: int) -> None:
-        self._client = redis.Redis(port=port)
+        self._client: Any = redis.Redis(port=port)
         self.seen: list[tuple[float, str, str]] = []
         self._names = {digest: name for name, digest in DIGESTS.items()}
         threading.Thread(target=self._read, daemon=True).start()

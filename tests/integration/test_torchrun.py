@@ -18,6 +18,9 @@ from tests.integration.torchrun import LEASE, PATIENCE, Pause, Run
 
 pytestmark = pytest.mark.timeout(240)
 
+# Above all that was measured on a busy machine (4.5 s), below what a second lease would cost.
+SECOND_LEASE = 2 * LEASE - 0.3
+
 Measure = Callable[[str, object], None]
 Begin = Callable[..., Run]
 
@@ -73,7 +76,7 @@ def test_killed_node(begin: Begin, who: str, record_property: Measure) -> None:
     world = run.await_world(others, after=killed, by_rank=True)
     pause = Pause.of(world, killed)
     report(record_property, pause)
-    assert pause.began < LEASE + 10
+    assert pause.began < SECOND_LEASE
     # From the checkpoint on: neither from the start nor from beyond what was trained.
     assert 10 <= world.resumed <= before.last_step
 
@@ -91,7 +94,9 @@ def test_killed_nodes_ten_times(begin: Begin, who: str, record_property: Measure
         others = [name for name in names if name != victim]
         killed = run.agents[victim].kill()
         world = run.await_world(others, after=killed, by_rank=True)
-        report(record_property, Pause.of(world, killed), f" {turn + 1}")
+        pause = Pause.of(world, killed)
+        report(record_property, pause, f" {turn + 1}")
+        assert pause.began < SECOND_LEASE
         # The replacement takes the address, and so the rank, of the node that it replaces.
         rank = names.index(victim)
         names[rank] = f"{victim[0]}{turn + 1}"
@@ -100,7 +105,7 @@ def test_killed_nodes_ten_times(begin: Begin, who: str, record_property: Measure
 
 
 @every_store
-@pytest.mark.parametrize("order", ["last", "first"])
+@pytest.mark.parametrize("order", [pytest.param("last", marks=pytest.mark.soak), "first"])
 def test_late_node(begin: Begin, order: str, record_property: Measure) -> None:
     run = begin()
     late, names = ("c", "abc") if order == "last" else ("a", "abc")
@@ -117,6 +122,7 @@ def test_late_node(begin: Begin, order: str, record_property: Measure) -> None:
     run.await_step(world, world.resumed + 10)
 
 
+@pytest.mark.soak
 def test_late_node_that_is_hinted_to_be_first(begin: Begin) -> None:
     run = begin(rank_order="hint")
     run.start_at("b", 2, rank=1)
@@ -159,7 +165,7 @@ def test_killed_node_replaced_at_once(begin: Begin, record_property: Measure) ->
     report(record_property, Pause.of(world, killed))
 
 
-@pytest.mark.parametrize("memory", ["kept", "lost"])
+@pytest.mark.parametrize("memory", [pytest.param("kept", marks=pytest.mark.soak), "lost"])
 def test_outage_of_the_store(
     begin: Begin, store: RunningStore, memory: str, record_property: Measure
 ) -> None:
@@ -212,7 +218,13 @@ def test_end_and_second_run(begin: Begin) -> None:
     assert run.await_ends("ab") == {"a": 0, "b": 0}
 
 
-@pytest.mark.parametrize("workers", [False, True], ids=["agent", "agent and workers"])
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param(False, id="agent", marks=pytest.mark.soak),
+        pytest.param(True, id="agent and workers"),
+    ],
+)
 def test_stopped_leader(begin: Begin, workers: bool, record_property: Measure) -> None:
     run = begin()
     run.begin("abc")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import multiprocessing.pool
 import os
@@ -118,24 +119,29 @@ def failure_report(result: Result, most_nodes: int) -> str:
 
 def _pool(processes: int | None) -> multiprocessing.pool.Pool:
     context = multiprocessing.get_context("fork")
-    return context.Pool(processes or os.cpu_count() or 1, _cache_codecs)
+    return context.Pool(processes or os.cpu_count() or 1, _prepare)
 
 
-def _cache_codecs() -> None:
-    """Decode equal bytes once: in the simulator all nodes read them in one process."""
+def _prepare() -> None:
+    """Decode equal bytes once, as all nodes read them in one process; collect between seeds."""
+    gc.disable()
     for kind in (NodeRecord, RoundDocument):
         kind.decode = functools.lru_cache(4096)(kind.decode)  # type: ignore[method-assign, assignment]
 
 
 def _simulate_all(task: tuple[range, int]) -> list[Result]:
     seeds, most_nodes = task
-    return [simulate(seed, most_nodes, REAL) for seed in seeds]
+    results = [simulate(seed, most_nodes, REAL) for seed in seeds]
+    gc.collect()  # A world and its hosts hold one another.
+    return results
 
 
 def _hunt(task: tuple[str, range]) -> tuple[str, int | None, str]:
     name, seeds = task
     mutant = build(name)
     for survived, seed in enumerate(seeds):
+        if survived % _SEEDS_PER_TASK == 0:
+            gc.collect()
         violation = simulate(seed, build=mutant).violation
         if violation:
             return name, survived, violation.partition(":")[0]
