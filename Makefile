@@ -37,7 +37,7 @@ lint: .venv/installed ## ruff and mypy --strict
 SEEDS ?= 100000
 FIRST_SEED ?= 1
 simulate: .venv/installed ## The protocol under faults on virtual time [SEEDS=100000 FIRST_SEED=1]
-	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED)
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED)
 
 soak: .venv/installed servers ## Every torchrun scenario on every store, with repetitions
 	@$(PYTEST) -m "soak or not soak" tests/integration
