@@ -66,7 +66,7 @@ class Result:
 def bound(plan: Plan) -> float:
     """Seconds after the last fault within which the run must stand still."""
     slowest = plan.rates[0]
-    return 20 * plan.rules.lease / slowest + plan.rules.last_call / slowest + 3 * plan.stop + 30
+    return (8 * plan.rules.lease + plan.rules.last_call) / slowest + 2 * plan.stop + 10
 
 
 class World:
