@@ -100,9 +100,9 @@ def _runs(small: Totals, large: Totals) -> str:
         "",
         "After the last fault a run must stand still, and stay so for a lease and two intervals of "
         "the slowest clock, within `8 x lease + last_call` on the slowest clock, plus twice the "
-        f"time to stop workers, plus 10 intervals. It took {statistics.median(small.settled):.1f} s in the "
-        f"median and {max(small.settled):.1f} s at most; the seed that came closest to its bound, "
-        f"{seed}, took {share:.0%} of it. The amnesia exception was used for {small.excused:,} "
+        f"time to stop workers, plus 10 intervals. It took {statistics.median(small.settled):.1f} s "
+        f"in the median and {max(small.settled):.1f} s at most; the seed that came closest to its "
+        f"bound, {seed}, took {share:.0%} of it. The amnesia exception was used for {small.excused:,} "
         "pairs of hosts.\n",
     ]
     return "\n".join(lines)
