@@ -96,14 +96,14 @@ def _runs(small: Totals, large: Totals) -> str:
             f"{totals.rounds:,} | {totals.requests:,} | {totals.checks:,} | {len(totals.failed)} |"
         )
     share, seed = small.slowest
+    median, most = statistics.median(small.settled), max(small.settled)
     lines += [
         "",
         "After the last fault a run must stand still, and stay so for a lease and two intervals of "
         "the slowest clock, within `8 x lease + last_call` on the slowest clock, plus twice the "
-        f"time to stop workers, plus 10 intervals. It took {statistics.median(small.settled):.1f} s "
-        f"in the median and {max(small.settled):.1f} s at most; the seed that came closest to its "
-        f"bound, {seed}, took {share:.0%} of it. The amnesia exception was used for {small.excused:,} "
-        "pairs of hosts.\n",
+        f"time to stop workers, plus 10 intervals. It took {median:.1f} s in the median and "
+        f"{most:.1f} s at most; the seed that came closest to its bound, {seed}, took {share:.0%} "
+        f"of it. The amnesia exception was used for {small.excused:,} pairs of hosts.\n",
     ]
     return "\n".join(lines)
 
