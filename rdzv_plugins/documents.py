@@ -10,7 +10,7 @@ import json
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from rdzv_plugins.kv import RendezvousStateError
@@ -72,7 +72,7 @@ class Wants(StrEnum):
     LEFT = "left"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundDocument:
     """The one thing that all nodes agree on; changed by compare-and-set only.
 
@@ -105,7 +105,12 @@ class RoundDocument:
         """Where the document stands in the history of its run; a store only moves it forward."""
         return self.round, self.phase.order
 
-    @property
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        """Each participant's rank."""
+        return {node: rank for rank, node in enumerate(self.participants)}
+
+    @cached_property
     def naming(self) -> str:
         """Tells rounds of one number apart: a store that forgot may see it given twice."""
         people = " ".join(self.participants).encode(errors="backslashreplace")
@@ -114,7 +119,7 @@ class RoundDocument:
     def _check(self) -> None:
         """Raises ValueError for what no leader writes and no node could act on."""
         if self.phase in (Phase.CONFIRMING, Phase.RUNNING):
-            if not self.participants or len(set(self.participants)) != len(self.participants):
+            if not self.participants or len(self.ranks) != len(self.participants):
                 raise ValueError(f"participants {self.participants!r} while {self.phase}")
             if self.phase is Phase.RUNNING and self.master is None:
                 raise ValueError("it runs, but names no MASTER_ADDR")

@@ -24,12 +24,13 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from rdzv_plugins.addresses import node_address, store_hosts
 from rdzv_plugins.backends import BACKENDS, open_client
+from rdzv_plugins.closing import close_run
 from rdzv_plugins.config import Settings, option_names, parse_options, redact
+from rdzv_plugins.decisions import Failure, Rules
 from rdzv_plugins.documents import STATE_KEY, STORE_PREFIX, NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.node import Node, close_run
-from rdzv_plugins.protocol import Failure, Rules
+from rdzv_plugins.node import Node
 from rdzv_plugins.steps import Outcome
 from rdzv_plugins.store import KeyValueStore
 
@@ -115,13 +116,13 @@ class StoreRendezvousHandler(RendezvousHandler):
             RendezvousStateError: the round document is unreadable, or the run was started with
                 another ``--nnodes``.
         """
+        outcome = Outcome() if self._ended else self._driver.join()
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
-        outcome = self._driver.join()
         document = outcome.document
         if document is None:
             raise self._explain(outcome)
-        rank, world_size = document.participants.index(self._node.id), len(document.participants)
+        rank, world_size = document.ranks[self._node.id], len(document.participants)
         address, _, port = (document.master or "").rpartition(":")
         log.info(
             "run '%s', round %d: rank %d of %d (%s)",

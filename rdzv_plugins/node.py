@@ -12,7 +12,9 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
-from rdzv_plugins import protocol
+from rdzv_plugins import decisions, protocol
+from rdzv_plugins.closing import tidy_up
+from rdzv_plugins.decisions import Failure
 from rdzv_plugins.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -24,12 +26,11 @@ from rdzv_plugins.documents import (
 )
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
 from rdzv_plugins.leases import Leases
+from rdzv_plugins.listing import Listing, readable
 from rdzv_plugins.steps import (
-    Chronicle,
     CompareAndSet,
     Deliver,
     Drop,
-    DropStores,
     List,
     OpenMaster,
     Outcome,
@@ -42,14 +43,13 @@ from rdzv_plugins.steps import (
     Steps,
 )
 
-__all__ = ["Node", "close_run"]
+__all__ = ["Node"]
 
 # A leader rests this long per record between two listings, so that a thousand joins cost a handful
 # of listings and not a thousand.
 _REST_PER_RECORD = 20e-6
 _SHORTEST_REST = 0.5e-3
 _LONGEST_OUTAGE_PAUSE = 0.5
-_MEMBERS_IN_HISTORY = 16
 
 
 class Node:
@@ -70,7 +70,7 @@ class Node:
         self,
         node_id: str,
         record: NodeRecord,
-        rules: protocol.Rules,
+        rules: decisions.Rules,
         join_timeout: float,
         clock: Callable[[], float],
         chance: random.Random,
@@ -94,6 +94,7 @@ class Node:
         self._document_since = clock()
         self._latest: RoundDocument | None = None
         self._forming_since = clock()
+        self._leader_label: str | None = None
         # What is due before the next decision.
         self._record_due = False
         self._ring = False
@@ -106,7 +107,7 @@ class Node:
         # As a leader.
         self._bell: Version | None = None
         self._records: dict[str, NodeRecord] | None = None
-        self._parsed: dict[str, tuple[Version, NodeRecord]] = {}
+        self._listing = Listing()
         self._listed_at = float("-inf")
         self._minimum_since: float | None = None
         self._untidy: RoundDocument | None = None
@@ -127,7 +128,7 @@ class Node:
         document = self.document
         if self._member is None or document is None:
             return self._member is not None
-        return self.id in document.participants or self.id in document.previous
+        return self.id in document.ranks or self.id in document.previous
 
     def order_join(self) -> None:
         """Ask to be in the next round; the driver ends its `Park` or `Rest` early for it."""
@@ -169,8 +170,8 @@ class Node:
         self.waiting = protocol.nodes_waiting(view)
         # After the store has answered: that it is away is told as such, and a round that runs by
         # now is no failure.
-        if not isinstance(action, protocol.Start | protocol.Fail) and self._is_late():
-            action = protocol.Fail(protocol.Failure.TIMEOUT)
+        if not isinstance(action, decisions.Start | decisions.Fail) and self._is_late():
+            action = decisions.Fail(Failure.TIMEOUT)
         yield from self._act(action)
 
     def _take_order(self) -> None:
@@ -229,7 +230,7 @@ class Node:
             return
         leader_changed = was is None or was.leader != document.leader
         if leader_changed:
-            self._records = None
+            self._records = self._leader_label = None
             self._minimum_since = None
             self._list_due = True
             # What this node saw before it led, perhaps long ago, is too old to judge by: every
@@ -258,8 +259,8 @@ class Node:
                 self._leader_due = False
                 asked = self._clock()
                 entry: Entry | None = yield Read(NODES_PREFIX + document.leader)
-                record = _readable(entry)
-                beat = record.beat if record else None
+                record = readable(entry)
+                beat, self._leader_label = (record.beat, record.label) if record else (None, None)
                 self._leases.observe(document.leader, beat, asked, self._clock())
                 # Without the leader's record the document may be gone too.
                 self._document_due = record is None
@@ -267,7 +268,7 @@ class Node:
             yield from self._list()
 
     def _list(self) -> Steps:
-        rest = self._listed_at + _REST_PER_RECORD * len(self._parsed) - self._clock()
+        rest = self._listed_at + _REST_PER_RECORD * len(self._listing) - self._clock()
         if rest > _SHORTEST_REST:
             self._idle_until = self._clock() + rest
             yield Rest(rest)
@@ -279,22 +280,11 @@ class Node:
         asked = self._clock()
         entries: dict[str, Entry] = yield List(NODES_PREFIX)
         now = self._clock()
-        parsed: dict[str, tuple[Version, NodeRecord]] = {}
-        for key, entry in entries.items():
-            node = key.removeprefix(NODES_PREFIX)
-            known = self._parsed.get(node)
-            if known is not None and known[0] == entry.version:
-                parsed[node] = known
-                continue
-            record = _readable(entry)
-            if record is not None:
-                parsed[node] = entry.version, record
-        self._parsed = parsed
-        self._records = {node: record for node, (_, record) in parsed.items()}
+        records = self._records = self._listing.decode(entries)
         named = {*document.participants, *document.previous}
-        self._leases.keep({*parsed, *named})
-        for node in {*parsed, *named}:
-            record = self._records.get(node)
+        self._leases.keep({*records, *named})
+        for node in {*records, *named}:
+            record = records.get(node)
             self._leases.observe(node, record.beat if record else None, asked, now)
         self._listed_at = now
         self._list_due = False
@@ -307,10 +297,10 @@ class Node:
             self._leases.restart(now)
         self._idle_until = now
 
-    def _view(self) -> protocol.View:
+    def _view(self) -> decisions.View:
         now = self._clock()
         minimum = None if self._minimum_since is None else now - self._minimum_since
-        return protocol.View(
+        return decisions.View(
             me=self.id,
             rules=self._rules,
             record=self.record,
@@ -320,6 +310,7 @@ class Node:
             latest=self._latest,
             member=self._member,
             records=self._records,
+            leader_label=self._leader_label,
             age=self._leases.age,
             silence=lambda node: self._leases.silence(node, now),
             moved=self._leases.moved,
@@ -327,14 +318,14 @@ class Node:
             share=self._share,
         )
 
-    def _act(self, action: protocol.Action) -> Steps:
+    def _act(self, action: decisions.Action) -> Steps:
         match action:
-            case protocol.Write(document):
+            case decisions.Write(document):
                 yield from self._write(document)
-            case protocol.SetRecord(wants, round_, ring):
+            case decisions.SetRecord(wants, round_, ring):
                 self.record = replace(self.record, wants=wants, round=round_, master=None)
                 self._record_due, self._ring = True, ring
-            case protocol.Confirm(round_, naming, is_master):
+            case decisions.Confirm(round_, naming, is_master):
                 master = None
                 if is_master:
                     master = yield OpenMaster(round_)
@@ -342,14 +333,14 @@ class Node:
                     self.record, wants=Wants.RUN, round=round_, naming=naming, master=master
                 )
                 self._record_due = self._ring = True
-            case protocol.Start(document):
+            case decisions.Start(document):
                 self._member = document
                 yield from self._end_join(Outcome(document=document))
-            case protocol.Fail(failure):
+            case decisions.Fail(failure):
                 yield from self._end_join(Outcome(failure=failure))
-            case protocol.ListRecords():
+            case decisions.ListRecords():
                 self._list_due = True
-            case protocol.Wait(seconds, minimum_reached):
+            case decisions.Wait(seconds, minimum_reached):
                 if not minimum_reached:
                     self._minimum_since = None
                 elif self._minimum_since is None:
@@ -362,9 +353,13 @@ class Node:
         if outcome.document is None:
             # It is in no round and asks for none; its last word until the agent asks again.
             self.record = replace(self.record, wants=Wants.LEFT, beat=self.record.beat + 1)
-            if outcome.failure not in (protocol.Failure.CLOSED, protocol.Failure.SPARE_CLOSED):
-                # The agent is told even if the others cannot be; they have this node's lease.
-                with contextlib.suppress(RendezvousConnectionError):
+            closed = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
+            # The agent is told even if the others cannot be; they have this node's lease.
+            with contextlib.suppress(RendezvousConnectionError):
+                if closed:
+                    # Written after the run was closed, it may outlive what the sweep takes away.
+                    yield Drop((NODES_PREFIX + self.id,))
+                else:
                     yield PutRecord(self.id, self.record, ring=True)
         yield Deliver(outcome)
 
@@ -382,30 +377,15 @@ class Node:
             self._untidy = document
         return True
 
-    def _tidy(self, document: RoundDocument) -> Steps:
-        """After a round has been released, this node's own agent too: nobody waits for it."""
-        records = self._records or {}
-        members = tuple(
-            records[node].label
-            for node in document.participants[:_MEMBERS_IN_HISTORY]
-            if node in records
-        )
-        yield Chronicle(document, self._clock() - self._forming_since, members)
-        yield DropStores(document.round)
-        dead = [
-            node
-            for node, record in records.items()
-            if node not in document.participants
-            and node != self.id
-            and (record.wants is Wants.LEFT or self._leases.age(node) >= self._rules.lease)
-        ]
-        if dead:
-            yield Drop(tuple(NODES_PREFIX + node for node in dead))
+    def _is_silent(self, node: str) -> bool:
+        return node != self.id and self._leases.age(node) >= self._rules.lease
 
     def _wait(self, seconds: float | None) -> Steps:
         if self._untidy is not None:
             released, self._untidy = self._untidy, None
-            yield from self._tidy(released)
+            # The round is released, to this node's own agent too: nobody waits for it.
+            seconds = self._clock() - self._forming_since
+            yield from tidy_up(released, seconds, self._records or {}, self._is_silent)
             return
         document = self.document
         leads = document is not None and document.leader == self.id
@@ -446,35 +426,3 @@ class Node:
             yield Deliver(Outcome(error=error))
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
         yield Rest(pause * (0.5 + 0.5 * self._chance.random()))
-
-
-def _readable(entry: Entry | None) -> NodeRecord | None:
-    """A record that nobody can read is silence: its lease runs out."""
-    if entry is None:
-        return None
-    try:
-        return NodeRecord.decode(entry.value)
-    except RendezvousStateError:
-        return None
-
-
-def close_run(node_id: str, latest: RoundDocument, reason: str) -> Steps:
-    """Close a run, whatever its state. Rule 14.
-
-    Args:
-        node_id: who closes.
-        latest: what to close where there is no document.
-        reason: for people.
-    """
-    entry: Entry | None = yield Read(STATE_KEY)
-    written = False
-    while not written:
-        document = RoundDocument.decode(entry.value) if entry else latest
-        if document.phase is Phase.CLOSED:
-            return
-        closed = replace(document, phase=Phase.CLOSED, reason=reason)
-        expected = entry.version if entry else None
-        entry, written = yield CompareAndSet(STATE_KEY, closed.encode(), expected)
-    # Joiners wait for the document; the leader waits for its bell.
-    yield Ring(node_id)
-    yield Chronicle(closed, 0.0, ())

@@ -22,18 +22,20 @@ __all__ = ["BACKENDS", "Backend", "open_client"]
 class Backend:
     """Where a store's client lives and what to install for it.
 
+    ``requires`` is the package of the store's client; None: the standard library is enough.
     The module has ``Options``, a `StoreOptions`, and ``Client``, a `KeyValueClient` made from
     ``(endpoint, namespace, options, request_timeout)``.
     """
 
     module: str
     extra: str
-    requires: str
+    requires: str | None
 
     def load(self) -> Any:
         """The module; raises `ValueError` naming the ``pip install`` that mends a missing one."""
         try:
-            import_module(self.requires)
+            if self.requires is not None:
+                import_module(self.requires)
         except ImportError as error:
             raise ValueError(
                 f"the {self.extra} backend needs the package '{self.requires}', which cannot be "
@@ -51,8 +53,8 @@ BACKENDS: dict[str, Backend] = {
     "redis": Backend("rdzv_plugins.backends.redis", "redis", "redis"),
     "zookeeper": Backend("rdzv_plugins.backends.zookeeper", "zookeeper", "kazoo"),
     "dynamodb": Backend("rdzv_plugins.backends.dynamodb", "dynamodb", "boto3"),
-    "consul": Backend("rdzv_plugins.backends.consul", "consul", "http.client"),
-    "etcd-v3": Backend("rdzv_plugins.backends.etcd", "etcd", "http.client"),
+    "consul": Backend("rdzv_plugins.backends.consul", "consul", None),
+    "etcd-v3": Backend("rdzv_plugins.backends.etcd", "etcd", None),
 }
 
 

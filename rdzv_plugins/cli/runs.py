@@ -67,8 +67,8 @@ def close(
     conf: ConfOption = "",
 ) -> None:  # fmt: skip
     """Close a run: what trains goes on to its end, no further round forms."""
+    from rdzv_plugins.closing import close_run
     from rdzv_plugins.driver import carry_out
-    from rdzv_plugins.node import close_run
 
     with connect(backend, endpoint, run_id, conf) as client:
         entry = client.get(STATE_KEY)

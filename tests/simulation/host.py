@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rdzv_plugins import steps
+from rdzv_plugins.decisions import Rules
 from rdzv_plugins.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -17,7 +18,6 @@ from rdzv_plugins.documents import (
     Wants,
 )
 from rdzv_plugins.kv import Entry, RendezvousConnectionError
-from rdzv_plugins.protocol import Rules
 from rdzv_plugins.steps import Outcome, Request, Steps
 
 from .invariants import Evidence

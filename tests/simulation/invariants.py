@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from rdzv_plugins.decisions import Rules
 from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
-from rdzv_plugins.protocol import Rules
 
 __all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show"]
 

@@ -1,7 +1,7 @@
 """The package's own code with one rule broken at a time; each must be caught.
 
-A mutant is a list of substitutions in the source of `protocol`, `leases` or `node`. One whose text
-is no longer there, or is there twice, fails loudly: it would break nothing.
+A mutant is a list of substitutions in the source of `protocol`, `leading`, `leases` or `node`. One
+whose text is no longer there, or is there twice, fails loudly: it would break nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
+
+from rdzv_plugins.closing import close_run
 
 from .world import Build
 
@@ -41,11 +43,11 @@ def _in(module: str, old: str, new: str) -> Edit:
 MUTANTS: dict[str, Mutant] = {
     "no-exclusivity": Mutant(
         "rule 5: a round does not wait for the participants of the last",
-        (_in("protocol", "    if pending:  # Rule 5.\n", "    if False:\n"),),
+        (_in("leading", "    if pending:  # Rule 5.\n", "    if False:\n"),),
     ),
     "stale-join": Mutant(
         "rule 5: a join asked for before the round counts as one after it",
-        (_in("protocol", "    return record.round >= ended_round\n", "    return True\n"),),
+        (_in("leading", "    return record.round >= ended_round\n", "    return True\n"),),
     ),
     "no-compare": Mutant(
         "rule 1: a leader takes a refused write for done",
@@ -79,7 +81,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 2: half a lease of silence is enough",
         (
             _in(
-                "protocol",
+                "leading",
                 "    return view.age(node) >= view.rules.lease\n",
                 "    return view.age(node) >= view.rules.lease / 2\n",
             ),
@@ -88,6 +90,11 @@ MUTANTS: dict[str, Mutant] = {
     "coup": Mutant(
         "rule 4: the leader is deposed without waiting for its lease",
         (
+            _in(
+                "protocol",
+                "    if leader is not None and view.age(leader) < rules.lease:\n",
+                "    if False:\n",
+            ),
             _in(
                 "protocol",
                 "    if view.age(leader) < rules.lease + turn:\n",
@@ -100,9 +107,9 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "protocol",
-                "    if view.age(leader) < rules.lease + turn:\n"
-                "        return Wait(max(0.0, rules.lease + turn - view.silence(leader)))\n",
-                "    if view.age(leader) >= 0:\n        return Wait(None)\n",
+                "    if leader is not None and view.age(leader) < rules.lease:\n"
+                "        return Wait(max(0.0, rules.lease - view.silence(leader)))\n",
+                "    if leader is not None:\n        return Wait(None)\n",
             ),
         ),
     ),
@@ -111,8 +118,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "            case protocol.Start(document):\n",
-                "            case protocol.Start(document):\n"
+                "            case decisions.Start(document):\n",
+                "            case decisions.Start(document):\n"
                 "                people = document.participants\n"
                 "                people = sorted(people, key=lambda node: node != self.id)\n"
                 "                document = replace(document, participants=tuple(people))\n",
@@ -123,7 +130,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 7: one node is enough",
         (
             _in(
-                "protocol",
+                "leading",
                 "    enough = len(ready) >= rules.min_nodes\n",
                 "    enough = len(ready) >= 1\n",
             ),
@@ -131,27 +138,27 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "above-maximum": Mutant(
         "rule 7: everybody is taken",
-        (_in("protocol", "newcomers][: rules.max_nodes]", "newcomers]"),),
+        (_in("leading", "newcomers][: rules.max_nodes]", "newcomers]"),),
     ),
     "no-last-call": Mutant(
         "rule 7: the minimum is enough at once",
-        (_in("protocol", "(enough and last_call >= rules.last_call)", "enough"),),
+        (_in("leading", "(enough and last_call >= rules.last_call)", "enough"),),
     ),
     "spares-disturb": Mutant(
         "rule 8: a node that waits restarts a round that is full",
-        (_in("protocol", "or (newcomers and room > 0)", "or newcomers"),),
+        (_in("leading", "or (newcomers and room > 0)", "or newcomers"),),
     ),
     "newcomers-wait": Mutant(
         "rule 8: a node that waits is not let in where there is room",
-        (_in("protocol", " or (newcomers and room > 0)", ""),),
+        (_in("leading", " or (newcomers and room > 0)", ""),),
     ),
     "loss-unseen": Mutant(
         "rule 9: the loss of a participant changes nothing",
-        (_in("protocol", " or (lost and view.rules.restart_on_loss)", ""),),
+        (_in("leading", " or (lost and view.rules.restart_on_loss)", ""),),
     ),
     "failure-unseen": Mutant(
         "a participant that joins again changes nothing for the others",
-        (_in("protocol", "    if rejoined or (lost and", "    if (lost and"),),
+        (_in("leading", "    if rejoined or (lost and", "    if (lost and"),),
     ),
     "no-window-after-outage": Mutant(
         "rule 11: windows go on over an outage of the store",
@@ -217,7 +224,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 12: a leader does not look for nodes that run in a round it does not know",
         (
             _in(
-                "protocol",
+                "leading",
                 "    if strays or highest >= document.round:\n",
                 "    strays = []\n    if highest >= document.round:\n",
             ),
@@ -226,8 +233,8 @@ MUTANTS: dict[str, Mutant] = {
     "numbers-from-zero": Mutant(
         "rule 12: rounds are numbered without looking at the records",
         (
-            _in("protocol", "    if strays or highest >= document.round:\n", "    if strays:\n"),
-            _in("protocol", "round=max(document.round, highest + 1),", "round=document.round,"),
+            _in("leading", "    if strays or highest >= document.round:\n", "    if strays:\n"),
+            _in("leading", "round=max(document.round, highest + 1),", "round=document.round,"),
         ),
     ),
     "numbers-alike": Mutant(
@@ -238,7 +245,7 @@ MUTANTS: dict[str, Mutant] = {
                 "record.naming == document.naming\n    if named and document.phase",
                 "record.round == document.round\n    if named and document.phase",
             ),
-            _in("protocol", "or record.naming != naming", "or record.round != document.round"),
+            _in("leading", "or record.naming != naming", "or record.round != document.round"),
         ),
     ),
     "closed-reopens": Mutant(
@@ -253,11 +260,11 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-confirmation": Mutant(
         "a round runs before its participants have seen it",
-        (_in("protocol", "    if missing:\n", "    if False:\n"),),
+        (_in("leading", "    if missing:\n", "    if False:\n"),),
     ),
     "confirming-blind": Mutant(
         "a participant that dies while the round is confirmed is waited for",
-        (_in("protocol", "    if lost or rejoined:\n", "    if rejoined:\n"),),
+        (_in("leading", "    if lost or rejoined:\n", "    if rejoined:\n"),),
     ),
     "mixed-nodes": Mutant(
         "a node with other --nnodes is let in",
@@ -269,7 +276,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    if False:\n",
             ),
             _in(
-                "protocol",
+                "leading",
                 "    return (record.min_nodes, record.max_nodes) == "
                 "(document.min_nodes, document.max_nodes)\n",
                 "    return True\n",
@@ -278,7 +285,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "lost-for-good": Mutant(
         "a participant that comes back to a round that went on stays lost",
-        (_in("protocol", "- {*rejoined, *back}", "- {*rejoined}"),),
+        (_in("leading", "- {*rejoined, *back}", "- {*rejoined}"),),
     ),
     "silent-failure": Mutant(
         "a join that failed is not reported when the store is away",
@@ -308,7 +315,7 @@ def build(name: str) -> Build:
     """The mutant's code; raises `LookupError` if what it replaces is not there exactly once."""
     edits = MUTANTS[name].edits
     modules = {}
-    for module in ("leases", "protocol", "node"):
+    for module in ("leases", "leading", "protocol", "node"):
         source = _source(module)
         for edit in edits:
             if edit.module == module:
@@ -318,9 +325,10 @@ def build(name: str) -> Build:
                     )
                 source = source.replace(edit.old, edit.new)
         modules[module] = _load(f"mutant_{name}_{module}".replace("-", "_"), source)
+    modules["protocol"].__dict__.update(leading=modules["leading"])
     node = modules["node"]
     node.__dict__.update(protocol=modules["protocol"], Leases=modules["leases"].Leases)
-    return Build(node.Node, node.close_run)
+    return Build(node.Node, close_run)
 
 
 def _source(module: str) -> str:

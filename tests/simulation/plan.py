@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from rdzv_plugins.protocol import Rules
+from rdzv_plugins.decisions import Rules
 
 __all__ = ["FASTEST", "KINDS", "QUIET_AFTER", "SLOWEST", "Fault", "Plan"]
 

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rdzv_plugins.closing import close_run
+from rdzv_plugins.decisions import Rules
 from rdzv_plugins.documents import STATE_KEY, NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.kv import Entry
-from rdzv_plugins.node import Node, close_run
-from rdzv_plugins.protocol import Rules
+from rdzv_plugins.node import Node
 from rdzv_plugins.steps import Steps
 
 from .faults import FAULTS, end_faults

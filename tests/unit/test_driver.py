@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 import pytest
 
-from rdzv_plugins import protocol, steps
+from rdzv_plugins import decisions, leading, protocol, steps
+from rdzv_plugins.decisions import Rules
 from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError
 from rdzv_plugins.node import Node
-from rdzv_plugins.protocol import Rules
 
 
 def tree_of(module: str) -> ast.Module:
@@ -31,10 +31,11 @@ def names_used(tree: ast.AST) -> set[str]:
 
 
 def names_imported_from_the_protocol(tree: ast.Module) -> set[str]:
+    modules = {module.__name__ for module in (decisions, leading, protocol)}
     return {
         alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "rdzv_plugins.protocol"
+        if isinstance(node, ast.ImportFrom) and node.module in modules
         for alias in node.names
     }
 
@@ -43,11 +44,11 @@ def names_imported_from_the_protocol(tree: ast.Module) -> set[str]:
 def test_it_knows_the_settings_and_the_failures_and_no_rule(module: str) -> None:
     tree = tree_of(module)
     assert names_imported_from_the_protocol(tree) <= {"Rules", "Failure"}
-    rules = set(protocol.__all__) - {"Rules", "Failure"}
+    rules = {*decisions.__all__, *leading.__all__, *protocol.__all__} - {"Rules", "Failure"}
     # Names that are also everyday words of these modules.
     rules -= {"Wait", "Write", "Start", "Fail"}
     assert not names_used(tree) & rules
-    for call in ("decide", "nodes_waiting", "order_ranks", "Leases"):
+    for call in ("order_ranks", "Leases"):
         assert call not in names_used(tree)
 
 

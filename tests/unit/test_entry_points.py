@@ -9,11 +9,7 @@ import pytest
 
 from rdzv_plugins.backends import BACKENDS
 
-NEED_A_PACKAGE = [
-    name
-    for name, backend in BACKENDS.items()
-    if backend.requires.partition(".")[0] not in sys.stdlib_module_names
-]
+NEED_A_PACKAGE = [name for name, backend in BACKENDS.items() if backend.requires is not None]
 CLIENT_LIBRARIES = ["redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "requests"]
 
 

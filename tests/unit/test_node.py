@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from rdzv_plugins import steps
+from rdzv_plugins.closing import close_run
+from rdzv_plugins.decisions import Failure, Rules
 from rdzv_plugins.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -23,8 +25,7 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from rdzv_plugins.node import Node, close_run
-from rdzv_plugins.protocol import Failure, Rules
+from rdzv_plugins.node import Node
 
 
 class Time:

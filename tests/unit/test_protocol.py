@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rdzv_plugins import protocol
-from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
-from rdzv_plugins.protocol import (
+from rdzv_plugins import decisions, protocol
+from rdzv_plugins.decisions import (
     Action,
     Confirm,
     Fail,
@@ -21,9 +20,9 @@ from rdzv_plugins.protocol import (
     View,
     Wait,
     Write,
-    decide,
-    nodes_waiting,
 )
+from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.protocol import decide, nodes_waiting
 
 RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=5.0)
 
@@ -69,6 +68,7 @@ def view(
         latest=latest or now,
         member=None,
         records=others,
+        leader_label=None,
         age=lambda node: ages.get(node, 0.0),
         silence=lambda node: ages.get(node, 0.0),
         moved=lambda node: False,
@@ -103,7 +103,7 @@ class TestFirstRound:
         assert decide(view(record("n1"), document(Phase.FORMING))) == ListRecords()
 
     def test_others_wait_for_the_leaders_lease(self) -> None:
-        assert decide(view(record("n2"), document(Phase.FORMING))) == Wait(3.5)
+        assert decide(view(record("n2"), document(Phase.FORMING))) == Wait(3.0)
 
     def test_below_the_minimum_everybody_waits(self) -> None:
         action = decide(view(record("n1"), document(Phase.FORMING), joining("n1")))
@@ -396,6 +396,6 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
 
 
 def test_every_action_is_one_of_the_module() -> None:
-    assert {kind.__name__ for kind in protocol.Action.__args__} == {
+    assert {kind.__name__ for kind in decisions.Action.__args__} == {
         "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "Wait",
     }  # fmt: skip

@@ -1,0 +1,43 @@
+"""All nodes' records as a leader lists them, each decoded once a version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rdzv_plugins.documents import NODES_PREFIX, NodeRecord
+from rdzv_plugins.kv import Entry, RendezvousStateError, Version
+
+__all__ = ["Listing", "readable"]
+
+
+class Listing:
+    """Its length is how many records the last one held."""
+
+    def __init__(self) -> None:
+        self._decoded: dict[str, tuple[Version, NodeRecord]] = {}
+
+    def __len__(self) -> int:
+        return len(self._decoded)
+
+    def decode(self, entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:
+        """The records by node; those that nobody can read are left out."""
+        decoded: dict[str, tuple[Version, NodeRecord]] = {}
+        for key, entry in entries.items():
+            node = key.removeprefix(NODES_PREFIX)
+            known = self._decoded.get(node)
+            if known is not None and known[0] == entry.version:
+                decoded[node] = known
+            elif (record := readable(entry)) is not None:
+                decoded[node] = entry.version, record
+        self._decoded = decoded
+        return {node: record for node, (_, record) in decoded.items()}
+
+
+def readable(entry: Entry | None) -> NodeRecord | None:
+    """A record that nobody can read is silence: its lease runs out."""
+    if entry is None:
+        return None
+    try:
+        return NodeRecord.decode(entry.value)
+    except RendezvousStateError:
+        return None
