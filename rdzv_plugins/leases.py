@@ -42,6 +42,14 @@ class Leases:
                 self._moved.add(node)
             self._seen[node] = _Seen(beat, now, now)
 
+    def heard(self, node: str, now: float) -> None:
+        """Note something else that the node has written, as good as a beat.
+
+        A store that forgets again and again may lose each beat before anybody looks.
+        """
+        seen = self._seen.setdefault(node, _Seen(None, now, now))
+        seen.since = seen.looked = now
+
     def age(self, node: str) -> float:
         """Seconds that the beat is known to have stood still: up to the last look, not to now."""
         seen = self._seen.get(node)

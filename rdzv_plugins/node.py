@@ -237,6 +237,9 @@ class Node:
             # window begins now, but for the leader that it deposed on good evidence.
             deposed = was.leader if was and document.leader == self.id else None
             self._leases.restart(self._clock(), unless=deposed)
+        if document.leader is not None:
+            # Nobody else writes in its name.
+            self._leases.heard(document.leader, self._clock())
         if was is None or was.round != document.round:
             self._forming_since = self._clock()
             self._minimum_since = None
