@@ -275,7 +275,7 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
     except ValueError:
         # Without the cause: its message may show the password.
         raise ValueError(f"the endpoint '{redact(text)}' is not a valid URL") from None
-    if "@" not in parts.netloc and re.match(r"[^/@:]*:.*@", text.partition("://")[2] or text):
+    if "@" not in parts.netloc and re.match(r"(?s)[^/@:]*:.*@", text.partition("://")[2] or text):
         raise ValueError(
             f"the endpoint '{redact(text)}' has an '@' after a '/', '?' or '#'; percent-encode "
             "them in a password"

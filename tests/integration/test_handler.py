@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import (
@@ -18,12 +18,16 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins import history
+from rdzv_plugins.documents import STATE_KEY
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.testing import harness
 from tests.integration.stores import RunningStore
 
 # Long enough for a busy machine to beat three times in, short enough to wait for.
 QUICK = {"keep_alive_interval": "0.5", "last_call_timeout": "0.2", "join_timeout": "30"}
+
+T = TypeVar("T")
 
 
 def until(condition: Callable[[], bool], seconds: float) -> None:
@@ -104,11 +108,17 @@ class Run:
         return agent
 
     def history(self) -> list[history.Row]:
-        with_client = self._store.open(self._run_id)
+        return self._ask(history.read)
+
+    def is_swept(self) -> bool:
+        return self._ask(lambda client: client.get(STATE_KEY)) is None
+
+    def _ask(self, question: Callable[[KeyValueClient], T]) -> T:
+        client = self._store.open(self._run_id)
         try:
-            return history.read(with_client)
+            return question(client)
         finally:
-            with_client.close()
+            client.close()
 
 
 @pytest.fixture
@@ -209,12 +219,9 @@ def test_closing_ends_the_run_until_its_id_is_swept(run: Run) -> None:
     until(lambda: late.error is not None, 30)
     assert isinstance(late.error, RendezvousClosedError)
 
-    def again() -> bool:
-        pair = [run.start((2, 2)) for _ in range(2)]
-        until(lambda: all(agent.error or agent.rounds for agent in pair), 30)
-        return one_world(pair)()
-
-    until(again, 60)
+    until(run.is_swept, 60)
+    pair = [run.start((2, 2)) for _ in range(2)]
+    until(one_world(pair), 30)
 
 
 def test_the_run_closes_for_joiners_that_wait(run: Run) -> None:

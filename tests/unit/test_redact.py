@@ -44,6 +44,7 @@ def test_redact(endpoint: str, shown: str) -> None:
         "redis://me:hunter2@host:port",
         "redis://me:hunter2@a:b:c",
         "redis://me:hunter2/@host",
+        "redis://me:/\nhunter2@host",
         "redis://me:hunter2#@host",
         "me:hunter2?x@host",
         "redis://me:hunter2@[bad]",
