@@ -193,6 +193,8 @@ class Host:
         self.agent = Agent.IDLE
         if outcome.failure in ("closed", "spare closed"):
             self.agent = Agent.GONE
+            # Told of an earlier run of this id, it is wanted in the one that goes on.
+            world.start_again(self.address)
             return
         again = outcome.failure != "mismatch" and world.chance.random() < world.plan.rejoins
         world.kernel.after(world.chance.uniform(0, 1), self._ask_again if again else self._give_up)
@@ -305,6 +307,7 @@ class Host:
         world, turn = self.world, self._turn
         world.requests += 1
         self._requests += 1
+        self.clock.looks = 0
         if world.kernel.now >= self._second_ends:
             self._requests, self._second_ends = 0, world.kernel.now + 1.0
         elif self._requests > _MOST_REQUESTS:

@@ -43,7 +43,7 @@ INVARIANTS = {
     "failed request, the end of a stall of more than two intervals, its taking the lead",
     "closed": "the document of a closed run is never replaced (a store that forgot has none)",
     "join ends": "an agent's call ends in a round, or with a reason",
-    "rests": "no host makes more than 2,000 requests in a second",
+    "rests": "no host makes more than 2,000 requests in a second, or decides for ever without one",
     "gets going": "after the faults stop every live host is in one world or a spare within a "
     "bounded time, and then nothing changes any more",
 }

@@ -6,7 +6,13 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
+from .invariants import InvariantError
+
 __all__ = ["Clock", "Kernel"]
+
+
+# A node that decides looks at its clock; one that decides so often and asks for nothing never will.
+_MOST_LOOKS = 20_000
 
 
 class Kernel:
@@ -42,8 +48,13 @@ class Clock:
         self._local = zero
         self.rate = rate
         self._frozen = False
+        self.looks = 0
+        """How often it was looked at since its host last asked for something."""
 
     def __call__(self) -> float:
+        self.looks += 1
+        if self.looks > _MOST_LOOKS:
+            raise InvariantError("rests", "a host decides again and again, and asks for nothing")
         passed = 0.0 if self._frozen else (self._kernel.now - self._base) * self.rate
         return self._local + passed
 

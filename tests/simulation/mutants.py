@@ -173,24 +173,28 @@ MUTANTS: dict[str, Mutant] = {
     "no-window-after-stall": Mutant(
         "rule 11: windows go on over this node's own lateness",
         (_in("node", "            self._leases.restart(now)\n", "            pass\n"),),
+        seed=86,
     ),
     "no-window-at-takeover": Mutant(
         "a new leader judges by what it saw before it led",
         (_in("node", "            self._leases.restart(self._clock(), unless=deposed)\n", ""),),
+        seed=45,
     ),
     "answer-time": Mutant(
         "a slow answer counts as a look at the time when it came",
         (_in("leases", "            seen.looked = asked\n", "            seen.looked = now\n"),),
+        seed=34,
     ),
-    "missing-is-silent": Mutant(
-        "a record that the store forgot counts as silent since it was last seen to move",
+    "documents-are-no-beats": Mutant(
+        "two amnesias within a lease hide the beats of a leader whose documents are seen",
         (
             _in(
-                "leases",
-                "        elif beat == seen.beat:\n",
-                "        elif beat in (None, seen.beat):\n",
+                "node",
+                "            self._leases.heard(document.leader, self._clock())\n",
+                "            pass\n",
             ),
         ),
+        seed=524426700844,
     ),
     "no-write-back": Mutant(
         "rule 12: nobody writes the document back to a store that forgot",
@@ -209,6 +213,7 @@ MUTANTS: dict[str, Mutant] = {
                 "document is None:\n",
             ),
         ),
+        seed=502,
     ),
     "no-memory": Mutant(
         "rule 12: a node forgets that it has seen a later round",
@@ -219,6 +224,7 @@ MUTANTS: dict[str, Mutant] = {
                 "latest.phase is not Phase.CLOSED\n",
             ),
         ),
+        seed=502,
     ),
     "strays-unseen": Mutant(
         "rule 12: a leader does not look for nodes that run in a round it does not know",
@@ -229,6 +235,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    strays = []\n    if highest >= document.round:\n",
             ),
         ),
+        seed=438,
     ),
     "numbers-from-zero": Mutant(
         "rule 12: rounds are numbered without looking at the records",
@@ -236,6 +243,7 @@ MUTANTS: dict[str, Mutant] = {
             _in("leading", "    if strays or highest >= document.round:\n", "    if strays:\n"),
             _in("leading", "round=max(document.round, highest + 1),", "round=document.round,"),
         ),
+        seed=238,
     ),
     "numbers-alike": Mutant(
         "rounds of one number are taken for the same round",
@@ -247,6 +255,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in("leading", "or record.naming != naming", "or record.round != document.round"),
         ),
+        seed=645,
     ),
     "closed-reopens": Mutant(
         "rule 14: a closed run goes on",
@@ -282,6 +291,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    return True\n",
             ),
         ),
+        seed=117,
     ),
     "lost-for-good": Mutant(
         "a participant that comes back to a round that went on stays lost",
@@ -292,10 +302,11 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "                with contextlib.suppress(RendezvousConnectionError):\n",
-                "                with contextlib.suppress():\n",
+                "            with contextlib.suppress(RendezvousConnectionError):\n",
+                "            with contextlib.suppress():\n",
             ),
         ),
+        seed=88,
     ),
     "no-rest": Mutant(
         "a node that left waits for a beat that is never due",
@@ -306,6 +317,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if closed:\n",
             ),
         ),
+        seed=53,
     ),
 }
 

@@ -60,6 +60,15 @@ def test_a_record_that_comes_back_is_no_movement() -> None:
     assert not leases.moved("n")
 
 
+def test_whatever_else_it_wrote_ends_the_silence() -> None:
+    leases = looks((None, 100.0), (None, 102.0))
+    leases.heard("n", 102.5)
+    leases.observe("n", None, 103.0, 103.0)
+    assert leases.age("n") == 0.5
+    # It may have been written long before this observer first looked.
+    assert not leases.moved("n")
+
+
 def test_restart_begins_all_windows_but_one() -> None:
     leases = looks((5, 100.0), (6, 101.0), (6, 104.0))
     leases.observe("deposed", 1, 100.0, 100.0)
