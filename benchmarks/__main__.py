@@ -121,10 +121,11 @@ def _page(
             "",
             f"N handlers in {processes} processes on this one machine, from the common start until "
             "the last has its rank, world size and MASTER_ADDR. On the stores of this package that "
-            "includes rank 0's TCPStore and the confirmation of every node. c10d and etcd-v2 are "
-            "torch's own. An empty cell was not tried: fewer nodes had not finished within "
-            f"{rendezvous.RENDEZVOUS_SECONDS:g} s, or (1,024) it would measure this machine more "
-            "than the store.",
+            "includes rank 0's TCPStore and the confirmation of every node. It is mostly processor "
+            "time: two to three milliseconds a node, the server's included, shared by the cores. "
+            "c10d and etcd-v2 are torch's own. An empty cell was not tried: fewer nodes had not "
+            f"finished within {rendezvous.RENDEZVOUS_SECONDS:g} s, or (1,024) it would measure the "
+            "machine rather than the store.",
             "",
             f"| store | {head} |",
             f"| --- | {rule} |",

@@ -45,6 +45,8 @@ class Consul(Kind):
             # A server that is stopped comes back: it must not leave the ensemble's quorum.
             "leave_on_terminate": False,
             "skip_leave_on_interrupt": True,
+            # All nodes of a test come from one address, where real ones have an agent each.
+            "limits": {"http_max_conns_per_client": 8192},
             "disable_update_check": True,
             "log_level": "warn",
         }
