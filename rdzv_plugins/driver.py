@@ -1,4 +1,4 @@
-"""Carries out a node's requests on a store, in one thread at a time. It decides nothing."""
+"""Carries out a node's requests on a store, in one background thread. It decides nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PAUSE_AFTER_A_BUG = 1.0
 
 
 class Driver:
-    """Lives a node's life: its first join in the caller's thread, all else in one of its own.
+    """The thread that lives a node's life.
 
     Args:
         node: whose requests are carried out.
@@ -40,7 +40,6 @@ class Driver:
         self._open_master = open_master
         self._name = name
         self._thread: threading.Thread | None = None
-        self._caller_drives = False
         self._stopping = threading.Event()
         self._nudged = threading.Event()
         self._delivered = threading.Condition()
@@ -49,23 +48,24 @@ class Driver:
 
     @property
     def running(self) -> bool:
-        thread = self._thread
-        return self._caller_drives or (thread is not None and thread.is_alive())
+        return self._thread is not None and self._thread.is_alive()
 
     def join(self) -> steps.Outcome:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 
-        One caller at a time. Raises what nobody foresaw.
+        One caller at a time. It only waits: torch raises an exception in it at a signal, which a
+        store's client might swallow.
         """
         self._outcome = None
         self._node.order_join()
         if not self.running:
             self._stopping.clear()
-            self._join_first()
+            self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
+            self._thread.start()
         else:
             self._nudge_until(lambda: not self._node.join_ordered, time.monotonic() + 5)
-            with self._delivered:
-                self._delivered.wait_for(lambda: self._outcome or self._stopping.is_set())
+        with self._delivered:
+            self._delivered.wait_for(lambda: self._outcome or self._stopping.is_set())
         return self._outcome or steps.Outcome()
 
     def stop(self, seconds: float) -> None:
@@ -75,60 +75,36 @@ class Driver:
             self._delivered.notify_all()
         self._nudge_until(lambda: not self.running, time.monotonic() + seconds)
 
-    def _join_first(self) -> None:
-        # In the caller's own thread, which has nothing else to do: to start another and to be
-        # woken by it takes as long as the requests. What comes afterwards is the thread's.
-        life = self._node.run()
-        self._caller_drives = True
-        try:
-            self._drive(life, joining=True)
-            if not self._stopping.is_set():
-                self._thread = threading.Thread(
-                    target=self._live, args=(life,), name=self._name, daemon=True
-                )
-                self._thread.start()
-        finally:
-            self._caller_drives = False
-
     def _nudge_until(self, done: Callable[[], bool], deadline: float) -> None:
         # An interrupt may come just before the thread parks, and then wakes nobody: repeat it.
         pause = 0.001
         while not done() and time.monotonic() < deadline:
             self._nudged.set()
             self._client.interrupt()
-            if self._thread is not None and self._stopping.is_set():
-                self._thread.join(pause)
-            else:
-                time.sleep(pause)
+            if self._thread is not None:
+                self._thread.join(pause) if self._stopping.is_set() else time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
-    def _live(self, life: steps.Steps) -> None:
+    def _live(self) -> None:
         while not self._stopping.is_set():
             try:
-                self._drive(life)
+                self._drive(self._node.run())
             except Exception as error:
                 log.exception("the rendezvous of this node met an unforeseen error; it starts over")
                 self._deliver(steps.Outcome(error=error))
                 self._stopping.wait(_PAUSE_AFTER_A_BUG)
-                life = self._node.run()
 
-    def _drive(self, life: steps.Steps, joining: bool = False) -> None:
-        """Carry out ``life``, new or just told of a delivery, until `stop`.
-
-        ``joining``: or until it delivers; it can then be driven on.
-        """
-        request = life.send(None)
+    def _drive(self, life: steps.Steps) -> None:
+        request = next(life)
         while not self._stopping.is_set():
             try:
                 answer = self._perform(request)
             except (RendezvousConnectionError, RendezvousStateError) as error:
                 self._note_outage(error)
                 request = life.throw(error)
-                continue
-            self._note_success(request)
-            if joining and isinstance(request, steps.Deliver):
-                return
-            request = life.send(answer)
+            else:
+                self._note_success(request)
+                request = life.send(answer)
 
     def _perform(self, request: steps.Request) -> Any:
         match request:

@@ -277,6 +277,16 @@ def create_handler(backend: str, params: RendezvousParameters) -> RendezvousHand
         backend, params.endpoint, params.run_id, rest, request_timeout=settings.heartbeat_timeout
     )
     log.debug("connected to %s at '%s'", backend, redact(params.endpoint))
+    try:
+        return _over(client, backend, params, settings)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _over(
+    client: KeyValueClient, backend: str, params: RendezvousParameters, settings: Settings
+) -> RendezvousHandler:
     if settings.handler == "torch":
         from rdzv_plugins.torch_handler import create_torch_handler
 

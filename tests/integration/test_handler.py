@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -222,6 +224,36 @@ def test_closing_ends_the_run_until_its_id_is_swept(run: Run) -> None:
     until(run.is_swept, 60)
     pair = [run.start((2, 2)) for _ in range(2)]
     until(one_world(pair), 30)
+
+
+class SignalError(Exception):
+    """What torch's launcher raises in the main thread at a signal."""
+
+
+def test_a_signal_ends_the_first_join_and_the_node_can_still_leave(run: Run) -> None:
+    handler = run.handler((2, 2))
+
+    def tell() -> None:
+        until(lambda: handler._node.document is not None, 30)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def be_told(*_: object) -> None:
+        raise SignalError
+
+    before = signal.signal(signal.SIGUSR1, be_told)
+    try:
+        teller = threading.Thread(target=tell)
+        teller.start()
+        with pytest.raises(SignalError):
+            handler.next_rendezvous()
+        teller.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert handler._leave()
+    pair = [run.start((2, 2)) for _ in range(2)]
+    # Well before the lease of the node that left.
+    until(one_world(pair), 10)
+    assert not any("lost" in row.reason for row in run.history())
 
 
 def test_the_run_closes_for_joiners_that_wait(run: Run) -> None:
