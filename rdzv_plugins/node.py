@@ -191,7 +191,15 @@ class Node:
         if self.record.wants is Wants.SPARE:
             self._join_deadline = self._clock() + self._join_timeout
             return False
-        return True
+        # Named, it would break up a round that is about to run: among many nodes that have waited
+        # for long, one after the other would.
+        document, patience = self.document, self._document_since + self._rules.lease
+        if document is None or document.phase is not Phase.CONFIRMING or self._clock() >= patience:
+            return True
+        if self.id not in document.ranks:
+            return True
+        self._join_deadline = patience
+        return False
 
     def _beat(self) -> Steps:
         """Write the record if it changed or a keep-alive interval has passed."""
