@@ -66,7 +66,7 @@ def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
 
 
 @every_store
-@pytest.mark.parametrize("who", ["rank 0", "leader"])
+@pytest.mark.parametrize("who", ["rank 0", pytest.param("leader", marks=pytest.mark.soak)])
 def test_killed_node(begin: Begin, who: str, record_property: Measure) -> None:
     run = begin()
     before = run.begin("abc")
@@ -242,6 +242,7 @@ def test_stopped_leader(begin: Begin, workers: bool, record_property: Measure) -
     assert run.leader().name in others, "the leader that woke up took the lead again"
 
 
+@pytest.mark.soak
 def test_torch_handler(begin: Begin, record_property: Measure) -> None:
     run = begin(handler="torch")
     run.begin("abc")
