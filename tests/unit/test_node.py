@@ -304,6 +304,25 @@ def test_a_join_times_out_and_says_so(server: MemoryServer, time: Time) -> None:
     assert time.now - before == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("late", [1.0, 4.0])
+def test_a_named_node_gives_a_round_that_is_confirmed_a_lease(
+    late: float, pair: tuple[Life, Life], time: Time
+) -> None:
+    leader, joiner = pair
+    while time.now < 1059.5:
+        leader.wake()
+    joiner.go()
+    while not (stored(leader).phase is Phase.CONFIRMING and leader.log[-1] == "PutRecord"):
+        leader.answer() if not isinstance(leader.request, steps.Rest) else leader.wake()
+    time.now += late
+    if late < RULES.lease:
+        finish(leader, joiner)
+        assert leader.outcomes[0].document
+    else:
+        leader.go()
+        assert leader.outcomes[0].failure == Failure.TIMEOUT
+
+
 def test_a_join_without_a_store_ends_in_its_error(server: MemoryServer, time: Time) -> None:
     node = Life("n1", server, time, RULES)
     node.down = True
