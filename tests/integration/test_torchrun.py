@@ -66,11 +66,14 @@ def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
 
 
 @every_store
-@pytest.mark.parametrize("who", ["rank 0", pytest.param("leader", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "who",
+    ["rank 0", *(pytest.param(who, marks=pytest.mark.soak) for who in ("leader", "middle rank"))],
+)
 def test_killed_node(begin: Begin, who: str, record_property: Measure) -> None:
     run = begin()
     before = run.begin("abc")
-    victim = run.leader().name if who == "leader" else "a"
+    victim = {"rank 0": "a", "middle rank": "b", "leader": run.leader().name}[who]
     others = sorted({"a", "b", "c"} - {victim})
     killed = run.agents[victim].kill()
     world = run.await_world(others, after=killed, by_rank=True)
@@ -146,6 +149,7 @@ def test_sigterm(begin: Begin, record_property: Measure) -> None:
     assert run.await_ends("b")["b"] != 0
 
 
+@every_store
 def test_killed_worker(begin: Begin, record_property: Measure) -> None:
     run = begin()
     before = run.begin("abc")
@@ -156,6 +160,7 @@ def test_killed_worker(begin: Begin, record_property: Measure) -> None:
     assert all(agent.process.poll() is None for agent in run.agents.values())
 
 
+@every_store
 def test_killed_node_replaced_at_once(begin: Begin, record_property: Measure) -> None:
     run = begin()
     run.begin("abc")
@@ -165,6 +170,7 @@ def test_killed_node_replaced_at_once(begin: Begin, record_property: Measure) ->
     report(record_property, Pause.of(world, killed))
 
 
+@every_store
 @pytest.mark.parametrize("memory", [pytest.param("kept", marks=pytest.mark.soak), "lost"])
 def test_outage_of_the_store(
     begin: Begin, store: RunningStore, memory: str, record_property: Measure
@@ -199,6 +205,7 @@ def test_outage_of_the_store(
     assert run.round() == number + 1
 
 
+@every_store
 def test_end_and_second_run(begin: Begin) -> None:
     run = begin(closed_ttl=20)
     run.begin("ab")
@@ -218,6 +225,7 @@ def test_end_and_second_run(begin: Begin) -> None:
     assert run.await_ends("ab") == {"a": 0, "b": 0}
 
 
+@every_store
 @pytest.mark.parametrize(
     "workers",
     [
