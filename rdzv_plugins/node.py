@@ -194,9 +194,9 @@ class Node:
         # Named, it would break up a round that is about to run: among many nodes that have waited
         # for long, one after the other would.
         document, patience = self.document, self._document_since + self._rules.lease
-        if document is None or document.phase is not Phase.CONFIRMING or self._clock() >= patience:
+        if document is None or document.phase is not Phase.CONFIRMING:
             return True
-        if self.id not in document.ranks:
+        if self.id not in document.ranks or self._clock() >= patience:
             return True
         self._join_deadline = patience
         return False
@@ -395,8 +395,8 @@ class Node:
         if self._untidy is not None:
             released, self._untidy = self._untidy, None
             # The round is released, to this node's own agent too: nobody waits for it.
-            seconds = self._clock() - self._forming_since
-            yield from tidy_up(released, seconds, self._records or {}, self._is_silent)
+            took = self._clock() - self._forming_since
+            yield from tidy_up(released, took, self._records or {}, self._is_silent)
             return
         document = self.document
         leads = document is not None and document.leader == self.id

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from rdzv_plugins.documents import NodeRecord, RoundDocument
 
 from .mutants import build
-from .world import REAL, Result, simulate
+from .world import Result, simulate
 
 __all__ = ["Totals", "failure_report", "first_caught", "new_first_seed", "run_seeds"]
 
@@ -131,7 +131,7 @@ def _prepare() -> None:
 
 def _simulate_all(task: tuple[range, int]) -> list[Result]:
     seeds, most_nodes = task
-    results = [simulate(seed, most_nodes, REAL) for seed in seeds]
+    results = [simulate(seed, most_nodes) for seed in seeds]
     gc.collect()  # A world and its hosts hold one another.
     return results
 

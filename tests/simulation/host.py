@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rdzv_plugins import steps
+from rdzv_plugins.closing import close_run
 from rdzv_plugins.decisions import Rules
 from rdzv_plugins.documents import (
     BELL_KEY,
@@ -79,7 +80,7 @@ class Host:
             max_nodes=rules.max_nodes,
             rank=chance.choice((None, chance.randrange(8))),
         )
-        self.node = world.build.node(
+        self.node = world.build(
             node_id,
             record,
             rules,
@@ -169,7 +170,7 @@ class Host:
             max_nodes=rules.max_nodes,
         )
         self._close_until = deadline
-        self._live(self.world.build.close_run(self.id, self.node.latest or never_seen, "done"))
+        self._live(close_run(self.id, self.node.latest or never_seen, "done"))
 
     def fail_workers(self) -> None:
         if self.agent is Agent.RUNNING:

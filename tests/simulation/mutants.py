@@ -13,9 +13,7 @@ import types
 from dataclasses import dataclass
 from pathlib import Path
 
-from rdzv_plugins.closing import close_run
-
-from .world import Build
+from rdzv_plugins.node import Node
 
 __all__ = ["MUTANTS", "Edit", "Mutant", "build"]
 
@@ -323,7 +321,7 @@ MUTANTS: dict[str, Mutant] = {
 
 
 @functools.cache
-def build(name: str) -> Build:
+def build(name: str) -> type[Node]:
     """The mutant's code; raises `LookupError` if what it replaces is not there exactly once."""
     edits = MUTANTS[name].edits
     modules = {}
@@ -340,7 +338,8 @@ def build(name: str) -> Build:
     modules["protocol"].__dict__.update(leading=modules["leading"])
     node = modules["node"]
     node.__dict__.update(protocol=modules["protocol"], Leases=modules["leases"].Leases)
-    return Build(node.Node, close_run)
+    mutant: type[Node] = node.Node
+    return mutant
 
 
 def _source(module: str) -> str:

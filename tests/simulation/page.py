@@ -82,10 +82,13 @@ def write_page(
     ]
     for name, survived, _ in hunted:
         say(f"{name}: {survived}")
+    if escaped:
+        say(f"no seed catches {', '.join(escaped)}")
+        return 1
     path.write_text(
         "\n".join([_HEAD, _runs(small, large), _faults(small), _TERMS, _checked(), _killed(hunted)])
     )
-    return 1 if escaped else 0
+    return 0
 
 
 def _runs(small: Totals, large: Totals) -> str:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rdzv_plugins.closing import close_run
 from rdzv_plugins.decisions import Rules
 from rdzv_plugins.documents import STATE_KEY, NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.kv import Entry
 from rdzv_plugins.node import Node
-from rdzv_plugins.steps import Steps
 
 from .faults import FAULTS, end_faults
 from .host import Agent, Host
@@ -22,22 +19,11 @@ from .network import Network
 from .plan import FASTEST, QUIET_AFTER, Plan
 from .store import Store
 
-__all__ = ["REAL", "Build", "Result", "World", "bound", "simulate"]
+__all__ = ["Result", "World", "bound", "simulate"]
 
 _AMBUSHED, _MOST_AMBUSHES = 0.2, 6
 _LOOK = 0.5
 """Seconds between two looks at whether the run has settled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """The code under test: the package's own, or a mutant of it."""
-
-    node: type[Node]
-    close_run: Callable[[str, RoundDocument, str], Steps]
-
-
-REAL = Build(Node, close_run)
 
 
 @dataclass(slots=True)
@@ -73,7 +59,7 @@ def bound(plan: Plan) -> float:
 class World:
     """The hosts of a run and all that lies between them."""
 
-    def __init__(self, plan: Plan, build: Build, traced: bool) -> None:
+    def __init__(self, plan: Plan, build: type[Node], traced: bool) -> None:
         self.plan = plan
         self.build = build
         self.chance = random.Random(~plan.seed)
@@ -224,7 +210,9 @@ def _knows_the_end(host: Host) -> bool:
     return latest is not None and latest.phase is Phase.CLOSED and host.agent is not Agent.JOINING
 
 
-def simulate(seed: int, most_nodes: int = 12, build: Build = REAL, traced: bool = False) -> Result:
+def simulate(
+    seed: int, most_nodes: int = 12, build: type[Node] = Node, traced: bool = False
+) -> Result:
     """Live through one seed.
 
     Args:

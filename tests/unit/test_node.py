@@ -19,6 +19,7 @@ from rdzv_plugins.documents import (
     RoundDocument,
     Wants,
 )
+from rdzv_plugins.driver import perform
 from rdzv_plugins.kv import (
     MemoryClient,
     MemoryServer,
@@ -114,23 +115,7 @@ class Life:
         leaves = isinstance(request, steps.PutRecord) and request.record.wants is Wants.LEFT
         if self.down or (self.mute and leaves):
             raise RendezvousConnectionError("down")
-        match request:
-            case steps.PutRecord(node, record, ring):
-                keys = {NODES_PREFIX + node: record.encode()}
-                return client.put_many(keys | ({BELL_KEY: b""} if ring else {}))
-            case steps.Ring():
-                return client.put(BELL_KEY, b"")
-            case steps.Read(key) | steps.Park(key):
-                return client.get(key)
-            case steps.CompareAndSet(key, value, expected):
-                return client.compare_and_set(key, value, expected)
-            case steps.List(prefix):
-                return client.list(prefix)
-            case steps.Drop(keys):
-                return client.delete_many(keys)
-            case steps.OpenMaster():
-                return "host:1"
-        return None
+        return "host:1" if isinstance(request, steps.OpenMaster) else perform(client, request)
 
 
 def _name(request: steps.Request) -> str:
