@@ -84,7 +84,7 @@ class Host:
             node_id,
             record,
             rules,
-            world.plan.join_timeout,
+            world.join_timeout,
             self.clock,
             random.Random(chance.getrandbits(64)),
         )
@@ -198,6 +198,7 @@ class Host:
             world.start_again(self.address)
             return
         again = outcome.failure != "mismatch" and world.chance.random() < world.plan.rejoins
+        again = again and not (outcome.failure == "timeout" and world.network.quiet)
         world.kernel.after(world.chance.uniform(0, 1), self._ask_again if again else self._give_up)
 
     def _masters_seen(self, document: RoundDocument) -> None:

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 from rdzv_plugins.decisions import Rules
 
-__all__ = ["FASTEST", "KINDS", "QUIET_AFTER", "SLOWEST", "Fault", "Plan"]
+__all__ = ["FASTEST", "KINDS", "LONG_JOIN", "QUIET_AFTER", "SLOWEST", "Fault", "Plan"]
 
 FASTEST, SLOWEST = 2.0, 0.5
 """Rates of the hosts' clocks against virtual time."""
 
 QUIET_AFTER = 20.0
 """When faults stop."""
+
+LONG_JOIN = 600.0
+"""Torch's default for ``join_timeout``, in seconds of a host's clock."""
 
 KINDS = {
     "crash": 3,
@@ -71,6 +74,7 @@ class Plan:
         poll: how long a waiter may take to notice a change; 0: the store pushes.
         stop: longest time that an agent takes to stop its workers.
         ambush: kind of a fault that is apt to come just when a document is written; None: none is.
+        join_timeout: of the nodes that start while there are faults.
         rejoins: chance that an agent whose join failed asks again instead of exiting.
     """
 
@@ -132,7 +136,7 @@ class Plan:
             staleness=sometimes(0.25, 0.05, 0.5),
             poll=sometimes(0.25, 0.05, 0.5),
             stop=chance.choice((0.05, 0.5, 4.0)),
-            join_timeout=chance.choice((600.0, 600.0, 600.0, 25.0)),
+            join_timeout=chance.choice((LONG_JOIN, LONG_JOIN, LONG_JOIN, 25.0)),
             rejoins=chance.choice((0.0, 0.5)),
             ambush=chance.choice(_AMBUSHES) if chance.random() < 0.4 else None,
             faults=_faults(chance),

@@ -16,7 +16,7 @@ from .host import Agent, Host
 from .invariants import Checker, Evidence, InvariantError, show
 from .kernel import Kernel
 from .network import Network
-from .plan import FASTEST, QUIET_AFTER, Plan
+from .plan import FASTEST, LONG_JOIN, QUIET_AFTER, Plan
 from .store import Store
 
 __all__ = ["Result", "World", "bound", "simulate"]
@@ -53,7 +53,11 @@ class Result:
 def bound(plan: Plan) -> float:
     """Seconds after the last fault within which the run must stand still."""
     slowest = plan.rates[0]
-    return (8 * plan.rules.lease + plan.rules.last_call) / slowest + 2 * plan.stop + 10
+    settling = (8 * plan.rules.lease + plan.rules.last_call) / slowest + 2 * plan.stop + 10
+    if plan.join_timeout == LONG_JOIN:
+        return settling
+    # Until then nodes that have waited in vain still go, and others come in their place.
+    return settling + plan.join_timeout / slowest
 
 
 class World:
@@ -92,6 +96,15 @@ class World:
         """As it stands in the store."""
         entry = self.store.entries.get(STATE_KEY)
         return RoundDocument.decode(entry.value) if entry else None
+
+    @property
+    def join_timeout(self) -> float:
+        """Seconds on its own clock that a node which starts now waits for a round.
+
+        Giving up early is a fault of the launcher's. Where a run needs all its nodes, and each is
+        away for a second now and then, the moment at which all are there may never come.
+        """
+        return LONG_JOIN if self.network.quiet else self.plan.join_timeout
 
     @property
     def closed(self) -> bool:
