@@ -255,7 +255,12 @@ class Node:
 
     def pause(self) -> None:
         """SIGSTOP: connections stay open and nobody answers."""
-        os.kill(self.pid, signal.SIGSTOP)
+        pid = self.pid
+        os.kill(pid, signal.SIGSTOP)
+        # Until its last thread stands still it may answer.
+        stopped = os.WSTOPPED | os.WNOHANG
+        if not wait_until(lambda: os.waitid(os.P_PID, pid, stopped) is not None, 5):
+            raise ServerError(f"{self} did not stand still within 5 s of SIGSTOP")
 
     def resume(self) -> None:
         """SIGCONT."""
