@@ -23,7 +23,7 @@ demo: .venv/installed ## Three agents train, one is killed, training goes on [EN
 
 test: .venv/installed servers lint ## Install what the tests need and run them all
 	@echo "==> running the tests"
-	@$(PYTEST)
+	@$(PYTEST) --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 unit: .venv/installed ## The tests that need no server
 	@$(PYTEST) tests/unit

@@ -62,7 +62,7 @@ GARBAGE: list[Version] = [
     (),
     ("1", 1),
     frozenset({1}),
-    object(),
+    object,
 ]
 
 NAMESPACES = [("a", "b"), ("a", "ab"), ("a", "a/b"), ("a", "A"), ("a b", "a_b"), ("a", "a%")]

@@ -11,7 +11,7 @@ from rdzv_plugins.testing.harness import Harness
 from rdzv_plugins.testing.threads import together
 
 STATES = [b"x", b"", bytes(range(256)) * 100]
-GARBAGE: list[Token] = ["invalid", "", 0, 1.5, b"x", object(), (), [], {}]
+GARBAGE: list[Token] = ["invalid", "", 0, 1.5, b"x", object, (), [], {}]
 
 
 class TorchConformance(Harness):

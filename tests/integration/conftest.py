@@ -1,4 +1,4 @@
-"""One server a kind and a session; prints what the tests measured."""
+"""One server a kind and a session."""
 
 from __future__ import annotations
 
@@ -21,16 +21,3 @@ def running_store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
 @pytest.fixture
 def run_id() -> str:
     return f"run-{secrets.token_hex(8)}"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    measured = [
-        (report.nodeid.rpartition("/")[2], report.user_properties)
-        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
-        if report.when == "call" and report.user_properties
-    ]
-    if measured:
-        terminalreporter.section("measured")
-    for name, properties in measured:
-        values = ", ".join(f"{key}: {value}" for key, value in properties)
-        terminalreporter.write_line(f"{name}: {values}")

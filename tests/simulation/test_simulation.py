@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -17,10 +18,14 @@ from .mutants import MUTANTS, Edit, Mutant, build
 from .plan import KINDS
 from .world import simulate
 
+Measure = Callable[[str, object], None]
+
 IN_CI = bool(os.environ.get("CI"))
 FIRST = int(os.environ.get("FIRST_SEED") or new_first_seed())
 SEEDS = max(int(os.environ.get("SEEDS") or 500), 5000 if IN_CI else 0)
 LARGE = 24 if IN_CI else 4
+# The other tests that run at the same time have their share of the cores.
+PROCESSES = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1))
 
 # A mutant is looked for from the seed that caught it when it was written. The protocol's requests
 # decide what a seed means, so that another may catch it after a change.
@@ -35,26 +40,25 @@ FOUND = {
 }
 
 
-def judge(totals: Totals, capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        sys.stdout.write(f"\n{totals}\n")
+def judge(totals: Totals, record_property: Measure) -> None:
+    record_property("simulated", str(totals))
     if totals.failed:
         pytest.fail(failure_report(totals.failed[0], totals.most_nodes), pytrace=False)
 
 
 @pytest.mark.timeout(900)
-def test_new_seeds(capsys: pytest.CaptureFixture[str]) -> None:
-    totals = run_seeds(FIRST, SEEDS)
-    judge(totals, capsys)
+def test_new_seeds(record_property: Measure) -> None:
+    totals = run_seeds(FIRST, SEEDS, processes=PROCESSES)
+    judge(totals, record_property)
     assert totals.rounds > SEEDS
     # A simulator whose faults never happen proves nothing.
     assert set(KINDS) <= set(totals.injected)
 
 
 @pytest.mark.timeout(600)
-def test_new_seeds_of_200_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    totals = run_seeds(FIRST, LARGE, 200)
-    judge(totals, capsys)
+def test_new_seeds_of_200_nodes(record_property: Measure) -> None:
+    totals = run_seeds(FIRST, LARGE, 200, processes=PROCESSES)
+    judge(totals, record_property)
     assert totals.given > 100 * LARGE
 
 

@@ -1,0 +1,39 @@
+"""What the tests measured is shown; those that share a process in ``make test`` are grouped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# They fill all cores, one at a time is enough, and together they take longest: they come first.
+_HEAVY = ("test_torchrun", "test_simulation")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: item.path.stem not in _HEAVY)
+
+
+def _group(item: pytest.Item) -> str:
+    """The tests on one running store, so that it is started once; else those of a file."""
+    if item.path.stem in _HEAVY:
+        return "heavy"
+    parametrised: Any = getattr(item, "callspec", None)
+    store = parametrised and parametrised.params.get("running_store")
+    return str(store.name) if store else item.path.stem
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    measured = [
+        (report.nodeid.rpartition("/")[2].partition("@")[0], report.user_properties)
+        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+        if report.when == "call" and report.user_properties
+    ]
+    if measured:
+        terminalreporter.section("measured")
+    for name, properties in measured:
+        values = ", ".join(f"{key}: {value}" for key, value in properties)
+        terminalreporter.write_line(f"{name}: {values}")
