@@ -182,6 +182,8 @@ class Node:
             self.record = replace(self.record, wants=Wants.JOIN, master=None)
             self._record_due = self._ring = True
             self._document_due = True
+            # Who joins again may have lost the leader: its last beat is seen now, not at our next.
+            self._leader_due = self._leader_due or self._member is not None
             self.waiting = 0
 
     def _is_late(self) -> bool:

@@ -18,7 +18,7 @@ from rdzv_plugins.documents import (
     RoundDocument,
     Wants,
 )
-from rdzv_plugins.kv import Entry, RendezvousConnectionError
+from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.steps import Outcome, Request, Steps
 
 from .invariants import Evidence
@@ -364,7 +364,11 @@ class Host:
                 before = store.entries.get(key)
                 answer = store.compare_and_set(key, value, expected)
                 if answer[1] and evidence is not None:
-                    world.wrote(self, before, RoundDocument.decode(value), evidence)
+                    try:
+                        after = RoundDocument.decode(value)
+                    except RendezvousStateError as error:
+                        world.violated("readable", f"{self.id}: {error}")
+                    world.wrote(self, before, after, evidence)
             case steps.List(prefix):
                 answer = world.network.list(prefix)
                 self._read(turn, answer, None)

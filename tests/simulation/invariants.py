@@ -34,6 +34,7 @@ INVARIANTS = {
     "maximum only after the last call, and only nodes with the run's own --nnodes",
     "confirmed": "a round runs only after each participant's record has said that it has seen it, "
     "and with the address that rank 0 opened for it",
+    "readable": "what is written as the round document can be read as one",
     "rounds of a node": "a node is given rounds of growing numbers, and named only in rounds above "
     "the last one that its listed record tells of",
     "rounds of a run": "the document only moves forward in round and phase; a store that forgot "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from rdzv_plugins.decisions import Rules
 from rdzv_plugins.documents import STATE_KEY, NodeRecord, Phase, RoundDocument, Wants
@@ -156,7 +157,7 @@ class World:
                 self._ambushes -= 1
                 self.kernel.at(soon, self._befall, self.plan.ambush)
 
-    def violated(self, invariant: str, what: str) -> None:
+    def violated(self, invariant: str, what: str) -> NoReturn:
         raise InvariantError(invariant, what)
 
     def live(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -228,6 +229,24 @@ def test_a_failed_worker_brings_the_others_to_join_again(pair: tuple[Life, Life]
     finish(leader, joiner)
     assert stored(leader).round == 1
     assert "n2[1] joined again" in stored(leader).reason
+
+
+def test_who_joins_again_looks_at_the_leader_without_delay(pair: tuple[Life, Life]) -> None:
+    """Its lease counts from the look: one that died with the workers has a lease, not more."""
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.wake()
+    # The leader beats once more, dies, and its end makes the joiner's workers fail.
+    last = replace(leader.node.record, beat=leader.node.record.beat + 1)
+    perform(leader.client, steps.PutRecord("n1", last, ring=False))
+    joiner.time.now += 0.2
+    joiner.join_again()
+    assert joiner.go() == ["PutRecord", "Read state", "Read nodes/n1"]
+    died = joiner.time.now
+    while stored(joiner).leader == "n1" and joiner.time.now < died + 10:
+        joiner.wake()
+    assert stored(joiner).leader == "n2"
+    assert joiner.time.now - died < RULES.lease + 0.01
 
 
 def test_a_leader_that_says_farewell_is_followed_at_once(pair: tuple[Life, Life]) -> None:
