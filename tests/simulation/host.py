@@ -198,7 +198,9 @@ class Host:
             world.start_again(self.address)
             return
         again = outcome.failure != "mismatch" and world.chance.random() < world.plan.rejoins
-        again = again and not (outcome.failure == "timeout" and world.network.quiet)
+        if outcome.failure == "timeout" and world.network.quiet:
+            # It would keep its short time-out; the node in its place has a long one.
+            again = False
         world.kernel.after(world.chance.uniform(0, 1), self._ask_again if again else self._give_up)
 
     def _masters_seen(self, document: RoundDocument) -> None:
