@@ -6,7 +6,6 @@ drives it only carries requests out: `handler.py` on a store, the simulator on v
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -367,13 +366,15 @@ class Node:
             # It is in no round and asks for none; its last word until the agent asks again.
             self.record = replace(self.record, wants=Wants.LEFT, beat=self.record.beat + 1)
             closed = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
-            # The agent is told even if the others cannot be; they have this node's lease.
-            with contextlib.suppress(RendezvousConnectionError):
+            try:
                 if closed:
                     # Written after the run was closed, it may outlive what the sweep takes away.
                     yield Drop((NODES_PREFIX + self.id,))
                 else:
                     yield PutRecord(self.id, self.record, ring=True)
+            except RendezvousConnectionError:
+                # The agent is told even if the others cannot be; they have this node's lease.
+                self._leases.restart(self._clock())
         yield Deliver(outcome)
 
     def _write(self, document: RoundDocument) -> Generator[Request, Any, bool]:

@@ -37,6 +37,7 @@ FOUND = {
     (524426700844, 12): "an heir that missed the leader's beats between two amnesias deposed it",
     (524426703715, 12): "the same, with the round of a leader that had just joined again",
     (524920500020, 200): "nodes whose join timed out broke up one confirming round after another",
+    (526606901873, 12): "an outage at the end of a failed join did not void what was seen before",
 }
 
 

@@ -350,6 +350,30 @@ def test_a_join_that_fails_is_reported_even_if_the_store_goes(
     assert [outcome.failure for outcome in node.outcomes] == [Failure.TIMEOUT]
 
 
+def test_an_outage_at_the_end_of_a_failed_join_voids_what_was_seen(
+    server: MemoryServer, time: Time
+) -> None:
+    rules = replace(RULES, min_nodes=3, max_nodes=3)
+    leader = Life("n1", server, time, rules)
+    leader.go()
+    joiner = Life("n2", server, time, rules)
+    while time.now < 1058:
+        joiner.go()
+        leader.go()
+        for life in (leader, joiner):
+            life.wake()
+    joiner.mute = True
+    while not joiner.outcomes:
+        joiner.wake()
+    assert joiner.outcomes[0].failure == Failure.TIMEOUT
+    joiner.mute, failed = False, time.now
+    joiner.join_again()
+    joiner.go()
+    while stored(joiner).leader == "n1":
+        joiner.wake()
+    assert time.now - failed >= rules.lease
+
+
 def test_an_unreadable_document_is_told_to_the_agent(server: MemoryServer, time: Time) -> None:
     MemoryClient(server, "run").put(STATE_KEY, b"\x80\x04garbage")
     node = Life("n1", server, time, RULES)
