@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import typer
 
-from rdzv_plugins.cli import local, runs, stores
+# torch says so, as it is imported, to every program of an environment without NumPy.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+from rdzv_plugins.cli import local, runs, stores  # noqa: E402
 
 __all__ = ["app", "main"]
 
