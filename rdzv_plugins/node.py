@@ -373,7 +373,7 @@ class Node:
                 else:
                     yield PutRecord(self.id, self.record, ring=True)
             except RendezvousConnectionError:
-                # The agent is told even if the others cannot be; they have this node's lease.
+                # The others have this node's lease; its agent is told all the same.
                 self._leases.restart(self._clock())
         yield Deliver(outcome)
 

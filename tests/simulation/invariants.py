@@ -8,9 +8,12 @@ A host's *lease* in a world holds as long as no stretch of ``lease / fastest clo
 staleness of listings, has passed without a new beat of it reaching the store. Once run out it does
 not come back in that world.
 
+A world is *named* by each write that puts it into the store: by the one that gives out its ranks,
+and by those that write it back into a store that forgot.
+
 The *amnesia exception*: two hosts whose leases hold may run different worlds if the store has
-forgotten everything between the naming of the older world and that of the newer, and the older's
-host had no record in the listing from which the newer was named.
+forgotten everything between a naming of the one world and a later naming of the other, and the
+one's host had no record in the listing that the namer of the other had last read.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ class Track:
 
 @dataclass(slots=True)
 class _Named:
-    """How a world came about."""
+    """How a world came into the store."""
 
     order: int
     epoch: int
@@ -127,7 +130,8 @@ class Checker:
         self._shortest = rules.lease / fastest - staleness
         self._staleness = staleness
         self._tracks: dict[str, Track] = {}
-        self._named: dict[World, _Named] = {}
+        self._named: dict[World, list[_Named]] = {}
+        self._namings = 0
         self._ran: dict[World, RoundDocument] = {}
         self._stood: set[RoundDocument] = set()
         self._forming: dict[int, float] = {}
@@ -219,17 +223,20 @@ class Checker:
         self._stood.add(image)
         if after.phase is Phase.FORMING:
             self._forming.setdefault(after.round, self._now())
-        if after.phase is Phase.CONFIRMING and (before is None or before.phase != after.phase):
-            self._named.setdefault(
-                (after.round, after.participants),
-                _Named(len(self._named), epoch, frozenset(evidence.seen)),
-            )
+        world = after.round, after.participants
+        if after.phase in (Phase.CONFIRMING, Phase.RUNNING) and (
+            before is None or (before.round, before.participants) != world
+        ):
+            self._namings += 1
+            naming = _Named(self._namings, epoch, frozenset(evidence.seen))
+            self._named.setdefault(world, []).append(naming)
+        if is_new and after.phase is Phase.CONFIRMING:
             if not after.min_nodes <= len(after.participants) <= after.max_nodes:
                 raise InvariantError("size", show(after))
             for person in after.participants:
                 listed = evidence.seen.get(person)
                 # A leader may know more of itself than it listed.
-                if is_new and listed and person != node and listed.round >= after.round:
+                if listed and person != node and listed.round >= after.round:
                     raise InvariantError(
                         "rounds of a node", f"{person} of round {listed.round} in {show(after)}"
                     )
@@ -270,14 +277,19 @@ class Checker:
     def _is_excused(self, node: str, mine: Track, other: str, theirs: Track) -> bool:
         assert mine.world is not None
         assert theirs.world is not None
-        named, named_theirs = self._named[mine.world], self._named[theirs.world]
-        if named.order > named_theirs.order:
-            older, newer, host = named_theirs, named, other
-        else:
-            older, newer, host = named, named_theirs, node
-        excused = newer.epoch > older.epoch and host not in newer.listed
+        excused = self._forgot(node, mine.world, theirs.world) or self._forgot(
+            other, theirs.world, mine.world
+        )
         self.excused += excused
         return excused
+
+    def _forgot(self, host: str, world: World, other: World) -> bool:
+        """Whether ``other`` was named in ignorance of the ``host`` of ``world``."""
+        first = self._named[world][0]
+        return any(
+            later.order > first.order and later.epoch > first.epoch and host not in later.listed
+            for later in self._named[other]
+        )
 
     def _judge_evidence(
         self, decider: str, track: Track, evidence: Evidence, lost: str, after: RoundDocument

@@ -300,11 +300,22 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "            with contextlib.suppress(RendezvousConnectionError):\n",
-                "            with contextlib.suppress():\n",
+                "            except RendezvousConnectionError:\n                # The others",
+                "            except ZeroDivisionError:\n                # The others",
             ),
         ),
         seed=100,
+    ),
+    "last-word-unheard": Mutant(
+        "an outage at the end of a failed join does not void what was seen before",
+        (
+            _in(
+                "node",
+                " its agent is told all the same.\n                self._leases.restart(",
+                " its agent is told all the same.\n                (",
+            ),
+        ),
+        seed=526606901873,
     ),
     "no-rest": Mutant(
         "a node that left waits for a beat that is never due",

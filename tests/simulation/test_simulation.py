@@ -38,6 +38,8 @@ FOUND = {
     (524426703715, 12): "the same, with the round of a leader that had just joined again",
     (524920500020, 200): "nodes whose join timed out broke up one confirming round after another",
     (526606901873, 12): "an outage at the end of a failed join did not void what was seen before",
+    (526715727811, 12): "a world that is written back is named again (stated better)",
+    (526715729376, 12): "what is written back needs no last call of its own (judged wrongly)",
 }
 
 
