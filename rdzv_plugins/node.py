@@ -24,18 +24,15 @@ from rdzv_plugins.documents import (
     Wants,
 )
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
-from rdzv_plugins.leases import Leases
-from rdzv_plugins.listing import Listing, readable
+from rdzv_plugins.observer import Observer
 from rdzv_plugins.steps import (
     CompareAndSet,
     Deliver,
     Drop,
-    List,
     OpenMaster,
     Outcome,
     Park,
     PutRecord,
-    Read,
     Request,
     Rest,
     Ring,
@@ -44,10 +41,6 @@ from rdzv_plugins.steps import (
 
 __all__ = ["Node"]
 
-# A leader rests this long per record between two listings, so that a thousand joins cost a handful
-# of listings and not a thousand.
-_REST_PER_RECORD = 20e-6
-_SHORTEST_REST = 0.5e-3
 _LONGEST_OUTAGE_PAUSE = 0.5
 
 
@@ -82,34 +75,24 @@ class Node:
         self._clock = clock
         self._chance = chance
         self._share = chance.random()
-        self._leases = Leases()
+        self._seen = Observer(node_id, rules, clock)
         self._joining = False
         self._join_ordered = False
         self._join_deadline = 0.0
         self._member: RoundDocument | None = None
-        # The document as last read, under which version, since when, and the highest seen.
-        self.document: RoundDocument | None = None
-        self._token: Version | None = None
-        self._document_since = clock()
-        self._latest: RoundDocument | None = None
-        self._forming_since = clock()
-        self._leader_label: str | None = None
-        # What is due before the next decision.
+        # The record is to be written before the next decision; and the leader told.
         self._record_due = False
         self._ring = False
-        self._document_due = True
-        self._leader_due = False
-        self._list_due = True
         # Not the first: it comes with the order to join, and a look at the leader can wait.
         self._next_beat = clock() + rules.interval
-        self._idle_until = clock()
-        # As a leader.
+        # As a leader: the bell as last heard, and a round that has left something behind.
         self._bell: Version | None = None
-        self._records: dict[str, NodeRecord] | None = None
-        self._listing = Listing()
-        self._listed_at = float("-inf")
-        self._minimum_since: float | None = None
         self._untidy: RoundDocument | None = None
+
+    @property
+    def document(self) -> RoundDocument | None:
+        """The document as last read."""
+        return self._seen.document
 
     @property
     def join_ordered(self) -> bool:
@@ -119,7 +102,7 @@ class Node:
     @property
     def latest(self) -> RoundDocument | None:
         """The document of the highest place that this node has seen."""
-        return self._latest
+        return self._seen.latest
 
     @property
     def in_round(self) -> bool:
@@ -149,7 +132,7 @@ class Node:
         self.record = replace(self.record, beat=self.record.beat + 1, wants=Wants.LEFT)
         yield PutRecord(self.id, self.record, ring=True)
         for _ in range(3):
-            yield from self._read_document()
+            yield from self._seen.read_document()
             document = self.document
             if document is None or document.leader != self.id or document.phase is Phase.CLOSED:
                 return
@@ -158,13 +141,13 @@ class Node:
 
     def _turn(self) -> Steps:
         self._take_order()
-        closed = self._latest is not None and self._latest.phase is Phase.CLOSED
-        if self.record.wants is not Wants.LEFT and not closed:
+        seen = self._seen
+        if self.record.wants is not Wants.LEFT and not seen.closed:
             yield from self._beat()
-        if self._document_due:
-            yield from self._read_document()
-        yield from self._observe_others()
-        self._judge_punctuality()
+        if seen.document_due:
+            yield from seen.read_document()
+        yield from seen.observe()
+        seen.judge_punctuality()
         action = protocol.decide(view := self._view())
         self.waiting = protocol.nodes_waiting(view)
         # After the store has answered: that it is away is told as such, and a round that runs by
@@ -180,9 +163,9 @@ class Node:
             self._join_deadline = self._clock() + self._join_timeout
             self.record = replace(self.record, wants=Wants.JOIN, master=None)
             self._record_due = self._ring = True
-            self._document_due = True
+            self._seen.document_due = True
             # Who joins again may have lost the leader: its last beat is seen now, not at our next.
-            self._leader_due = self._leader_due or self._member is not None
+            self._seen.leader_due = self._seen.leader_due or self._member is not None
             self.waiting = 0
 
     def _is_late(self) -> bool:
@@ -194,7 +177,7 @@ class Node:
             return False
         # Named, it would break up a round that is about to run: among many nodes that have waited
         # for long, one after the other would.
-        document, patience = self.document, self._document_since + self._rules.lease
+        document, patience = self.document, self._seen.document_since + self._rules.lease
         if document is None or document.phase is not Phase.CONFIRMING:
             return True
         if self.id not in document.ranks or self._clock() >= patience:
@@ -218,115 +201,26 @@ class Node:
         interval = self._rules.interval
         self._next_beat = self._clock() + interval * (1 + 0.1 * self._chance.random())
         if punctual:
-            self._leader_due = self._list_due = True
-
-    def _read_document(self) -> Steps:
-        entry: Entry | None = yield Read(STATE_KEY)
-        self._adopt(entry)
-        self._document_due = False
-
-    def _adopt(self, entry: Entry | None, known: RoundDocument | None = None) -> None:
-        """Make what stands in the store the document; ``known`` saves decoding our own."""
-        token = entry.version if entry else None
-        if token == self._token and (entry is None) == (self.document is None):
-            return
-        was = self.document
-        self.document = known or (RoundDocument.decode(entry.value) if entry else None)
-        self._token = token
-        self._document_since = self._clock()
-        document = self.document
-        if document is None:
-            return
-        leader_changed = was is None or was.leader != document.leader
-        if leader_changed:
-            self._records = self._leader_label = None
-            self._minimum_since = None
-            self._list_due = True
-            # What this node saw before it led, perhaps long ago, is too old to judge by: every
-            # window begins now, but for the leader that it deposed on good evidence.
-            deposed = was.leader if was and document.leader == self.id else None
-            self._leases.restart(self._clock(), unless=deposed)
-        if document.leader is not None:
-            # Nobody else writes in its name.
-            self._leases.heard(document.leader, self._clock())
-        if was is None or was.round != document.round:
-            self._forming_since = self._clock()
-            self._minimum_since = None
-        latest = self._latest
-        if (
-            latest is None
-            or document.phase is Phase.CLOSED
-            or (latest.phase is not Phase.CLOSED and document.place >= latest.place)
-        ):
-            self._latest = document
-
-    def _observe_others(self) -> Steps:
-        """Read what rules 2 to 5 need: all records as the leader, else the leader's."""
-        document = self.document
-        if document is None or document.phase is Phase.CLOSED or document.leader is None:
-            return
-        if document.leader != self.id:
-            self._records = None
-            if self._leader_due:
-                self._leader_due = False
-                asked = self._clock()
-                entry: Entry | None = yield Read(NODES_PREFIX + document.leader)
-                record = readable(entry)
-                beat, self._leader_label = (record.beat, record.label) if record else (None, None)
-                self._leases.observe(document.leader, beat, asked, self._clock())
-                # Without the leader's record the document may be gone too.
-                self._document_due = record is None
-        elif self._list_due:
-            yield from self._list()
-
-    def _list(self) -> Steps:
-        rest = self._listed_at + _REST_PER_RECORD * len(self._listing) - self._clock()
-        if rest > _SHORTEST_REST:
-            self._idle_until = self._clock() + rest
-            yield Rest(rest)
-        # The document first: records may be newer than it, never older. Its token then guards us.
-        yield from self._read_document()
-        document = self.document
-        if document is None or document.leader != self.id:
-            return
-        asked = self._clock()
-        entries: dict[str, Entry] = yield List(NODES_PREFIX)
-        now = self._clock()
-        records = self._records = self._listing.decode(entries)
-        named = {*document.participants, *document.previous}
-        self._leases.keep({*records, *named})
-        for node in {*records, *named}:
-            record = records.get(node)
-            self._leases.observe(node, record.beat if record else None, asked, now)
-        self._listed_at = now
-        self._list_due = False
-
-    def _judge_punctuality(self) -> None:
-        now = self._clock()
-        if now - self._idle_until > self._rules.interval:
-            # Suspended, starved, or held up by a store that hung: what this node saw, or did not
-            # see, in that time proves nothing of others.
-            self._leases.restart(now)
-        self._idle_until = now
+            self._seen.leader_due = self._seen.list_due = True
 
     def _view(self) -> decisions.View:
-        now = self._clock()
-        minimum = None if self._minimum_since is None else now - self._minimum_since
+        now, seen = self._clock(), self._seen
+        minimum_age = None if seen.minimum_since is None else now - seen.minimum_since
         return decisions.View(
             me=self.id,
             rules=self._rules,
             record=self.record,
             joining=self._joining,
-            document=self.document,
-            document_age=now - self._document_since,
-            latest=self._latest,
+            document=seen.document,
+            document_age=now - seen.document_since,
+            latest=seen.latest,
             member=self._member,
-            records=self._records,
-            leader_label=self._leader_label,
-            age=self._leases.age,
-            silence=lambda node: self._leases.silence(node, now),
-            moved=self._leases.moved,
-            minimum_age=minimum,
+            records=seen.records,
+            leader_label=seen.leader_label,
+            age=seen.leases.age,
+            silence=lambda node: seen.leases.silence(node, now),
+            moved=seen.leases.moved,
+            minimum_age=minimum_age,
             share=self._share,
         )
 
@@ -351,12 +245,12 @@ class Node:
             case decisions.Fail(failure):
                 yield from self._end_join(Outcome(failure=failure))
             case decisions.ListRecords():
-                self._list_due = True
+                self._seen.list_due = True
             case decisions.Wait(seconds, minimum_reached):
                 if not minimum_reached:
-                    self._minimum_since = None
-                elif self._minimum_since is None:
-                    self._minimum_since = self._clock()
+                    self._seen.minimum_since = None
+                elif self._seen.minimum_since is None:
+                    self._seen.minimum_since = self._clock()
                     return  # Decide again: the last call may be of no length.
                 yield from self._wait(seconds)
 
@@ -374,14 +268,14 @@ class Node:
                     yield PutRecord(self.id, self.record, ring=True)
             except RendezvousConnectionError:
                 # The others have this node's lease; its agent is told all the same.
-                self._leases.restart(self._clock())
+                self._seen.void()
         yield Deliver(outcome)
 
     def _write(self, document: RoundDocument) -> Generator[Request, Any, bool]:
-        entry, written = yield CompareAndSet(STATE_KEY, document.encode(), self._token)
+        entry, written = yield CompareAndSet(STATE_KEY, document.encode(), self._seen.token)
         before = self.document
-        self._adopt(entry, document if written else None)
-        self._document_due = False
+        self._seen.adopt(entry, document if written else None)
+        self._seen.document_due = False
         if not written:
             return False
         if before is not None and before.leader not in (document.leader, None):
@@ -391,23 +285,20 @@ class Node:
             self._untidy = document
         return True
 
-    def _is_silent(self, node: str) -> bool:
-        return node != self.id and self._leases.age(node) >= self._rules.lease
-
     def _wait(self, seconds: float | None) -> Steps:
+        seen = self._seen
         if self._untidy is not None:
             released, self._untidy = self._untidy, None
             # The round is released, to this node's own agent too: nobody waits for it.
-            took = self._clock() - self._forming_since
-            yield from tidy_up(released, took, self._records or {}, self._is_silent)
+            took = self._clock() - seen.forming_since
+            yield from tidy_up(released, took, seen.records or {}, seen.is_silent)
             return
-        document = self.document
+        document = seen.document
         leads = document is not None and document.leader == self.id
         if document is not None and document.phase is Phase.CLOSED:
             leads = False
         until_beat = max(0.0, self._next_beat - self._clock())
-        closed = self._latest is not None and self._latest.phase is Phase.CLOSED
-        if closed or self.record.wants is Wants.LEFT:
+        if seen.closed or self.record.wants is Wants.LEFT:
             until_beat = self._rules.interval  # There is no beat to be late for.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if self._joining:
@@ -417,22 +308,20 @@ class Node:
             bell: Entry | None = yield Park(BELL_KEY, self._bell, timeout)
             if bell is not None:
                 self._bell = bell.version
-            self._list_due = True
+            seen.list_due = True
         else:
-            entry: Entry | None = yield Park(STATE_KEY, self._token, timeout)
+            entry: Entry | None = yield Park(STATE_KEY, seen.token, timeout)
             if entry is not None:
-                self._adopt(entry)
+                seen.adopt(entry)
             elif seconds is not None and timeout == seconds:
-                self._leader_due = True
-            if entry is None and timeout == until_beat and self.document is None:
-                self._document_due = True
-        self._idle_until = began + timeout
+                seen.leader_due = True
+            if entry is None and timeout == until_beat and seen.document is None:
+                seen.document_due = True
+        seen.idle_until = began + timeout
 
     def _bear(self, error: Exception, failures: int) -> Steps:
         """Rule 11: an outage stops nobody; nobody is judged by what could not be read."""
-        self._leases.restart(self._clock())
-        self._minimum_since = None
-        self._document_due = self._leader_due = self._list_due = True
+        self._seen.void()
         hopeless = isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline
         if self._joining and hopeless:
             self._joining = False

@@ -1,7 +1,7 @@
 """The package's own code with one rule broken at a time; each must be caught.
 
-A mutant is a list of substitutions in the source of `protocol`, `leading`, `leases` or `node`. One
-whose text is no longer there, or is there twice, fails loudly: it would break nothing.
+A mutant is a list of substitutions in the source of some modules. One whose text is no longer
+there, or is there twice, fails loudly: it would break nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from pathlib import Path
 from rdzv_plugins.node import Node
 
 __all__ = ["MUTANTS", "Edit", "Mutant", "build"]
+
+
+_MODULES = ("leases", "leading", "protocol", "observer", "node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,8 @@ MUTANTS: dict[str, Mutant] = {
             _in("node", "        if not written:\n            return False\n", ""),
             _in(
                 "node",
-                "self._adopt(entry, document if written else None)",
-                "self._adopt(entry, document)",
+                "self._seen.adopt(entry, document if written else None)",
+                "self._seen.adopt(entry, document)",
             ),
         ),
     ),
@@ -162,20 +165,20 @@ MUTANTS: dict[str, Mutant] = {
         "rule 11: windows go on over an outage of the store",
         (
             _in(
-                "node",
-                "        self._leases.restart(self._clock())\n        self._minimum_since = None\n",
-                "        self._minimum_since = None\n",
+                "observer",
+                "        self.leases.restart(self._clock())\n        self.minimum_since = None\n",
+                "        self.minimum_since = None\n",
             ),
         ),
     ),
     "no-window-after-stall": Mutant(
         "rule 11: windows go on over this node's own lateness",
-        (_in("node", "            self._leases.restart(now)\n", "            pass\n"),),
+        (_in("observer", "            self.leases.restart(now)\n", "            pass\n"),),
         seed=86,
     ),
     "no-window-at-takeover": Mutant(
         "a new leader judges by what it saw before it led",
-        (_in("node", "            self._leases.restart(self._clock(), unless=deposed)\n", ""),),
+        (_in("observer", "            self.leases.restart(self._clock(), unless=deposed)\n", ""),),
         seed=110,
     ),
     "answer-time": Mutant(
@@ -187,8 +190,8 @@ MUTANTS: dict[str, Mutant] = {
         "two amnesias within a lease hide the beats of a leader whose documents are seen",
         (
             _in(
-                "node",
-                "            self._leases.heard(document.leader, self._clock())\n",
+                "observer",
+                "            self.leases.heard(document.leader, self._clock())\n",
                 "            pass\n",
             ),
         ),
@@ -217,7 +220,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 12: a node forgets that it has seen a later round",
         (
             _in(
-                "node",
+                "observer",
                 "(latest.phase is not Phase.CLOSED and document.place >= latest.place)\n",
                 "latest.phase is not Phase.CLOSED\n",
             ),
@@ -311,8 +314,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                " its agent is told all the same.\n                self._leases.restart(",
-                " its agent is told all the same.\n                (",
+                " its agent is told all the same.\n                self._seen.void()\n",
+                " its agent is told all the same.\n                pass\n",
             ),
         ),
         seed=526606901873,
@@ -322,8 +325,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "        if closed or self.record.wants is Wants.LEFT:\n",
-                "        if closed:\n",
+                "        if seen.closed or self.record.wants is Wants.LEFT:\n",
+                "        if seen.closed:\n",
             ),
         ),
         seed=53,
@@ -336,7 +339,7 @@ def build(name: str) -> type[Node]:
     """The mutant's code; raises `LookupError` if what it replaces is not there exactly once."""
     edits = MUTANTS[name].edits
     modules = {}
-    for module in ("leases", "leading", "protocol", "node"):
+    for module in _MODULES:
         source = _source(module)
         for edit in edits:
             if edit.module == module:
@@ -347,8 +350,9 @@ def build(name: str) -> type[Node]:
                 source = source.replace(edit.old, edit.new)
         modules[module] = _load(f"mutant_{name}_{module}".replace("-", "_"), source)
     modules["protocol"].__dict__.update(leading=modules["leading"])
-    node = modules["node"]
-    node.__dict__.update(protocol=modules["protocol"], Leases=modules["leases"].Leases)
+    observer, node = modules["observer"], modules["node"]
+    observer.__dict__.update(Leases=modules["leases"].Leases)
+    node.__dict__.update(protocol=modules["protocol"], Observer=observer.Observer)
     mutant: type[Node] = node.Node
     return mutant
 

@@ -22,8 +22,8 @@ _HEAD = """\
 
 Written by `python -m tests.simulation --page docs/simulation.md`; do not edit.
 
-The real code of `protocol.py`, `node.py`, `leases.py` and `documents.py` runs unchanged, as it does
-under `handler.py`: a node is a generator of requests, and the simulator carries them out on an
+The real code of `protocol.py`, `node.py` and all below them runs unchanged, as it does under
+`handler.py`: a node is a generator of requests, and the simulator carries them out on an
 in-memory store with real compare-and-set, over a network that delays and loses, for hosts with
 clocks of their own rate (0.5 to 2), on virtual time. One seed draws the run's settings, its hosts,
 their agents' manners and all its faults; the same seed and code give the same run, step by step.
