@@ -51,10 +51,13 @@ the staleness of listings, where a seed has stale ones) has passed without a new
 reaching the store. Once run out it does not come back in that world: a host that was cut off for
 so long has been replaced, and runs on until it hears of it.
 
+A world is *named* by each write that puts it into the store: by the one that gives out its ranks,
+and by those that write it back into a store that forgot.
+
 The *amnesia exception*: two hosts whose leases hold may run different worlds if the store forgot
-everything between the naming of the older world and that of the newer, and the older's host had no
-record in the listing from which the newer was named. Participants write their records back within
-an interval, so that only a round that a newcomer completes sooner than that can be the second; and
+everything between a naming of the one world and a later naming of the other, and the one's host had
+no record in the listing that the namer of the other had last read. Participants write their records
+back within an interval, so that only a round that completes sooner than that can be the second; and
 the run must still end in one world within the bound below.
 
 A launcher that gives up a join early, and starts another node in its place, is one of the faults
