@@ -55,7 +55,7 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
                     config={
                         "keep_alive_interval": _INTERVAL,
                         "keep_alive_max_attempt": _ATTEMPTS,
-                        "last_call_timeout": 0.3,
+                        "last_call_timeout": 1,
                         "join_timeout": 60,
                         **config,
                     },
