@@ -111,9 +111,8 @@ class Track:
 
 @dataclass(slots=True)
 class _Named:
-    """How a world came into the store."""
+    """How a world came into the store; ``epoch`` grows each time that the store forgets."""
 
-    order: int
     epoch: int
     listed: frozenset[str]
 
@@ -131,7 +130,6 @@ class Checker:
         self._staleness = staleness
         self._tracks: dict[str, Track] = {}
         self._named: dict[World, list[_Named]] = {}
-        self._namings = 0
         self._ran: dict[World, RoundDocument] = {}
         self._stood: set[RoundDocument] = set()
         self._forming: dict[int, float] = {}
@@ -227,8 +225,7 @@ class Checker:
         if after.phase in (Phase.CONFIRMING, Phase.RUNNING) and (
             before is None or (before.round, before.participants) != world
         ):
-            self._namings += 1
-            naming = _Named(self._namings, epoch, frozenset(evidence.seen))
+            naming = _Named(epoch, frozenset(evidence.seen))
             self._named.setdefault(world, []).append(naming)
         if is_new and after.phase is Phase.CONFIRMING:
             if not after.min_nodes <= len(after.participants) <= after.max_nodes:
@@ -287,8 +284,7 @@ class Checker:
         """Whether ``other`` was named in ignorance of the ``host`` of ``world``."""
         first = self._named[world][0]
         return any(
-            later.order > first.order and later.epoch > first.epoch and host not in later.listed
-            for later in self._named[other]
+            later.epoch > first.epoch and host not in later.listed for later in self._named[other]
         )
 
     def _judge_evidence(
