@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from operator import contains
 from typing import Any, TypeVar
 
 import pytest
@@ -112,6 +113,18 @@ class Run:
     def history(self) -> list[history.Row]:
         return self._ask(history.read)
 
+    def tells(self, *words: str) -> Callable[[], bool]:
+        """Whether the reasons of the last rounds hold these words, a round each.
+
+        To be waited for: a round is released to its agents before its leader notes it.
+        """
+
+        def check() -> bool:
+            reasons = [row.reason for row in self.history()][-len(words) :]
+            return len(reasons) == len(words) and all(map(contains, reasons, words))
+
+        return check
+
     def is_swept(self) -> bool:
         return self._ask(lambda client: client.get(STATE_KEY)) is None
 
@@ -157,7 +170,7 @@ def test_a_late_node_is_let_in(run: Run) -> None:
     until(one_world(agents), 30)
     agents.append(run.start((1, 3)))
     until(one_world(agents), 30)
-    assert "joined" in run.history()[-1].reason
+    until(run.tells("joined"), 10)
 
 
 def test_a_silent_death_of_any_node_starts_the_next_round(run: Run) -> None:
@@ -167,7 +180,7 @@ def test_a_silent_death_of_any_node_starts_the_next_round(run: Run) -> None:
         # The leader is whoever founded the run; in four deaths minus one it is among the dead.
         agents.pop(0).crash()
         until(one_world(agents), 30)
-    assert "lease ran out" in run.history()[-1].reason
+    until(run.tells("lease ran out"), 10)
 
 
 def test_leaving_is_announced(run: Run, record_property: Callable[[str, object], None]) -> None:
@@ -180,7 +193,7 @@ def test_leaving_is_announced(run: Run, record_property: Callable[[str, object],
     # Far below the lease of a minute: nobody waited for it, not even that of a leader.
     until(one_world(agents), 30)
     record_property("seconds", round(time.monotonic() - began, 3))
-    assert " left" in run.history()[-1].reason
+    until(run.tells(" left"), 10)
 
 
 def test_a_node_that_joins_again_takes_all_others_along(run: Run) -> None:
@@ -195,7 +208,7 @@ def test_a_node_that_joins_again_takes_all_others_along(run: Run) -> None:
     until(lambda: bool(joined), 30)
     until(lambda: len(agents[1].rounds) == 2, 30)
     assert joined[0].world_size == 2
-    assert "joined again" in run.history()[-1].reason
+    until(run.tells("joined again"), 10)
 
 
 def test_a_spare_disturbs_nobody_until_there_is_room(run: Run) -> None:
@@ -253,6 +266,7 @@ def test_a_signal_ends_the_first_join_and_the_node_can_still_leave(run: Run) -> 
     pair = [run.start((2, 2)) for _ in range(2)]
     # Well before the lease of the node that left.
     until(one_world(pair), 10)
+    until(lambda: bool(run.history()), 10)
     assert not any("lost" in row.reason for row in run.history())
 
 
