@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.servers import LocalServer
+from tests.integration import Measure
 from tests.integration.stores import KINDS, Kind, RunningStore, started
 from tests.integration.test_handler import QUICK, Agent, Run, one_world, until
 from tests.integration.torchrun import LEASE, Pause
@@ -23,8 +24,6 @@ HANDLER_LEASE = 3 * float(QUICK["keep_alive_interval"])
 
 # Seconds for the ensemble to find a new leader, on a machine that has other things to do too.
 PATIENCE = 30.0
-
-Measure = Callable[[str, object], None]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from rdzv_plugins.documents import STATE_KEY
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.testing import harness
+from tests.integration import Measure
 from tests.integration.stores import RunningStore
 
 # Long enough for a busy machine to beat three times in, short enough to wait for.
@@ -183,7 +184,7 @@ def test_a_silent_death_of_any_node_starts_the_next_round(run: Run) -> None:
     until(run.tells("lease ran out"), 10)
 
 
-def test_leaving_is_announced(run: Run, record_property: Callable[[str, object], None]) -> None:
+def test_leaving_is_announced(run: Run, record_property: Measure) -> None:
     agents = [run.start((1, 3), keep_alive_interval="20") for _ in range(3)]
     until(one_world(agents), 60)
     leader = agents[0].handler._node.document.leader  # type: ignore[union-attr]

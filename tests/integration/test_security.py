@@ -8,7 +8,7 @@ import secrets
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
@@ -17,6 +17,7 @@ import pytest
 
 from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.kv import RendezvousConnectionError
+from tests.integration import Measure
 from tests.integration.certificates import Certificates
 from tests.integration.stores import KINDS, Kind, RunningStore, started
 from tests.integration.test_handler import Run, one_world, until
@@ -25,7 +26,6 @@ from tests.integration.torchrun import Run as TorchRun
 # Far below the request timeout of 5 s: what trying again cannot mend is not tried again.
 PROMPT = 2.5
 
-Measure = Callable[[str, object], None]
 Patch = pytest.MonkeyPatch
 
 GUARDED = [kind for kind in KINDS if kind.name in ("redis", "zookeeper", "consul", "etcd-v3")]

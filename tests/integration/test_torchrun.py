@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.documents import STATE_KEY
+from tests.integration import Measure
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.torchrun import LEASE, PATIENCE, Pause, Run
 
@@ -21,7 +22,6 @@ pytestmark = pytest.mark.timeout(240)
 # Above all that was measured on a busy machine (4.5 s), below what a second lease would cost.
 SECOND_LEASE = 2 * LEASE - 0.3
 
-Measure = Callable[[str, object], None]
 Begin = Callable[..., Run]
 
 # Redis in every run; the others, which only another module serves, in the long one.

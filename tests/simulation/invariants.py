@@ -1,19 +1,28 @@
 """What must hold at every step, judged from outside: by what reached the store, and when.
 
-A *world* is one round as its participants were named: its number and its participants in rank
-order. A host runs a world from the moment its agent is given it until its workers have stopped; a
-host that stalls goes on running.
+A *world* is a round as its participants were named: its number, and its participants in rank
+order. A host *runs* a world from the moment its agent is given it until its workers have stopped;
+a host that stalls goes on running.
 
-A host's *lease* in a world holds as long as no stretch of ``lease / fastest clock rate``, less the
-staleness of listings, has passed without a new beat of it reaching the store. Once run out it does
-not come back in that world.
+The *lease* of a host in a world holds as long as no stretch of ``lease / fastest clock rate`` (less
+the staleness of listings, where a seed has stale ones) has passed without a new beat of it
+reaching the store. Once run out it does not come back in that world: a host that was cut off for
+so long has been replaced, and runs on until it hears of it.
 
 A world is *named* by each write that puts it into the store: by the one that gives out its ranks,
 and by those that write it back into a store that forgot.
 
-The *amnesia exception*: two hosts whose leases hold may run different worlds if the store has
-forgotten everything between a naming of the one world and a later naming of the other, and the
-one's host had no record in the listing that the namer of the other had last read.
+The *amnesia exception*: two hosts whose leases hold may run different worlds if the store forgot
+everything between a naming of the one world and a later naming of the other, and the one's host had
+no record in the listing that the namer of the other had last read. Participants write their records
+back within an interval, so that only a round that completes sooner than that can be the second; and
+the run must still end in one world within the bound.
+
+A launcher that gives up a join early, and starts another node in its place, is one of the faults
+and ends with them: where a run needs all its nodes, and each is away now and then, there may be no
+moment at which all are there.
+
+A store that is swept after closing, so that the run's id is used again, counts as one that forgot.
 """
 
 from __future__ import annotations
