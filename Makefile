@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit lint simulate soak bench docs lock servers test-compose build clean
+.PHONY: help demo test unit lint simulate soak bench docs lock servers test-compose test-oldest build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -28,11 +28,12 @@ test: .venv/installed servers lint ## Install what the tests need and run them a
 unit: .venv/installed ## The tests that need no server
 	@$(PYTEST) tests/unit
 
-lint: .venv/installed ## ruff and mypy --strict
+lint: .venv/installed ## ruff, mypy --strict, and whether the generated docs are up to date
 	@echo "==> checking style and types"
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
+	@$(BIN)/python -W ignore -m docs.generate --check
 
 SEEDS ?= 100000
 FIRST_SEED ?= 1
@@ -54,6 +55,9 @@ lock: ## Renew requirements.lock from pyproject.toml
 servers: ## Install the five servers of the integration tests (Debian, without Docker)
 	@echo "==> installing the servers that the tests run against"
 	@scripts/install-servers
+
+test-oldest: servers ## The tests on the oldest torch and clients that pyproject.toml allows
+	@scripts/test-oldest "$(PYTHON)"
 
 test-compose: .venv/installed ## The integration tests against docker-compose.yml
 	@scripts/test-compose

@@ -7,8 +7,11 @@ that all nodes write, a store outage that ends the agent. ``handler=rdzv`` has n
 from __future__ import annotations
 
 import contextlib
+import inspect
 from datetime import timedelta
+from typing import Any
 
+import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -82,7 +85,7 @@ def create_torch_handler(
     """What ``--rdzv-conf handler=torch`` stands for; the handler owns ``client`` and closes it.
 
     Raises:
-        ValueError: the run id is empty.
+        ValueError: the run id is empty, or this torch cannot be told a keep_alive option.
     """
     handler: MendedDynamicRendezvousHandler = MendedDynamicRendezvousHandler.from_backend(
         params.run_id,
@@ -98,10 +101,25 @@ def create_torch_handler(
             close=timedelta(seconds=settings.close_timeout),
             heartbeat=timedelta(seconds=settings.heartbeat_timeout),
         ),
-        # Declared as int, but torch only hands it to timedelta.
-        keep_alive_interval=settings.keep_alive_interval,  # type: ignore[arg-type]
-        keep_alive_max_attempt=settings.keep_alive_max_attempt,
+        **_keep_alive(settings),
     )
     handler._client = client
     handler._closed_ttl = settings.closed_ttl
     return handler
+
+
+def _keep_alive(settings: Settings) -> dict[str, Any]:
+    """The arguments that say how often torch's handler beats; older ones (2.6) take none."""
+    # The interval is declared as int, but torch only hands it to timedelta.
+    names = ("keep_alive_interval", "keep_alive_max_attempt")
+    values = {name: getattr(settings, name) for name in names}
+    if {*names} <= inspect.signature(DynamicRendezvousHandler.from_backend).parameters.keys():
+        return values
+    fixed = {name: getattr(Settings(), name) for name in names}
+    if values != fixed:
+        raise ValueError(
+            f"the handler of torch {torch.__version__} beats every {fixed[names[0]]:g} s and is "
+            f"given up after {fixed[names[1]]}; {' and '.join(names)} need a later torch, or "
+            "handler=rdzv"
+        )
+    return {}

@@ -25,9 +25,9 @@ from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 
 __all__ = ["Gateway", "GatewayError", "decoded", "encoded", "explain", "is_passing"]
 
-# Codes of gRPC's status.
-_UNKNOWN, _DEADLINE, _DENIED, _EXHAUSTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = (
-    2, 4, 7, 8, 13, 14, 16,
+# Codes of gRPC's status. What is cancelled was so by a member that stops: we only hang up.
+_CANCELLED, _UNKNOWN, _DEADLINE, _DENIED, _EXHAUSTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = (
+    1, 2, 4, 7, 8, 13, 14, 16,
 )  # fmt: skip
 
 _HEADERS = {
@@ -336,7 +336,7 @@ def is_passing(error: Exception) -> bool:
         return (
             _is_token_error(error)
             or error.status >= 500
-            or error.code in {_DEADLINE, _INTERNAL, _UNAVAILABLE}
+            or error.code in {_CANCELLED, _DEADLINE, _INTERNAL, _UNAVAILABLE}
         )
     if isinstance(error, ssl.SSLError):
         # A refused certificate stays refused.

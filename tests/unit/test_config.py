@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate import option_rows
 from rdzv_plugins.backends import BACKENDS
 from rdzv_plugins.config import (
     ServerOptions,
@@ -158,19 +159,6 @@ def test_the_password_is_the_first_line_of_its_file(tmp_path: Path) -> None:
         options.secret()
 
 
-ROW = re.compile(r"^ {4}([a-z_]+) +(\S+) +\S")
-
-
-def table(cls: type) -> dict[str, str]:
-    """Option and default of each row of the table in a class's docstring."""
-    lines = (cls.__doc__ or "").splitlines()
-    rules = [number for number, line in enumerate(lines) if line.lstrip().startswith("===")]
-    if not rules:
-        return {}
-    rows = (ROW.match(line) for line in lines[rules[1] + 1 : rules[2]])
-    return {row[1]: row[2] for row in rows if row}
-
-
 def shown(default: object) -> str:
     if default is None or isinstance(default, bool):
         return str(default).lower()
@@ -192,11 +180,8 @@ def test_the_documented_options_are_the_options(name: str) -> None:
         for item in fields(cls)
         if item.name not in inherited
     }
-    assert table(cls) == defaults
-    rows = [line.strip() for line in (cls.__doc__ or "").splitlines()]
-    assert [row.split()[0] for row in rows if row.split()[:1] and row.split()[0] in defaults] == [
-        *defaults
-    ]
+    documented = [(name, default) for name, default, _ in option_rows(cls)]
+    assert documented == [*defaults.items()]
 
 
 def test_an_endpoint_is_taken_apart() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from inspect import signature
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import (
@@ -13,6 +14,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousInfo,
     RendezvousParameters,
 )
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.config import Settings
@@ -70,6 +72,13 @@ def test_it_goes_by_the_name_torch_asked_for(handler: MendedDynamicRendezvousHan
     assert handler.use_agent_store
 
 
+takes_keep_alive = pytest.mark.skipif(
+    "keep_alive_interval" not in signature(DynamicRendezvousHandler.from_backend).parameters,
+    reason="this torch's handler cannot be told how often to beat",
+)
+
+
+@takes_keep_alive
 def test_our_options_reach_torch_fractions_and_all(server: MemoryServer) -> None:
     settings = Settings(
         join_timeout=1.5, last_call_timeout=0, close_timeout=2.5, heartbeat_timeout=0.5,
@@ -86,6 +95,23 @@ def test_our_options_reach_torch_fractions_and_all(server: MemoryServer) -> None
     assert reached.keep_alive_interval == timedelta(seconds=0.25)
     assert reached.keep_alive_max_attempt == 7
     assert handler._this_node.addr == "node-1"
+
+
+def test_an_older_torch_refuses_what_it_cannot_be_told(
+    server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_backend(
+        cls: type, run_id: str, store: object, backend: object, low: int, high: int,
+        local_addr: str, timeout: object,
+    ) -> object:  # fmt: skip
+        return MendedDynamicRendezvousHandler.__new__(MendedDynamicRendezvousHandler)
+
+    monkeypatch.setattr(DynamicRendezvousHandler, "from_backend", classmethod(from_backend))
+    client = MemoryClient(server, "run")
+    assert create_torch_handler("redis", PARAMS, Settings(), client)._client is client
+    for settings in (Settings(keep_alive_interval=1), Settings(keep_alive_max_attempt=7)):
+        with pytest.raises(ValueError, match="need a later torch, or handler=rdzv"):
+            create_torch_handler("redis", PARAMS, settings, client)
 
 
 def test_keys_of_rounds_long_past_are_deleted(
