@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -229,6 +231,32 @@ class NetworkTests(Harness):
         entry, won = client.compare_and_set("key", b"two", known)
         assert won
         assert waiter.result(20) == entry
+
+    def test_the_last_answers_of_a_stopping_server_are_no_refusals(
+        self, store: Store, namespace: str, client: KeyValueClient, open: Open
+    ) -> None:
+        if store.restart is None:
+            pytest.skip("Store.restart is not given")
+        # Many at once, for few meet the moment between the last answer and none.
+        calls = [*REQUESTS.values()]
+        calls += [lambda one: one.wait("key", None, 1)] * len(calls)
+        clients = [open(f"{namespace}-{number}") for number in range(4)]
+        stopped = threading.Event()
+
+        def keep_asking(one: KeyValueClient, call: Callable[[KeyValueClient], object]) -> None:
+            while not stopped.is_set():
+                with contextlib.suppress(RendezvousConnectionError):
+                    call(one)
+
+        asking = [
+            Background(partial(keep_asking, clients[number % len(clients)], call))
+            for number, call in enumerate(calls)
+        ]
+        store.restart(empty=False)
+        stopped.set()
+        assert until(lambda: _answers(client), 20), "the client did not come back"
+        for item in asking:
+            item.result(30)
 
     def test_server_restart_with_an_empty_memory(
         self, store: Store, client: KeyValueClient, open: Open
