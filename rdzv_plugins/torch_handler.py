@@ -7,8 +7,8 @@ that all nodes write, a store outage that ends the agent. ``handler=rdzv`` has n
 from __future__ import annotations
 
 import contextlib
-import inspect
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,9 +24,14 @@ from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.store import KeyValueStore
 
-__all__ = ["MendedDynamicRendezvousHandler", "create_torch_handler"]
+__all__ = ["TAKES_KEEP_ALIVE", "MendedDynamicRendezvousHandler", "create_torch_handler"]
 
 _STORE_PREFIX = "torch-store/"
+
+TAKES_KEEP_ALIVE = (
+    "keep_alive_interval" in signature(DynamicRendezvousHandler.from_backend).parameters
+)
+"""Whether this torch's handler can be told how often to beat; torch 2.6's beats every 5 s."""
 
 
 class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
@@ -109,11 +114,10 @@ def create_torch_handler(
 
 
 def _keep_alive(settings: Settings) -> dict[str, Any]:
-    """The arguments that say how often torch's handler beats; older ones (2.6) take none."""
     # The interval is declared as int, but torch only hands it to timedelta.
     names = ("keep_alive_interval", "keep_alive_max_attempt")
     values = {name: getattr(settings, name) for name in names}
-    if {*names} <= inspect.signature(DynamicRendezvousHandler.from_backend).parameters.keys():
+    if TAKES_KEEP_ALIVE:
         return values
     fixed = {name: getattr(Settings(), name) for name in names}
     if values != fixed:

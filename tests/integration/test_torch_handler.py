@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -36,13 +37,15 @@ from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import KeyValueClient, MemoryClient, MemoryServer
 from rdzv_plugins.store import KeyValueStore
-from rdzv_plugins.torch_handler import create_torch_handler
+from rdzv_plugins.torch_handler import TAKES_KEEP_ALIVE, create_torch_handler
 from tests.integration.stores import RunningStore
 
 KINDS = ["stock, c10d", "stock, memory", "stock, redis", "mended, memory", "mended, redis"]
 ADDRESS = "127.0.0.1"
 # Seconds; torch's handler polls once a second, and a beat may be late on a busy machine.
-INTERVAL, ATTEMPTS = 1, 4
+BEATS: dict[str, Any] = (
+    {"keep_alive_interval": 1, "keep_alive_max_attempt": 4} if TAKES_KEEP_ALIVE else {}
+)
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -61,10 +64,7 @@ class Run:
     def node(
         self, least: int, most: int, *, join_timeout: float = 30, last_call: float = 0.5
     ) -> DynamicRendezvousHandler:
-        settings = Settings(
-            join_timeout=join_timeout, last_call_timeout=last_call,
-            keep_alive_interval=INTERVAL, keep_alive_max_attempt=ATTEMPTS,
-        )  # fmt: skip
+        settings = Settings(join_timeout=join_timeout, last_call_timeout=last_call, **BEATS)
         handler = self._open(least, most, settings)
         self.handlers.append(handler)
         return handler
@@ -91,7 +91,7 @@ class Run:
                 join=timedelta(seconds=settings.join_timeout),
                 last_call=timedelta(seconds=settings.last_call_timeout),
             ),
-            keep_alive_interval=INTERVAL, keep_alive_max_attempt=ATTEMPTS,
+            **BEATS,
         )  # fmt: skip
         return handler
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from inspect import signature
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import (
@@ -16,6 +15,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from rdzv_plugins import torch_handler
 from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import MemoryClient, MemoryServer
@@ -72,13 +72,10 @@ def test_it_goes_by_the_name_torch_asked_for(handler: MendedDynamicRendezvousHan
     assert handler.use_agent_store
 
 
-takes_keep_alive = pytest.mark.skipif(
-    "keep_alive_interval" not in signature(DynamicRendezvousHandler.from_backend).parameters,
+@pytest.mark.skipif(
+    not torch_handler.TAKES_KEEP_ALIVE,
     reason="this torch's handler cannot be told how often to beat",
 )
-
-
-@takes_keep_alive
 def test_our_options_reach_torch_fractions_and_all(server: MemoryServer) -> None:
     settings = Settings(
         join_timeout=1.5, last_call_timeout=0, close_timeout=2.5, heartbeat_timeout=0.5,
@@ -106,6 +103,7 @@ def test_an_older_torch_refuses_what_it_cannot_be_told(
     ) -> object:  # fmt: skip
         return MendedDynamicRendezvousHandler.__new__(MendedDynamicRendezvousHandler)
 
+    monkeypatch.setattr(torch_handler, "TAKES_KEEP_ALIVE", False)
     monkeypatch.setattr(DynamicRendezvousHandler, "from_backend", classmethod(from_backend))
     client = MemoryClient(server, "run")
     assert create_torch_handler("redis", PARAMS, Settings(), client)._client is client
