@@ -8,10 +8,12 @@ import os
 import random
 import secrets
 import socket
+import sys
 import time
 import weakref
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
@@ -171,11 +173,13 @@ class StoreRendezvousHandler(RendezvousHandler):
         """End this node; closes the run if this node is in it, as torch's handler does.
 
         A node that is in no round only leaves: that it was refused, timed out or was replaced is
-        no reason to end the run of the others. Returns False if the store could not be told.
+        no reason to end the run of the others. So does one that got a signal: its launcher means
+        to take it away, but the agent of torch 2.6 calls this then too; later ones do not.
+        Returns False if the store could not be told.
         """
         if self._ended:
             return True
-        if not self._node.in_round:
+        if not self._node.in_round or isinstance(sys.exception(), SignalException):
             return self._leave()
         self._stop()
         try:

@@ -11,6 +11,7 @@ from operator import contains
 from typing import Any, TypeVar
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
@@ -194,6 +195,17 @@ def test_leaving_is_announced(run: Run, record_property: Measure) -> None:
     # Far below the lease of a minute: nobody waited for it, not even that of a leader.
     until(one_world(agents), 30)
     record_property("seconds", round(time.monotonic() - began, 3))
+    until(run.tells(" left"), 10)
+
+
+def test_shutting_down_at_a_signal_is_leaving(run: Run) -> None:
+    agents = [run.start((1, 2)) for _ in range(2)]
+    until(one_world(agents), 30)
+    try:
+        raise SignalException("got signal 15", sigval=signal.SIGTERM)
+    except SignalException:
+        assert agents.pop(0).handler.shutdown()
+    until(one_world(agents), 30)
     until(run.tells(" left"), 10)
 
 
