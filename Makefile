@@ -57,7 +57,7 @@ servers: ## Install the five servers of the integration tests (Debian, without D
 	@scripts/install-servers
 
 test-oldest: servers ## The tests on the oldest torch and clients that pyproject.toml allows
-	@scripts/test-oldest "$(PYTHON)"
+	@scripts/test-oldest "$(PYTHON)" tests/unit tests/integration
 
 test-compose: .venv/installed ## The integration tests against docker-compose.yml
 	@scripts/test-compose
