@@ -53,6 +53,7 @@ def markdown_table(cls: type) -> str:
 
 
 def options_page() -> str:
+    served = [name for name, row in BACKENDS.items() if issubclass(row.options, ServerOptions)]
     parts = [
         GENERATED,
         "# Options\n\n",
@@ -65,7 +66,7 @@ def options_page() -> str:
         markdown_table(Settings),
         "\n",
         markdown_table(StoreOptions),
-        "\n## redis, zookeeper, consul, etcd-v3\n\n",
+        f"\n## {', '.join(served)}\n\n",
         markdown_table(ServerOptions),
     ]
     for name, backend in BACKENDS.items():

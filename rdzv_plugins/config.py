@@ -68,7 +68,8 @@ class Settings:
                                     keep their order, newcomers follow) or hint (by ``rank``)
     rank                    none    this node's place for rank_order=hint, e.g. $SLURM_NODEID
     closed_ttl              60      seconds after which the id of a closed run can be used again
-    handler                 rdzv    rdzv (this package's) or torch (torch's own, over this backend)
+    handler                 rdzv    rdzv (this package's) or torch (torch's own over this backend, without
+                                    restart_on_loss, rank_order and rank)
     ======================= ======= ===============================================================
     """
 
@@ -120,7 +121,7 @@ class ServerOptions(StoreOptions):
     ======================= ======= ===============================================================
     option                  default meaning
     ======================= ======= ===============================================================
-    user                    none    user name; one in the endpoint comes first
+    user                    none    user name; one in the endpoint takes precedence
     password                none    only from $RDZV_PLUGINS_PASSWORD or the endpoint, never from
                                     --rdzv-conf, which every user of the host can read
     password_file           none    a file whose first line is the password

@@ -90,8 +90,9 @@ def create_torch_handler(
     """What ``--rdzv-conf handler=torch`` stands for; the handler owns ``client`` and closes it.
 
     Raises:
-        ValueError: the run id is empty, or this torch cannot be told a keep_alive option.
+        ValueError: the run id is empty, or torch's handler does not have an option that is set.
     """
+    _refuse_ours(settings)
     handler: MendedDynamicRendezvousHandler = MendedDynamicRendezvousHandler.from_backend(
         params.run_id,
         KeyValueStore(client, _STORE_PREFIX),
@@ -111,6 +112,12 @@ def create_torch_handler(
     handler._client = client
     handler._closed_ttl = settings.closed_ttl
     return handler
+
+
+def _refuse_ours(settings: Settings) -> None:
+    names = ("restart_on_loss", "rank_order", "rank")
+    if given := [name for name in names if getattr(settings, name) != getattr(Settings(), name)]:
+        raise ValueError(f"handler=torch has no {', '.join(given)}; leave out, or use handler=rdzv")
 
 
 def _keep_alive(settings: Settings) -> dict[str, Any]:

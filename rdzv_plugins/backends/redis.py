@@ -68,7 +68,7 @@ class Options(ServerOptions):
     ======================= ======= ===============================================================
     option                  default meaning
     ======================= ======= ===============================================================
-    database                0       database number; one in the endpoint's path comes first
+    database                0       database number; one in the endpoint's path takes precedence
     sentinel                none    name of the primary; the endpoint's hosts are Sentinels then
     cluster                 false   the endpoint's hosts are nodes of a Redis Cluster
     ======================= ======= ===============================================================

@@ -18,7 +18,12 @@ BackendOption = Annotated[
     str, typer.Option("--rdzv-backend", "-b", help=f"one of: {', '.join(BACKENDS)}")
 ]
 EndpointOption = Annotated[
-    str, typer.Option("--rdzv-endpoint", "-e", help="as for torchrun; empty: this host")
+    str,
+    typer.Option(
+        "--rdzv-endpoint",
+        "-e",
+        help="as for torchrun; empty: this host (dynamodb: AWS's configuration)",
+    ),
 ]
 RunOption = Annotated[str, typer.Option("--rdzv-id", "-i", help="the run's id")]
 ConfOption = Annotated[

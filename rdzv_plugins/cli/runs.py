@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rdzv_plugins import history
+from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.cli.options import (
     BackendOption,
     ConfOption,
@@ -73,7 +74,8 @@ def close(
     with connect(backend, endpoint, run_id, conf) as client:
         entry = client.get(STATE_KEY)
         if entry is None:
-            raise ValueError(f"there is no run '{run_id}'")
+            only = " of handler=rdzv, only one of handler=torch" if _is_torchs(client) else ""
+            raise ValueError(f"there is no run '{run_id}'{only}")
         document = RoundDocument.decode(entry.value)
         carry_out(client, close_run("rdzv", document, "closed by the command rdzv close"))
         ttl = settings(conf).closed_ttl
@@ -88,6 +90,8 @@ def clean(
 ) -> None:  # fmt: skip
     """Delete everything of a run, so that its id can be used again at once."""
     with connect(backend, endpoint, run_id, conf) as client:
+        if not force and _is_torchs(client):
+            raise ValueError(f"run '{run_id}' is of handler=torch and may live: --force deletes it")
         if not force and (alive := _beating(client, settings(conf).keep_alive_interval)):
             raise ValueError(
                 f"run '{run_id}' lives: {', '.join(sorted(alive)[:4])}; close it first, or --force"
@@ -95,6 +99,11 @@ def clean(
         keys = [*client.list("")]
         client.delete_many(keys)
         typer.echo(f"deleted {len(keys)} keys of run '{run_id}'")
+
+
+def _is_torchs(client: KeyValueClient) -> bool:
+    """Whether torch's handler runs it. What that stores is a pickle, which is never read here."""
+    return client.get(KeyValueBackend.KEY) is not None
 
 
 def _beating(client: KeyValueClient, interval: float) -> set[str]:
@@ -123,6 +132,8 @@ def _records(client: KeyValueClient) -> dict[str, NodeRecord]:
 
 def _describe(client: KeyValueClient, run_id: str) -> RenderableType:
     entry = client.get(STATE_KEY)
+    if entry is None and _is_torchs(client):
+        return Text(f"run '{run_id}': of handler=torch, whose state cannot be shown")
     if entry is None:
         return Text(f"run '{run_id}': nothing is stored under this id")
     document = RoundDocument.decode(entry.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from rdzv_plugins import servers
 from rdzv_plugins.handler import create_handler
+from rdzv_plugins.testing.threads import together
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,7 @@ def form(server: servers.LocalServer, run_id: str) -> list[RendezvousHandler]:
         )
         for _ in range(2)
     ]
-    threads = [threading.Thread(target=handler.next_rendezvous) for handler in handlers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    together([handler.next_rendezvous for handler in handlers])
     return handlers
 
 

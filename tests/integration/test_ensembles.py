@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.servers import LocalServer
-from tests.integration import Measure
+from tests import Measure
+from tests.integration.agents import QUICK, Agent, Run, one_world, until
 from tests.integration.stores import KINDS, Kind, RunningStore, started
-from tests.integration.test_handler import QUICK, Agent, Run, one_world, until
 from tests.integration.torchrun import LEASE, Pause
 from tests.integration.torchrun import Run as TorchRun
 from tests.integration.watch import Watch, await_beats

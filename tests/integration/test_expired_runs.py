@@ -15,8 +15,8 @@ from rdzv_plugins.testing.harness import until
 from tests.integration.stores import KINDS, Kind, running
 
 
-def runs_of_zookeeper(endpoint: str, prefix: str) -> set[str]:
-    zk = KazooClient(endpoint)
+def runs_of_zookeeper(address: tuple[str, int], prefix: str) -> set[str]:
+    zk = KazooClient("{}:{}".format(*address))
     zk.start()
     try:
         return set(zk.get_children(f"/{prefix}"))
@@ -25,8 +25,8 @@ def runs_of_zookeeper(endpoint: str, prefix: str) -> set[str]:
         zk.close()
 
 
-def runs_of_consul(endpoint: str, prefix: str) -> set[str]:
-    connection = HTTPConnection(endpoint)
+def runs_of_consul(address: tuple[str, int], prefix: str) -> set[str]:
+    connection = HTTPConnection(*address)
     connection.request("GET", f"/v1/kv/{prefix}/?keys")
     keys = json.loads(connection.getresponse().read())
     connection.close()
@@ -59,6 +59,6 @@ def test_expired_runs_are_removed_by_the_next_that_ends(kind: Kind) -> None:
         end("later", 100)
         assert until(lambda: all(client.list("") == {} for client in old), 10)
         end("last", 100)
-        assert RUNS[kind.name](store.endpoint, prefix) == {"running", "later", "last"}
+        assert RUNS[kind.name](store.address, prefix) == {"running", "later", "last"}
         for client in opened:
             client.close()

@@ -17,10 +17,10 @@ import pytest
 
 from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.kv import RendezvousConnectionError
-from tests.integration import Measure
+from tests import Measure
+from tests.integration.agents import Run, one_world, until
 from tests.integration.certificates import Certificates
 from tests.integration.stores import KINDS, Kind, RunningStore, started
-from tests.integration.test_handler import Run, one_world, until
 from tests.integration.torchrun import Run as TorchRun
 
 # Far below the request timeout of 5 s: what trying again cannot mend is not tried again.

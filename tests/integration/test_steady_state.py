@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from rdzv_plugins import servers
 from rdzv_plugins.backends._redis_lines import DIGESTS
 from rdzv_plugins.handler import create_handler
+from rdzv_plugins.testing.threads import together
 
 INTERVAL = 0.5
 NODES = 3
@@ -73,11 +74,7 @@ def test_a_steady_node_writes_once_an_interval_and_asking_costs_nothing(
     # The address is not one of this host: no TCPStore can be opened on it.
     for handler in handlers:
         handler._open_master = handler._driver._open_master = lambda: "host:1"  # type: ignore[attr-defined]
-    threads = [threading.Thread(target=handler.next_rendezvous) for handler in handlers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    together([handler.next_rendezvous for handler in handlers])
     try:
         monitor = Monitor(int(server.endpoint.rpartition(":")[2]))
         time.sleep(INTERVAL)  # The window opens when the round's own writes are over.

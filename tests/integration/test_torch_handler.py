@@ -206,6 +206,7 @@ def test_a_late_node_gets_in_on_every_store(mended: Run) -> None:
 def add_a_late_node(run: Run) -> None:
     early = [run.node(2, 3) for _ in range(2)]
     before = run.join(*early)
+    before[0].store.set("from an earlier round", "x")
     late = run.start(run.node(2, 3))
     assert eventually(lambda: [handler.num_nodes_waiting() for handler in early] == [1, 1])
     assert not late.done()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.documents import STATE_KEY
-from tests.integration import Measure
+from tests import Measure
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.torchrun import LEASE, PATIENCE, Pause, Run
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from rdzv_plugins.backends import BACKENDS
+
 ROOT = Path(__file__).resolve().parents[2]
 
-# Runs with nothing of the checkout on its path; argv[1] is where the wheel was installed.
+# Runs with nothing of the checkout on its path; argv is where the wheel is, then backends.
 CHECK = """
 import logging
 import sys
@@ -30,7 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 import rdzv_plugins
 
 assert rdzv_plugins.__file__.startswith(sys.argv[1]), rdzv_plugins.__file__
-backends = ["redis", "zookeeper", "dynamodb", "consul", "etcd-v3"]
+backends = sys.argv[2:]
 missing = set(backends) - set(registry._registry)
 assert not missing, missing
 assert not records, [record.getMessage() for record in records]
@@ -88,17 +90,16 @@ def test_its_extras_name_each_client(wheel: Path) -> None:
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     lines = archive.read(name).decode().splitlines()
     extras = {line.removeprefix("Provides-Extra: ") for line in lines if "Provides-Extra" in line}
-    expected = {"redis", "zookeeper", "dynamodb", "consul", "etcd", "embedded", "all"}
-    assert extras == expected
+    assert extras == {backend.extra for backend in BACKENDS.values()} | {"embedded", "all"}
     unconditional = [line for line in lines if line.startswith("Requires-Dist") and ";" not in line]
     assert [line.split()[1].split(">")[0] for line in unconditional] == ["torch", "typer", "rich"]
 
 
-def test_torch_finds_all_five_in_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_torch_finds_all_backends_in_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     pip("install", "--no-deps", "--no-index", "--target", str(target), str(wheel))
     result = subprocess.run(
-        [sys.executable, "-c", CHECK, str(target)],
+        [sys.executable, "-c", CHECK, str(target), *BACKENDS],
         capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(target)},
     )  # fmt: skip

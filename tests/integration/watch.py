@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from rdzv_plugins.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.kv import KeyValueClient
+from tests.integration.agents import Agent, until
 from tests.integration.stores import RunningStore
-from tests.integration.test_handler import Agent, until
 
 __all__ = ["Watch", "await_beats"]
 
@@ -47,7 +47,13 @@ def await_beats(store: RunningStore, run_id: str, nodes: int, seconds: float) ->
     try:
         until(lambda: len(_beats(client)) == nodes, seconds)
         old = _beats(client)
-        until(lambda: all(beat > old[node] for node, beat in _beats(client).items()), seconds)
+
+        def beaten() -> bool:
+            # All of them: a server that knows of nobody yet has heard no beat.
+            now = _beats(client)
+            return all(now.get(node, 0) > beat for node, beat in old.items())
+
+        until(beaten, seconds)
     finally:
         client.close()
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
+
+from tests import Measure
 
 from .campaign import Totals, failure_report, new_first_seed, run_seeds
 from .faults import FAULTS
@@ -18,9 +19,7 @@ from .mutants import MUTANTS, Edit, Mutant, build
 from .plan import KINDS
 from .world import simulate
 
-Measure = Callable[[str, object], None]
-
-IN_CI = bool(os.environ.get("CI"))
+IN_CI = os.environ.get("CI") == "true"
 FIRST = int(os.environ.get("FIRST_SEED") or new_first_seed())
 SEEDS = max(int(os.environ.get("SEEDS") or 500), 5000 if IN_CI else 0)
 LARGE = 24 if IN_CI else 4

@@ -3,11 +3,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, requires
 
 import pytest
 
-from rdzv_plugins.backends import BACKENDS
+from rdzv_plugins.backends import BACKENDS, Backend
 
 NEED_A_PACKAGE = [name for name, backend in BACKENDS.items() if backend.requires is not None]
 CLIENT_LIBRARIES = ["redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "requests"]
@@ -35,8 +35,11 @@ def test_each_backend_has_its_entry_point() -> None:
     assert names == set(BACKENDS)
 
 
-def test_the_backends_that_need_a_package_are_these() -> None:
-    assert NEED_A_PACKAGE == ["redis", "zookeeper", "dynamodb"]
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=list(BACKENDS))
+def test_an_extra_brings_a_package_if_the_backend_needs_one(backend: Backend) -> None:
+    marker = f'extra == "{backend.extra}"'
+    brought = [line for line in requires("rdzv-plugins") or () if line.endswith(marker)]
+    assert bool(brought) == (backend.requires is not None), brought
 
 
 def test_loading_them_imports_nothing_of_ours_nor_torch() -> None:

@@ -128,8 +128,8 @@ def test_shutdown_closes_the_run_and_the_client_and_frees_the_run_id(server: Mem
     client = MemoryClient(server, "run")
     handler = create_torch_handler("redis", PARAMS, settings, client)
     handler.next_rendezvous()
-    assert handler.shutdown()
     closed = time.monotonic()
+    assert handler.shutdown()
     with pytest.raises(RendezvousConnectionError, match="closed"):
         client.get("key")
     latecomer = create_torch_handler("redis", PARAMS, settings, MemoryClient(server, "run"))
@@ -139,7 +139,7 @@ def test_shutdown_closes_the_run_and_the_client_and_frees_the_run_id(server: Mem
     observer = MemoryClient(server, "run")
     while observer.list("") and time.monotonic() < closed + 10:
         time.sleep(0.05)
-    assert time.monotonic() >= closed + 0.9
+    assert time.monotonic() >= closed + 1
     again = create_torch_handler("redis", PARAMS, settings, MemoryClient(server, "run"))
     assert again.next_rendezvous().world_size == 1
     again.shutdown()

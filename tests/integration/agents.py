@@ -1,0 +1,141 @@
+"""Agents of one run, played by threads: what torch's agents do with a handler, without workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from operator import contains
+from typing import Any, TypeVar
+
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
+
+from rdzv_plugins import history
+from rdzv_plugins.documents import STATE_KEY
+from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.testing import harness
+from tests.integration.stores import RunningStore
+
+__all__ = ["QUICK", "Agent", "Run", "one_world", "until"]
+
+# Long enough for a busy machine to beat three times in, short enough to wait for.
+QUICK = {"keep_alive_interval": "0.5", "last_call_timeout": "0.2", "join_timeout": "30"}
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    assert harness.until(condition, seconds), "not within its deadline"
+
+
+class Agent:
+    """What torch's agent does with a handler, without workers."""
+
+    def __init__(self, handler: StoreRendezvousHandler) -> None:
+        self.handler = handler
+        self.rounds: list[RendezvousInfo] = []
+        self.error: Exception | None = None
+        self._quit = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._quit.is_set():
+                self.rounds.append(self.handler.next_rendezvous())
+                while self.handler.num_nodes_waiting() == 0 and not self._quit.is_set():
+                    time.sleep(0.01)
+        except Exception as error:
+            self.error = error
+
+    @property
+    def world(self) -> tuple[int, int, int] | None:
+        """(rank, world size, MASTER_PORT) of the last round."""
+        if not self.rounds:
+            return None
+        info = self.rounds[-1]
+        assert info.bootstrap_store_info is not None
+        return info.rank, info.world_size, info.bootstrap_store_info.master_port
+
+    def crash(self) -> None:
+        """Stop beating without a word, as kill -9 does."""
+        self._quit.set()
+        self.handler._driver.stop(5)
+        self.handler._ended = True
+
+    def leave(self) -> None:
+        """What happens at the exit of a process that got a SIGTERM."""
+        self._quit.set()
+        self.handler._leave()
+
+    def end(self) -> None:
+        self._quit.set()
+        self.handler.shutdown()
+        self._thread.join(10)
+
+
+class Run:
+    """The agents of one run."""
+
+    def __init__(self, store: RunningStore, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self.agents: list[Agent] = []
+
+    def handler(self, nnodes: tuple[int, int], **config: str) -> StoreRendezvousHandler:
+        options: dict[str, Any] = {**QUICK, **self._store.config, **config}
+        params = RendezvousParameters(
+            self._store.backend,
+            self._store.endpoint,
+            self._run_id,
+            *nnodes,
+            local_addr="127.0.0.1",
+            **options,
+        )
+        handler = create_handler(self._store.backend, params)
+        assert isinstance(handler, StoreRendezvousHandler)
+        return handler
+
+    def start(self, nnodes: tuple[int, int], **config: str) -> Agent:
+        agent = Agent(self.handler(nnodes, **config))
+        self.agents.append(agent)
+        return agent
+
+    def history(self) -> list[history.Row]:
+        return self._ask(history.read)
+
+    def tells(self, *words: str) -> Callable[[], bool]:
+        """Whether the reasons of the last rounds hold these words, a round each.
+
+        To be waited for: a round is released to its agents before its leader notes it.
+        """
+
+        def check() -> bool:
+            reasons = [row.reason for row in self.history()][-len(words) :]
+            return len(reasons) == len(words) and all(map(contains, reasons, words))
+
+        return check
+
+    def is_swept(self) -> bool:
+        return self._ask(lambda client: client.get(STATE_KEY)) is None
+
+    def _ask(self, question: Callable[[KeyValueClient], T]) -> T:
+        client = self._store.open(self._run_id)
+        try:
+            return question(client)
+        finally:
+            client.close()
+
+
+def one_world(agents: list[Agent]) -> Callable[[], bool]:
+    """Whether exactly these agents are in one world, with ranks 0..n-1 and one MASTER_PORT."""
+
+    def check() -> bool:
+        worlds = [agent.world for agent in agents]
+        if any(world is None or world[1] != len(agents) for world in worlds):
+            return False
+        ranks, _, ports = zip(*(world for world in worlds if world), strict=True)
+        return sorted(ranks) == list(range(len(agents))) and len(set(ports)) == 1
+
+    return check
