@@ -68,8 +68,8 @@ class Settings:
                                     keep their order, newcomers follow) or hint (by ``rank``)
     rank                    none    this node's place for rank_order=hint, e.g. $SLURM_NODEID
     closed_ttl              60      seconds after which the id of a closed run can be used again
-    handler                 rdzv    rdzv (this package's) or torch (torch's own over this backend, without
-                                    restart_on_loss, rank_order and rank)
+    handler                 rdzv    rdzv (this package's) or torch (torch's own over this backend,
+                                    without restart_on_loss, rank_order and rank)
     ======================= ======= ===============================================================
     """
 

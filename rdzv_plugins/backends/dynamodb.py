@@ -69,8 +69,8 @@ class Options(StoreOptions):
     ======================= ============ ==========================================================
     table                   rdzv-plugins name of the table
     create_table            false        create the table, billed on demand, if there is none
-    region                  none         region; one in the endpoint takes precedence; none: AWS's own
-                                         configuration
+    region                  none         region; one in the endpoint takes precedence; none:
+                                         AWS's own configuration
     profile                 none         profile of AWS's configuration files
     role_arn                none         role to assume with those credentials
     poll_interval_min       0.1          seconds between two polls of a waiter, at first
