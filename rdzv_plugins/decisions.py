@@ -48,6 +48,7 @@ class View:
         document_age: seconds since ``document`` was first seen as it is.
         latest: the document of the highest place that this node has seen.
         member: the round that the agent runs in.
+        confirmed: the round that this node last said it has seen, as it stood then.
         records: all nodes' records, read after ``document``; None: not read.
         leader_label: the leader's name for people; None: its record was not read.
         age: seconds that a node's beat is known to have stood still, by this node's clock.
@@ -65,6 +66,7 @@ class View:
     document_age: float
     latest: RoundDocument | None
     member: RoundDocument | None
+    confirmed: RoundDocument | None
     records: Mapping[str, NodeRecord] | None
     leader_label: str | None
     age: Callable[[str], float]

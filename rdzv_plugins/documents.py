@@ -85,7 +85,9 @@ class RoundDocument:
         lost: participants that are gone from a running round that goes on without them.
         waiting: nodes that were waiting when the document was written.
         reason: why this round, for people.
-        master: ``address:port`` of rank 0's TCPStore once the round runs.
+        ran: `naming` of the round that runs; it stays until the next one has its participants, for
+            those of a round that was over before they saw it run.
+        master: ``address:port`` of rank 0's TCPStore in that round.
     """
 
     round: int
@@ -98,6 +100,7 @@ class RoundDocument:
     lost: tuple[str, ...] = ()
     waiting: int = 0
     reason: str = ""
+    ran: str | None = None
     master: str | None = None
 
     @property
@@ -137,6 +140,7 @@ class RoundDocument:
             "lost": " ".join(self.lost),
             "waiting": self.waiting,
             "reason": self.reason,
+            "ran": self.ran,
             "master": self.master,
         }
         plain = json.dumps(fields, separators=(",", ":")).encode()
@@ -167,6 +171,7 @@ class RoundDocument:
                 lost=_ids(_typed(fields["lost"], str)),
                 waiting=_typed(fields["waiting"], int),
                 reason=_typed(fields["reason"], str),
+                ran=_optional(fields["ran"], str),
                 master=_optional(fields["master"], str),
             )
             document._check()

@@ -81,6 +81,8 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
             previous=(),
             waiting=len(ready) - len(chosen),
             reason=reason,
+            ran=None,
+            master=None,
         )
     )
 
@@ -103,7 +105,7 @@ def _lead_confirming(
     if missing:
         return Wait(_until_lease(view, document.participants))
     master = records[document.participants[0]].master
-    return Write(replace(document, phase=Phase.RUNNING, master=master))
+    return Write(replace(document, phase=Phase.RUNNING, ran=naming, master=master))
 
 
 def _lead_running(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
@@ -166,7 +168,6 @@ def next_round(
         lost=(),
         waiting=waiting,
         reason=reason,
-        master=None,
     )
 
 

@@ -80,6 +80,7 @@ class Node:
         self._join_ordered = False
         self._join_deadline = 0.0
         self._member: RoundDocument | None = None
+        self._confirmed: RoundDocument | None = None
         # The record is to be written before the next decision; and the leader told.
         self._record_due = False
         self._ring = False
@@ -215,6 +216,7 @@ class Node:
             document_age=now - seen.document_since,
             latest=seen.latest,
             member=self._member,
+            confirmed=self._confirmed,
             records=seen.records,
             leader_label=seen.leader_label,
             age=seen.leases.age,
@@ -239,6 +241,7 @@ class Node:
                     self.record, wants=Wants.RUN, round=round_, naming=naming, master=master
                 )
                 self._record_due = self._ring = True
+                self._confirmed = self.document
             case decisions.Start(document):
                 self._member = document
                 yield from self._end_join(Outcome(document=document))

@@ -37,7 +37,7 @@ def nodes_waiting(view: View) -> int:
     document, member = view.document, view.member
     if view.joining or member is None or document is None or document.phase is Phase.CLOSED:
         return 0
-    if document.round < member.round:
+    if view.latest is not None and document.place < view.latest.place:
         return 0  # A store that forgot; the living round is being written back.
     if document.round > member.round or document.participants != member.participants:
         return max(1, document.waiting)
@@ -47,6 +47,8 @@ def nodes_waiting(view: View) -> int:
 def decide(view: View) -> Action:
     """What this node does next."""
     document, latest = view.document, view.latest
+    if view.joining and (mine := _confirmed_and_released(view)) is not None:
+        return Start(mine)
     if latest is not None and latest.phase is Phase.CLOSED:
         return _on_closed(view)
     if view.record.wants is Wants.LEFT:
@@ -60,6 +62,20 @@ def decide(view: View) -> Action:
     if document.leader == view.me:
         return leading.lead(view, document)
     return _watch_leader(view, document)
+
+
+def _confirmed_and_released(view: View) -> RoundDocument | None:
+    """The round that this node confirmed, once it runs.
+
+    Also if it was over, or the run closed, before this node saw it run: the agents of the others
+    were released and wait for this node's.
+    """
+    confirmed, latest = view.confirmed, view.latest
+    if view.record.wants is not Wants.RUN or confirmed is None or latest is None:
+        return None
+    if latest.ran != confirmed.naming:
+        return None
+    return replace(confirmed, phase=Phase.RUNNING, ran=latest.ran, master=latest.master)
 
 
 def _on_closed(view: View) -> Action:
@@ -103,12 +119,10 @@ def _take_part(view: View, document: RoundDocument) -> Action | None:
     if named and document.phase is Phase.CONFIRMING and not confirmed:
         is_master = document.ranks[view.me] == 0
         return Confirm(document.round, document.naming, is_master)
-    if named and document.phase is Phase.RUNNING:
-        if record.wants is Wants.RUN and confirmed:
-            return Start(document)
-        if not confirmed and not (wants_in and record.round >= document.round):
-            # It ran without us, in a store that forgot: we are as good as lost in it.
-            return SetRecord(Wants.JOIN, document.round)
+    asks_again = wants_in and record.round >= document.round
+    if named and document.phase is Phase.RUNNING and not confirmed and not asks_again:
+        # It ran without us, in a store that forgot: we are as good as lost in it.
+        return SetRecord(Wants.JOIN, document.round)
     if document.phase is Phase.FORMING and view.me in document.previous:
         # Named in a round that never ran, or that we never saw: say that we are not in it.
         if not wants_in or record.round < document.round - 1:

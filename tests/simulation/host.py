@@ -191,6 +191,7 @@ class Host:
             world.rounds_given += 1
             return
         world.note(f"{self.id}: its join failed: {outcome.failure or outcome.error}")
+        world.checker.stopped(self.id)
         self.agent = Agent.IDLE
         if outcome.failure in ("closed", "spare closed"):
             self.agent = Agent.GONE
@@ -353,7 +354,7 @@ class Host:
                 return
             case steps.PutRecord(node, record, ring):
                 store.put(NODES_PREFIX + node, record.encode())
-                world.checker.beat_arrived(node, record)
+                world.checker.beat_arrived(node, record, store.epoch)
                 if ring and not world.network.splits_batch():
                     store.put(BELL_KEY, b"")
             case steps.Ring():

@@ -46,6 +46,9 @@ INVARIANTS = {
     "maximum only after the last call, and only nodes with the run's own --nnodes",
     "confirmed": "a round runs only after each participant's record has said that it has seen it, "
     "and with the address that rank 0 opened for it",
+    "missed": "a host that confirmed a round asks for no other, once another host was given that "
+    "round and while it runs it, unless its lease ran out or the store forgot: torch's agents, "
+    "once released, wait for each other",
     "readable": "what is written as the round document can be read as one",
     "rounds of a node": "a node is given rounds of growing numbers, and named only in rounds above "
     "the last one that its listed record tells of",
@@ -105,6 +108,7 @@ class Track:
         nodes: its ``--nnodes``.
         beats, arrivals: the beats that reached the store, when each was new.
         confirmed: namings that its record has confirmed, with the master it gave.
+        awaits: the naming that it confirmed last, until it is given that round or gives up.
     """
 
     rate: float
@@ -113,6 +117,7 @@ class Track:
     beats: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
     confirmed: dict[str, str | None] = field(default_factory=dict)
+    awaits: tuple[str, int] | None = None
     last_round: int = -1
     world: World | None = None
     lease_lost: bool = False
@@ -150,19 +155,23 @@ class Checker:
         track = self._tracks[node] = Track(rate, (rules.min_nodes, rules.max_nodes))
         return track
 
-    def beat_arrived(self, node: str, record: NodeRecord) -> None:
+    def beat_arrived(self, node: str, record: NodeRecord, epoch: int) -> None:
         track, now = self._tracks[node], self._now()
         late = bool(track.beats) and record.beat <= track.beats[-1]
         if not late:
             self._judge_lease(track)
             track.beats.append(record.beat)
             track.arrivals.append(now)
+            if track.awaits is not None and record.wants in (Wants.JOIN, Wants.SPARE):
+                self._judge_missed(node, track, epoch)
         if record.wants is Wants.RUN and record.naming and record.naming not in track.confirmed:
             track.confirmed[record.naming] = record.master
             track.lease_lost = late
+            track.awaits = record.naming, epoch
 
     def stopped(self, node: str) -> None:
-        self._tracks[node].world = None
+        """Its workers have stopped, or its agent gave up."""
+        self._tracks[node].world = self._tracks[node].awaits = None
 
     def given(self, node: str, document: RoundDocument) -> None:
         """The node's agent got its round."""
@@ -184,7 +193,7 @@ class Checker:
                 "agreement", f"{node} was given {show(document)}, nobody wrote that"
             )
         track.last_round = document.round
-        track.world = world
+        track.world, track.awaits = world, None
         self._judge_lease(track)
         for other, theirs in self._tracks.items():
             if theirs.world is None or theirs.world == world:
@@ -279,6 +288,19 @@ class Checker:
         last = track.arrivals[-1] if track.arrivals else self._now()
         if self._now() - last >= self._shortest - _ROUNDING:
             track.lease_lost = True
+
+    def _judge_missed(self, node: str, track: Track, epoch: int) -> None:
+        assert track.awaits is not None
+        naming, confirmed_in = track.awaits
+        track.awaits = None
+        if track.lease_lost or epoch != confirmed_in:
+            return
+        self.checks += 1
+        for other, theirs in self._tracks.items():
+            if theirs.world is not None and self._ran[theirs.world].naming == naming:
+                raise InvariantError(
+                    "missed", f"{node} asks for another round than {naming}, which {other} runs"
+                )
 
     def _is_excused(self, node: str, mine: Track, other: str, theirs: Track) -> bool:
         assert mine.world is not None

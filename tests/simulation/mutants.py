@@ -320,6 +320,17 @@ MUTANTS: dict[str, Mutant] = {
         ),
         seed=526606901873,
     ),
+    "missed-round": Mutant(
+        "a round that was over before a participant saw it run is never started there",
+        (
+            _in(
+                "protocol",
+                "    if latest.ran != confirmed.naming:\n",
+                "    if latest.phase is not Phase.RUNNING or latest.ran != confirmed.naming:\n",
+            ),
+        ),
+        seed=97,
+    ),
     "no-rest": Mutant(
         "a node that left waits for a beat that is never due",
         (

@@ -49,6 +49,7 @@ def documents(draw: st.DrawFn) -> RoundDocument:
         lost=draw(PEOPLE),
         waiting=draw(NUMBERS),
         reason=draw(TEXT),
+        ran=draw(st.none() | TEXT),
         master=draw(TEXT) if phase is Phase.RUNNING else draw(st.none() | TEXT),
     )
 

@@ -172,6 +172,27 @@ def test_a_joiner_asks_five_times(pair: tuple[Life, Life]) -> None:
     assert joiner.outcomes[0].document == stored(leader)
 
 
+def test_a_participant_starts_a_round_that_was_over_before_it_saw_it_run(
+    server: MemoryServer, time: Time
+) -> None:
+    rules = replace(RULES, max_nodes=3)
+    leader = Life("n1", server, time, rules)
+    leader.go()
+    slow = Life("n2", server, time, rules)
+    slow.go()
+    while stored(leader).phase is not Phase.CONFIRMING:
+        leader.wake() if isinstance(leader.request, steps.Rest) else leader.go()
+    slow.go()
+    # There is room for it: the round runs, and at once gives way to the next.
+    Life("n3", server, time, rules).go()
+    while stored(leader).round == 0:
+        leader.wake() if isinstance(leader.request, steps.Rest) else leader.go()
+    assert leader.outcomes
+    slow.go()
+    assert [outcome.document for outcome in slow.outcomes] == [leader.outcomes[0].document]
+    assert slow.node.waiting == leader.node.waiting == 1
+
+
 def test_the_founder_leads_and_hears_of_joins_by_the_bell(server: MemoryServer, time: Time) -> None:
     leader = Life("n1", server, time, RULES)
     assert leader.go() == ["PutRecord", "Read state", "CompareAndSet state", "Read state",

@@ -39,8 +39,15 @@ def document(
 ) -> RoundDocument:
     base = RoundDocument(round=round_, phase=phase, leader=leader, min_nodes=2, max_nodes=3)
     if phase in (Phase.CONFIRMING, Phase.RUNNING):
-        base = replace(base, participants=("n1", "n2", "n3"), master="n1:1")
+        base = replace(base, participants=("n1", "n2", "n3"))
+    if phase is Phase.RUNNING:
+        base = replace(base, ran=base.naming, master="n1:1")
     return replace(base, **more)  # type: ignore[arg-type]
+
+
+def as_named(of: RoundDocument) -> RoundDocument:
+    """How a round stood when its participants confirmed it."""
+    return replace(of, phase=Phase.CONFIRMING, ran=None, master=None)
 
 
 def running(name: str, of: RoundDocument) -> NodeRecord:
@@ -67,6 +74,7 @@ def view(
         document_age=0.0,
         latest=latest or now,
         member=None,
+        confirmed=as_named(now) if now and me.naming == now.naming else None,
         records=others,
         leader_label=None,
         age=lambda node: ages.get(node, 0.0),
@@ -199,6 +207,7 @@ class TestConfirming:
         others = all_running(self.NAMED)
         started = written(decide(view(others["n1"], self.NAMED, others)))
         assert (started.phase, started.master) == (Phase.RUNNING, "n1:1")
+        assert started.ran == started.naming
 
     def test_a_participant_that_dies_meanwhile_is_found_out(self) -> None:
         others = all_running(self.NAMED)
@@ -220,6 +229,33 @@ class TestRunning:
 
     def test_who_confirmed_starts(self) -> None:
         assert decide(view(running("n2", self.NOW), self.NOW)) == Start(self.NOW)
+
+    @pytest.mark.parametrize(
+        "later",
+        [
+            replace(NOW, phase=Phase.FORMING, round=5, participants=(), previous=("n1", "n2")),
+            replace(NOW, phase=Phase.FORMING, round=9, participants=(), leader=None),
+            replace(NOW, phase=Phase.CLOSED),
+        ],
+        ids=["next", "later", "closed"],
+    )
+    def test_a_round_that_was_over_before_it_was_seen_to_run_is_started(
+        self, later: RoundDocument
+    ) -> None:
+        # The others were released, and their agents wait for this one's.
+        me = running("n2", self.NOW)
+        assert decide(view(me, later, confirmed=as_named(self.NOW))) == Start(self.NOW)
+        other = replace(later, ran="4-00000000")
+        assert not isinstance(decide(view(me, other, confirmed=as_named(self.NOW))), Start)
+        again = replace(me, wants=Wants.JOIN)
+        assert not isinstance(decide(view(again, later, confirmed=as_named(self.NOW))), Start)
+
+    def test_what_follows_says_that_it_ran_until_the_next_is_named(self) -> None:
+        following = written(self.lead({}, n3=3.0))
+        assert (following.ran, following.master) == (self.NOW.naming, "n1:1")
+        everybody = joining("n1", "n2", round_=4)
+        named = written(decide(view(everybody["n1"], following, everybody, minimum_age=9.0)))
+        assert (named.phase, named.ran, named.master) == (Phase.CONFIRMING, None, None)
 
     def test_who_did_not_confirm_is_not_in_it(self) -> None:
         assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Wants.JOIN, 4)
@@ -372,7 +408,9 @@ class TestNodesWaiting:
 
     def test_a_store_that_forgot_stops_nobody(self) -> None:
         assert self.waiting(None) == 0
-        assert self.waiting(document(Phase.FORMING, round_=0)) == 0
+        assert self.waiting(document(Phase.FORMING, round_=0), latest=self.NOW) == 0
+        beside = replace(as_named(self.NOW), participants=("n8", "n9"))
+        assert self.waiting(beside, latest=self.NOW) == 0
 
     def test_a_closed_run_stops_nobody(self) -> None:
         assert self.waiting(document(Phase.CLOSED, round_=5)) == 0
