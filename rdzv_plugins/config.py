@@ -67,7 +67,8 @@ class Settings:
     rank_order              natural natural (by address, node2 before node10), stable (survivors
                                     keep their order, newcomers follow) or hint (by ``rank``)
     rank                    none    this node's place for rank_order=hint, e.g. $SLURM_NODEID
-    closed_ttl              60      seconds after which the id of a closed run can be used again
+    closed_ttl              60      seconds after which the id of a closed run can be used again;
+                                    never before the lease is over
     handler                 rdzv    rdzv (this package's) or torch (torch's own over this backend,
                                     without restart_on_loss, rank_order and rank)
     ======================= ======= ===============================================================
@@ -90,6 +91,11 @@ class Settings:
     def lease(self) -> float:
         """Seconds without a beat, on the observer's clock, after which a node is lost."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    @property
+    def sweep_after(self) -> float:
+        """Seconds from closing a run to its sweep: never before all its nodes have seen it."""
+        return max(self.closed_ttl, self.lease)
 
 
 @dataclass(frozen=True, kw_only=True)

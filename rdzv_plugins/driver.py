@@ -45,6 +45,7 @@ class Driver:
         self._delivered = threading.Condition()
         self._outcome: steps.Outcome | None = None
         self._outage_since: float | None = None
+        self._told: str | None = None
 
     @property
     def running(self) -> bool:
@@ -100,7 +101,6 @@ class Driver:
             try:
                 answer = self._perform(request)
             except (RendezvousConnectionError, RendezvousStateError) as error:
-                self._note_outage(error)
                 request = life.throw(error)
             else:
                 self._note_success(request)
@@ -112,7 +112,9 @@ class Driver:
                 return self._deliver(outcome)
             case steps.OpenMaster():
                 return self._open_master()
-            case steps.Rest(seconds):
+            case steps.Rest(seconds, because):
+                if because is not None:
+                    self._note_failure(because)
                 self._nudged.clear()
                 self._nudged.wait(seconds)
                 return None
@@ -123,8 +125,14 @@ class Driver:
             self._outcome = outcome
             self._delivered.notify_all()
 
-    def _note_outage(self, error: Exception) -> None:
-        if self._outage_since is None:
+    def _note_failure(self, error: Exception) -> None:
+        """Say once what fails, however often it does."""
+        if isinstance(error, RendezvousStateError):
+            # The store answers; what it holds, or this host, is at fault.
+            if str(error) != self._told:
+                log.error("%s", error)
+            self._told = str(error)
+        elif self._outage_since is None:
             self._outage_since = time.monotonic()
             log.warning("%s -- what runs goes on, and this node keeps trying", error)
 

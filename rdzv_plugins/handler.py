@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import weakref
+from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -33,6 +34,7 @@ from rdzv_plugins.documents import STATE_KEY, STORE_PREFIX, NodeRecord, Phase, R
 from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.node import Node
+from rdzv_plugins.retry import retry, store_is_away
 from rdzv_plugins.steps import Outcome
 from rdzv_plugins.store import KeyValueStore
 
@@ -150,7 +152,6 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def set_closed(self) -> None:
         """Close the run for all nodes; raises `RendezvousConnectionError` after close_timeout."""
-        deadline = time.monotonic() + self._settings.close_timeout
         never_seen = RoundDocument(
             round=0,
             phase=Phase.FORMING,
@@ -159,15 +160,13 @@ class StoreRendezvousHandler(RendezvousHandler):
             max_nodes=self._rules.max_nodes,
         )
         reason = f"closed by {self._node.record.label}"
-        while True:
-            try:
-                latest = self._node.latest or never_seen
-                carry_out(self._client, close_run(self._node.id, latest, reason))
-                self._client.expire(self._settings.closed_ttl)
-                return
-            except RendezvousConnectionError:
-                if time.monotonic() >= deadline:
-                    raise
+
+        def close() -> None:
+            latest = self._node.latest or never_seen
+            carry_out(self._client, close_run(self._node.id, latest, reason))
+            self._client.expire(self._settings.sweep_after)
+
+        retry(close, timeout=self._settings.close_timeout, passing=store_is_away)
 
     def shutdown(self) -> bool:
         """End this node; closes the run if this node is in it, as torch's handler does.
@@ -225,10 +224,15 @@ class StoreRendezvousHandler(RendezvousHandler):
             return f"{self._address}:{_free_port()}"
         try:
             self._server = TCPStore(
-                host_name=self._address, port=0, is_master=True, wait_for_workers=False
+                host_name=self._address,
+                port=0,
+                is_master=True,
+                wait_for_workers=False,
+                # It dials itself, and by default keeps trying for minutes in which nobody beats.
+                timeout=timedelta(seconds=self._settings.heartbeat_timeout),
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise RendezvousConnectionError(
+            raise RendezvousStateError(
                 f"cannot open a TCPStore on '{self._address}' ({error}); name an address of this "
                 "host with --local-addr"
             ) from error
@@ -240,7 +244,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             case Failure.CLOSED:
                 return RendezvousClosedError(
                     f"{run} is closed; its id can be used again after closed_ttl "
-                    f"({self._settings.closed_ttl:g} s)"
+                    f"({self._settings.sweep_after:g} s)"
                 )
             case Failure.SPARE_CLOSED:
                 return RendezvousGracefulExitError(f"{run} ended while this node was a spare")
@@ -253,9 +257,13 @@ class StoreRendezvousHandler(RendezvousHandler):
                     "use the same on every node, or another --rdzv-id"
                 )
             case Failure.TIMEOUT:
+                rules, patience = self._rules, self._settings.join_timeout
+                short = rules.min_nodes < rules.max_nodes and patience <= rules.last_call
                 return RendezvousTimeoutError(
-                    f"{run} did not complete a round of {self._rules.min_nodes} to "
-                    f"{self._rules.max_nodes} nodes within {self._settings.join_timeout:g} s"
+                    f"{run} did not complete a round of {rules.min_nodes} to {rules.max_nodes} "
+                    f"nodes within {patience:g} s"
+                    + f"; last_call_timeout alone is {rules.last_call:g} s"
+                    * short
                 )
         return outcome.error or RendezvousStateError(f"{run} ended without an outcome")
 

@@ -5,8 +5,9 @@ non-empty ``str``, values ``bytes``. Every method but `wait` ends within the cli
 timeout. Every client is safe to use from several threads.
 
 Errors: `RendezvousConnectionError` (the store could not be reached within the request timeout, or
-refused our credentials), `RendezvousStateError` (a value is unreadable or over the store's limit),
-`ValueError` (a bad option, naming it and what is allowed).
+refused our credentials), its kind `ClientClosedError` (`close` was called), `RendezvousStateError`
+(a value is unreadable or over the store's limit), `ValueError` (a bad option, naming it and what is
+allowed).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 __all__ = [
     "Capabilities",
+    "ClientClosedError",
     "Entry",
     "KeyValueClient",
     "MemoryClient",
@@ -36,6 +38,13 @@ __all__ = [
 
 Version = Hashable
 """Opaque. Two equal versions of a key mean equal bytes, across deletes and restarts too."""
+
+
+class ClientClosedError(RendezvousConnectionError):
+    """The client was closed: asking again is of no use."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"the connection to {where} is closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +147,7 @@ class KeyValueClient(ABC):
     def close(self) -> None:
         """Release the connection and wake every waiter; idempotent.
 
-        Later calls raise `RendezvousConnectionError`; a later `wait` returns None.
+        Later calls raise `ClientClosedError`; a later `wait` returns None.
         """
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
@@ -199,7 +208,7 @@ class MemoryClient(KeyValueClient):
 
     def _keys(self) -> dict[str, Entry]:
         if self._closed:
-            raise RendezvousConnectionError("the connection to memory is closed")
+            raise ClientClosedError("memory")
         return self._server.keys(self._namespace)
 
     def _write(self, key: str, value: bytes) -> Entry:

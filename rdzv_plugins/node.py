@@ -109,8 +109,10 @@ class Node:
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node: it would miss it."""
         document = self.document
-        if self._member is None or document is None:
-            return self._member is not None
+        if self._member is None or self.record.wants is Wants.LEFT:
+            return False  # What it gave up on is the business of the others.
+        if document is None:
+            return True
         return self.id in document.ranks or self.id in document.previous
 
     def order_join(self) -> None:
@@ -269,7 +271,7 @@ class Node:
                     yield Drop((NODES_PREFIX + self.id,))
                 else:
                     yield PutRecord(self.id, self.record, ring=True)
-            except RendezvousConnectionError:
+            except (RendezvousConnectionError, RendezvousStateError):
                 # The others have this node's lease; its agent is told all the same.
                 self._seen.void()
         yield Deliver(outcome)
@@ -290,6 +292,8 @@ class Node:
 
     def _wait(self, seconds: float | None) -> Steps:
         seen = self._seen
+        if self._join_ordered:
+            return  # Its driver may have given up ending waits for it before this one began.
         if self._untidy is not None:
             released, self._untidy = self._untidy, None
             # The round is released, to this node's own agent too: nobody waits for it.
@@ -326,9 +330,11 @@ class Node:
         """Rule 11: an outage stops nobody; nobody is judged by what could not be read."""
         self._seen.void()
         hopeless = isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline
+        because: Exception | None = error
         if self._joining and hopeless:
             self._joining = False
             self.record = replace(self.record, wants=Wants.LEFT)
             yield Deliver(Outcome(error=error))
+            because = None  # Its agent knows.
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
-        yield Rest(pause * (0.5 + 0.5 * self._chance.random()))
+        yield Rest(pause * (0.5 + 0.5 * self._chance.random()), because=because)

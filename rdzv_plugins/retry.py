@@ -7,6 +7,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from rdzv_plugins.kv import ClientClosedError, RendezvousConnectionError
+
+__all__ = ["retry", "store_is_away"]
+
 T = TypeVar("T")
 
 _FIRST_PAUSE = 0.01
@@ -36,3 +40,9 @@ def retry(request: Callable[[], T], *, timeout: float, passing: Callable[[Except
                 raise
         time.sleep(delay)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def store_is_away(error: Exception) -> bool:
+    """``passing`` for what asks a client, which has retried for its own time and may be closed."""
+    away = isinstance(error, RendezvousConnectionError)
+    return away and not isinstance(error, ClientClosedError)

@@ -85,9 +85,13 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Pause; ends early when an order arrives."""
+    """Pause; ends early when an order arrives.
+
+    ``because``: what failed, for people.
+    """
 
     seconds: float
+    because: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """A ``torch.distributed.Store`` over a key-value client: what agents and trainers share.
 
-It behaves as c10d's TCPStore does, with three differences: a connection that breaks during `add`
+It behaves as c10d's TCPStore does, with four differences: what can be asked twice without harm is
+asked until the store's time-out while the server is away, a connection that breaks during `add`
 raises instead of being counted twice, `delete_key` and `append` take two requests, and the queue
 calls of torch 2.8 and later are not supported.
 """
@@ -8,9 +9,10 @@ calls of torch 2.8 and later are not supported.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 
@@ -20,8 +22,11 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
+from rdzv_plugins.retry import retry, store_is_away
 
 __all__ = ["KeyValueStore"]
+
+T = TypeVar("T")
 
 # Longer lists of keys say nothing more in an error.
 _KEYS_SHOWN = 5
@@ -50,8 +55,7 @@ class KeyValueStore(Store):
         self.set_timeout(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
-        with _c10d_errors():
-            self._client.put(self._prefix + key, _bytes(value))
+        self._patiently(lambda: self._client.put(self._prefix + key, _bytes(value)))
 
     def get(self, key: str) -> bytes:
         """The value, as soon as there is one."""
@@ -64,8 +68,7 @@ class KeyValueStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all the keys exist."""
-        with _c10d_errors():
-            return len(self._found(keys)) == len(set(keys))
+        return len(self._patiently(lambda: self._found(keys))) == len(set(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return as soon as all the keys exist."""
@@ -105,8 +108,8 @@ class KeyValueStore(Store):
         if len(keys) != len(values):
             raise ValueError(f"multi_set got {len(keys)} keys but {len(values)} values")
         pairs = zip(keys, values, strict=True)
-        with _c10d_errors():
-            self._client.put_many({self._prefix + key: _bytes(value) for key, value in pairs})
+        written = {self._prefix + key: _bytes(value) for key, value in pairs}
+        self._patiently(lambda: self._client.put_many(written))
 
     def delete_key(self, key: str) -> bool:
         """Delete; returns whether the key was there."""
@@ -152,20 +155,31 @@ class KeyValueStore(Store):
     def _collect(self, keys: Sequence[str], timeout: timedelta) -> dict[str, Entry]:
         deadline = time.monotonic() + timeout.total_seconds()
         found: dict[str, Entry] = {}
+
+        def look() -> bool:
+            missing = [key for key in keys if key not in found]
+            found.update(self._found(missing) if missing else {})
+            missing = [key for key in missing if key not in found]
+            if not missing:
+                return True
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise DistStoreError(_timed_out(timeout, missing))
+            entry = self._client.wait(self._prefix + missing[0], None, remaining)
+            if entry is not None:
+                found[missing[0]] = entry
+            # An early None (somebody interrupted the client) is no answer yet.
+            return False
+
+        while not self._patiently(look, deadline - time.monotonic()):
+            pass
+        return found
+
+    def _patiently(self, request: Callable[[], T], seconds: float | None = None) -> T:
+        """Ask until the store answers: that it is away for a while ends no agent."""
+        timeout = self._timeout().total_seconds() if seconds is None else seconds
         with _c10d_errors():
-            while True:
-                missing = [key for key in keys if key not in found]
-                found |= self._found(missing) if missing else {}
-                missing = [key for key in missing if key not in found]
-                if not missing:
-                    return found
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise DistStoreError(_timed_out(timeout, missing))
-                # Its early None (somebody interrupted the client) sends us round the loop again.
-                entry = self._client.wait(self._prefix + missing[0], None, remaining)
-                if entry is not None:
-                    found[missing[0]] = entry
+            return retry(request, timeout=timeout, passing=store_is_away)
 
 
 def _bytes(value: str | bytes) -> bytes:

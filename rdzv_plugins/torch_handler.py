@@ -21,7 +21,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from rdzv_plugins.addresses import node_address, store_hosts
 from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.config import Settings
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv import (
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
 from rdzv_plugins.store import KeyValueStore
 
 __all__ = ["TAKES_KEEP_ALIVE", "MendedDynamicRendezvousHandler", "create_torch_handler"]
@@ -65,7 +69,7 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
             closed = super().shutdown()
             if closed:
                 # The run is closed: that its id stays taken is not worth an error.
-                with contextlib.suppress(RendezvousConnectionError):
+                with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
                     self._client.expire(self._closed_ttl)
             return closed
         finally:
@@ -75,7 +79,7 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
         # torch puts a round's keys under torch.rendezvous.<run id>.<round>/. The last round but
         # one stays: a slow agent may be reading there still.
         prefix = f"{_STORE_PREFIX}torch.rendezvous.{self.get_run_id()}."
-        with contextlib.suppress(RendezvousConnectionError):
+        with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
             rounds: dict[int, list[str]] = {}
             for key in self._client.list(prefix):
                 number = key.removeprefix(prefix).partition("/")[0]
@@ -110,7 +114,7 @@ def create_torch_handler(
         **_keep_alive(settings),
     )
     handler._client = client
-    handler._closed_ttl = settings.closed_ttl
+    handler._closed_ttl = settings.sweep_after
     return handler
 
 

@@ -78,7 +78,7 @@ def close(
             raise ValueError(f"there is no run '{run_id}'{only}")
         document = RoundDocument.decode(entry.value)
         carry_out(client, close_run("rdzv", document, "closed by the command rdzv close"))
-        ttl = settings(conf).closed_ttl
+        ttl = settings(conf).sweep_after
         client.expire(ttl)
         typer.echo(f"closed run '{run_id}'; its id can be used again in {ttl:g} s")
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from typing import TypeVar
 
@@ -111,15 +112,29 @@ def test_keys_of_any_shape(stores: list[KeyValueStore], key: str) -> None:
 def test_a_server_that_dies_under_a_wait_is_told_in_one_line() -> None:
     with servers.start("redis") as server:
         client = open_client("redis", server.endpoint, "run", request_timeout=1.0)
-        store = KeyValueStore(client, "store/0/")
+        store = KeyValueStore(client, "store/0/", timedelta(seconds=2))
         store.set("key", "x")
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(store.wait, ["absent"], timedelta(seconds=60))
+            waiting = pool.submit(store.wait, ["absent"], timedelta(seconds=5))
             server.nodes[0].kill()
             with pytest.raises(DistNetworkError, match=r"^redis at \S+ could not be reached .*$"):
                 waiting.result(timeout=30)
         with pytest.raises(DistNetworkError):
             PrefixStore("p", store).get("key")
+        client.close()
+
+
+def test_an_outage_shorter_than_its_time_out_ends_no_wait() -> None:
+    with servers.start("redis") as server, ThreadPoolExecutor(2) as pool:
+        client = open_client("redis", server.endpoint, "run", request_timeout=0.5)
+        store = KeyValueStore(client, "store/0/")
+        waiting: Future[object] = pool.submit(store.get, "key")
+        server.nodes[0].stop()
+        writing: Future[object] = pool.submit(store.set, "key", "x")
+        # Three times what one request may take.
+        assert not wait_for([waiting, writing], 1.5).done
+        server.nodes[0].start()
+        assert (writing.result(30), waiting.result(30)) == (None, b"x")
         client.close()
 
 

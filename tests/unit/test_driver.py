@@ -14,7 +14,13 @@ from rdzv_plugins import decisions, leading, protocol, steps
 from rdzv_plugins.decisions import Rules
 from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.driver import Driver, carry_out
-from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError
+from rdzv_plugins.kv import (
+    Entry,
+    MemoryClient,
+    MemoryServer,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
 from rdzv_plugins.node import Node
 
 
@@ -162,6 +168,16 @@ def test_answers_and_errors_reach_the_node_unchanged() -> None:
         driver._drive(scripted([steps.Read("state"), steps.Rest(0.001)], answers))
     assert isinstance(answers[0], RendezvousConnectionError)
     assert answers[1:] == [None]
+
+
+def test_what_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    away, unreadable = RendezvousConnectionError("away"), RendezvousStateError("unreadable")
+    rests = [steps.Rest(0.001, because) for because in (away, away, unreadable, unreadable)]
+    driver = make_driver(MemoryClient(MemoryServer(), "run"))
+    with pytest.raises(StopIteration):
+        driver._drive(scripted([*rests, steps.Read("state"), steps.Rest(0.001, away)], []))
+    said = [message.partition(" ")[0] for message in caplog.messages]
+    assert said == ["away", "unreadable", "the", "away"]
 
 
 def test_the_outcome_reaches_the_agent() -> None:

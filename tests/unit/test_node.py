@@ -44,7 +44,7 @@ class Life:
         self.client = MemoryClient(server, "run")
         self.time = time
         self.down = False
-        self.mute = False
+        self.last_word_fails: Exception | None = None
         self.log: list[str] = []
         self.outcomes: list[steps.Outcome] = []
         record = NodeRecord(
@@ -101,7 +101,7 @@ class Life:
         self.log.append(_name(self.request))
         try:
             answer = self._perform(self.request)
-        except RendezvousConnectionError as error:
+        except (RendezvousConnectionError, RendezvousStateError) as error:
             self.request = self.life.throw(error)
         else:
             self.send(answer)
@@ -114,7 +114,9 @@ class Life:
         if isinstance(request, steps.Deliver):
             return self.outcomes.append(request.outcome)
         leaves = isinstance(request, steps.PutRecord) and request.record.wants is Wants.LEFT
-        if self.down or (self.mute and leaves):
+        if leaves and self.last_word_fails:
+            raise self.last_word_fails
+        if self.down:
             raise RendezvousConnectionError("down")
         return "host:1" if isinstance(request, steps.OpenMaster) else perform(client, request)
 
@@ -359,16 +361,40 @@ def test_a_join_without_a_store_ends_in_its_error(server: MemoryServer, time: Ti
     assert 60 <= time.now - 1000 < 62
 
 
-def test_a_join_that_fails_is_reported_even_if_the_store_goes(
-    server: MemoryServer, time: Time
+@pytest.mark.parametrize("error", [RendezvousConnectionError, RendezvousStateError])
+def test_a_join_that_fails_is_reported_even_if_nobody_can_be_told(
+    error: type[Exception], server: MemoryServer, time: Time
 ) -> None:
     node = Life("n1", server, time, RULES)
     node.go()
     time.now += 60
-    node.mute = True
+    node.last_word_fails = error("no")
     node.send(None)
     node.go()
     assert [outcome.failure for outcome in node.outcomes] == [Failure.TIMEOUT]
+
+
+def test_who_gave_up_joining_again_is_missed_by_nobody(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.join_again()
+    joiner.go()
+    while not joiner.outcomes:
+        leader.wake()
+        joiner.wake()
+    assert joiner.outcomes[0].failure == Failure.TIMEOUT
+    assert not joiner.node.in_round
+
+
+def test_an_order_that_came_before_a_wait_ends_it(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.go()
+    assert isinstance(joiner.request, steps.Park)
+    joiner.time.now += joiner.request.seconds + 1e-6
+    joiner.send(None)
+    joiner.node.order_join()
+    assert joiner.go() == ["PutRecord", "Read nodes/n1", "PutRecord", "Read state", "Read nodes/n1"]
 
 
 def test_an_outage_at_the_end_of_a_failed_join_voids_what_was_seen(
@@ -383,11 +409,11 @@ def test_an_outage_at_the_end_of_a_failed_join_voids_what_was_seen(
         leader.go()
         for life in (leader, joiner):
             life.wake()
-    joiner.mute = True
+    joiner.last_word_fails = RendezvousConnectionError("down")
     while not joiner.outcomes:
         joiner.wake()
     assert joiner.outcomes[0].failure == Failure.TIMEOUT
-    joiner.mute, failed = False, time.now
+    joiner.last_word_fails, failed = None, time.now
     joiner.join_again()
     joiner.go()
     while stored(joiner).leader == "n1":

@@ -124,7 +124,7 @@ def test_keys_of_rounds_long_past_are_deleted(
 
 
 def test_shutdown_closes_the_run_and_the_client_and_frees_the_run_id(server: MemoryServer) -> None:
-    settings = Settings(closed_ttl=1.0)
+    settings = Settings(closed_ttl=1.0, keep_alive_interval=0.25)
     client = MemoryClient(server, "run")
     handler = create_torch_handler("redis", PARAMS, settings, client)
     handler.next_rendezvous()
