@@ -66,4 +66,4 @@ build: .venv/installed ## The wheel and the source distribution
 	@$(BIN)/python -m build --no-isolation
 
 clean: ## Remove what these targets made
-	@rm -rf .venv .servers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .servers .compose build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from typing import Any
 
+from benchmarks.floors import FLOORS
 from rdzv_plugins import servers
 
 TORCH_OWN = ("c10d", "etcd-v2")
@@ -42,6 +43,8 @@ class Run:
 
 
 def make_handler(run: Run, is_host: bool) -> Any:
+    if run.backend in FLOORS:
+        return FLOORS[run.backend](run.endpoint, run.run_id, run.nodes)
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
@@ -95,7 +98,10 @@ def host(run: Run, share: int, first: bool, start: Event, results: Any) -> None:
 
 
 def measure(run: Run, processes: int) -> float | None:
-    """Seconds until the last node had its rank; None: not all had it within the limit."""
+    """Seconds until the last node had its rank; None: not all had it within the limit.
+
+    Raises `RuntimeError` if a node's rendezvous failed.
+    """
     context = multiprocessing.get_context("spawn")
     start, results = context.Event(), context.Queue()
     each, more = divmod(run.nodes, processes)
@@ -121,7 +127,7 @@ def measure(run: Run, processes: int) -> float | None:
         for _ in shares:
             _, (end, finished, errors) = results.get(timeout=max(0.1, deadline - time.monotonic()))
             if errors:
-                return None
+                raise RuntimeError(f"{len(errors)} of {run.nodes} {run.backend}: {errors[0]}")
             ends.append(end)
             ranks += [rank for _, rank in finished]
         assert sorted(ranks) == list(range(run.nodes)), "the ranks are not 0..n-1"
@@ -149,6 +155,7 @@ def server_of(backend: str) -> Iterator[tuple[str, dict[str, str]]]:
 
         os.environ["ETCD_ENABLE_V2"] = "true"
     kind = {"etcd-v3": "etcd", "etcd-v2": "etcd"}.get(backend, backend)
+    kind = "redis" if backend in FLOORS else kind
     with servers.start(kind) as server:
         os.environ.update(server.environ)
         endpoint = server.endpoint.partition("://")[2] if backend == "etcd-v2" else server.endpoint

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis
 import pytest
+
+# Else an example that takes 0.2 s fails, on a machine that has other things to do.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # They fill all cores, one at a time is enough, and together they take longest: they come first.
 _HEAVY = ("test_torchrun", "test_simulation")

@@ -25,7 +25,10 @@ def route_address(target: str) -> str:
 @pytest.fixture
 def own() -> str:
     """An address of this host that is not loopback."""
-    return route_address("192.0.2.1")
+    try:
+        return route_address("192.0.2.1")
+    except OSError:
+        pytest.skip("this host has no route, and so no address but loopback")
 
 
 @pytest.fixture

@@ -113,5 +113,5 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.learn(namespace, key, entry)
 
 
-MemoryMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+MemoryMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 TestMemory = MemoryMachine.TestCase

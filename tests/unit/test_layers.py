@@ -1,0 +1,42 @@
+"""docs/design.md's table of layers is true: each module imports only what stands below it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "rdzv_plugins"
+
+
+def layers() -> dict[str, int]:
+    """The row of each module; those of one row may import one another."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    rows = page.partition("| module |")[2].partition("\n\n")[0].splitlines()
+    names = (re.findall(r"`(\w+)(?:\.py|/)`", row.split("|")[1]) for row in rows if "`" in row)
+    return {name: number for number, group in enumerate(names) for name in group}
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """(module, what it imports), both by their names in the table."""
+    for path in PACKAGE.rglob("*.py"):
+        module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            package, _, rest = node.module.partition(".")
+            if package == "rdzv_plugins":
+                names = [rest.split(".")[0]] if rest else [alias.name for alias in node.names]
+                yield from ((module, name) for name in names)
+
+
+def test_every_module_has_its_layer() -> None:
+    modules = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
+    assert modules - {"__init__", "__pycache__", "py.typed"} == layers().keys()
+
+
+def test_each_imports_only_what_stands_below_it() -> None:
+    rows = layers()
+    assert [pair for pair in imports() if rows[pair[0]] > rows[pair[1]]] == []

@@ -1,0 +1,164 @@
+"""How a join ends that fails, and what a node makes of a store that is away or unreadable."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rdzv_plugins import steps
+from rdzv_plugins.decisions import Failure
+from rdzv_plugins.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Phase,
+    Wants,
+)
+from rdzv_plugins.kv import (
+    MemoryClient,
+    MemoryServer,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
+from tests.unit.life import RULES, Life, Time, finish, stored
+
+
+def test_an_outage_ends_no_round_and_delivers_nothing(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.go()
+    joiner.down = True
+    joiner.send(None)
+    for _ in range(200):
+        joiner.go()
+        joiner.wake()
+    assert len(joiner.outcomes) == 1
+    assert joiner.node.waiting == 0
+    joiner.down = False
+    joiner.wake()
+    assert joiner.node.in_round
+
+
+def test_a_join_times_out_and_says_so(server: MemoryServer, time: Time) -> None:
+    node = Life("n1", server, time, RULES)
+    node.go()
+    while not node.outcomes:
+        node.wake()
+    assert node.outcomes[0].failure == Failure.TIMEOUT
+    assert 60 <= time.now - 1000 < 62
+    entry = node.client.get(NODES_PREFIX + "n1")
+    assert entry is not None
+    assert NodeRecord.decode(entry.value).wants is Wants.LEFT
+    before = time.now
+    node.wake()
+    assert time.now - before == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("late", [1.0, 4.0])
+def test_a_named_node_gives_a_round_that_is_confirmed_a_lease(
+    late: float, pair: tuple[Life, Life], time: Time
+) -> None:
+    leader, joiner = pair
+    while time.now < 1059.5:
+        leader.wake()
+    joiner.go()
+    while not (stored(leader).phase is Phase.CONFIRMING and leader.log[-1] == "PutRecord"):
+        leader.answer() if not isinstance(leader.request, steps.Rest) else leader.wake()
+    time.now += late
+    if late < RULES.lease:
+        finish(leader, joiner)
+        assert leader.outcomes[0].document
+    else:
+        leader.go()
+        assert leader.outcomes[0].failure == Failure.TIMEOUT
+
+
+def test_a_join_without_a_store_ends_in_its_error(server: MemoryServer, time: Time) -> None:
+    node = Life("n1", server, time, RULES)
+    node.down = True
+    while not node.outcomes:
+        node.go()
+        if not node.outcomes:
+            node.wake()
+    assert isinstance(node.outcomes[0].error, RendezvousConnectionError)
+    assert 60 <= time.now - 1000 < 62
+
+
+@pytest.mark.parametrize("error", [RendezvousConnectionError, RendezvousStateError])
+def test_a_join_that_fails_is_reported_even_if_nobody_can_be_told(
+    error: type[Exception], server: MemoryServer, time: Time
+) -> None:
+    node = Life("n1", server, time, RULES)
+    node.go()
+    time.now += 60
+    node.last_word_fails = error("no")
+    node.send(None)
+    node.go()
+    assert [outcome.failure for outcome in node.outcomes] == [Failure.TIMEOUT]
+
+
+def test_who_gave_up_joining_again_is_missed_by_nobody(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.join_again()
+    joiner.go()
+    while not joiner.outcomes:
+        leader.wake()
+        joiner.wake()
+    assert joiner.outcomes[0].failure == Failure.TIMEOUT
+    assert not joiner.node.in_round
+
+
+def test_an_order_that_came_before_a_wait_ends_it(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.go()
+    assert isinstance(joiner.request, steps.Park)
+    joiner.time.now += joiner.request.seconds + 1e-6
+    joiner.send(None)
+    joiner.node.order_join()
+    assert joiner.go() == ["PutRecord", "Read nodes/n1", "PutRecord", "Read state", "Read nodes/n1"]
+
+
+def test_an_outage_at_the_end_of_a_failed_join_voids_what_was_seen(
+    server: MemoryServer, time: Time
+) -> None:
+    rules = replace(RULES, min_nodes=3, max_nodes=3)
+    leader = Life("n1", server, time, rules)
+    leader.go()
+    joiner = Life("n2", server, time, rules)
+    while time.now < 1058:
+        joiner.go()
+        leader.go()
+        for life in (leader, joiner):
+            life.wake()
+    joiner.last_word_fails = RendezvousConnectionError("down")
+    while not joiner.outcomes:
+        joiner.wake()
+    assert joiner.outcomes[0].failure == Failure.TIMEOUT
+    joiner.last_word_fails, failed = None, time.now
+    joiner.join_again()
+    joiner.go()
+    while stored(joiner).leader == "n1":
+        joiner.wake()
+    assert time.now - failed >= rules.lease
+
+
+def test_an_unreadable_document_is_told_to_the_agent(server: MemoryServer, time: Time) -> None:
+    MemoryClient(server, "run").put(STATE_KEY, b"\x80\x04garbage")
+    node = Life("n1", server, time, RULES)
+    while not node.outcomes:
+        node.answer()
+    assert isinstance(node.outcomes[0].error, RendezvousStateError)
+
+
+def test_an_unreadable_record_is_silence(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    leader.go()
+    for _ in range(5):
+        joiner.client.put(NODES_PREFIX + "n2", b"garbage")
+        leader.wake()
+    assert stored(leader).round == 1
+    assert stored(leader).reason == "lost n2: lease ran out"
