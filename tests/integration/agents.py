@@ -43,7 +43,9 @@ class Agent:
     def _run(self) -> None:
         try:
             while not self._quit.is_set():
-                self.rounds.append(self.handler.next_rendezvous())
+                info = self.handler.next_rendezvous()
+                _exchange_roles(info)
+                self.rounds.append(info)
                 while self.handler.num_nodes_waiting() == 0 and not self._quit.is_set():
                     time.sleep(0.01)
         except Exception as error:
@@ -73,6 +75,13 @@ class Agent:
         self._quit.set()
         self.handler.shutdown()
         self._thread.join(10)
+
+
+def _exchange_roles(info: RendezvousInfo) -> None:
+    """Every agent of a round waits for a word of every other, as torch's do before they go on."""
+    info.store.set(f"role/{info.rank}", str(info.rank))
+    roles = info.store.multi_get([f"role/{rank}" for rank in range(info.world_size)])
+    assert roles == [str(rank).encode() for rank in range(info.world_size)]
 
 
 class Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -38,6 +39,15 @@ def test_nodes_form_one_world_and_share_a_store(run: Run) -> None:
     stores: list[Any] = [agent.rounds[-1].store for agent in agents]
     stores[0].set("greeting", "hello")
     assert [store.get("greeting") for store in stores] == [b"hello"] * 3
+
+
+def test_nodes_that_trickle_in_end_in_one_world(run: Run) -> None:
+    # Some come while a round is confirmed, and end it the moment that it runs.
+    agents = []
+    for _ in range(8):
+        agents.append(run.start((2, 8), last_call_timeout="0"))
+        time.sleep(random.uniform(0, 0.1))
+    until(one_world(agents), 60)
 
 
 def test_a_late_node_is_let_in(run: Run) -> None:
