@@ -18,7 +18,7 @@ _LARGE_SEEDS, _LARGE_NODES = 24, 200
 _MUTANT_SEEDS = 1000
 
 _HEAD = """\
-# Proof of the protocol: the simulator
+# The simulator: the protocol under faults
 
 Written by `python -m tests.simulation --page docs/simulation.md`; do not edit.
 
