@@ -18,16 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    ClusterDownError,
-    MovedError,
-    ReadOnlyError,
-    RedisClusterException,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from redis.retry import Retry
 
+from rdzv_plugins.backends._redis_errors import LostAnswerError, not_now
 from rdzv_plugins.backends._redis_scripts import SCRIPTS
 from rdzv_plugins.backends._tls import tls_context, unheard_alert
 from rdzv_plugins.config import parse_endpoint
@@ -74,18 +68,22 @@ class Lines:
         for _ in range(count - len(self._idle)):
             self._idle.append((self._connect(), time.monotonic()))
 
-    def exchange(self, *commands: tuple[Any, ...], park: float = 0.0) -> list[Any]:
+    def exchange(
+        self, *commands: tuple[Any, ...], park: float = 0.0, once: bool = False
+    ) -> list[Any]:
         """Send commands in one go and return their answers; raises the first error among them.
 
-        Each answer may take the request timeout, the last one ``park`` seconds more.
+        Each answer may take the request timeout, the last one ``park`` seconds more. ``once``: they
+        must not be sent twice, and `LostAnswerError` says that they may have been done.
         """
-        line = self._take()
+        line = self._take(trusted=0.0 if once else _TRUSTED_SECONDS)
         try:
             line.send_packed_command(line.pack_commands(commands), check_health=False)
-            answers = [_read(line) for _ in commands[1:]]
+            # Raised at once, for the last command may park.
+            answers = [line.read_response() for _ in commands[1:]]
             if park and not line.can_read(timeout=park + self._timeout):
                 raise redis.TimeoutError("no answer to a parked read")
-            answers.append(_read(line))
+            last = _read(line)
         except BaseException as error:
             with self._lock:
                 self._busy.discard(line)
@@ -96,23 +94,26 @@ class Lines:
             if self._closed:
                 # A connection that is shut under a reader fails in many ways.
                 raise redis.ConnectionError("the client was closed") from error
+            # A Sentinel's connection breaks itself when a former primary refuses a write.
+            undone = not_now(error) or not_now(error.__context__)
+            if once and not undone and isinstance(error, Exception):
+                raise LostAnswerError(str(error)) from error
             raise
+        outdated = not_now(last)
         with self._lock:
             self._busy.discard(line)
             closed = self._closed
-        if closed:
+        if closed or outdated:
             line.disconnect()
         else:
             self._idle.append((line, time.monotonic()))
-        for answer in answers:
-            if isinstance(answer, MovedError | ClusterDownError | ReadOnlyError):
-                self._drop_idle()
-                self._doubtful = True
-            if isinstance(answer, redis.exceptions.NoScriptError):
-                self._drop_idle()
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
+        if outdated:
+            # The other connections are to the same server, which may never be the one again.
+            self._drop_idle()
+            self._doubtful = True
+        if isinstance(last, Exception):
+            raise last
+        return [*answers, last]
 
     def close(self) -> None:
         """Shut every socket, also under a thread that reads from it; idempotent."""
@@ -127,21 +128,31 @@ class Lines:
             with contextlib.suppress(RedisError, OSError):
                 self._redis.close()
 
-    def _take(self) -> Any:
-        try:
-            line, since = self._idle.pop()
-            if time.monotonic() - since > _TRUSTED_SECONDS and line.can_read():
-                # An idle connection has nothing to say, unless that the server has closed it.
-                line.disconnect()
-                line = self._connect()
-        except IndexError:
-            line = self._connect()
+    def _take(self, trusted: float) -> Any:
+        line = self._standing(trusted) or self._connect()
         with self._lock:
             if self._closed:
                 line.disconnect()
                 raise redis.ConnectionError("the client was closed")
             self._busy.add(line)
         return line
+
+    def _standing(self, trusted: float) -> Any:
+        """The connection used last; None if there is none, or the server has closed it."""
+        try:
+            line, since = self._idle.pop()
+        except IndexError:
+            return None
+        if time.monotonic() - since < trusted:
+            return line
+        try:
+            # An idle connection has nothing to say, unless that it is at its end.
+            if not line.can_read():
+                return line
+        except (RedisError, OSError):
+            pass
+        line.disconnect()
+        return None
 
     def _connect(self) -> Any:
         pool = self._pool()
@@ -160,7 +171,7 @@ class Lines:
             if self.context and isinstance(error, redis.ConnectionError) and line.host:
                 alert = unheard_alert(line.host, int(line.port), self.context)
                 if alert is not None:
-                    raise alert from error
+                    raise alert from None
             raise
         return line
 
