@@ -9,7 +9,8 @@ Limits: linearizable on one primary; replication is asynchronous, so a fail-over
 may lose the last writes, which the round protocol survives as it survives a restart with an empty
 memory. Values up to 512 MB (``proto-max-bulk-len``), so the number of nodes is not limited by size.
 The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello`` on
-``~{<prefix>/*``.
+``~{<prefix>/*``; for a database other than 0 also ``+select``, for a Cluster also
+``+cluster|slots +command``.
 """
 
 from __future__ import annotations
