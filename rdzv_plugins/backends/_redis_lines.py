@@ -156,7 +156,9 @@ class Lines:
 
     def _connect(self) -> Any:
         pool = self._pool()
-        line = pool.connection_class(**pool.connection_kwargs)
+        # A cluster's client gives its connections the share of the time that one look-up has.
+        patience = {"socket_timeout": self._timeout, "socket_connect_timeout": self._timeout}
+        line = pool.connection_class(**{**pool.connection_kwargs, **patience})
         try:
             line.connect()
             # Loaded once a connection: a server that restarted has forgotten them.
@@ -188,8 +190,10 @@ class Lines:
                     self._doubtful = False
                 client = cluster.get_redis_connection(cluster.get_node_from_key(self._slot_key))
         except RedisClusterException as error:
-            # It wraps what is wrong, be it a password.
-            raise error.__cause__ or error from None
+            # It wraps what is wrong, be it a password, and a missing right once more.
+            cause = error.__cause__ or error
+            refusal = cause.__context__ if isinstance(cause.__context__, ResponseError) else None
+            raise refusal or cause from None
         return client.connection_pool
 
     def _drop_idle(self) -> None:
@@ -242,20 +246,29 @@ def _maker(
     untyped: Any = redis
     if options.cluster:
         nodes = [untyped.cluster.ClusterNode(host, port) for host, port in target.hosts]
+        common |= _share(timeout, len(nodes))
         return partial(redis.RedisCluster, startup_nodes=nodes, **common), context
     database = _database(target.path, target.query, options.database)
     if options.sentinel:
-        sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=common, **common)
-        if common["password"] is not None:
+        guarded = common["password"] is not None
+        asked = common | _share(timeout, len(target.hosts) * (2 if guarded else 1))
+        sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked, **common)
+        if guarded:
             # Sentinels often demand no password where their servers do, and then refuse one.
-            open_to_all = {**common, "username": None, "password": None}
-            bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=open_to_all)
+            asked |= {"username": None, "password": None}
+            bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked)
             sentinel.sentinels = [*bare.sentinels, *sentinel.sentinels]
         return partial(sentinel.master_for, options.sentinel, db=database), context
     if len(target.hosts) > 1:
         raise ValueError("several hosts need --rdzv-conf sentinel=<name> or cluster=true")
     host, port = target.hosts[0]
     return partial(redis.Redis, host=host, port=port, db=database, **common), context
+
+
+def _share(timeout: float, hosts: int) -> dict[str, float]:
+    """So much patience with each host that all of them, and then the primary, have their turn."""
+    share = timeout / (hosts + 1)
+    return {"socket_timeout": share, "socket_connect_timeout": share}
 
 
 def _database(path: str, query: Mapping[str, str], default: int) -> int:
