@@ -24,8 +24,12 @@ from rdzv_plugins.backends._tls import stays_refused
 
 __all__ = ["LostAnswerError", "is_passing", "is_refusal", "not_now"]
 
-# Redis 6 puts what a script met behind "Error running script (...): @user_script: 5: -".
-_NOT_NOW = re.compile(r"(?:^|: -)(?:BUSY|MISCONF|NOREPLICAS|READONLY|UNBLOCKED) ")
+# Those for which redis-py has no class, or had none. Redis 6 puts what a script met behind
+# "Error running script (...): @user_script: 5: -".
+_NOT_NOW = re.compile(
+    "(?:^|: -)(?:ASK|BUSY|CLUSTERDOWN|MASTERDOWN|MISCONF|MOVED|NOREPLICAS|READONLY|TRYAGAIN|"
+    "UNBLOCKED) "
+)
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
 

@@ -255,8 +255,9 @@ class Client(KeyValueClient):
             )
         if not_now(error):
             return RendezvousConnectionError(
-                f"{where} has not done a request within {self._timeout:g} s ({error}); is a "
-                "primary running, with its data loaded, and its replicas and disk as it wants them?"
+                f"{where} has not done a request within {self._timeout:g} s "
+                f"({type(error).__name__}: {error}); is it a primary that has loaded its data, and "
+                "are its replicas and its disk in order? A Cluster needs cluster=true"
             )
         if isinstance(error, TimeoutError | ConnectionError | RedisClusterException | OSError):
             hung_up = re.search("closed by server|reset by peer", str(error))

@@ -103,7 +103,8 @@ def test_nodes_join_while_there_is_no_primary(
 
 
 @pytest.mark.parametrize("option", ["sentinel", "cluster"])
-def test_nobody_answers(option: str, run_id: str) -> None:
+def test_nobody_answers(option: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RDZV_PLUGINS_PASSWORD", "hunter2")
     endpoint = f"{HOST}:{free_ports(1)[0]}"
     config = {option: "true" if option == "cluster" else "training"}
     store = RunningStore(name="redis", backend="redis", endpoint=endpoint, config=config)
@@ -138,7 +139,10 @@ def test_wrong_password_of_the_servers(
     assert_clear(refusal.value, topology.endpoint)
 
 
-def test_another_name_for_the_primary(tmp_path: Path, run_id: str) -> None:
+def test_another_name_for_the_primary(
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RDZV_PLUGINS_PASSWORD", "hunter2")
     with (
         topologies.sentinel(tmp_path) as topology,
         pytest.raises(RendezvousConnectionError, match="sentinel=<name>") as refusal,
