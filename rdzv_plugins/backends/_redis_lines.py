@@ -18,16 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    ClusterDownError,
-    MovedError,
-    ReadOnlyError,
-    RedisClusterException,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from redis.retry import Retry
 
+from rdzv_plugins.backends._redis_errors import LostAnswerError, not_now
 from rdzv_plugins.backends._redis_scripts import SCRIPTS
 from rdzv_plugins.backends._tls import tls_context, unheard_alert
 from rdzv_plugins.config import parse_endpoint
@@ -74,18 +68,22 @@ class Lines:
         for _ in range(count - len(self._idle)):
             self._idle.append((self._connect(), time.monotonic()))
 
-    def exchange(self, *commands: tuple[Any, ...], park: float = 0.0) -> list[Any]:
+    def exchange(
+        self, *commands: tuple[Any, ...], park: float = 0.0, once: bool = False
+    ) -> list[Any]:
         """Send commands in one go and return their answers; raises the first error among them.
 
-        Each answer may take the request timeout, the last one ``park`` seconds more.
+        Each answer may take the request timeout, the last one ``park`` seconds more. ``once``: they
+        must not be sent twice, and `LostAnswerError` says that they may have been done.
         """
-        line = self._take()
+        line = self._take(trusted=0.0 if once else _TRUSTED_SECONDS)
         try:
             line.send_packed_command(line.pack_commands(commands), check_health=False)
-            answers = [_read(line) for _ in commands[1:]]
+            # Raised at once, for the last command may park.
+            answers = [line.read_response() for _ in commands[1:]]
             if park and not line.can_read(timeout=park + self._timeout):
                 raise redis.TimeoutError("no answer to a parked read")
-            answers.append(_read(line))
+            last = _read(line)
         except BaseException as error:
             with self._lock:
                 self._busy.discard(line)
@@ -96,23 +94,26 @@ class Lines:
             if self._closed:
                 # A connection that is shut under a reader fails in many ways.
                 raise redis.ConnectionError("the client was closed") from error
+            # A Sentinel's connection breaks itself when a former primary refuses a write.
+            undone = not_now(error) or not_now(error.__context__)
+            if once and not undone and isinstance(error, Exception):
+                raise LostAnswerError(str(error)) from error
             raise
+        outdated = not_now(last)
         with self._lock:
             self._busy.discard(line)
             closed = self._closed
-        if closed:
+        if closed or outdated:
             line.disconnect()
         else:
             self._idle.append((line, time.monotonic()))
-        for answer in answers:
-            if isinstance(answer, MovedError | ClusterDownError | ReadOnlyError):
-                self._drop_idle()
-                self._doubtful = True
-            if isinstance(answer, redis.exceptions.NoScriptError):
-                self._drop_idle()
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
+        if outdated:
+            # The other connections are to the same server, which may never be the one again.
+            self._drop_idle()
+            self._doubtful = True
+        if isinstance(last, Exception):
+            raise last
+        return [*answers, last]
 
     def close(self) -> None:
         """Shut every socket, also under a thread that reads from it; idempotent."""
@@ -127,15 +128,8 @@ class Lines:
             with contextlib.suppress(RedisError, OSError):
                 self._redis.close()
 
-    def _take(self) -> Any:
-        try:
-            line, since = self._idle.pop()
-            if time.monotonic() - since > _TRUSTED_SECONDS and line.can_read():
-                # An idle connection has nothing to say, unless that the server has closed it.
-                line.disconnect()
-                line = self._connect()
-        except IndexError:
-            line = self._connect()
+    def _take(self, trusted: float) -> Any:
+        line = self._standing(trusted) or self._connect()
         with self._lock:
             if self._closed:
                 line.disconnect()
@@ -143,9 +137,28 @@ class Lines:
             self._busy.add(line)
         return line
 
+    def _standing(self, trusted: float) -> Any:
+        """The connection used last; None if there is none, or the server has closed it."""
+        try:
+            line, since = self._idle.pop()
+        except IndexError:
+            return None
+        if time.monotonic() - since < trusted:
+            return line
+        try:
+            # An idle connection has nothing to say, unless that it is at its end.
+            if not line.can_read():
+                return line
+        except (RedisError, OSError):
+            pass
+        line.disconnect()
+        return None
+
     def _connect(self) -> Any:
         pool = self._pool()
-        line = pool.connection_class(**pool.connection_kwargs)
+        # A cluster's client gives its connections the share of the time that one look-up has.
+        patience = {"socket_timeout": self._timeout, "socket_connect_timeout": self._timeout}
+        line = pool.connection_class(**{**pool.connection_kwargs, **patience})
         try:
             line.connect()
             # Loaded once a connection: a server that restarted has forgotten them.
@@ -160,7 +173,7 @@ class Lines:
             if self.context and isinstance(error, redis.ConnectionError) and line.host:
                 alert = unheard_alert(line.host, int(line.port), self.context)
                 if alert is not None:
-                    raise alert from error
+                    raise alert from None
             raise
         return line
 
@@ -177,8 +190,10 @@ class Lines:
                     self._doubtful = False
                 client = cluster.get_redis_connection(cluster.get_node_from_key(self._slot_key))
         except RedisClusterException as error:
-            # It wraps what is wrong, be it a password.
-            raise error.__cause__ or error from None
+            # It wraps what is wrong, be it a password, and a missing right once more.
+            cause = error.__cause__ or error
+            refusal = cause.__context__ if isinstance(cause.__context__, ResponseError) else None
+            raise refusal or cause from None
         return client.connection_pool
 
     def _drop_idle(self) -> None:
@@ -231,20 +246,29 @@ def _maker(
     untyped: Any = redis
     if options.cluster:
         nodes = [untyped.cluster.ClusterNode(host, port) for host, port in target.hosts]
+        common |= _share(timeout, len(nodes))
         return partial(redis.RedisCluster, startup_nodes=nodes, **common), context
     database = _database(target.path, target.query, options.database)
     if options.sentinel:
-        sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=common, **common)
-        if common["password"] is not None:
+        guarded = common["password"] is not None
+        asked = common | _share(timeout, len(target.hosts) * (2 if guarded else 1))
+        sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked, **common)
+        if guarded:
             # Sentinels often demand no password where their servers do, and then refuse one.
-            open_to_all = {**common, "username": None, "password": None}
-            bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=open_to_all)
+            asked |= {"username": None, "password": None}
+            bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked)
             sentinel.sentinels = [*bare.sentinels, *sentinel.sentinels]
         return partial(sentinel.master_for, options.sentinel, db=database), context
     if len(target.hosts) > 1:
         raise ValueError("several hosts need --rdzv-conf sentinel=<name> or cluster=true")
     host, port = target.hosts[0]
     return partial(redis.Redis, host=host, port=port, db=database, **common), context
+
+
+def _share(timeout: float, hosts: int) -> dict[str, float]:
+    """So much patience with each host that all of them, and then the primary, have their turn."""
+    share = timeout / (hosts + 1)
+    return {"socket_timeout": share, "socket_connect_timeout": share}
 
 
 def _database(path: str, query: Mapping[str, str], default: int) -> int:

@@ -5,11 +5,14 @@
 # the counter and the request's random tag. The counter starts at the server's time in microseconds:
 # with the tag, a version of a server that lost its memory is not handed out again. The tag also
 # tells a client whose answer was lost that the write it finds is its own.
+#
+# A stream only hands a value on: it ends by itself, and who waits makes it anew.
 _PRELUDE = """
 local hash, tag = KEYS[1], ARGV[1]
 local function next_version()
   local number = redis.call('HINCRBY', hash, '#n', 1)
   if number == 1 then
+    redis.call('PERSIST', hash)
     local now = redis.call('TIME')
     number = redis.call('HINCRBY', hash, '#n', string.format('%.0f', now[1] * 1000000 + now[2]))
   end
@@ -22,6 +25,7 @@ local function publish(stream, version, field, value)
     redis.call('DEL', stream)
     redis.call('XADD', stream, 'MAXLEN', '1', version, field, value)
   end
+  redis.call('EXPIRE', stream, 60)
 end
 local function write(key, stream, value)
   local version = next_version()
@@ -69,7 +73,6 @@ for i = 2, #KEYS do
   if redis.call('HDEL', hash, '!' .. key) == 1 then
     -- Wake the waiters, so that they say again that they wait.
     publish(KEYS[i], next_version(), 'd', '')
-    redis.call('EXPIRE', KEYS[i], 60)
   end
 end
 """,
@@ -87,11 +90,15 @@ return found
     "wait": """
 local key, known = ARGV[2], ARGV[3]
 redis.call('HSET', hash, '!' .. key, '1')
-redis.call('PERSIST', KEYS[2])
+-- A run to which nobody has written ends by itself; the first write forbids that.
+if redis.call('HEXISTS', hash, '#n') == 0 then redis.call('EXPIRE', hash, 60) end
 local version, current = read(key)
+local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+-- A stream may outlive its run by some seconds.
+local stale = last and last[2][1] == 'v' and last[1] ~= version
+if stale then redis.call('DEL', KEYS[2]) end
 if current and version ~= known then
-  local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
-  if #last == 0 or last[1][1] ~= version then publish(KEYS[2], version, 'v', current) end
+  if not last or last[1] ~= version then publish(KEYS[2], version, 'v', current) end
   return 1
 end
 return 0
@@ -99,7 +106,8 @@ return 0
     "expire": """
 for _, field in ipairs(redis.call('HKEYS', hash)) do
   if string.sub(field, 1, 1) == '!' then
-    redis.call('PEXPIRE', ARGV[3] .. string.sub(field, 2), ARGV[2])
+    -- Never to live longer for it.
+    redis.call('PEXPIRE', ARGV[3] .. string.sub(field, 2), math.min(ARGV[2], 60000))
   end
 end
 redis.call('PEXPIRE', hash, ARGV[2])

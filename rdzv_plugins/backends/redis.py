@@ -9,7 +9,8 @@ Limits: linearizable on one primary; replication is asynchronous, so a fail-over
 may lose the last writes, which the round protocol survives as it survives a restart with an empty
 memory. Values up to 512 MB (``proto-max-bulk-len``), so the number of nodes is not limited by size.
 The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello`` on
-``~{<prefix>/*``.
+``~{<prefix>/*``; for a database other than 0 also ``+select``, for a Cluster also
+``+cluster|slots +command``.
 """
 
 from __future__ import annotations
@@ -23,25 +24,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    ClusterDownError,
-    ConnectionError,
-    MovedError,
-    NoPermissionError,
-    NoScriptError,
-    ReadOnlyError,
-    RedisClusterException,
-    RedisError,
-    TimeoutError,
-    TryAgainError,
-)
+from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError
 from redis.sentinel import MasterNotFoundError
 
+from rdzv_plugins.backends._redis_errors import LostAnswerError, is_passing, is_refusal, not_now
 from rdzv_plugins.backends._redis_lines import DIGESTS, LONGEST_PARK, Lines
-from rdzv_plugins.backends._tls import stays_refused, tls_failure
+from rdzv_plugins.backends._tls import tls_failure
 from rdzv_plugins.config import ServerOptions, option, redact
 from rdzv_plugins.kv import (
     Capabilities,
@@ -138,9 +126,9 @@ class Client(KeyValueClient):
         return {key: entry for key, entry in entries if entry is not None}
 
     def add(self, key: str, delta: int) -> int:
-        # Not asked twice: a lost answer may stand for a number that was added.
+        # Asked once more only if it was refused: a lost answer may stand for a number added.
         command = self._script("add", [key], delta)
-        return int(self._call(lambda: self._lines.exchange(command)[0], timeout=0))
+        return int(self._call(lambda: self._lines.exchange(command, once=True)[0]))
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         deadline = time.monotonic() + timeout
@@ -178,7 +166,8 @@ class Client(KeyValueClient):
             self._ask("EXPIRE", self._wake, 60)
 
     def expire(self, seconds: float) -> None:
-        milliseconds = max(1, int(seconds * 1000))
+        # 0 deletes at once: what is written next must not be lost.
+        milliseconds = max(0, int(seconds * 1000))
         self._ask(*self._script("expire", [], milliseconds, self._stream("")))
 
     def close(self) -> None:
@@ -226,16 +215,19 @@ class Client(KeyValueClient):
     def _ask(self, *command: Any) -> Any:
         return self._call(lambda: self._lines.exchange(command)[0])
 
-    def _call(self, request: Callable[[], T], *, timeout: float | None = None) -> T:
+    def _call(self, request: Callable[[], T]) -> T:
         """The one place where the client's errors become the contract's."""
         if self._closed:
             raise RendezvousConnectionError(f"the connection to redis at {self._shown} is closed")
         try:
             return retry(
                 request,
-                timeout=self._timeout if timeout is None else timeout,
-                passing=lambda error: not self._closed and _is_passing(error),
+                timeout=self._timeout,
+                passing=lambda error: not self._closed and is_passing(error),
             )
+        except MasterNotFoundError as error:
+            # In redis-py 6.2 to 7.3 it shows the settings of each connection, the password too.
+            raise self._explain(error) from None
         except Exception as error:
             raise self._explain(error) from error
 
@@ -243,7 +235,7 @@ class Client(KeyValueClient):
         where = f"redis at {self._shown}"
         if "NOTANUMBER" in str(error):
             return RendezvousStateError(f"the counter in {where} is not a number")
-        if _is_refusal(error):
+        if is_refusal(error):
             return RendezvousConnectionError(
                 f"{where} refused the credentials ({error}); set the user in the endpoint and the "
                 "password in $RDZV_PLUGINS_PASSWORD; docs/stores.md names the rights it needs"
@@ -251,11 +243,21 @@ class Client(KeyValueClient):
         if "[SSL" in str(error):
             return tls_failure(where, str(error))
         if isinstance(error, MasterNotFoundError):
-            # Without redis-py's reasons, each of which is a connection with all its settings.
             return RendezvousConnectionError(
                 f"no Sentinel at {self._shown} named a primary within {self._timeout:g} s "
                 f"({str(error).partition(' : ')[0]}); are they running, is sentinel=<name> the "
                 "one in their configuration, and do they take the password?"
+            )
+        if isinstance(error, LostAnswerError):
+            return RendezvousConnectionError(
+                f"{where} broke off ({error}) before it told whether it had added to a counter; "
+                "is it running? Adding again could count twice"
+            )
+        if not_now(error):
+            return RendezvousConnectionError(
+                f"{where} has not done a request within {self._timeout:g} s "
+                f"({type(error).__name__}: {error}); is it a primary that has loaded its data, and "
+                "are its replicas and its disk in order? A Cluster needs cluster=true"
             )
         if isinstance(error, TimeoutError | ConnectionError | RedisClusterException | OSError):
             hung_up = re.search("closed by server|reset by peer", str(error))
@@ -267,34 +269,6 @@ class Client(KeyValueClient):
         if isinstance(error, RedisError):
             return RendezvousStateError(f"{where} refused a request: {error}")
         return error
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether the user is unknown, or lacks a right, be it within a script (Redis 6, 7.2)."""
-    if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
-        return True
-    return str(error).startswith(("The user executing the script", "ACL failure in script"))
-
-
-def _is_passing(error: Exception) -> bool:
-    if _is_refusal(error):
-        return False
-    # redis wraps a failed TLS handshake in a ConnectionError; trying again cannot mend it.
-    if stays_refused(str(error)):
-        return False
-    return isinstance(
-        error,
-        ConnectionError
-        | TimeoutError
-        | BusyLoadingError
-        | NoScriptError
-        | ReadOnlyError
-        | TryAgainError
-        | MovedError
-        | ClusterDownError
-        | RedisClusterException
-        | OSError,
-    )
 
 
 def _entry(stored: bytes | None) -> Entry | None:

@@ -116,6 +116,13 @@ class NetworkTests(Harness):
             assert won, "the request never reached the server, and nobody else wrote"
             assert through.get(f"key-{number}") == entry
 
+    def test_addition_over_a_connection_cut_while_idle(
+        self, through: KeyValueClient, proxy: Proxy
+    ) -> None:
+        for total in range(1, 4):
+            proxy.cut()
+            assert through.add("count", 1) == total, "the request never reached the server"
+
     @pytest.mark.parametrize("away", SERVER_AWAY)
     def test_connecting_ends_within_its_deadline(
         self, open_through: Open, proxy: Proxy, away: str

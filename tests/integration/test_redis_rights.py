@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -14,20 +15,39 @@ from rdzv_plugins.backends import open_client
 from rdzv_plugins.backends import redis as backend
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.testing import KeyValueConformance, Store
+from rdzv_plugins.testing.harness import SLACK
+from tests.integration import topologies
 from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.topologies import Topology
 
 PASSWORD = secrets.token_hex(8)
 # As in the backend's docstring, whose default prefix is "rdzv".
 DOCUMENTED = re.search(
-    r"The user needs ``(?P<rights>[^`]*)`` on\s``~{<prefix>/", backend.__doc__ or ""
+    r"The user needs ``(?P<rights>[^`]*)`` on\s``~{<prefix>/\*``; "
+    r"for a database other than 0 also ``(?P<database>[^`]*)``, "
+    r"for a Cluster also\s``(?P<cluster>[^`]*)``",
+    backend.__doc__ or "",
 )
 
 
-def let_in(server: RunningStore, user: str, rights: str) -> str:
-    """Make the user; the endpoint for it."""
+def documented(*needs: str) -> list[str]:
+    """The rights that the documentation asks for, for these needs beside the general one."""
+    assert DOCUMENTED is not None
+    return " ".join(DOCUMENTED[need] for need in ("rights", *needs)).split()
+
+
+def new_user(rights: list[str]) -> tuple[str, list[str]]:
+    """A user's name, and what makes it."""
+    user = secrets.token_hex(4)
+    return user, ["ACL", "SETUSER", user, "on", f">{PASSWORD}", "~{rdzv/*", *rights]
+
+
+def let_in(server: RunningStore, rights: list[str]) -> str:
+    """Make a user; the endpoint for it."""
     host, port = server.address
+    user, command = new_user(rights)
     admin: Any = redis.Redis(host, port)
-    admin.execute_command("ACL", "SETUSER", user, "on", f">{PASSWORD}", "~{rdzv/*", *rights.split())
+    admin.execute_command(*command)
     admin.close()
     return f"redis://{user}:{PASSWORD}@{host}:{port}"
 
@@ -40,8 +60,7 @@ def server() -> Iterator[RunningStore]:
 
 @pytest.fixture(scope="module")
 def endpoint(server: RunningStore) -> str:
-    assert DOCUMENTED is not None
-    return let_in(server, "least", DOCUMENTED["rights"])
+    return let_in(server, documented())
 
 
 class TestDocumentedRightsSuffice(KeyValueConformance):
@@ -56,9 +75,54 @@ class TestDocumentedRightsSuffice(KeyValueConformance):
 
 
 def test_missing_right_is_told_as_such(server: RunningStore, run_id: str) -> None:
-    assert DOCUMENTED is not None
-    endpoint = let_in(server, "less", DOCUMENTED["rights"].replace("+time", ""))
+    endpoint = let_in(server, [right for right in documented() if right != "+time"])
     client = open_client("redis", endpoint, run_id)
     with pytest.raises(RendezvousConnectionError, match=r"refused the credentials .* the rights"):
         client.put("key", b"value")
     client.close()
+
+
+def test_another_database_needs_one_more_right(server: RunningStore, run_id: str) -> None:
+    client = open_client("redis", let_in(server, documented("database")) + "/1", run_id)
+    assert client.add("key", 1) == 1
+    client.close()
+    assert_refused(let_in(server, documented()) + "/1", run_id)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    with topologies.cluster(tmp_path_factory.mktemp("cluster")) as topology:
+        yield topology
+
+
+def let_in_to_all(cluster: Topology, rights: list[str]) -> str:
+    host, port = cluster.endpoint.split(",")[0].split(":")
+    user, (acl, *command) = new_user(rights)
+    admin: Any = redis.RedisCluster(host, int(port))
+    admin.execute_command(acl, *command, target_nodes=admin.ALL_NODES)
+    admin.close()
+    return f"redis://{user}:{PASSWORD}@{cluster.endpoint}"
+
+
+def test_documented_rights_suffice_on_a_cluster(cluster: Topology, run_id: str) -> None:
+    client = open_client(
+        "redis", let_in_to_all(cluster, documented("cluster")), run_id, cluster.config
+    )
+    assert client.add("key", 1) == 1
+    client.close()
+
+
+@pytest.mark.parametrize("missing", documented("cluster")[-2:])
+def test_right_missing_on_a_cluster_is_told_as_such(
+    cluster: Topology, run_id: str, missing: str
+) -> None:
+    rights = [right for right in documented("cluster") if right != missing]
+    assert_refused(let_in_to_all(cluster, rights), run_id, cluster.config)
+
+
+def assert_refused(endpoint: str, run_id: str, config: Mapping[str, str] | None = None) -> None:
+    """At once, and as a matter of rights."""
+    began = time.monotonic()
+    with pytest.raises(RendezvousConnectionError, match=r"refused the credentials .* the rights"):
+        open_client("redis", endpoint, run_id, config or {}, request_timeout=30)
+    assert time.monotonic() - began < SLACK
