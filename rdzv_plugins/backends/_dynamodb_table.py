@@ -331,9 +331,9 @@ def _code(error: object) -> str | None:
 
 
 def _said(error: object) -> str:
-    """The server's own words, without boto3's preamble."""
+    """The server's own words, without boto3's preamble; a proxy's page is cut short."""
     answer = _response(error).get("Error")
-    return f"{answer.get('Code')}: {answer.get('Message')}" if answer else str(error)
+    return f"{answer.get('Code')}: {answer.get('Message')}"[:500] if answer else str(error)
 
 
 def _mending(error: Exception) -> str:
