@@ -2,7 +2,8 @@
 
 A client is bound to one namespace, ``<prefix>/<run id>/``; its keys are relative to it. Keys are
 non-empty ``str``, values ``bytes``. Every method but `wait` ends within the client's request
-timeout. Every client is safe to use from several threads.
+timeout, but for an `add` that goes on while others are faster: that may take twelve of them. Every
+client is safe to use from several threads.
 
 Errors: `RendezvousConnectionError` (the store could not be reached within the request timeout, or
 refused our credentials), its kind `ClientClosedError` (`close` was called), `RendezvousStateError`
@@ -140,7 +141,8 @@ class KeyValueClient(ABC):
         """From ``seconds`` from now the whole namespace reads as empty.
 
         Measured on the server's clock where the store has one to offer. Keys written afterwards
-        need not expire.
+        need not expire. 0: at once, earlier deadlines are forgotten, and what is written from now
+        on stays. What has expired already never comes back.
         """
 
     @abstractmethod

@@ -113,9 +113,9 @@ class Http:
                 idle = self._idle.pop() if self._idle else None
             if idle is None:
                 break
-            # Readable while nothing was asked: the agent closed it.
-            if not select.select([idle.sock], [], [], 0)[0]:
+            if not _is_readable(idle.sock):
                 return idle, host
+            # Nothing was asked: the agent closed it.
             idle.close()
         name, port = self._hosts[host]
         timeout = min(timeout, self._connect_timeout)
@@ -160,6 +160,13 @@ class Http:
         _shut_down(busy)
         for connection in idle:
             connection.close()
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    # Not select.select, which takes no descriptor from 1024 on.
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _shut_down(connections: Sequence[HTTPConnection]) -> None:

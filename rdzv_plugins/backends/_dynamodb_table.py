@@ -64,14 +64,7 @@ _THROTTLED = frozenset(
         "TransactionConflictException",
     }
 )
-_TROUBLED = frozenset(
-    {
-        "InternalFailure",
-        "InternalServerError",
-        "ServiceUnavailable",
-        "TransactionInProgressException",
-    }
-)
+_TRANSACTION = ("TransactionCanceledException", "TransactionInProgressException")
 _DENIED = frozenset(
     {
         "AccessDenied",
@@ -279,10 +272,14 @@ class Table:
             )
         if code == "ResourceNotFoundException":
             return RendezvousConnectionError(f"{self._shown} is not there ({said})")
-        if code in _THROTTLED or code in _TROUBLED or code == "TransactionCanceledException":
+        if code in _THROTTLED or code in _TRANSACTION:
             return RendezvousConnectionError(
                 f"{self._shown} could not keep up for {self.timeout:g} s ({said}); raise the "
                 "table's capacity, poll_interval_max or keep_alive_interval"
+            )
+        if _status(error) >= 500:
+            return RendezvousConnectionError(
+                f"{self._shown}, or a proxy before it, failed for {self.timeout:g} s ({said})"
             )
         if isinstance(error, BotoConnectionError | HTTPClientError):
             return RendezvousConnectionError(
@@ -312,11 +309,10 @@ def _is_passing(error: Exception) -> bool:
         return reasons <= {"None", None} | _THROTTLED
     if "CERTIFICATE_VERIFY_FAILED" in str(error) or "WRONG_VERSION_NUMBER" in str(error):
         return False
-    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return (
-        status >= 500
+        _status(error) >= 500
         or code in _THROTTLED
-        or code in _TROUBLED
+        or code in _TRANSACTION
         or isinstance(error, BotoConnectionError | HTTPClientError)
     )
 
@@ -325,15 +321,19 @@ def _response(error: object) -> dict[str, Any]:
     return dict(error.response) if isinstance(error, ClientError) else {}
 
 
+def _status(error: object) -> int:
+    return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
 def _code(error: object) -> str | None:
     code = _response(error).get("Error", {}).get("Code")
     return None if code is None else str(code)
 
 
 def _said(error: object) -> str:
-    """The server's own words, without boto3's preamble."""
+    """The server's own words, without boto3's preamble; a proxy's page is cut short."""
     answer = _response(error).get("Error")
-    return f"{answer.get('Code')}: {answer.get('Message')}" if answer else str(error)
+    return f"{answer.get('Code')}: {answer.get('Message')}"[:500] if answer else str(error)
 
 
 def _mending(error: Exception) -> str:

@@ -23,12 +23,15 @@ from typing import Any
 from rdzv_plugins.backends._tls import unheard_alert
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 
-__all__ = ["Gateway", "GatewayError", "decoded", "encoded", "explain", "is_passing"]
+__all__ = ["Gateway", "GatewayError", "decoded", "encoded", "explain", "is_passing", "is_undone"]
 
 # Codes of gRPC's status. What is cancelled was so by a member that stops: we only hang up.
 _CANCELLED, _UNKNOWN, _DEADLINE, _DENIED, _EXHAUSTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = (
     1, 2, 4, 7, 8, 13, 14, 16,
 )  # fmt: skip
+
+# Because of the header hasleader a member that knows no leader refuses before it does anything.
+_NO_LEADER = "etcdserver: no leader"
 
 _HEADERS = {
     "Content-Type": "application/json",
@@ -294,7 +297,8 @@ def _explain_refusal(error: GatewayError, where: str, timeout: float, prefix: st
             f"{where} takes no client certificate with a common name while authentication is on; "
             "make one without for cert_file"
         )
-    if error.status == 404:
+    # etcd's own "not found", as of a lease, is a 404 too.
+    if error.status == 404 and not text.startswith("etcdserver:"):
         return RendezvousConnectionError(
             f"{where} has no v3 gateway: it is older than 3.4, or runs with "
             "--enable-grpc-gateway=false, or is not etcd"
@@ -342,6 +346,14 @@ def is_passing(error: Exception) -> bool:
         # A refused certificate stays refused.
         return isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
     return isinstance(error, OSError | http.client.HTTPException)
+
+
+def is_undone(error: Exception) -> bool:
+    """Whether a request that failed so has certainly changed nothing."""
+    if isinstance(error, GatewayError):
+        text = str(error)
+        return _is_token_error(error) or "too many requests" in text or text == _NO_LEADER
+    return isinstance(error, ConnectionRefusedError | socket.gaierror)
 
 
 def _refusal(status: int, data: bytes) -> GatewayError:

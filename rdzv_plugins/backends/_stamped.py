@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from rdzv_plugins.backends._counting import outlast, uncounted
 from rdzv_plugins.kv import (
     Entry,
     KeyValueClient,
@@ -68,6 +69,10 @@ class StampedClient(KeyValueClient):
         """Whether an error may be gone at the next attempt."""
 
     @abstractmethod
+    def _is_undone(self, error: Exception) -> bool:
+        """Whether a request that failed so has certainly changed nothing."""
+
+    @abstractmethod
     def _explain(self, error: Exception) -> Exception:
         """The contract's error for one of the store's client."""
 
@@ -96,32 +101,38 @@ class StampedClient(KeyValueClient):
         return self._call(request)
 
     def add(self, key: str, delta: int) -> int:
-        doubtful: Entry | None = None
+        return outlast(lambda: self._add_once(key, delta), key, self._where, self._timeout)
+
+    def _add_once(self, key: str, delta: int) -> int | None:
+        """One compare-and-set, again where it fails; None: a rival was faster."""
+        doubtful: bytes | None = None
         base: Version | None = None
 
-        def request(deadline: float) -> int:
+        def request(deadline: float) -> int | None:
             nonlocal doubtful, base
             while True:
                 seen = self._see(key, deadline)
                 version = seen.entry.version if seen.entry else None
-                if doubtful and version == doubtful.version:
-                    return int(doubtful.value)
-                if doubtful and version != base:
-                    raise RendezvousConnectionError(
-                        f"the answer of {self._where} was lost: whether '{key}' was counted is "
-                        "unknown"
-                    )
-                total = parse_counter(key, seen.entry.value if seen.entry else b"0") + delta
-                stored = stamped(str(total).encode())
-                if doubtful:
-                    # The same stamp again: of the two attempts at most one can be applied.
-                    stored = bytes.fromhex(str(doubtful.version)) + doubtful.value
-                base, retried = version, doubtful is not None
-                doubtful = entry_of(stored)
-                if self._replace(key, stored, seen, deadline):
-                    return total
-                if not retried:
-                    doubtful = None
+                if doubtful is None:
+                    total = parse_counter(key, seen.entry.value if seen.entry else b"0") + delta
+                    stored = stamped(str(total).encode())
+                elif version == entry_of(doubtful).version:
+                    return int(entry_of(doubtful).value)
+                elif version == base:
+                    # The same stamp again: of the attempts at most one can be applied.
+                    stored = doubtful
+                else:
+                    raise uncounted(key, self._where)
+                try:
+                    written = self._replace(key, stored, seen, deadline)
+                except Exception as error:
+                    if not self._is_undone(error):
+                        doubtful, base = stored, version
+                    raise
+                if written:
+                    return int(entry_of(stored).value)
+                if doubtful is None:
+                    return None
 
         return self._call(request)
 

@@ -28,10 +28,14 @@ from kazoo.protocol.states import KazooState, KeeperState
 
 from rdzv_plugins.backends._tls import stays_refused
 
-__all__ = ["ReadMany", "Session"]
+__all__ = ["NotConnectedError", "ReadMany", "Session"]
 
 # In these states kazoo has given up for good.
 _ENDED = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
+
+
+class NotConnectedError(ConnectionLoss):  # type: ignore[misc]
+    """There is no connection: nothing was sent."""
 
 
 class ReadMany:
@@ -132,15 +136,15 @@ class Session:
         with self._changed:
             while not (self._zk.connected and not self._ended):
                 if self._closed:
-                    raise ConnectionLoss("closed")
+                    raise NotConnectedError("closed")
                 if self._ended:
                     self._ended = False
-                    _stop(self._zk)
+                    _stop(self._zk, 0.0)
                     self._zk = self._connect()
                     raise AuthFailedError
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self.passing(ConnectionLoss()):
-                    raise ConnectionLoss(self.reason)
+                    raise NotConnectedError(self.reason)
                 self._changed.wait(remaining)
             return self._zk
 
@@ -185,21 +189,28 @@ class Session:
             self._closed = True
         self._notify()
         # Quick while connected; without a server kazoo may take as long as a connect.
-        _stop(self._zk).join(1.0)
+        _stop(self._zk, 1.0)
 
 
 _NOT_FOR_ITS_CONTENT = frozenset({"NoAuthError", "InvalidACLError", "QuotaExceededError"})
 
 
-def _stop(zk: Any) -> threading.Thread:
+def _stop(zk: Any, seconds: float) -> None:
+    """End a kazoo client in the background, and wait so long for it."""
+
     def stop() -> None:
         with contextlib.suppress(Exception):
             zk.stop()
             zk.close()
 
     thread = threading.Thread(target=stop, name="rdzv-zookeeper-stop", daemon=True)
-    thread.start()
-    return thread
+    try:
+        thread.start()
+    except RuntimeError:
+        # From Python 3.12 on there are no new threads once the interpreter ends.
+        stop()
+    else:
+        thread.join(seconds)
 
 
 class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]

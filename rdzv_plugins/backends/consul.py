@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
+from socket import gaierror
 from ssl import SSLEOFError, SSLError, SSLSyscallError, SSLZeroReturnError
 from typing import Any
 from urllib.parse import quote, unquote
@@ -171,7 +172,12 @@ class Client(StampedClient):
             if seconds <= 0:
                 self._remove(self._keys, self._mark, None, deadline)
                 return
-            _, now = self._api.commit([self._api.operation("get-tree", self._mark)], deadline)
+            read = self._api.operation("get-tree", self._mark)
+            items, now = self._api.commit([read], deadline)
+            if items and now >= int(items[0].stored) / 1000:
+                # A later time would bring back what has expired.
+                self._remove(self._keys, self._mark, items[0].modified, deadline)
+                return
             end = str(round((now + seconds) * 1000)).encode()
             self._api.commit([self._api.operation("set", self._mark, end)], deadline)
             self._sweep(now, deadline)
@@ -306,6 +312,14 @@ class Client(StampedClient):
             # The others are of a failed handshake, which trying again cannot mend.
             return isinstance(error, SSLEOFError | SSLSyscallError | SSLZeroReturnError)
         return isinstance(error, OSError | HTTPException)
+
+    def _is_undone(self, error: Exception) -> bool:
+        if isinstance(error, RefusedError):
+            # Without a leader, or a connection to it, an agent passes nothing on.
+            text = str(error)
+            unsent = "No cluster leader" in text or "rpc error getting client" in text
+            return error.status == 429 or unsent
+        return isinstance(error, ConnectionRefusedError | gaierror)
 
     def _explain(self, error: Exception) -> Exception:
         status = error.status if isinstance(error, RefusedError) else 0

@@ -33,9 +33,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, cast
 
+from rdzv_plugins.backends._batches import batches
 from rdzv_plugins.backends._dynamodb_table import INDEX, RefusedError, Table, not_done
 from rdzv_plugins.config import StoreOptions, option
 from rdzv_plugins.kv import (
@@ -191,9 +191,16 @@ class Client(KeyValueClient):
             self._woken.notify_all()
 
     def expire(self, seconds: float) -> None:
-        until = math.ceil(self._table.now() + seconds)
-        statement = f'UPDATE "{self._table.name}" SET expires_at={until} WHERE pk=? AND sk=?'
         pending = [item["sk"]["S"] for item in self._query("", ProjectionExpression="sk")]
+        if seconds <= 0:
+            self.delete_many(pending)
+            return
+        now = self._table.now()
+        # What has expired meanwhile stays so.
+        statement = (
+            f'UPDATE "{self._table.name}" SET expires_at={math.ceil(now + seconds)} WHERE pk=? '
+            f"AND sk=? AND (expires_at IS MISSING OR expires_at > {int(now)})"
+        )
         deadline = time.monotonic() + self._table.timeout
         while pending:
             batch, pending = pending[:25], pending[25:]
@@ -216,7 +223,7 @@ class Client(KeyValueClient):
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         found: dict[str, Entry] = {}
-        for batch in _batches(keys, 100):
+        for batch in batches(keys, 100):
             request: Any = {
                 self._table.name: {"Keys": [self._key(k) for k in batch], "ConsistentRead": True}
             }
@@ -251,7 +258,7 @@ class Client(KeyValueClient):
             self._put_all(batch)
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        for batch in _batches(keys, 25):
+        for batch in batches(keys, 25):
             request: Any = {
                 self._table.name: [{"DeleteRequest": {"Key": self._key(key)}} for key in batch]
             }
@@ -318,7 +325,8 @@ class Client(KeyValueClient):
         self._table.call("transact_write_items", TransactItems=batch, ClientRequestToken=token)
 
     def _query(self, prefix: str, **more: Any) -> Iterator[dict[str, Any]]:
-        condition, values = "pk = :pk", {":pk": {"S": self._namespace}}
+        """The items that have not expired; the others lie about for days."""
+        condition, values = "pk = :pk", {":pk": {"S": self._namespace}, ":now": self._now()}
         if prefix:
             condition += " AND begins_with(sk, :prefix)"
             values[":prefix"] = {"S": prefix}
@@ -326,6 +334,7 @@ class Client(KeyValueClient):
             page = self._call(
                 "query",
                 KeyConditionExpression=condition,
+                FilterExpression=_LIVE,
                 ExpressionAttributeValues=values,
                 ConsistentRead=True,
                 **more,
@@ -372,10 +381,3 @@ def _new_version(value: bytes) -> str:
 
 def _is_large(version: str) -> bool:
     return version.startswith("L")
-
-
-def _batches(keys: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
-    # DynamoDB refuses a batch that names a key twice.
-    names = iter(dict.fromkeys(keys))
-    while batch := tuple(islice(names, size)):
-        yield batch

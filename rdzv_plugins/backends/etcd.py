@@ -13,7 +13,7 @@ that was true: no change in between is missed, and there is nothing for a compac
 
 Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 MiB), which is some
 100,000 nodes in the round document. `Client.put_many` is atomic up to 128 keys and 1 MiB.
-`Client.add` is a compare-and-set, so N nodes adding to one counter at once take O(N^2) requests.
+`Client.add` is a compare-and-set: 256 nodes adding to one counter at once took it some seconds.
 `Client.expire` is a lease: at least two seconds with etcd's default timing, and longer if the
 leader changes. Three members survive the loss of one, five of two; name them all in the endpoint.
 The gateway must not be switched off (``--enable-grpc-gateway``), and it does not take a user's name
@@ -29,17 +29,19 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeVar, cast
 
+from rdzv_plugins.backends._batches import batches
+from rdzv_plugins.backends._counting import outlast, uncounted
 from rdzv_plugins.backends._etcd_gateway import (
     Gateway,
     decoded,
     encoded,
     explain,
     is_passing,
+    is_undone,
 )
 from rdzv_plugins.backends._stamped import segments
 from rdzv_plugins.backends._tls import tls_context
@@ -133,25 +135,18 @@ class Client(KeyValueClient):
         return {self._relative(item): _entry(decoded(item["value"])) for item in found}
 
     def add(self, key: str, delta: int) -> int:
-        deadline = time.monotonic() + self._timeout
-        current = self.get(key)
-        while True:
+        where = f"etcd at {self._shown}"
+
+        def attempt() -> int | None:
+            current = self.get(key)
             total = parse_counter(key, current.value if current else b"0") + delta
             comparison = self._comparison(key, current.version if current else None)
-            current, written, attempts = self._swap(key, str(total).encode(), comparison)
-            if written:
-                return total
-            if attempts > 1:
-                raise RendezvousConnectionError(
-                    f"the answer of etcd at {self._shown} was lost: whether '{key}' was counted "
-                    "is unknown"
-                )
-            if time.monotonic() >= deadline:
-                raise RendezvousConnectionError(
-                    f"'{key}' in etcd at {self._shown} was changed by others all through "
-                    f"{self._timeout:g} s"
-                )
-            time.sleep(random.uniform(0, 0.005))
+            _, written, doubtful = self._swap(key, str(total).encode(), comparison)
+            if doubtful and not written:
+                raise uncounted(key, where)
+            return total if written else None
+
+        return outlast(attempt, key, where, self._timeout)
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         deadline = time.monotonic() + timeout
@@ -199,11 +194,19 @@ class Client(KeyValueClient):
             return
         lease = self._ask("lease/grant", {"TTL": str(math.ceil(seconds))})["ID"]
         found = self._ask("kv/range", {**self._range(""), "keys_only": True}).get("kvs", [])
-        for batch in _batches((self._relative(item) for item in found), _OPERATIONS):
-            if not self._lease(batch, lease):
-                # One of them was deleted meanwhile.
-                for key in batch:
-                    self._lease([key], lease)
+        try:
+            for batch in batches((self._relative(item) for item in found), _OPERATIONS):
+                if not self._lease(batch, lease):
+                    # One of them was deleted meanwhile.
+                    for key in batch:
+                        self._lease([key], lease)
+        except RendezvousStateError as error:
+            if "lease not found" not in str(error):
+                raise
+            # We were held up, and the time is over: what nobody has changed since is to be gone.
+            for item in found:
+                same = {"key": item["key"], "target": "MOD", "mod_revision": item["mod_revision"]}
+                self._transact([same], [{"request_delete_range": {"key": item["key"]}}])
 
     def close(self) -> None:
         with self._woken:
@@ -213,7 +216,7 @@ class Client(KeyValueClient):
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
-        for batch in _batches(keys, _OPERATIONS):
+        for batch in batches(keys, _OPERATIONS):
             answer = self._transact([], [{"request_range": self._one(key)} for key in batch])
             for key, response in zip(batch, answer["responses"], strict=True):
                 if (entry := _first(response["response_range"])) is not None:
@@ -235,7 +238,7 @@ class Client(KeyValueClient):
             self._transact([], batch)
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        for batch in _batches(keys, _OPERATIONS):
+        for batch in batches(keys, _OPERATIONS):
             self._transact([], [{"request_delete_range": self._one(key)} for key in batch])
 
     def _path(self, key: str) -> bytes:
@@ -275,8 +278,9 @@ class Client(KeyValueClient):
 
     def _swap(
         self, key: str, value: bytes, comparison: Sequence[dict[str, Any]] | None
-    ) -> tuple[Entry | None, bool, int]:
-        """Write if the comparison holds: the entry there now, whether it is ours, attempts made."""
+    ) -> tuple[Entry | None, bool, bool]:
+        """Write if the comparison holds: the entry there now, whether it is ours, and whether the
+        answer to an attempt was lost."""
         stored = _stamped(value)
         written = _entry(stored)
         body = {
@@ -284,19 +288,22 @@ class Client(KeyValueClient):
             "success": [{"request_put": self._put(key, stored)}],
             "failure": [{"request_range": self._one(key)}],
         }
-        attempts = 0
+        doubtful = False
 
         def request() -> dict[str, Any]:
-            nonlocal attempts
-            attempts += 1
-            return self._gateway.post("kv/txn", body)
+            nonlocal doubtful
+            try:
+                return self._gateway.post("kv/txn", body)
+            except Exception as error:
+                doubtful = doubtful or not is_undone(error)
+                raise
 
         answer = self._call(request)
         if answer.get("succeeded"):
-            return written, True, attempts
+            return written, True, doubtful
         current = _first(answer["responses"][0]["response_range"])
         # An earlier attempt whose answer was lost may be what stands there now.
-        return current, current is not None and current.version == written.version, attempts
+        return current, current is not None and current.version == written.version, doubtful
 
     def _look(
         self, key: str, version: Version | None, going: Callable[[], bool]
@@ -391,10 +398,3 @@ def _first(answer: Mapping[str, Any]) -> Entry | None:
     for item in answer.get("kvs", []):
         return _entry(decoded(item["value"]))
     return None
-
-
-def _batches(keys: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
-    # etcd refuses a transaction that writes a key twice.
-    names = iter(dict.fromkeys(keys))
-    while batch := tuple(islice(names, size)):
-        yield batch

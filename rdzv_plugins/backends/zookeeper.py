@@ -55,7 +55,7 @@ from rdzv_plugins.backends._stamped import (
 )
 from rdzv_plugins.backends._tls import tls_context, tls_failure
 from rdzv_plugins.backends._zookeeper_run import BATCH, RunZnode
-from rdzv_plugins.backends._zookeeper_session import ReadMany, Session
+from rdzv_plugins.backends._zookeeper_session import NotConnectedError, ReadMany, Session
 from rdzv_plugins.config import Endpoint, ServerOptions, option, parse_endpoint, redact
 from rdzv_plugins.kv import (
     Capabilities,
@@ -301,6 +301,9 @@ class Client(StampedClient):
             error,
             OperationTimeoutError | SessionExpiredError | SessionMovedError | ThrottledOpError,
         )
+
+    def _is_undone(self, error: Exception) -> bool:
+        return isinstance(error, NotConnectedError | ThrottledOpError)
 
     def _explain(self, error: Exception) -> Exception:
         if isinstance(error, AuthFailedError | NoAuthError | SessionClosedRequireSaslError):

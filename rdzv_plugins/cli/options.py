@@ -1,4 +1,4 @@
-"""Options that several commands share: they are torchrun's, by the same names."""
+"""What several commands share: options, torchrun's by the same names, and the console."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from contextlib import closing
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from rdzv_plugins.backends import BACKENDS, open_client
 from rdzv_plugins.config import Settings, option_names, parse_options
 from rdzv_plugins.kv import KeyValueClient
 
-__all__ = ["BackendOption", "ConfOption", "EndpointOption", "RunOption", "connect", "settings"]
+__all__ = [
+    "BackendOption",
+    "ConfOption",
+    "EndpointOption",
+    "RunOption",
+    "connect",
+    "plain_console",
+    "settings",
+]
 
 BackendOption = Annotated[
     str, typer.Option("--rdzv-backend", "-b", help=f"one of: {', '.join(BACKENDS)}")
@@ -46,6 +55,11 @@ def connect(backend: str, endpoint: str, run_id: str, conf: str) -> closing[KeyV
             backend, endpoint, run_id, own, request_timeout=settings(conf).heartbeat_timeout
         )
     )
+
+
+def plain_console() -> Console:
+    """Shows text as it is: rich would take ``[fd00::1]`` for a style and ``:b:`` for a picture."""
+    return Console(markup=False, emoji=False)
 
 
 def settings(conf: str) -> Settings:

@@ -6,7 +6,7 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +19,7 @@ from rdzv_plugins.cli.options import (
     EndpointOption,
     RunOption,
     connect,
+    plain_console,
     settings,
 )
 from rdzv_plugins.documents import (
@@ -42,7 +43,7 @@ def status(
 ) -> None:  # fmt: skip
     """Show who is in a run, who waits, and why it restarted."""
     with connect(backend, endpoint, run_id, conf) as client:
-        Console().print(_describe(client, run_id))
+        plain_console().print(_describe(client, run_id))
 
 
 def watch(
@@ -50,7 +51,10 @@ def watch(
     conf: ConfOption = "",
 ) -> None:  # fmt: skip
     """Show the status and renew it whenever it changes, until Ctrl-C or the run is closed."""
-    with connect(backend, endpoint, run_id, conf) as client, Live(auto_refresh=False) as live:
+    with (
+        connect(backend, endpoint, run_id, conf) as client,
+        Live(console=plain_console(), auto_refresh=False) as live,
+    ):
         version = None
         while True:
             live.update(_describe(client, run_id), refresh=True)
@@ -98,6 +102,8 @@ def clean(
             )
         keys = [*client.list("")]
         client.delete_many(keys)
+        # The deadline of a run that was closed must not catch the next one of this id.
+        client.expire(0)
         typer.echo(f"deleted {len(keys)} keys of run '{run_id}'")
 
 

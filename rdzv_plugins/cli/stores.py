@@ -6,13 +6,21 @@ import statistics
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-from rich.console import Console
 from rich.table import Table
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from rdzv_plugins.cli.options import BackendOption, ConfOption, EndpointOption, connect
+from rdzv_plugins.cli.options import (
+    BackendOption,
+    ConfOption,
+    EndpointOption,
+    connect,
+    plain_console,
+)
 from rdzv_plugins.config import redact
+from rdzv_plugins.kv import KeyValueClient
 
 __all__ = ["check"]
 
@@ -23,9 +31,10 @@ def check(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = ""
 ) -> None:
     """Try on a store all that a rendezvous does, in a run of its own that is deleted again."""
-    console = Console()
+    console = plain_console()
     began = time.perf_counter()
-    with connect(backend, endpoint, f"check-{uuid.uuid4().hex[:12]}", conf) as client:
+    run_id = f"check-{uuid.uuid4().hex[:12]}"
+    with _own_run(backend, endpoint, run_id, conf) as client:
         connected = time.perf_counter() - began
         where = f" at '{redact(endpoint)}'" if endpoint else ""
         console.print(f"connected to {backend}{where} in {connected * 1000:,.0f} ms")
@@ -39,15 +48,13 @@ def check(
                 raise ValueError("a compare-and-set without a rival was refused")
             versions.append(entry.version)
 
-        try:
-            table.add_row("get", _median(lambda: client.get("state")))
-            table.add_row("put", _median(lambda: client.put("nodes/x", uuid.uuid4().bytes)))
-            table.add_row("compare-and-set", _median(swap))
-            table.add_row("list", _median(lambda: client.list("nodes/")))
-            table.add_row("add", _median(lambda: client.add("counter", 1)))
-            table.add_row("wake-up of a waiter", _wake_up(backend, endpoint, conf))
-        finally:
-            client.delete_many([*client.list("")])
+        table.add_row("get", _median(lambda: client.get("state")))
+        table.add_row("put", _median(lambda: client.put("nodes/x", uuid.uuid4().bytes)))
+        table.add_row("compare-and-set", _median(swap))
+        table.add_row("list", _median(lambda: client.list("nodes/")))
+        table.add_row("add", _median(lambda: client.add("counter", 1)))
+        with connect(backend, endpoint, run_id, conf) as waiter:
+            table.add_row("wake-up of a waiter", _wake_up(client, waiter))
         console.print(table)
         able = client.capabilities
         console.print(
@@ -55,6 +62,26 @@ def check(
             f"largest value: {able.max_value_bytes:,} bytes; "
             f"closed runs expire {'on the server' if able.ttl else 'when they are next used'}"
         )
+
+
+@contextmanager
+def _own_run(backend: str, endpoint: str, run_id: str, conf: str) -> Iterator[KeyValueClient]:
+    """A client of a run that is deleted afterwards, whatever happens."""
+    with connect(backend, endpoint, run_id, conf) as client:
+        try:
+            yield client
+        except BaseException:
+            # What went wrong is to be said, not that nothing can be deleted either.
+            with suppress(RendezvousError):
+                _delete(client)
+            raise
+        _delete(client)
+
+
+def _delete(client: KeyValueClient) -> None:
+    client.delete_many([*client.list("")])
+    # What a store keeps besides the keys.
+    client.expire(0)
 
 
 def _median(request: Callable[[], object]) -> str:
@@ -66,31 +93,30 @@ def _median(request: Callable[[], object]) -> str:
     return f"{statistics.median(times) * 1000:.2f} ms"
 
 
-def _wake_up(backend: str, endpoint: str, conf: str) -> str:
+def _wake_up(writer: KeyValueClient, waiter: KeyValueClient) -> str:
     """Time from a write until another connection's waiter has the value."""
-    run_id = f"check-{uuid.uuid4().hex[:12]}"
     times = []
-    with (
-        connect(backend, endpoint, run_id, conf) as writer,
-        connect(backend, endpoint, run_id, conf) as waiter,
-    ):
-        for sample in range(_SAMPLES):
-            key = f"wake/{sample}"
-            woken: list[float] = []
+    for sample in range(_SAMPLES):
+        key = f"wake/{sample}"
+        outcome: list[float | Exception] = []
 
-            def wait(key: str = key, woken: list[float] = woken) -> None:
+        def wait(key: str = key, outcome: list[float | Exception] = outcome) -> None:
+            try:
                 if waiter.wait(key, None, timeout=10.0) is not None:
-                    woken.append(time.perf_counter())
+                    outcome.append(time.perf_counter())
+            except Exception as error:
+                outcome.append(error)
 
-            thread = threading.Thread(target=wait, name="rdzv-check", daemon=True)
-            thread.start()
-            # Let it park: what is measured is being woken, not finding a value.
-            time.sleep(0.05)
-            began = time.perf_counter()
-            writer.put(key, b"x")
-            thread.join()
-            if not woken:
-                raise ValueError("a waiter was not woken within 10 s")
-            times.append(woken[0] - began)
-        writer.delete_many([*writer.list("")])
+        thread = threading.Thread(target=wait, name="rdzv-check", daemon=True)
+        thread.start()
+        # Let it park: what is measured is being woken, not finding a value.
+        time.sleep(0.05)
+        began = time.perf_counter()
+        writer.put(key, b"x")
+        thread.join()
+        if not outcome:
+            raise ValueError("a waiter was not woken within 10 s")
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        times.append(outcome[0] - began)
     return f"{statistics.median(times) * 1000:.2f} ms"

@@ -309,6 +309,8 @@ def _bind_free_port(stack: contextlib.ExitStack) -> int:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             holder.bind((HOST, port))
+            # Else SO_REUSEADDR lets another socket have it too.
+            holder.listen(1)
         except OSError:
             continue
         return port

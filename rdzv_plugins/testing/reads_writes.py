@@ -319,6 +319,51 @@ class ReadWriteTests(Harness):
         # Nothing of the old deadline may catch the new run.
         assert not until(lambda: client.get("key") is None, 1)
 
+    def test_emptied_namespace_outlives_the_old_deadline(
+        self, client: KeyValueClient, open: Open
+    ) -> None:
+        client.put_many({"key": b"old", "other/key": b"old"})
+        client.add("count", 7)
+        client.wait("key", None, 1)
+        begun = time.monotonic()
+        client.expire(2)
+        newcomer = open()
+        newcomer.delete_many([*newcomer.list("")])
+        newcomer.expire(0)
+        assert client.list("") == {}
+        created, won = newcomer.compare_and_set("key", b"new", None)
+        assert won
+        newcomer.put_many({"other/key": b"new", "third": b"new"})
+        assert newcomer.add("count", 1) == 1
+        # Up to the old deadline and beyond, by both clients: one may remember it.
+        past = begun + 2 + SLACK
+        assert not until(
+            lambda: {*client.list("")} != {"key", "other/key", "third", "count"},
+            past - time.monotonic(),
+        )
+        assert client.get("key") == newcomer.get("key") == created
+
+    def test_expire_at_once_empties_at_once(self, client: KeyValueClient, open: Open) -> None:
+        newcomer = open()
+        for number in range(5):
+            client.put_many({"key": b"old", "other/key": b"old"})
+            client.expire(0)
+            assert newcomer.list("") == {}
+            newcomer.put("key", b"%d" % number)
+            assert present(client.get("key")).value == b"%d" % number
+        assert not until(lambda: client.get("key") is None, 1.5)
+
+    def test_what_expired_stays_so(self, client: KeyValueClient, open: Open) -> None:
+        client.put_many({"key": b"one", "other/key": b"two"})
+        client.add("count", 7)
+        client.expire(0.2)
+        assert until(lambda: client.list("") == {}, SLACK)
+        newcomer = open()
+        newcomer.expire(30)
+        assert newcomer.list("") == client.list("") == {}
+        assert newcomer.get_many(["key", "other/key", "count"]) == {}
+        assert client.get("key") is None
+
     def test_close_is_idempotent_and_final(self, client: KeyValueClient) -> None:
         client.put("key", b"one")
         client.close()

@@ -5,13 +5,22 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 
 import pytest
+from rich.table import Table
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
 from rdzv_plugins import servers
+from rdzv_plugins.backends import open_client
+from rdzv_plugins.cli import runs, stores
+from rdzv_plugins.cli.options import plain_console
 from rdzv_plugins.handler import create_handler
+from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError, Version
+from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import together
 
 
@@ -95,6 +104,72 @@ def test_clean_refuses_a_run_that_lives(server: servers.LocalServer, run_id: str
         handler.shutdown()
     assert "deleted" in rdzv("clean", *conf).stdout
     assert "nothing is stored" in rdzv("status", *conf[:4]).stdout
+
+
+@pytest.fixture(scope="module")
+def consul() -> Iterator[servers.LocalServer]:
+    with servers.start("consul") as server:
+        yield server
+
+
+def test_a_cleaned_run_that_was_closed_can_begin_anew(
+    consul: servers.LocalServer, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(open_client("consul", consul.endpoint, run_id)) as client:
+        client.put("key", b"old")
+        client.expire(2)
+        began = time.monotonic()
+        runs.clean(run_id, "consul", consul.endpoint)
+        assert "deleted 1 keys" in capsys.readouterr().out
+        client.put("key", b"new")
+        past = began + 4 - time.monotonic()
+        assert not until(lambda: client.get("key") is None, past), "the old deadline was kept"
+
+
+def consul_keys(server: servers.LocalServer) -> str:
+    connection = HTTPConnection(server.endpoint)
+    connection.request("GET", "/v1/kv/?keys")
+    answer = connection.getresponse()
+    keys = answer.read().decode()
+    connection.close()
+    return keys if answer.status == 200 else ""
+
+
+def test_check_leaves_nothing_behind(
+    consul: servers.LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        assert "check-" in consul_keys(consul)
+        raise RendezvousConnectionError("it went away")
+
+    shown = rdzv("check", "-b", "consul", "-e", consul.endpoint)
+    assert shown.returncode == 0, shown.stderr
+    assert "check-" not in consul_keys(consul)
+    monkeypatch.setattr(stores, "_wake_up", fail)
+    with pytest.raises(RendezvousConnectionError, match="it went away"):
+        stores.check("consul", consul.endpoint)
+    assert "check-" not in consul_keys(consul)
+
+
+class Deaf(MemoryClient):
+    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
+        raise RendezvousConnectionError("the store hung up")
+
+
+def test_check_tells_why_a_waiter_failed() -> None:
+    server = MemoryServer()
+    with pytest.raises(RendezvousConnectionError, match="the store hung up"):
+        stores._wake_up(MemoryClient(server, "check"), Deaf(server, "check"))
+
+
+def test_the_console_leaves_addresses_as_they_are() -> None:
+    console = plain_console()
+    table = Table("node")
+    table.add_row("[fd00::1]:29400")
+    with console.capture() as shown:
+        console.print("[fd00:b:1]:29400", table)
+    assert "[fd00:b:1]:29400" in shown.get()
+    assert "[fd00::1]:29400" in shown.get()
 
 
 def test_check_tries_what_a_rendezvous_does(server: servers.LocalServer) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from rdzv_plugins import servers
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.servers.process import free_ports
 from rdzv_plugins.testing.harness import present, until
 from tests.integration.stores import KINDS, RunningStore, started
 
@@ -130,6 +131,12 @@ def test_failed_start_shows_the_servers_log(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("RDZV_ETCD_BINARY", "/bin/false")
     with pytest.raises(servers.ServerError, match=r"etcd 1 on \S+ ended as it started"):
         servers.start("etcd")
+
+
+def test_ports_do_not_repeat() -> None:
+    # Of some 12,000 ports; drawn without care ten of these would come twice.
+    ports = free_ports(500)
+    assert len(set(ports)) == len(ports)
 
 
 def test_unknown_kind_and_impossible_size_are_refused() -> None:

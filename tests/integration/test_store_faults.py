@@ -1,0 +1,177 @@
+"""What single stores once got wrong: crowds at a counter, lost leases, proxies, descriptors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rdzv_plugins.backends import open_client
+from rdzv_plugins.backends._counting import outlast
+from rdzv_plugins.backends._etcd_gateway import GatewayError, explain, is_undone
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.testing import Proxy
+from rdzv_plugins.testing.threads import together
+from tests.integration.stores import KINDS, RunningStore
+
+
+def only(*names: str) -> pytest.MarkDecorator:
+    kinds = [kind for kind in KINDS if kind.name in names]
+    assert len(kinds) == len(names)
+    return pytest.mark.parametrize("running_store", kinds, ids=names, indirect=True)
+
+
+@pytest.fixture
+def client(running_store: RunningStore, run_id: str) -> Iterator[KeyValueClient]:
+    client = running_store.open(run_id)
+    yield client
+    client.close()
+
+
+# The stores that add by compare-and-set.
+@only("zookeeper", "consul", "etcd-v3")
+def test_a_crowd_at_a_counter_is_served(client: KeyValueClient) -> None:
+    crowd = 100
+    sums = together([partial(client.add, "count", 1) for _ in range(crowd)])
+    assert sorted(sums) == [*range(1, crowd + 1)]
+
+
+def test_a_rival_that_is_always_faster_is_named() -> None:
+    tries: list[None] = []
+
+    def lose() -> None:
+        tries.append(None)
+
+    with pytest.raises(RendezvousConnectionError, match="by others all through 0"):
+        outlast(lose, "count", "a store", 0.05)
+    # Without pauses it would be thousands.
+    assert 3 <= len(tries) <= 60
+
+
+@only("consul")
+def test_what_was_never_sent_is_not_in_doubt(
+    running_store: RunningStore, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rival = running_store.open(run_id)
+    with Proxy(running_store.address) as proxy:
+        endpoint = "{}:{}".format(*proxy.address)
+        client: Any = open_client(running_store.backend, endpoint, run_id, running_store.config)
+        replace = client._replace
+
+        def lose_the_server(*arguments: Any) -> bool:
+            monkeypatch.setattr(client, "_replace", replace)
+            proxy.refuse()
+            rival.add("count", 1)
+            threading.Timer(0.2, proxy.accept).start()
+            return bool(replace(*arguments))
+
+        monkeypatch.setattr(client, "_replace", lose_the_server)
+        assert client.add("count", 1) == 2
+        client.close()
+    rival.close()
+
+
+def test_etcd_without_a_leader_has_done_nothing() -> None:
+    # The text and the codes of a member whose two peers were killed.
+    assert is_undone(GatewayError(14, 503, "etcdserver: no leader"))
+    assert not is_undone(GatewayError(14, 503, "etcdserver: request timed out"))
+    assert not is_undone(ConnectionResetError())
+
+
+@only("etcd-v3")
+def test_a_lease_that_ends_too_early_takes_the_old_keys_along(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.put_many({f"key/{number}": b"old" for number in range(200)})
+    lease = client._lease
+
+    def end_after_the_first(keys: Any, number: str) -> bool:
+        # As if we had been held up until it ran out.
+        monkeypatch.setattr(client, "_lease", lease)
+        assert lease(keys, number)
+        client._ask("lease/revoke", {"ID": number})
+        client.put("key/199", b"new")
+        return True
+
+    monkeypatch.setattr(client, "_lease", end_after_the_first)
+    client.expire(60)
+    assert {key: entry.value for key, entry in client.list("").items()} == {"key/199": b"new"}
+
+
+def test_a_lost_lease_is_no_missing_gateway() -> None:
+    lost = explain(GatewayError(5, 404, "etcdserver: requested lease not found"), "etcd", 5, "x/")
+    assert isinstance(lost, RendezvousStateError)
+    for refusal in (GatewayError(2, 404, "HTTP 404: 404 page"), GatewayError(5, 404, "Not Found")):
+        assert "no v3 gateway" in str(explain(refusal, "etcd", 5, "x/"))
+
+
+@pytest.mark.parametrize("body", [b"<html>502</html>", b"<!DOCTYPE html><p>bad gateway", b""])
+def test_a_proxys_error_before_dynamodb_is_passing(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BadGateway(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(502)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    with ThreadingHTTPServer(("127.0.0.1", 0), BadGateway) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            endpoint = f"http://127.0.0.1:{server.server_port}"
+            with pytest.raises(RendezvousConnectionError, match="proxy before it, failed for 1 s"):
+                open_client("dynamodb", endpoint, "run", {"region": "us-east-1"}, request_timeout=1)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+CROWDED = """
+import os, resource, sys
+from rdzv_plugins.backends import open_client
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+client = open_client("consul", sys.argv[1], sys.argv[2])
+client.put("key", b"one")
+assert max(link.sock.fileno() for link in client._http._idle) >= 1024
+print(client.get("key").value.decode())
+client.close()
+"""
+
+
+@only("consul")
+def test_consul_in_a_process_of_many_descriptors(running_store: RunningStore, run_id: str) -> None:
+    command = [sys.executable, "-c", CROWDED, running_store.endpoint, run_id]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.strip() == "one", ended.stderr
+
+
+@only("zookeeper")
+def test_zookeeper_closes_while_the_interpreter_ends(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        # What Python 3.12 and later do in atexit's handlers; the tests may run on 3.11.
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    client.put("key", b"one")
+    zk = client._session._zk
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        client.close()
+    assert not zk.connected, "the session stays open"
