@@ -29,7 +29,7 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rdzv_plugins.config import redact
-from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv import ClientClosedError, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.retry import retry
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Table:
         passing: Callable[[Exception], bool] | None = None,
     ) -> dict[str, Any]:
         if self.closed:
-            raise RendezvousConnectionError(f"the connection to {self._shown} is closed")
+            raise ClientClosedError(self._shown)
         method = getattr(self._client, operation)
         may_pass = passing or _is_passing
         try:

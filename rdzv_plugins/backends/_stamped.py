@@ -22,9 +22,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from rdzv_plugins.backends._counting import outlast, uncounted
 from rdzv_plugins.kv import (
+    ClientClosedError,
     Entry,
     KeyValueClient,
-    RendezvousConnectionError,
     Version,
     parse_counter,
 )
@@ -139,7 +139,7 @@ class StampedClient(KeyValueClient):
     def _call(self, request: Callable[[float], T]) -> T:
         """The one place where the client's errors become the contract's."""
         if self._closed:
-            raise RendezvousConnectionError(f"the connection to {self._where} is closed")
+            raise ClientClosedError(self._where)
         deadline = time.monotonic() + self._timeout
         try:
             return retry(
@@ -153,9 +153,7 @@ class StampedClient(KeyValueClient):
             if ours and not isinstance(error, OSError):
                 raise
             if self._closed:
-                raise RendezvousConnectionError(
-                    f"the connection to {self._where} is closed"
-                ) from error
+                raise ClientClosedError(self._where) from error
             raise self._explain(error) from error
 
 

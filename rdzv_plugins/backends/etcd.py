@@ -48,9 +48,9 @@ from rdzv_plugins.backends._tls import tls_context
 from rdzv_plugins.config import ServerOptions, parse_endpoint, redact
 from rdzv_plugins.kv import (
     Capabilities,
+    ClientClosedError,
     Entry,
     KeyValueClient,
-    RendezvousConnectionError,
     RendezvousStateError,
     Version,
     parse_counter,
@@ -362,7 +362,7 @@ class Client(KeyValueClient):
         ``going``: what breaks a wait off; it returns None then.
         """
         if self._closed and going is None:
-            raise RendezvousConnectionError(f"the connection to etcd at {self._shown} is closed")
+            raise ClientClosedError(f"etcd at {self._shown}")
         go_on = going or (lambda: not self._closed)
         try:
             return retry(
@@ -380,7 +380,7 @@ class Client(KeyValueClient):
     def _explain(self, error: Exception) -> Exception:
         where = f"etcd at {self._shown}"
         if self._closed:
-            return RendezvousConnectionError(f"the connection to {where} is closed")
+            return ClientClosedError(where)
         return explain(error, where, self._timeout, self._base)
 
 

@@ -33,6 +33,7 @@ from rdzv_plugins.backends._tls import tls_failure
 from rdzv_plugins.config import ServerOptions, option, redact
 from rdzv_plugins.kv import (
     Capabilities,
+    ClientClosedError,
     Entry,
     KeyValueClient,
     RendezvousConnectionError,
@@ -218,7 +219,7 @@ class Client(KeyValueClient):
     def _call(self, request: Callable[[], T]) -> T:
         """The one place where the client's errors become the contract's."""
         if self._closed:
-            raise RendezvousConnectionError(f"the connection to redis at {self._shown} is closed")
+            raise ClientClosedError(f"redis at {self._shown}")
         try:
             return retry(
                 request,

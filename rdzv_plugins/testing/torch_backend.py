@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 from rdzv_plugins.backend import KeyValueBackend
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv import ClientClosedError, KeyValueClient
 from rdzv_plugins.testing.harness import Harness
 from rdzv_plugins.testing.threads import together
 
@@ -101,9 +101,9 @@ class TorchConformance(Harness):
         self, backend: RendezvousBackend, client: KeyValueClient
     ) -> None:
         client.close()
-        with pytest.raises(RendezvousConnectionError):
+        with pytest.raises(ClientClosedError):
             backend.get_state()
-        with pytest.raises(RendezvousConnectionError):
+        with pytest.raises(ClientClosedError):
             backend.set_state(b"x")
 
 

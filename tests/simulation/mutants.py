@@ -303,7 +303,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "            except RendezvousConnectionError:\n                # The others",
+                "            except (RendezvousConnectionError, RendezvousStateError):\n"
+                "                # The others",
                 "            except ZeroDivisionError:\n                # The others",
             ),
         ),
