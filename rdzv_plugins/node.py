@@ -86,9 +86,10 @@ class Node:
         self._ring = False
         # Not the first: it comes with the order to join, and a look at the leader can wait.
         self._next_beat = clock() + rules.interval
-        # As a leader: the bell as last heard, and a round that has left something behind.
+        # As a leader: the bell as last heard, and a round that has left something behind, with
+        # the seconds that it took to form.
         self._bell: Version | None = None
-        self._untidy: RoundDocument | None = None
+        self._untidy: tuple[RoundDocument, float] | None = None
 
     @property
     def document(self) -> RoundDocument | None:
@@ -287,7 +288,7 @@ class Node:
             # The leader of before waits for its bell, not for the document.
             yield Ring(self.id)
         if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
-            self._untidy = document
+            self._untidy = document, self._clock() - self._seen.forming_since
         return True
 
     def _wait(self, seconds: float | None) -> Steps:
@@ -295,9 +296,8 @@ class Node:
         if self._join_ordered:
             return  # Its driver may have given up ending waits for it before this one began.
         if self._untidy is not None:
-            released, self._untidy = self._untidy, None
+            (released, took), self._untidy = self._untidy, None
             # The round is released, to this node's own agent too: nobody waits for it.
-            took = self._clock() - seen.forming_since
             yield from tidy_up(released, took, seen.records or {}, seen.is_silent)
             return
         document = seen.document

@@ -92,7 +92,10 @@ def clean(
     conf: ConfOption = "",
     force: Annotated[bool, typer.Option(help="also while nodes beat: they will return")] = False,
 ) -> None:  # fmt: skip
-    """Delete everything of a run, so that its id can be used again at once."""
+    """Delete everything of a run, so that its id can be used again at once.
+
+    Give the run's own keep_alive_interval in --rdzv-conf: that it lives is told by its beats.
+    """
     with connect(backend, endpoint, run_id, conf) as client:
         if not force and _is_torchs(client):
             raise ValueError(f"run '{run_id}' is of handler=torch and may live: --force deletes it")
