@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from operator import contains
 from typing import Any, TypeVar
@@ -37,6 +36,7 @@ class Agent:
         self.rounds: list[RendezvousInfo] = []
         self.error: Exception | None = None
         self._quit = threading.Event()
+        self._failed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -47,7 +47,9 @@ class Agent:
                 _exchange_roles(info)
                 self.rounds.append(info)
                 while self.handler.num_nodes_waiting() == 0 and not self._quit.is_set():
-                    time.sleep(0.01)
+                    if self._failed.wait(0.01):
+                        break
+                self._failed.clear()
         except Exception as error:
             self.error = error
 
@@ -59,6 +61,10 @@ class Agent:
         info = self.rounds[-1]
         assert info.bootstrap_store_info is not None
         return info.rank, info.world_size, info.bootstrap_store_info.master_port
+
+    def fail_workers(self) -> None:
+        """Join again without having been asked to."""
+        self._failed.set()
 
     def crash(self) -> None:
         """Stop beating without a word, as kill -9 does."""

@@ -15,7 +15,6 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
-    RendezvousInfo,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
@@ -95,15 +94,9 @@ def test_shutting_down_at_a_signal_is_leaving(run: Run) -> None:
 def test_a_node_that_joins_again_takes_all_others_along(run: Run) -> None:
     agents = [run.start((2, 2)) for _ in range(2)]
     until(one_world(agents), 30)
-    joined: list[RendezvousInfo] = []
-    # As when its worker has failed: the agent does not wait to be asked.
-    thread = threading.Thread(
-        target=lambda: joined.append(agents[0].handler.next_rendezvous()), daemon=True
-    )
-    thread.start()
-    until(lambda: bool(joined), 30)
-    until(lambda: len(agents[1].rounds) == 2, 30)
-    assert joined[0].world_size == 2
+    agents[0].fail_workers()
+    until(lambda: [len(agent.rounds) for agent in agents] == [2, 2], 30)
+    until(one_world(agents), 30)
     until(run.tells("joined again"), 10)
 
 
