@@ -19,6 +19,7 @@ __all__ = [
     "EndpointOption",
     "RunOption",
     "connect",
+    "delete_run",
     "plain_console",
     "settings",
 ]
@@ -55,6 +56,15 @@ def connect(backend: str, endpoint: str, run_id: str, conf: str) -> closing[KeyV
             backend, endpoint, run_id, own, request_timeout=settings(conf).heartbeat_timeout
         )
     )
+
+
+def delete_run(client: KeyValueClient) -> int:
+    """Delete everything of the client's run; returns how many keys that was."""
+    keys = [*client.list("")]
+    client.delete_many(keys)
+    # What a store keeps besides: the deadline of a closed run must not catch the next of this id.
+    client.expire(0)
+    return len(keys)
 
 
 def plain_console() -> Console:

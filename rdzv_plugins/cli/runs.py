@@ -19,6 +19,7 @@ from rdzv_plugins.cli.options import (
     EndpointOption,
     RunOption,
     connect,
+    delete_run,
     plain_console,
     settings,
 )
@@ -103,11 +104,7 @@ def clean(
             raise ValueError(
                 f"run '{run_id}' lives: {', '.join(sorted(alive)[:4])}; close it first, or --force"
             )
-        keys = [*client.list("")]
-        client.delete_many(keys)
-        # The deadline of a run that was closed must not catch the next one of this id.
-        client.expire(0)
-        typer.echo(f"deleted {len(keys)} keys of run '{run_id}'")
+        typer.echo(f"deleted {delete_run(client)} keys of run '{run_id}'")
 
 
 def _is_torchs(client: KeyValueClient) -> bool:

@@ -17,6 +17,7 @@ from rdzv_plugins.cli.options import (
     ConfOption,
     EndpointOption,
     connect,
+    delete_run,
     plain_console,
 )
 from rdzv_plugins.config import redact
@@ -73,15 +74,9 @@ def _own_run(backend: str, endpoint: str, run_id: str, conf: str) -> Iterator[Ke
         except BaseException:
             # What went wrong is to be said, not that nothing can be deleted either.
             with suppress(RendezvousError):
-                _delete(client)
+                delete_run(client)
             raise
-        _delete(client)
-
-
-def _delete(client: KeyValueClient) -> None:
-    client.delete_many([*client.list("")])
-    # What a store keeps besides the keys.
-    client.expire(0)
+        delete_run(client)
 
 
 def _median(request: Callable[[], object]) -> str:
