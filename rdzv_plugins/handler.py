@@ -258,12 +258,12 @@ class StoreRendezvousHandler(RendezvousHandler):
                 )
             case Failure.TIMEOUT:
                 rules, patience = self._rules, self._settings.join_timeout
-                short = rules.min_nodes < rules.max_nodes and patience <= rules.last_call
+                more = ""
+                if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
+                    more = f"; last_call_timeout alone is {rules.last_call:g} s"
                 return RendezvousTimeoutError(
                     f"{run} did not complete a round of {rules.min_nodes} to {rules.max_nodes} "
-                    f"nodes within {patience:g} s"
-                    + f"; last_call_timeout alone is {rules.last_call:g} s"
-                    * short
+                    f"nodes within {patience:g} s{more}"
                 )
         return outcome.error or RendezvousStateError(f"{run} ended without an outcome")
 
