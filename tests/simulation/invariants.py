@@ -13,10 +13,11 @@ A world is *named* by each write that puts it into the store: by the one that gi
 and by those that write it back into a store that forgot.
 
 The *amnesia exception*: two hosts whose leases hold may run different worlds if the store forgot
-everything between a naming of the one world and a later naming of the other, and the one's host had
-no record in the listing that the namer of the other had last read. Participants write their records
-back within an interval, so that only a round that completes sooner than that can be the second; and
-the run must still end in one world within the bound.
+everything between a naming of the one world and a later naming of the other, and the listing that
+the namer of the other had last read did not show that the one's host runs: it had no record of the
+host, or, being stale, one from before the host confirmed. Participants write their records back
+within an interval, so that only a round that completes sooner than that, or than the staleness, can
+be the second; and the run must still end in one world within the bound.
 
 A launcher that gives up a join early, and starts another node in its place, is one of the faults
 and ends with them: where a run needs all its nodes, and each is away now and then, there may be no
@@ -107,7 +108,7 @@ class Track:
         rate: the fastest that its clock has been.
         nodes: its ``--nnodes``.
         beats, arrivals: the beats that reached the store, when each was new.
-        confirmed: namings that its record has confirmed, with the master it gave.
+        confirmed: namings that its record has confirmed, with the first record that did.
         awaits: the naming that it confirmed last, until it is given that round or gives up.
     """
 
@@ -116,7 +117,7 @@ class Track:
     evidence: Evidence = field(default_factory=Evidence)
     beats: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
-    confirmed: dict[str, str | None] = field(default_factory=dict)
+    confirmed: dict[str, NodeRecord] = field(default_factory=dict)
     awaits: tuple[str, int] | None = None
     last_round: int = -1
     world: World | None = None
@@ -125,10 +126,13 @@ class Track:
 
 @dataclass(slots=True)
 class _Named:
-    """How a world came into the store; ``epoch`` grows each time that the store forgets."""
+    """How a world came into the store; ``epoch`` grows each time that the store forgets.
+
+    ``listed`` has the beats of the records that its namer had read.
+    """
 
     epoch: int
-    listed: frozenset[str]
+    listed: Mapping[str, int]
 
 
 class Checker:
@@ -165,7 +169,7 @@ class Checker:
             if track.awaits is not None and record.wants in (Wants.JOIN, Wants.SPARE):
                 self._judge_missed(node, track, epoch)
         if record.wants is Wants.RUN and record.naming and record.naming not in track.confirmed:
-            track.confirmed[record.naming] = record.master
+            track.confirmed[record.naming] = record
             track.lease_lost = late
             track.awaits = record.naming, epoch
 
@@ -243,7 +247,7 @@ class Checker:
         if after.phase in (Phase.CONFIRMING, Phase.RUNNING) and (
             before is None or (before.round, before.participants) != world
         ):
-            naming = _Named(epoch, frozenset(evidence.seen))
+            naming = _Named(epoch, {node: it.beat for node, it in evidence.seen.items()})
             self._named.setdefault(world, []).append(naming)
         if is_new and after.phase is Phase.CONFIRMING:
             if not after.min_nodes <= len(after.participants) <= after.max_nodes:
@@ -276,7 +280,7 @@ class Checker:
                 if after.naming not in self._tracks[person].confirmed:
                     raise InvariantError("confirmed", f"{person} never saw {show(after)}")
             first = self._tracks[after.participants[0]]
-            if after.master is None or first.confirmed[after.naming] != after.master:
+            if after.master is None or first.confirmed[after.naming].master != after.master:
                 raise InvariantError(
                     "confirmed", f"{after.master} is not the master of {show(after)}"
                 )
@@ -314,8 +318,10 @@ class Checker:
     def _forgot(self, host: str, world: World, other: World) -> bool:
         """Whether ``other`` was named in ignorance of the ``host`` of ``world``."""
         first = self._named[world][0]
+        told = self._tracks[host].confirmed[self._ran[world].naming].beat
         return any(
-            later.epoch > first.epoch and host not in later.listed for later in self._named[other]
+            later.epoch > first.epoch and later.listed.get(host, told - 1) < told
+            for later in self._named[other]
         )
 
     def _judge_evidence(

@@ -39,6 +39,7 @@ FOUND = {
     (526606901873, 12): "an outage at the end of a failed join did not void what was seen before",
     (526715727811, 12): "a world that is written back is named again (stated better)",
     (526715729376, 12): "what is written back needs no last call of its own (judged wrongly)",
+    (530130200442, 12): "a stale listing from before an amnesia tells of no round (judged wrongly)",
 }
 
 
