@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -17,86 +16,12 @@ from rdzv_plugins.decisions import (
     Rules,
     SetRecord,
     Start,
-    View,
     Wait,
-    Write,
 )
 from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.protocol import decide, nodes_waiting
 
-RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=5.0)
-
-
-def record(name: str, wants: Wants = Wants.JOIN, round_: int = -1, **more: object) -> NodeRecord:
-    base = NodeRecord(
-        address=name, pid=1, beat=1, wants=wants, round=round_, min_nodes=2, max_nodes=3
-    )
-    return replace(base, **more)  # type: ignore[arg-type]
-
-
-def document(
-    phase: Phase, round_: int = 4, leader: str | None = "n1", **more: object
-) -> RoundDocument:
-    base = RoundDocument(round=round_, phase=phase, leader=leader, min_nodes=2, max_nodes=3)
-    if phase in (Phase.CONFIRMING, Phase.RUNNING):
-        base = replace(base, participants=("n1", "n2", "n3"))
-    if phase is Phase.RUNNING:
-        base = replace(base, ran=base.naming, master="n1:1")
-    return replace(base, **more)  # type: ignore[arg-type]
-
-
-def as_named(of: RoundDocument) -> RoundDocument:
-    """How a round stood when its participants confirmed it."""
-    return replace(of, phase=Phase.CONFIRMING, ran=None, master=None)
-
-
-def running(name: str, of: RoundDocument) -> NodeRecord:
-    return record(name, Wants.RUN, of.round, naming=of.naming, master=f"{name}:1")
-
-
-def view(
-    me: NodeRecord,
-    now: RoundDocument | None,
-    others: Mapping[str, NodeRecord] | None = None,
-    *,
-    joining: bool = True,
-    silent: Mapping[str, float] | None = None,
-    latest: RoundDocument | None = None,
-    **more: object,
-) -> View:
-    ages = silent or {}
-    base = View(
-        me=me.address,
-        rules=RULES,
-        record=me,
-        joining=joining,
-        document=now,
-        document_age=0.0,
-        latest=latest or now,
-        member=None,
-        confirmed=as_named(now) if now and me.naming == now.naming else None,
-        records=others,
-        leader_label=None,
-        age=lambda node: ages.get(node, 0.0),
-        silence=lambda node: ages.get(node, 0.0),
-        moved=lambda node: False,
-        minimum_age=None,
-        share=0.5,
-    )
-    return replace(base, **more)  # type: ignore[arg-type]
-
-
-def written(action: Action) -> RoundDocument:
-    assert isinstance(action, Write), action
-    return action.document
-
-
-def joining(*names: str, round_: int = -1) -> dict[str, NodeRecord]:
-    return {name: record(name, round_=round_) for name in names}
-
-
-def all_running(of: RoundDocument) -> dict[str, NodeRecord]:
-    return {name: running(name, of) for name in of.participants}
+from .views import RULES, all_running, as_named, document, joining, record, running, view, written
 
 
 class TestFirstRound:
