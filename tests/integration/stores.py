@@ -247,13 +247,17 @@ def _started(
         servers.start(kind.server, nodes=nodes, security=security) as server,
         _environment(server.environ),
     ):
-        yield RunningStore(
+        store = RunningStore(
             name=kind.name,
             backend=kind.backend,
             endpoint=server.endpoint,
             config=server.config,
             server=server,
         )
+        if kind.server == "dynamodb":
+            # It has no table yet; the first takes longer than some tests let a request take.
+            store.open("ready", request_timeout=30).close()
+        yield store
 
 
 def _absent(reason: str) -> NoReturn:
