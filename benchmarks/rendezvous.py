@@ -68,10 +68,10 @@ def host(run: Run, share: int, first: bool, start: Event, results: Any) -> None:
     # Hundreds of threads that wait for one interpreter look every 5 ms whether they may go on,
     # which is then all that is measured: 100,000 switches a second. Real nodes are one a process.
     sys.setswitchinterval(0.05)
+    handlers = [make_handler(run, first and index == 0) for index in range(share)]
     # The collector walks all that torch has imported in 0.2 s, and would do so now and then.
     gc.collect()
     gc.freeze()
-    handlers = [make_handler(run, first and index == 0) for index in range(share)]
     finished: list[tuple[float, int]] = []
     errors: list[str] = []
     go = threading.Event()
