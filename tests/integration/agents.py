@@ -71,6 +71,7 @@ class Agent:
         self._quit.set()
         self.handler._driver.stop(5)
         self.handler._ended = True
+        self.handler._release()
 
     def leave(self) -> None:
         """What happens at the exit of a process that got a SIGTERM."""

@@ -40,12 +40,16 @@ def main() -> int:
 
 
 class _Progress:
-    """A line every few seconds."""
+    """A line every few seconds, and one for each seed that fails."""
 
     def __init__(self) -> None:
         self._next = 0.0
+        self._told = 0
 
     def __call__(self, totals: Totals) -> None:
+        for result in totals.failed[self._told :]:
+            _say(f"seed {result.seed}: {result.violation}")
+        self._told = len(totals.failed)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + 5
             _say(f"{totals.seeds:,} seeds, {len(totals.failed)} failed, {totals.seconds:.0f} s")

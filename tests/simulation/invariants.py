@@ -48,8 +48,8 @@ INVARIANTS = {
     "confirmed": "a round runs only after each participant's record has said that it has seen it, "
     "and with the address that rank 0 opened for it",
     "missed": "a host that confirmed a round asks for no other, once another host was given that "
-    "round and while it runs it, unless its lease ran out or the store forgot: torch's agents, "
-    "once released, wait for each other",
+    "round and while it runs it, unless its lease ran out, the store forgot, or another world runs "
+    "too (amnesia exception above): torch's agents, once released, wait for each other",
     "readable": "what is written as the round document can be read as one",
     "rounds of a node": "a node is given rounds of growing numbers, and named only in rounds above "
     "the last one that its listed record tells of",
@@ -300,11 +300,19 @@ class Checker:
         if track.lease_lost or epoch != confirmed_in:
             return
         self.checks += 1
+        waits = None
         for other, theirs in self._tracks.items():
-            if theirs.world is not None and self._ran[theirs.world].naming == naming:
-                raise InvariantError(
-                    "missed", f"{node} asks for another round than {naming}, which {other} runs"
-                )
+            if theirs.world is None:
+                continue
+            self._judge_lease(theirs)
+            if self._ran[theirs.world].naming == naming:
+                waits = other
+            elif not theirs.lease_lost:
+                return
+        if waits:
+            raise InvariantError(
+                "missed", f"{node} asks for another round than {naming}, which {waits} runs"
+            )
 
     def _is_excused(self, node: str, mine: Track, other: str, theirs: Track) -> bool:
         assert mine.world is not None

@@ -40,6 +40,7 @@ FOUND = {
     (526715727811, 12): "a world that is written back is named again (stated better)",
     (526715729376, 12): "what is written back needs no last call of its own (judged wrongly)",
     (530130200442, 12): "a stale listing from before an amnesia tells of no round (judged wrongly)",
+    (530897903429, 12): "a world of before an amnesia is written back over a newer one (the same)",
 }
 
 
