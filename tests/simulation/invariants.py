@@ -308,7 +308,7 @@ class Checker:
             if self._ran[theirs.world].naming == naming:
                 waits = other
             elif not theirs.lease_lost:
-                return
+                return  # Two worlds at once: `given` has judged that pair.
         if waits:
             raise InvariantError(
                 "missed", f"{node} asks for another round than {naming}, which {waits} runs"
