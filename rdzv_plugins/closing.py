@@ -2,38 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from typing import Any
 
-from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Phase, RoundDocument, Wants
-from rdzv_plugins.kv import Entry
-from rdzv_plugins.steps import Chronicle, CompareAndSet, Drop, DropStores, Read, Ring, Steps
+from rdzv_plugins.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    Cause,
+    CorruptDocumentError,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Wants,
+)
+from rdzv_plugins.kv import Entry, Version
+from rdzv_plugins.steps import (
+    Chronicle,
+    CompareAndSet,
+    Drop,
+    DropStores,
+    Expire,
+    PutTombstone,
+    Read,
+    ReadTombstone,
+    Request,
+    Ring,
+    Steps,
+)
 
-__all__ = ["close_run", "tidy_up"]
+__all__ = ["close_run", "let_expire", "tidy_up"]
 
 _MEMBERS_IN_HISTORY = 16
 
 
-def close_run(node_id: str, latest: RoundDocument, reason: str) -> Steps:
-    """Close a run, whatever its state. Rule 14.
+def close_run(
+    node_id: str,
+    latest: RoundDocument | None,
+    outcome: Outcome,
+    why: str,
+    sweep_after: float,
+    *,
+    members_only: bool = True,
+) -> Generator[Request, Any, bool]:
+    """Close a run, whatever its state, and let its keys expire. Rule 14.
 
     Args:
         node_id: who closes.
-        latest: what to close where there is no document.
-        reason: for people.
+        latest: the run that is meant, as this node last saw it: no other run of its id is closed,
+            and this one also where the store has forgotten it. None: whatever run is there.
+        why: for people.
+        sweep_after: seconds that its keys stay.
+        members_only: only if the node is in the round, or was in the last one.
+
+    Returns:
+        Whether the run is closed, by this node or another.
     """
     entry: Entry | None = yield Read(STATE_KEY)
-    written = False
-    while not written:
-        document = RoundDocument.decode(entry.value) if entry else latest
-        if document.phase is Phase.CLOSED:
-            return
-        closed = replace(document, phase=Phase.CLOSED, reason=reason)
+    while True:
+        document = _readable(entry, latest)
+        if document is None and latest is not None:
+            if (yield ReadTombstone(latest.incarnation)):
+                return True
+            document = latest
+        if document is None or (latest is not None and not document.is_of(latest)):
+            return False
+        if document.closed:
+            return True
+        if members_only and not document.names(node_id):
+            return False
+        closed = replace(document, phase=Phase.CLOSED, outcome=outcome, cause=Cause(note=why))
         expected = entry.version if entry else None
         entry, written = yield CompareAndSet(STATE_KEY, closed.encode(), expected)
+        if written:
+            break
     # Joiners wait for the document; the leader waits for its bell.
     yield Ring(node_id)
     yield Chronicle(closed, 0.0, ())
+    yield from let_expire(closed, entry.version, sweep_after)
+    return True
+
+
+def _readable(entry: Entry | None, latest: RoundDocument | None) -> RoundDocument | None:
+    """The document; None where there is none, or where it is damaged and a valid one is known."""
+    try:
+        return RoundDocument.decode(entry.value) if entry else None
+    except CorruptDocumentError:
+        if latest is None:
+            raise
+        return None
+
+
+def let_expire(closed: RoundDocument, version: Version | None, sweep_after: float) -> Steps:
+    """Free the id of a closed run after ``sweep_after`` seconds, once.
+
+    The tombstone first: from the sweep on only it tells a node that comes back that its run ended.
+    """
+    yield PutTombstone(closed)
+    yield Expire(sweep_after)
+    done = replace(closed, expires=True)
+    yield CompareAndSet(STATE_KEY, done.encode(), version)
 
 
 def tidy_up(
@@ -53,11 +122,11 @@ def tidy_up(
     first = runs.participants[:_MEMBERS_IN_HISTORY]
     members = tuple(records[node].label for node in first if node in records)
     yield Chronicle(runs, seconds, members)
-    yield DropStores(runs.round)
+    yield DropStores(runs.incarnation, runs.round)
     dead = [
         node
         for node, record in records.items()
-        if node not in runs.ranks and (record.wants is Wants.LEFT or is_silent(node))
+        if node not in runs.ranks and (record.wants in (Wants.LEFT, Wants.DONE) or is_silent(node))
     ]
     if dead:
         yield Drop(tuple(NODES_PREFIX + node for node in dead))

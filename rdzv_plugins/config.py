@@ -67,8 +67,13 @@ class Settings:
     rank_order              natural natural (by address, node2 before node10), stable (survivors
                                     keep their order, newcomers follow) or hint (by ``rank``)
     rank                    none    this node's place for rank_order=hint, e.g. $SLURM_NODEID
+    rejoin_timeout          600     seconds within which a node of the last round that lives must
+                                    ask for the next, or the others go on without it; a tenth where
+                                    they fill the round; never over 0.8 x join_timeout
     closed_ttl              60      seconds after which the id of a closed run can be used again;
                                     never before the lease is over
+    abandoned_ttl           3600    seconds after which the keys of a run end that nobody leads any
+                                    more; never under four leases
     handler                 rdzv    rdzv (this package's) or torch (torch's own over this backend,
                                     without restart_on_loss, rank_order and rank)
     ======================= ======= ===============================================================
@@ -84,7 +89,9 @@ class Settings:
     restart_on_loss: bool = option(True)
     rank_order: str = option("natural", choices=("natural", "stable", "hint"))
     rank: int | None = option(None, least=0)
+    rejoin_timeout: float = option(600.0, least=0.001)
     closed_ttl: float = option(60.0, least=0)
+    abandoned_ttl: float = option(3600.0, least=1)
     handler: str = option("rdzv", choices=("rdzv", "torch"))
 
     @property

@@ -9,7 +9,9 @@ from typing import TypeAlias
 from rdzv_plugins.documents import NodeRecord, RoundDocument, Wants
 
 __all__ = [
+    "Abdicate",
     "Action",
+    "AskTombstone",
     "Confirm",
     "Fail",
     "Failure",
@@ -25,7 +27,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings of a run that its protocol depends on; times in seconds."""
+    """The settings of a run that its protocol depends on; times in seconds.
+
+    Attributes:
+        request: the longest that a request to the store takes, its retries included.
+        rejoin: how long a participant that lives may take to ask for the next round.
+        sweep_after: how long the keys of a closed run stay.
+        abandoned: how long the keys of a run stay that nobody leads any more.
+    """
 
     min_nodes: int
     max_nodes: int
@@ -34,6 +43,10 @@ class Rules:
     last_call: float
     restart_on_loss: bool = True
     rank_order: str = "natural"
+    request: float = 5.0
+    rejoin: float = 480.0
+    sweep_after: float = 60.0
+    abandoned: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +57,26 @@ class View:
         me: this node's id.
         record: this node's record as it last wrote it.
         joining: an agent waits for a round; False: its workers run, or it has not asked yet.
-        document: the document as last read; None: there is none.
+        document: the document as last read; None: there is none, or nobody can read it.
         document_age: seconds since ``document`` was first seen as it is.
-        latest: the document of the highest place that this node has seen.
-        member: the round that the agent runs in.
+        round_age: seconds since its round was first seen.
+        latest: the document of the highest place that this node has seen of its run.
+        asked_tombstone: the incarnation that was last looked for among those that ended, and had
+            not; None since ``document`` was last as it should be.
+        own: the incarnation in which this node was named last.
+        member: the round that the agent runs in, or ran in last.
         confirmed: the round that this node last said it has seen, as it stood then.
         records: all nodes' records, read after ``document``; None: not read.
-        leader_label: the leader's name for people; None: its record was not read.
+        leader: the leader's record as this node, which does not lead, last read it.
         age: seconds that a node's beat is known to have stood still, by this node's clock.
         silence: seconds since a node's beat was last seen to move; another look may end it.
         moved: whether a node's beat has moved since this node began to watch it.
+        idle_age, idle_silence: the same of the leader's looks at all records.
+        listing_age: seconds since this node, as the leader, last read all records.
+        abdicated: this node led and could not read all records for a lease.
         minimum_age: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
         share: this node's random share of an interval, in [0, 1).
+        fresh: an incarnation, should this node found a run.
     """
 
     me: str
@@ -64,16 +85,31 @@ class View:
     joining: bool
     document: RoundDocument | None
     document_age: float
+    round_age: float
     latest: RoundDocument | None
+    asked_tombstone: str | None
+    own: str | None
     member: RoundDocument | None
     confirmed: RoundDocument | None
     records: Mapping[str, NodeRecord] | None
-    leader_label: str | None
+    leader: NodeRecord | None
     age: Callable[[str], float]
     silence: Callable[[str], float]
     moved: Callable[[str], bool]
+    idle_age: float
+    idle_silence: float
+    listing_age: float
+    abdicated: bool
     minimum_age: float | None
     share: float
+    fresh: str
+
+    def lease(self, node: str) -> float:
+        """Each node is judged by its own lease, as its record says."""
+        record = self.records.get(node) if self.records is not None else None
+        if record is None and self.document is not None and node == self.document.leader:
+            record = self.leader
+        return self.rules.lease if record is None else record.lease
 
 
 class Failure:
@@ -97,6 +133,7 @@ class SetRecord:
     """Write this node's record; ``ring`` tells the leader."""
 
     wants: Wants
+    incarnation: str | None
     round: int
     ring: bool = True
 
@@ -105,8 +142,7 @@ class SetRecord:
 class Confirm:
     """Say in this node's record that it has seen its rank; rank 0 opens MASTER_PORT first."""
 
-    round: int
-    naming: str
+    document: RoundDocument
     is_master: bool
 
 
@@ -126,7 +162,21 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class ListRecords:
-    """Read the document again, then all records: this node leads and must know them."""
+    """Read the document again, then all records: this node leads, or must know who lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskTombstone:
+    """Look whether the run that this node remembers has ended."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abdicate:
+    """Compare-and-set the document to one without a leader: this node cannot lead."""
+
+    document: RoundDocument
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +187,6 @@ class Wait:
     minimum_reached: bool = False
 
 
-Action: TypeAlias = Write | SetRecord | Confirm | Start | Fail | ListRecords | Wait
+Action: TypeAlias = (
+    Write | SetRecord | Confirm | Start | Fail | ListRecords | AskTombstone | Abdicate | Wait
+)

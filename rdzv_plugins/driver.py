@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 from rdzv_plugins import history, steps
 from rdzv_plugins.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.node import Node
+from rdzv_plugins.tombstones import Tombstones
 
 __all__ = ["Driver", "carry_out", "perform"]
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # After an error that nobody foresaw the node starts over; not in a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
+# A TCPStore is open within a few milliseconds, unless name resolution hangs.
+_MASTER_SECONDS = 0.05
 
 
 class Driver:
@@ -28,15 +32,23 @@ class Driver:
     Args:
         node: whose requests are carried out.
         client: the run's namespace; the driver does not close it.
-        open_master: opens a TCPStore and returns its ``address:port``; raises what it raises.
+        tombstones: of the run's id.
+        open_master: opens a TCPStore for the round of a naming and returns its ``address:port``;
+            called in a thread of its own. `RendezvousStateError`: it is of no use to try again.
         name: of the thread.
     """
 
     def __init__(
-        self, node: Node, client: KeyValueClient, open_master: Callable[[], str], name: str
+        self,
+        node: Node,
+        client: KeyValueClient,
+        tombstones: Tombstones,
+        open_master: Callable[[str], str],
+        name: str,
     ) -> None:
         self._node = node
         self._client = client
+        self._tombstones = tombstones
         self._open_master = open_master
         self._name = name
         self._thread: threading.Thread | None = None
@@ -55,7 +67,7 @@ class Driver:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 
         One caller at a time. It only waits: torch raises an exception in it at a signal, which a
-        store's client might swallow.
+        store's client might swallow. Whatever ends the wait early withdraws the join.
         """
         self._outcome = None
         self._node.order_join()
@@ -64,10 +76,20 @@ class Driver:
             self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
             self._thread.start()
         else:
-            self._nudge_until(lambda: not self._node.join_ordered, time.monotonic() + 5)
-        with self._delivered:
-            self._delivered.wait_for(lambda: self._outcome or self._stopping.is_set())
+            self._nudge_until(lambda: not self._node.ordered, time.monotonic() + 5)
+        try:
+            with self._delivered:
+                self._delivered.wait_for(lambda: self._outcome or self._stopping.is_set())
+        except BaseException:
+            self._node.order_withdrawal()
+            self._nudge_until(lambda: not self._node.ordered, time.monotonic() + 1)
+            raise
         return self._outcome or steps.Outcome()
+
+    def report_done(self) -> None:
+        """The workers of this node succeeded."""
+        self._node.report_done()
+        self._nudge()
 
     def stop(self, seconds: float) -> None:
         """End the thread; after ``seconds`` it is left to end by itself."""
@@ -80,11 +102,15 @@ class Driver:
         # An interrupt may come just before the thread parks, and then wakes nobody: repeat it.
         pause = 0.001
         while not done() and time.monotonic() < deadline:
-            self._nudged.set()
-            self._client.interrupt()
+            self._nudge()
             if self._thread is not None:
                 self._thread.join(pause) if self._stopping.is_set() else time.sleep(pause)
             pause = min(2 * pause, 0.1)
+
+    def _nudge(self) -> None:
+        """End the thread's `Park` or `Rest`, and whatever else waits in the store."""
+        self._nudged.set()
+        self._client.interrupt()
 
     def _live(self) -> None:
         while not self._stopping.is_set():
@@ -97,6 +123,7 @@ class Driver:
 
     def _drive(self, life: steps.Steps) -> None:
         request = next(life)
+        waiting = 0
         while not self._stopping.is_set():
             try:
                 answer = self._perform(request)
@@ -105,20 +132,42 @@ class Driver:
             else:
                 self._note_success(request)
                 request = life.send(answer)
+            if self._node.waiting and not waiting:
+                # The round is over: the agent may wait in its c10d store for those that are gone.
+                self._client.interrupt()
+            waiting = self._node.waiting
 
     def _perform(self, request: steps.Request) -> Any:
         match request:
             case steps.Deliver(outcome):
                 return self._deliver(outcome)
-            case steps.OpenMaster():
-                return self._open_master()
+            case steps.OpenMaster(naming):
+                return self._begin_to_open_master(naming)
+            case steps.Tell(_, text):
+                return log.warning("%s", text)
             case steps.Rest(seconds, because):
                 if because is not None:
                     self._note_failure(because)
                 self._nudged.clear()
                 self._nudged.wait(seconds)
                 return None
-        return perform(self._client, request)
+        return perform(self._client, self._tombstones, request)
+
+    def _begin_to_open_master(self, naming: str) -> None:
+        tried, late = threading.Event(), threading.Event()
+
+        def open_it() -> None:
+            try:
+                self._node.master_opened(naming, self._open_master(naming), None)
+            except Exception as error:
+                self._node.master_opened(naming, None, error)
+            tried.set()
+            if late.is_set():
+                self._nudge()
+
+        threading.Thread(target=open_it, name=f"{self._name}-master", daemon=True).start()
+        if not tried.wait(_MASTER_SECONDS):
+            late.set()
 
     def _deliver(self, outcome: steps.Outcome) -> None:
         with self._delivered:
@@ -143,7 +192,7 @@ class Driver:
         self._outage_since = None
 
 
-def perform(client: KeyValueClient, request: steps.Request) -> Any:
+def perform(client: KeyValueClient, tombstones: Tombstones, request: steps.Request) -> Any:
     """One request, one call on the store: the only place that knows both sides."""
     match request:
         case steps.Park(key, version, seconds):
@@ -163,26 +212,39 @@ def perform(client: KeyValueClient, request: steps.Request) -> Any:
             return client.list(prefix)
         case steps.Drop(keys):
             return client.delete_many(keys)
-        case steps.DropStores(before):
-            return client.delete_many(_stores(client, before))
+        case steps.DropStores(incarnation, before):
+            return client.delete_many(_stores(client, incarnation, before))
+        case steps.Expire(seconds):
+            return client.expire(seconds)
+        case steps.PutTombstone(document):
+            return tombstones.put(document)
+        case steps.ReadTombstone(incarnation):
+            return tombstones.get(incarnation)
         case steps.Chronicle(document, seconds, members):
             return history.append(client, document, seconds, members)
     raise TypeError(f"{request!r} is not for a store")
 
 
-def carry_out(client: KeyValueClient, work: steps.Steps) -> None:
+def carry_out(
+    client: KeyValueClient, tombstones: Tombstones, work: Generator[steps.Request, Any, T]
+) -> T:
     """Drive ``work`` to its end in the calling thread; raises what a request raises."""
     answer: Any = None
-    with contextlib.suppress(StopIteration):
-        while True:
-            answer = perform(client, work.send(answer))
+    while True:
+        try:
+            request = work.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        answer = perform(client, tombstones, request)
 
 
-def _stores(client: KeyValueClient, before: int) -> list[str]:
-    """The keys of the c10d stores of rounds below ``before``."""
+def _stores(client: KeyValueClient, incarnation: str, before: int) -> list[str]:
+    """The keys of the c10d stores but those of this incarnation's rounds from ``before`` on."""
     keys = []
     for key in client.list(STORE_PREFIX):
-        number = key.removeprefix(STORE_PREFIX).partition("/")[0]
-        if number.isdecimal() and int(number) < before:
+        run, _, rest = key.removeprefix(STORE_PREFIX).partition("/")
+        number = rest.partition("/")[0]
+        if run != incarnation or (number.isdecimal() and int(number) < before):
             keys.append(key)
     return keys

@@ -9,15 +9,16 @@ import random
 import secrets
 import socket
 import sys
+import threading
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -25,25 +26,48 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from rdzv_plugins import steps
 from rdzv_plugins.addresses import node_address, store_hosts
+from rdzv_plugins.agent_store import AgentStore
 from rdzv_plugins.backends import BACKENDS, open_client
 from rdzv_plugins.closing import close_run
 from rdzv_plugins.config import Settings, option_names, parse_options, redact
 from rdzv_plugins.decisions import Failure, Rules
-from rdzv_plugins.documents import STATE_KEY, STORE_PREFIX, NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    Cause,
+    Names,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Wants,
+    store_prefix,
+)
 from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.listing import readable
 from rdzv_plugins.node import Node
 from rdzv_plugins.retry import retry, store_is_away
-from rdzv_plugins.steps import Outcome
-from rdzv_plugins.store import KeyValueStore
+from rdzv_plugins.signals import SignalWatch
+from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
 
-__all__ = ["StoreRendezvousHandler", "create_handler"]
+__all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
 log = logging.getLogger(__name__)
 
 # How long shutdown waits for a thread that hangs in a request to a store that does not answer.
 _STOP_SECONDS = 2.0
+# How long the exit of the process waits for a farewell that is under way.
+_FAREWELL_SECONDS = 10.0
+
+_LOOPBACK = "127.0.0.1"
+# How long a TCPStore may take to open, at least: where DNS does not answer, it takes 5 to 10.
+_MASTER_SECONDS = 30.0
+
+# torch's own default for --rdzv-id (torch.distributed.run); whoever names none shares it.
+_DEFAULT_RUN_ID = "none"
 
 
 class StoreRendezvousHandler(RendezvousHandler):
@@ -51,6 +75,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     Args:
         client: the run's namespace; the handler owns it and closes it.
+        tombstones: of the run's id.
         run_id: as in ``--rdzv-id``.
         rules: the run's settings.
         settings: the handler's options.
@@ -60,17 +85,21 @@ class StoreRendezvousHandler(RendezvousHandler):
     def __init__(
         self,
         client: KeyValueClient,
+        tombstones: Tombstones,
         run_id: str,
         rules: Rules,
         settings: Settings,
         address: str,
     ) -> None:
         self._client = client
+        self._tombstones = tombstones
         self._run_id = run_id
         self._rules = rules
         self._settings = settings
         self._address = address
-        self._server: TCPStore | None = None
+        self._servers: dict[str, TCPStore] = {}
+        self._store: AgentStore | None = None
+        self._pid = os.getpid()
         record = NodeRecord(
             address=address,
             pid=os.getpid(),
@@ -79,24 +108,35 @@ class StoreRendezvousHandler(RendezvousHandler):
             round=-1,
             min_nodes=rules.min_nodes,
             max_nodes=rules.max_nodes,
+            interval=rules.interval,
+            lease=rules.lease,
             rank=settings.rank,
         )
         self._node = Node(
-            # 40 random bits: two of 4,096 nodes share one in 1 of 130,000 runs.
-            secrets.token_hex(5),
+            secrets.token_hex(8),
             record,
             rules,
             settings.join_timeout,
             time.monotonic,
             random.Random(secrets.randbits(64)),
         )
-        self._driver = Driver(self._node, client, self._open_master, f"rdzv-{run_id}")
+        name = f"rdzv-{run_id}"
+        self._driver = Driver(self._node, client, tombstones, self._open_master, name)
+        self._ending = threading.Lock()
         self._ended = False
+        self._gone = threading.Event()
         # torch's launcher does not call shutdown() after a signal, lest it close the run; but the
         # others must not wait for this node's lease. Weak, or the handler would never be freed.
         itself = weakref.ref(self)
         self._at_exit = lambda: handler._leave() if (handler := itself()) is not None else None
         atexit.register(self._at_exit)
+        self._signals = SignalWatch(self._at_exit, f"{name}-signals")
+        if run_id == _DEFAULT_RUN_ID:
+            log.warning(
+                "the run id is '%s', torch's default: every job on this store that has none is in "
+                "the same run. Give each job an --rdzv-id of its own",
+                run_id,
+            )
 
     def get_backend(self) -> str:
         return self._client.name
@@ -114,90 +154,135 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: the run is closed.
-            RendezvousGracefulExitError: the run was closed while this node was a spare.
+            SystemExit: with status 0; the run ended while this node was a spare. torch's own
+                `RendezvousGracefulExitError` makes its `launch_agent` fail with AttributeError.
             RendezvousTimeoutError: no round within ``join_timeout``.
             RendezvousConnectionError: the store was away for as long.
             RendezvousStateError: the round document is unreadable, or the run was started with
                 another ``--nnodes``.
         """
-        outcome = Outcome() if self._ended else self._driver.join()
+        if self._ended:
+            raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
+        self._signals.renew()
+        outcome = self._driver.join()
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         document = outcome.document
         if document is None:
             raise self._explain(outcome)
+        self._servers = {
+            naming: server for naming, server in self._servers.items() if naming == document.naming
+        }
         rank, world_size = document.ranks[self._node.id], len(document.participants)
         address, _, port = (document.master or "").rpartition(":")
         log.info(
             "run '%s', round %d: rank %d of %d (%s)",
             self._run_id, document.round, rank, world_size, document.reason,
         )  # fmt: skip
-        return RendezvousInfo(
-            KeyValueStore(self._client, f"{STORE_PREFIX}{document.round}/"),
+        if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
+            self._name_the_others(document)
+        self._store = AgentStore(
+            self._client,
+            store_prefix(document.incarnation, document.round),
             rank,
             world_size,
-            RendezvousStoreInfo(address, int(port)),
+            is_over=lambda: self._ended or self._node.waiting > 0,
+            on_done=self._driver.report_done,
+        )
+        return RendezvousInfo(
+            self._store, rank, world_size, RendezvousStoreInfo(address, int(port))
         )
 
     def num_nodes_waiting(self) -> int:
         """Above 0 when the agent should join again; from memory, without I/O. Never raises."""
+        # torch installs its handlers of signals when its workers start, after next_rendezvous().
+        self._signals.renew()
         return self._node.waiting
 
     def is_closed(self) -> bool:
         latest = self._node.latest
         if self._driver.running and latest is not None:
-            return latest.phase is Phase.CLOSED
+            return latest.closed
         entry = self._client.get(STATE_KEY)
-        return entry is not None and RoundDocument.decode(entry.value).phase is Phase.CLOSED
+        return entry is not None and RoundDocument.decode(entry.value).closed
 
     def set_closed(self) -> None:
-        """Close the run for all nodes; raises `RendezvousConnectionError` after close_timeout."""
+        """Close the run for all nodes; raises `RendezvousConnectionError` after close_timeout.
+
+        Another run that has taken the id meanwhile is left alone.
+        """
         never_seen = RoundDocument(
+            incarnation=secrets.token_hex(8),
             round=0,
             phase=Phase.FORMING,
             leader=None,
             min_nodes=self._rules.min_nodes,
             max_nodes=self._rules.max_nodes,
         )
-        reason = f"closed by {self._node.record.label}"
 
         def close() -> None:
-            latest = self._node.latest or never_seen
-            carry_out(self._client, close_run(self._node.id, latest, reason))
-            self._client.expire(self._settings.sweep_after)
+            latest = self._node.latest
+            if latest is None and self._client.get(STATE_KEY) is None:
+                latest = never_seen
+            self._close(latest, Outcome.CLOSED, "closed", members_only=False)
 
         retry(close, timeout=self._settings.close_timeout, passing=store_is_away)
 
     def shutdown(self) -> bool:
         """End this node; closes the run if this node is in it, as torch's handler does.
 
-        A node that is in no round only leaves: that it was refused, timed out or was replaced is
-        no reason to end the run of the others. So does one that got a signal: its launcher means
-        to take it away, but the agent of torch 2.6 calls this then too; later ones do not.
+        Called while an exception is raised, as torch's launcher does when the agent failed, it
+        closes the run as failed, and the other agents end too. A node that is in no round only
+        leaves: that it was refused, timed out or was replaced is no reason to end the run of the
+        others. So does one whose workers succeeded while others still work, and one that got a
+        signal: its launcher means to take it away, but the agent of torch 2.6 calls this then too.
         Returns False if the store could not be told.
         """
-        if self._ended:
-            return True
-        if not self._node.in_round or isinstance(sys.exception(), SignalException):
+        error = sys.exception()
+        waits_for_others = self._node.done and not (self._store and self._store.all_done)
+        only_leaves = isinstance(error, SignalException) or waits_for_others
+        if only_leaves or not self._node.in_round:
             return self._leave()
-        self._stop()
-        try:
-            self.set_closed()
+        if not self._begin_to_end():
             return True
-        except (RendezvousConnectionError, RendezvousStateError) as error:
-            log.warning("run '%s' could not be closed: %s", self._run_id, error)
+        outcome = Outcome.SUCCEEDED if error is None else Outcome.FAILED
+        why = "its workers succeeded" if error is None else "its agent failed"
+
+        def close() -> bool:
+            return self._close(self._node.latest, outcome, why, members_only=True)
+
+        try:
+            timeout = self._settings.close_timeout
+            if not retry(close, timeout=timeout, passing=store_is_away):
+                # It was replaced meanwhile.
+                carry_out(self._client, self._tombstones, self._node.farewell())
+            return True
+        except (RendezvousConnectionError, RendezvousStateError) as failure:
+            log.warning("run '%s' could not be closed: %s", self._run_id, failure)
             return False
         finally:
             self._release()
 
+    def _close(
+        self, latest: RoundDocument | None, outcome: Outcome, why: str, *, members_only: bool
+    ) -> bool:
+        work = close_run(
+            self._node.id,
+            latest,
+            outcome,
+            f"{why}: closed by {self._node.record.label}",
+            self._settings.sweep_after,
+            members_only=members_only,
+        )
+        return carry_out(self._client, self._tombstones, work)
+
     def _leave(self) -> bool:
         """Tell the others that this node is gone, without closing the run."""
-        if self._ended:
+        if not self._begin_to_end():
             return True
-        self._stop()
         try:
-            if self._node.latest is None or self._node.latest.phase is not Phase.CLOSED:
-                carry_out(self._client, self._node.farewell())
+            if self._node.latest is None or not self._node.latest.closed:
+                carry_out(self._client, self._tombstones, self._node.farewell())
             return True
         except (RendezvousConnectionError, RendezvousStateError) as error:
             log.warning("this node could not announce that it leaves: %s", error)
@@ -205,49 +290,85 @@ class StoreRendezvousHandler(RendezvousHandler):
         finally:
             self._release()
 
-    def _stop(self) -> None:
-        self._ended = True
+    def _begin_to_end(self) -> bool:
+        """Stop the node; False if another thread ends it, after waiting for that, or has."""
+        if os.getpid() != self._pid:
+            return False  # A forked child has a copy of this object, and no node.
+        with self._ending:
+            first, self._ended = not self._ended, True
+        if not first:
+            self._gone.wait(_FAREWELL_SECONDS)
+            return False
         atexit.unregister(self._at_exit)
         self._driver.stop(_STOP_SECONDS)
+        return True
 
     def _release(self) -> None:
         self._client.close()
-        self._server = None
+        self._servers.clear()
+        self._signals.release()
+        self._gone.set()
 
-    def _open_master(self) -> str:
+    def _name_the_others(self, document: RoundDocument) -> None:
+        """Say who is in the run, where its id does not tell one job from another."""
+        try:
+            entries = self._client.list(NODES_PREFIX)
+        except RendezvousConnectionError:
+            return
+        found = (readable(entries.get(NODES_PREFIX + node)) for node in document.participants)
+        labels = [record.label for record in found if record is not None]
+        shown = Names().plus(labels)
+        log.warning(
+            "run '%s', of which any job may be part, has these nodes: %s", self._run_id, shown
+        )
+
+    def _open_master(self, naming: str) -> str:
         """A fresh TCPStore for each round: workers of two rounds must never meet in one.
 
-        torch's workers connect to MASTER_PORT without a prefix per round.
+        torch's workers connect to MASTER_PORT without a prefix per round. Called in a thread that
+        may hang: c10d looks up the name of each address that it dials, for a line of its log.
         """
-        self._server = None
         if not self.use_agent_store:
             return f"{self._address}:{_free_port()}"
         try:
-            self._server = TCPStore(
-                host_name=self._address,
+            server = TCPStore(
+                # It listens on all addresses. Itself it dials here, whose name is no matter of DNS.
+                host_name=_LOOPBACK,
                 port=0,
                 is_master=True,
                 wait_for_workers=False,
-                # It dials itself, and by default keeps trying for minutes in which nobody beats.
-                timeout=timedelta(seconds=self._settings.heartbeat_timeout),
+                timeout=timedelta(seconds=max(_MASTER_SECONDS, self._rules.lease)),
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise RendezvousStateError(
-                f"cannot open a TCPStore on '{self._address}' ({error}); name an address of this "
-                "host with --local-addr"
+            raise RendezvousConnectionError(f"cannot open a TCPStore ({error})") from error
+        try:
+            # As the others will.
+            socket.create_connection((self._address, server.port), self._rules.request).close()
+        except (OSError, UnicodeError) as error:
+            passing = isinstance(error, TimeoutError) or (
+                isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+            )
+            kind = RendezvousConnectionError if passing else RendezvousStateError
+            raise kind(
+                f"cannot reach the TCPStore of this host at '{self._address}:{server.port}' "
+                f"({error}); name an address of this host with --local-addr"
             ) from error
-        return f"{self._address}:{self._server.port}"
+        self._servers[naming] = server
+        return f"{self._address}:{server.port}"
 
-    def _explain(self, outcome: Outcome) -> Exception:
+    def _explain(self, outcome: steps.Outcome) -> BaseException:
         run = f"run '{self._run_id}'"
+        latest = self._node.latest
         match outcome.failure:
-            case Failure.CLOSED:
+            case Failure.SPARE_CLOSED if latest is None or latest.outcome is not Outcome.FAILED:
+                log.info("%s ended while this node was a spare", run)
+                return SystemExit(0)
+            case Failure.CLOSED | Failure.SPARE_CLOSED:
+                why = f" ({latest.reason})" if latest is not None and latest.reason else ""
                 return RendezvousClosedError(
-                    f"{run} is closed; its id can be used again after closed_ttl "
+                    f"{run} is closed{why}; its id can be used again after closed_ttl "
                     f"({self._settings.sweep_after:g} s)"
                 )
-            case Failure.SPARE_CLOSED:
-                return RendezvousGracefulExitError(f"{run} ended while this node was a spare")
             case Failure.MISMATCH:
                 document = self._node.document
                 theirs = f"{document.min_nodes}:{document.max_nodes}" if document else "others"
@@ -263,9 +384,15 @@ class StoreRendezvousHandler(RendezvousHandler):
                     more = f"; last_call_timeout alone is {rules.last_call:g} s"
                 return RendezvousTimeoutError(
                     f"{run} did not complete a round of {rules.min_nodes} to {rules.max_nodes} "
-                    f"nodes within {patience:g} s{more}"
+                    f"nodes within {patience:g} s{self._whom_it_misses()}{more}"
                 )
         return outcome.error or RendezvousStateError(f"{run} ended without an outcome")
+
+    def _whom_it_misses(self) -> str:
+        document = self._node.document
+        cause = document.cause if document is not None else Cause()
+        missed = [f"{name} {names}" for name in ("lost", "left") if (names := getattr(cause, name))]
+        return f"; missing since the last round: {', '.join(missed)}" if missed else ""
 
 
 def _free_port() -> int:
@@ -285,32 +412,52 @@ def create_handler(backend: str, params: RendezvousParameters) -> RendezvousHand
     settings = parse_options(Settings, params.config, os.environ, also_allowed=store_options)
     own = option_names(Settings)
     rest = {name: value for name, value in params.config.items() if name not in own}
-    client = open_client(
-        backend, params.endpoint, params.run_id, rest, request_timeout=settings.heartbeat_timeout
+    open_run = partial(
+        open_client,
+        backend,
+        params.endpoint,
+        config=rest,
+        request_timeout=settings.heartbeat_timeout,
     )
+    client = open_run(params.run_id)
     log.debug("connected to %s at '%s'", backend, redact(params.endpoint))
     try:
-        return _over(client, backend, params, settings)
+        tombstones = Tombstones(partial(open_run, tombstone_run_id(params.run_id)))
+        return _over(client, tombstones, backend, params, settings)
     except BaseException:
         client.close()
         raise
 
 
 def _over(
-    client: KeyValueClient, backend: str, params: RendezvousParameters, settings: Settings
+    client: KeyValueClient,
+    tombstones: Tombstones,
+    backend: str,
+    params: RendezvousParameters,
+    settings: Settings,
 ) -> RendezvousHandler:
     if settings.handler == "torch":
         from rdzv_plugins.torch_handler import create_torch_handler
 
         return create_torch_handler(backend, params, settings, client)
-    rules = Rules(
-        min_nodes=params.min_nodes,
-        max_nodes=params.max_nodes,
+    rules = rules_of(settings, params.min_nodes, params.max_nodes)
+    address = node_address(params.local_addr, store_hosts(params.endpoint))
+    return StoreRendezvousHandler(client, tombstones, params.run_id, rules, settings, address)
+
+
+def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
+    """What the protocol needs to know of the handler's options."""
+    return Rules(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
         lease=settings.lease,
         interval=settings.keep_alive_interval,
         last_call=settings.last_call_timeout,
         restart_on_loss=settings.restart_on_loss,
         rank_order=settings.rank_order,
+        request=settings.heartbeat_timeout,
+        # Before those that wait for it time out.
+        rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
+        sweep_after=settings.sweep_after,
+        abandoned=max(settings.abandoned_ttl, 4 * settings.lease),
     )
-    address = node_address(params.local_addr, store_hosts(params.endpoint))
-    return StoreRendezvousHandler(client, params.run_id, rules, settings, address)

@@ -12,6 +12,7 @@ from rdzv_plugins.kv import KeyValueClient
 __all__ = ["Row", "append", "read"]
 
 _LONGEST = 50
+_NAMED = ("lost", "left", "failed", "joined", "evicted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,9 @@ class Row:
         seconds: from the round's first document until it ran.
         nodes: how many nodes were in it.
         members: names of the first of them, in rank order.
+        reason: why, in words.
+        lost, left, failed, joined, evicted: why, by nodes; see `documents.Cause`.
+        outcome: of the run, where this is its closing.
     """
 
     round: int
@@ -32,6 +36,12 @@ class Row:
     nodes: int
     members: tuple[str, ...]
     reason: str
+    lost: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
+    outcome: str | None = None
 
 
 def append(
@@ -46,6 +56,8 @@ def append(
         nodes=len(document.participants),
         members=members,
         reason=document.reason,
+        **{name: getattr(document.cause, name).first for name in _NAMED},
+        outcome=document.outcome,
     )
     rows = [asdict(item) for item in [*read(client), row]][-_LONGEST:]
     client.put(HISTORY_KEY, json.dumps(rows, separators=(",", ":")).encode())
@@ -56,6 +68,9 @@ def read(client: KeyValueClient) -> list[Row]:
     entry = client.get(HISTORY_KEY)
     try:
         items = json.loads(entry.value) if entry else []
-        return [Row(**{**item, "members": tuple(item["members"])}) for item in items]
+        named = ("members", *_NAMED)
+        return [
+            Row(**{**item, **{name: tuple(item.get(name, ())) for name in named}}) for item in items
+        ]
     except (ValueError, TypeError, KeyError):
         return []

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from rdzv_plugins.decisions import Action, ListRecords, View, Wait, Write
-from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.documents import Cause, NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.ranks import order_ranks
 
 __all__ = ["lead", "next_round", "without"]
 
-_NAMES_IN_A_REASON = 4
+# A participant that does not ask for the next round is waited for so much shorter where the others
+# fill a round without it.
+_SPARES_SUFFICE = 0.1
 
 
 def lead(view: View, document: RoundDocument) -> Action:
@@ -30,12 +32,11 @@ def lead(view: View, document: RoundDocument) -> Action:
 
 
 def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
-    rules, previous = view.rules, set(document.previous)
+    rules, old = view.rules, set(document.previous)
     live = {node for node, record in records.items() if _is_live(view, node, record)}
-    strays = sorted(
-        node for node in live if records[node].wants is Wants.RUN and node not in previous
-    )
-    highest = max((records[node].round for node in live), default=-1)
+    runs = {node for node in live if records[node].wants is Wants.RUN}
+    strays = sorted(runs - old - {*document.evicted})
+    highest = max((_round_in(document, records[node]) for node in live), default=-1)
     if strays or highest >= document.round:
         # Somebody runs in a round that this document, written after an amnesia, knows nothing of.
         return Write(
@@ -45,42 +46,54 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
                 previous=(*document.previous, *strays),
             )
         )
-    pending = [
+    awaited = [
         node
         for node in document.previous
-        if not _is_gone(view, node, records.get(node))
-        and not _has_rejoined(records.get(node), document.round - 1)
+        if not _has_rejoined(document, records.get(node), document.round - 1)
     ]
+    gone = [node for node in awaited if _is_gone(view, node, records.get(node))]
     ready = {
         node
         for node in live
         if _fits(records[node], document)
         and records[node].wants in (Wants.JOIN, Wants.SPARE)
-        and (node not in previous or _has_rejoined(records[node], document.round - 1))
+        and node not in awaited
     }
     enough = len(ready) >= rules.min_nodes
-    if pending:  # Rule 5.
-        return Wait(_until_lease(view, pending), enough)
+    if pending := without(awaited, gone):  # Rule 5.
+        patience = rules.rejoin * (_SPARES_SUFFICE if len(ready) >= rules.max_nodes else 1.0)
+        if view.round_age >= patience:
+            evicted = (*document.evicted, *pending)
+            labels = [records[node].label for node in pending if node in records]
+            cause = _amended(document.cause, records, gone).plus(evicted=labels)
+            previous = without(document.previous, awaited)
+            return Write(replace(document, previous=previous, evicted=evicted, cause=cause))
+        if gone:
+            return Write(_amend(document, records, gone))
+        until = (_until_lease(view, pending), patience - view.round_age)
+        return Wait(min(seconds for seconds in until if seconds is not None), enough)
     last_call = view.minimum_age or 0.0
     if len(ready) < rules.max_nodes and not (enough and last_call >= rules.last_call):
+        if gone:
+            return Write(_amend(document, records, gone))
         return Wait(rules.last_call - last_call if enough else None, enough)
     survivors = [node for node in document.previous if node in ready]
     newcomers = order_ranks(
-        (node for node in ready if node not in previous), records, (), rules.rank_order
+        (node for node in ready if node not in old), records, (), rules.rank_order
     )
     chosen = [*survivors, *newcomers][: rules.max_nodes]
-    reason = document.reason
-    if document.round > 0 and newcomers and "joined" not in reason:
-        joined = _listed(records[node].label for node in newcomers if node in chosen)
-        reason = f"{reason}; {joined} joined" if joined else reason
+    cause = _amended(document.cause, records, gone)
+    if document.round > 0:
+        cause = cause.plus(joined=[records[node].label for node in newcomers if node in chosen])
     return Write(
         replace(
             document,
             phase=Phase.CONFIRMING,
             participants=order_ranks(chosen, records, document.previous, rules.rank_order),
             previous=(),
+            evicted=tuple(node for node in document.evicted if node in runs),
             waiting=len(ready) - len(chosen),
-            reason=reason,
+            cause=cause,
             ran=None,
             master=None,
         )
@@ -92,8 +105,8 @@ def _lead_confirming(
 ) -> Action:
     lost, rejoined = _changes(view, document, records)
     if lost or rejoined:
-        reason = _reason(view, records, lost, rejoined, [])
-        return Write(next_round(view, document, lost, 0, reason))
+        cause = _cause(records, lost, rejoined, [])
+        return Write(next_round(view, document, lost, 0, cause))
     naming = document.naming
     missing = [
         node
@@ -128,12 +141,16 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         and (node == view.me or view.moved(node))
     }
     gone = {*lost, *document.lost} - {*rejoined, *back}
-    room = document.max_nodes - len(document.participants) + len(gone)
+    done = {node for node in document.participants if _is_done(document, records.get(node))}
+    # Nobody is disturbed for newcomers once a node is done.
+    room = 0 if done else document.max_nodes - len(document.participants) + len(gone)
     if rejoined or (lost and view.rules.restart_on_loss) or (newcomers and room > 0):
-        reason = _reason(view, records, lost, rejoined, newcomers)
-        return Write(next_round(view, document, [*gone], len(newcomers), reason))
+        cause = _cause(records, lost, rejoined, newcomers)
+        return Write(next_round(view, document, gone | done, len(newcomers), cause))
     if gone != set(document.lost):
         return Write(replace(document, lost=tuple(sorted(gone))))
+    if done and newcomers and not document.finishing:
+        return Write(replace(document, finishing=True))
     present = [node for node in document.participants if node not in gone]
     return Wait(_until_lease(view, present))
 
@@ -145,19 +162,22 @@ def _changes(
     lost = [
         node
         for node in document.participants
-        if node not in document.lost and _is_gone(view, node, records.get(node))
+        if node not in document.lost
+        and _is_gone(view, node, records.get(node))
+        and not _is_done(document, records.get(node))
     ]
     rejoined = [
         node
         for node in document.participants
-        if node not in lost and _has_rejoined(records.get(node), document.round)
+        if node not in lost and _has_rejoined(document, records.get(node), document.round)
     ]
     return lost, rejoined
 
 
 def next_round(
-    view: View, document: RoundDocument, gone: Iterable[str], waiting: int, reason: str
+    view: View, document: RoundDocument, gone: Iterable[str], waiting: int, cause: Cause
 ) -> RoundDocument:
+    """The round after ``document``, without those that are gone."""
     return replace(
         document,
         round=document.round + 1,
@@ -167,30 +187,43 @@ def next_round(
         previous=without(document.participants, gone),
         lost=(),
         waiting=waiting,
-        reason=reason,
+        finishing=False,
+        cause=cause,
     )
 
 
 def _is_live(view: View, node: str, record: NodeRecord) -> bool:
     if node == view.me:
         return True
-    return record.wants is not Wants.LEFT and view.age(node) < view.rules.lease
+    return record.wants is not Wants.LEFT and view.age(node) < view.lease(node)
 
 
 def _is_gone(view: View, node: str, record: NodeRecord | None) -> bool:
-    """Left, or silent for a lease. A record that is missing counts as silence, not as a leave."""
+    """Left, done, or silent for a lease. A record that is missing is silence, not a leave."""
+    if record is not None and record.wants in (Wants.LEFT, Wants.DONE):
+        return True
     if node == view.me:
         return False
-    if record is not None and record.wants is Wants.LEFT:
-        return True
-    return view.age(node) >= view.rules.lease
+    return view.age(node) >= view.lease(node)
 
 
-def _has_rejoined(record: NodeRecord | None, ended_round: int) -> bool:
+def _is_done(document: RoundDocument, record: NodeRecord | None) -> bool:
+    """Whether the node's workers succeeded in this round; it may have ended since."""
+    if record is None or record.wants is not Wants.DONE:
+        return False
+    return record.naming == document.naming
+
+
+def _has_rejoined(document: RoundDocument, record: NodeRecord | None, ended_round: int) -> bool:
     """Whether the node asked to join after ``ended_round``; an older request does not count."""
     if record is None or record.wants not in (Wants.JOIN, Wants.SPARE):
         return False
-    return record.round >= ended_round
+    return _round_in(document, record) >= ended_round
+
+
+def _round_in(document: RoundDocument, record: NodeRecord) -> int:
+    """The last round of this run in which the node was named; -1: none."""
+    return record.round if record.incarnation == document.incarnation else -1
 
 
 def _fits(record: NodeRecord, document: RoundDocument) -> bool:
@@ -199,7 +232,7 @@ def _fits(record: NodeRecord, document: RoundDocument) -> bool:
 
 def _until_lease(view: View, nodes: Iterable[str]) -> float | None:
     """Seconds until the first of these leases could run out."""
-    left = [view.rules.lease - view.silence(node) for node in nodes if node != view.me]
+    left = [view.lease(node) - view.silence(node) for node in nodes if node != view.me]
     return max(0.0, min(left)) if left else None
 
 
@@ -208,33 +241,33 @@ def without(nodes: Iterable[str], gone: Iterable[str | None]) -> tuple[str, ...]
     return tuple(node for node in nodes if node not in left_out)
 
 
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    shown = ", ".join(ordered[:_NAMES_IN_A_REASON])
-    more = len(ordered) - _NAMES_IN_A_REASON
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _reason(
-    view: View,
+def _cause(
     records: Mapping[str, NodeRecord],
     lost: Iterable[str],
     rejoined: Iterable[str],
     newcomers: Iterable[str],
-) -> str:
+) -> Cause:
+    return _amended(Cause(), records, lost).plus(
+        failed=[records[node].label for node in rejoined],
+        joined=[records[node].label for node in newcomers],
+    )
+
+
+def _amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str]) -> Cause:
+    """The cause with those that are gone, by how they went."""
     left: list[str] = []
     silent: list[str] = []
-    for node in lost:
+    for node in gone:
         record = records.get(node)
-        name = record.label if record else node
-        (left if record is not None and record.wants is Wants.LEFT else silent).append(name)
-    parts = []
-    if silent:
-        parts.append(f"lost {_listed(silent)}: lease ran out")
-    if left:
-        parts.append(f"{_listed(left)} left")
-    if again := [records[node].label for node in rejoined]:
-        parts.append(f"{_listed(again)} joined again (its workers failed)")
-    if new := [records[node].label for node in newcomers]:
-        parts.append(f"{_listed(new)} joined")
-    return "; ".join(parts)
+        if record is None or record.wants is not Wants.DONE:
+            said_so = record is not None and record.wants is Wants.LEFT
+            (left if said_so else silent).append(record.label if record else node)
+    return cause.plus(lost=silent, left=left)
+
+
+def _amend(
+    document: RoundDocument, records: Mapping[str, NodeRecord], gone: Iterable[str]
+) -> RoundDocument:
+    """The forming round without those of the last one that are gone."""
+    cause = _amended(document.cause, records, gone)
+    return replace(document, previous=without(document.previous, gone), cause=cause)

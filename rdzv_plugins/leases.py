@@ -34,7 +34,8 @@ class Leases:
         seen = self._seen.get(node)
         if seen is None:
             self._seen[node] = _Seen(beat, now, now)
-        elif beat == seen.beat:
+        elif beat == seen.beat or (beat is not None and beat < (seen.beat or 0)):
+            # A lower one was written before the last one that was seen, and is no sign of life.
             seen.looked = asked
         else:
             # A record that is gone was forgotten by the store, perhaps with beats never seen here.
@@ -53,7 +54,7 @@ class Leases:
     def age(self, node: str) -> float:
         """Seconds that the beat is known to have stood still: up to the last look, not to now."""
         seen = self._seen.get(node)
-        return seen.looked - seen.since if seen else 0.0
+        return max(0.0, seen.looked - seen.since) if seen else 0.0
 
     def silence(self, node: str, now: float) -> float:
         """Seconds since the beat was last seen to move; a look may end it."""
@@ -64,12 +65,21 @@ class Leases:
         """Whether the beat has moved since its window began: the node surely lives."""
         return node in self._moved
 
-    def restart(self, now: float, unless: str | None = None) -> None:
-        """Begin every window afresh but one: the observer was late, or could not read the store."""
+    def restart(self, now: float, grace: float = 0.0, unless: str | None = None) -> None:
+        """Begin every window afresh but one: the observer was late, or could not reach the store.
+
+        ``grace`` seconds more are given to each node until its next beat is seen: after an outage
+        some are connected again later than others.
+        """
         for node, seen in self._seen.items():
             if node != unless:
-                seen.since = seen.looked = now
+                seen.since, seen.looked = now + grace, now
         self._moved.clear()
+
+    def discount(self, seconds: float, now: float) -> None:
+        """Take out of every window the time in which the observer could not reach the store."""
+        for seen in self._seen.values():
+            seen.since = max(seen.since, min(seen.since + seconds, now))
 
     def keep(self, nodes: set[str]) -> None:
         """Forget all nodes but these."""

@@ -20,7 +20,10 @@ class Listing:
         return len(self._decoded)
 
     def decode(self, entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:
-        """The records by node; those that nobody can read are left out."""
+        """The records by node; those that nobody can read are left out.
+
+        A record never goes back: what stands there may be a write that was held up on its way.
+        """
         decoded: dict[str, tuple[Version, NodeRecord]] = {}
         for key, entry in entries.items():
             node = key.removeprefix(NODES_PREFIX)
@@ -28,7 +31,8 @@ class Listing:
             if known is not None and known[0] == entry.version:
                 decoded[node] = known
             elif (record := readable(entry)) is not None:
-                decoded[node] = entry.version, record
+                late = known is not None and known[1].beat > record.beat
+                decoded[node] = entry.version, known[1] if known and late else record
         self._decoded = decoded
         return {node: record for node, (_, record) in decoded.items()}
 

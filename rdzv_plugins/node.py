@@ -1,7 +1,7 @@
 """One node's life in a run, as a generator of requests: the protocol without I/O or threads.
 
 `Node.run` yields requests and is sent their answers; a failed request is thrown into it. Whoever
-drives it only carries requests out: `handler.py` on a store, the simulator on virtual time.
+drives it only carries requests out: `driver.py` on a store, the simulator on virtual time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from rdzv_plugins import decisions, protocol
-from rdzv_plugins.closing import tidy_up
+from rdzv_plugins.closing import let_expire, tidy_up
 from rdzv_plugins.decisions import Failure
 from rdzv_plugins.documents import (
     BELL_KEY,
     NODES_PREFIX,
     STATE_KEY,
+    CorruptDocumentError,
     NodeRecord,
     Phase,
     RoundDocument,
@@ -29,19 +30,24 @@ from rdzv_plugins.steps import (
     CompareAndSet,
     Deliver,
     Drop,
+    Expire,
     OpenMaster,
     Outcome,
     Park,
     PutRecord,
+    ReadTombstone,
     Request,
     Rest,
     Ring,
     Steps,
+    Tell,
 )
 
 __all__ = ["Node"]
 
 _LONGEST_OUTAGE_PAUSE = 0.5
+# A leader moves the run's end on so many times before it would come.
+_RENEWALS = 4
 
 
 class Node:
@@ -51,9 +57,10 @@ class Node:
         node_id: unique in the run, without spaces.
         record: what this node says of itself; its beat, wants and round change here.
         rules: the run's settings.
-        join_timeout: seconds within which a join must end in a round; spares wait for any time.
+        join_timeout: seconds within which a join must end in a round; a spare's begin when the
+            round for which it waits has ended.
         clock: this node's monotonic clock, in seconds.
-        chance: the source of its random share.
+        chance: the source of its random share and of incarnations.
 
     Public members may be used from other threads; the generators are driven by one.
     """
@@ -78,6 +85,10 @@ class Node:
         self._seen = Observer(node_id, rules, clock)
         self._joining = False
         self._join_ordered = False
+        self._withdraw_ordered = False
+        self._done_reported = False
+        self._joined_at = 0.0
+        self._fresh = ""
         self._join_deadline = 0.0
         self._member: RoundDocument | None = None
         self._confirmed: RoundDocument | None = None
@@ -90,6 +101,12 @@ class Node:
         # the seconds that it took to form.
         self._bell: Version | None = None
         self._untidy: tuple[RoundDocument, float] | None = None
+        self._abdicated = False
+        self._expiry_due = clock()
+        # As rank 0: the TCPStore of the round of a naming, and since when it is being opened.
+        self._opened: tuple[str, str | None, Exception | None] | None = None
+        self._opening: tuple[str, float] | None = None
+        self._told: set[tuple[str, object]] = set()
 
     @property
     def document(self) -> RoundDocument | None:
@@ -97,35 +114,60 @@ class Node:
         return self._seen.document
 
     @property
-    def join_ordered(self) -> bool:
-        """Whether an ordered join has not been taken up yet."""
-        return self._join_ordered
+    def ordered(self) -> bool:
+        """Whether something that was ordered or reported has not been taken up yet."""
+        return self._join_ordered or self._withdraw_ordered or self._done_reported
 
     @property
     def latest(self) -> RoundDocument | None:
-        """The document of the highest place that this node has seen."""
+        """The document of the highest place that this node has seen of its run."""
         return self._seen.latest
+
+    @property
+    def member(self) -> RoundDocument | None:
+        """The round that the agent runs in, or ran in last."""
+        return self._member
+
+    @property
+    def done(self) -> bool:
+        """Whether this node's workers succeeded in the round that it was given last."""
+        return self.record.wants is Wants.DONE or self._done_reported
 
     @property
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node: it would miss it."""
-        document = self.document
+        latest = self.latest
         if self._member is None or self.record.wants is Wants.LEFT:
             return False  # What it gave up on is the business of the others.
-        if document is None:
-            return True
-        return self.id in document.ranks or self.id in document.previous
+        return latest is None or (latest.is_of(self._member) and latest.names(self.id))
+
+    @property
+    def leader(self) -> NodeRecord | None:
+        """The leader's record, where another node leads and it was read."""
+        return self._seen.leader
 
     def order_join(self) -> None:
         """Ask to be in the next round; the driver ends its `Park` or `Rest` early for it."""
         self._join_ordered = True
+
+    def order_withdrawal(self) -> None:
+        """Give up the join: the agent that asked for it is gone. Like `order_join`."""
+        self._withdraw_ordered = True
+
+    def report_done(self) -> None:
+        """Say that this node's workers succeeded. Like `order_join`."""
+        self._done_reported = True
+
+    def master_opened(self, naming: str, address: str | None, error: Exception | None) -> None:
+        """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
+        self._opened = naming, address, error
 
     def run(self) -> Steps:
         """Live until the driver stops driving."""
         failures = 0
         while True:
             try:
-                yield from self._turn()
+                yield from self._timed(self._turn())
                 failures = 0
             except (RendezvousConnectionError, RendezvousStateError) as error:
                 failures += 1
@@ -133,54 +175,101 @@ class Node:
 
     def farewell(self) -> Steps:
         """Announce that this node leaves; driven once, after `run` has been stopped. Rule 10."""
-        self.record = replace(self.record, beat=self.record.beat + 1, wants=Wants.LEFT)
+        yield from self._leave()
+        # A last beat that was held up on its way may land after the farewell.
+        entry: Entry | None = yield from self._seen.read_record(self.id)
+        if entry is None or entry.value != self.record.encode():
+            yield from self._leave()
+
+    def _leave(self) -> Steps:
+        """Say that this node is in no round, and leave the lead to others."""
+        wants = Wants.DONE if self.done else Wants.LEFT
+        self.record = replace(self.record, beat=self.record.beat + 1, wants=wants)
         yield PutRecord(self.id, self.record, ring=True)
         for _ in range(3):
             yield from self._seen.read_document()
             document = self.document
-            if document is None or document.leader != self.id or document.phase is Phase.CLOSED:
+            if document is None or document.leader != self.id or document.closed:
                 return
             if (yield from self._write(replace(document, leader=None))):
                 return
 
+    def _timed(self, steps: Steps) -> Steps:
+        """Carry out ``steps``; note how long requests take, and whether the store is there."""
+        seen = self._seen
+        answer: Any = None
+        error: Exception | None = None
+        while True:
+            try:
+                request = steps.throw(error) if error is not None else steps.send(answer)
+            except StopIteration:
+                return
+            answer, error, asked = None, None, self._clock()
+            local = isinstance(request, Rest | OpenMaster | Tell | Deliver)
+            try:
+                answer = yield request
+            except RendezvousConnectionError as failure:
+                error = failure
+                # How long the store was away before a wait broke, nobody knows.
+                seen.failed(self._clock() if isinstance(request, Park) else asked)
+            except RendezvousStateError as failure:
+                error = failure  # The store is there, and refuses.
+            else:
+                if not local:
+                    seen.succeeded()
+            if not isinstance(request, Rest | Park):
+                seen.spent(self._clock() - asked)
+
     def _turn(self) -> Steps:
-        self._take_order()
+        self._take_orders()
+        if self._withdraw_ordered:
+            self._withdraw_ordered = self._joining = False
+            yield from self._leave()
         seen = self._seen
         if self.record.wants is not Wants.LEFT and not seen.closed:
             yield from self._beat()
         if seen.document_due:
             yield from seen.read_document()
-        yield from seen.observe()
+        if not protocol.must_abdicate(self._view()):
+            yield from seen.observe()
         seen.judge_punctuality()
+        yield from self._remark()
         action = protocol.decide(view := self._view())
         self.waiting = protocol.nodes_waiting(view)
+        if protocol.waits_for_a_living_round(view):
+            # A spare waits for as long as the round lasts, as torch's redundant nodes do.
+            self._join_deadline = self._clock() + self._join_timeout
         # After the store has answered: that it is away is told as such, and a round that runs by
         # now is no failure.
         if not isinstance(action, decisions.Start | decisions.Fail) and self._is_late():
             action = decisions.Fail(Failure.TIMEOUT)
         yield from self._act(action)
 
-    def _take_order(self) -> None:
+    def _take_orders(self) -> None:
         if self._join_ordered:
             self._join_ordered = False
             self._joining = True
-            self._join_deadline = self._clock() + self._join_timeout
-            self.record = replace(self.record, wants=Wants.JOIN, master=None)
+            self._joined_at = self._clock()
+            self._join_deadline = self._joined_at + self._join_timeout
+            self.record = replace(self.record, wants=Wants.JOIN, master=None, hosts=True)
+            self._fresh = f"{self._chance.getrandbits(64):016x}"
             self._record_due = self._ring = True
             self._seen.document_due = True
             # Who joins again may have lost the leader: its last beat is seen now, not at our next.
             self._seen.leader_due = self._seen.leader_due or self._member is not None
             self.waiting = 0
+        if self._done_reported:
+            self._done_reported = False
+            if self.record.wants is Wants.RUN and not self._joining:
+                # Nobody waits for this word: no bell.
+                self.record = replace(self.record, wants=Wants.DONE)
+                self._record_due = True
 
     def _is_late(self) -> bool:
         if not self._joining or self._clock() < self._join_deadline:
             return False
-        # A spare waits for as long as the run lasts, as torch's redundant nodes do.
-        if self.record.wants is Wants.SPARE:
-            self._join_deadline = self._clock() + self._join_timeout
-            return False
-        # Named, it would break up a round that is about to run: among many nodes that have waited
-        # for long, one after the other would.
+        # A node already named gets one more lease. Timing out now would abort a round about to run:
+        # among many nodes that have waited for long, one after the other would.
         document, patience = self.document, self._seen.document_since + self._rules.lease
         if document is None or document.phase is not Phase.CONFIRMING:
             return True
@@ -194,7 +283,7 @@ class Node:
         punctual = self._clock() >= self._next_beat
         if not (self._record_due or punctual):
             return
-        self.record = replace(self.record, beat=self.record.beat + 1)
+        self.record = replace(self.record, beat=self.record.beat + 1, looks=self._seen.looks)
         ring, self._record_due, self._ring = self._ring, False, False
         try:
             yield PutRecord(self.id, self.record, ring)
@@ -210,6 +299,7 @@ class Node:
     def _view(self) -> decisions.View:
         now, seen = self._clock(), self._seen
         minimum_age = None if seen.minimum_since is None else now - seen.minimum_since
+        leader = seen.document.leader if seen.document and seen.document.leader else ""
         return decisions.View(
             me=self.id,
             rules=self._rules,
@@ -217,41 +307,49 @@ class Node:
             joining=self._joining,
             document=seen.document,
             document_age=now - seen.document_since,
+            round_age=now - seen.forming_since,
             latest=seen.latest,
+            asked_tombstone=seen.asked_tombstone,
+            own=seen.named.incarnation if seen.named else None,
             member=self._member,
             confirmed=self._confirmed,
             records=seen.records,
-            leader_label=seen.leader_label,
+            leader=seen.leader,
             age=seen.leases.age,
             silence=lambda node: seen.leases.silence(node, now),
             moved=seen.leases.moved,
+            idle_age=seen.idle.age(leader),
+            idle_silence=seen.idle.silence(leader, now),
+            listing_age=now - seen.listed_since,
+            abdicated=self._abdicated,
             minimum_age=minimum_age,
             share=self._share,
+            fresh=self._fresh,
         )
 
     def _act(self, action: decisions.Action) -> Steps:
         match action:
             case decisions.Write(document):
                 yield from self._write(document)
-            case decisions.SetRecord(wants, round_, ring):
-                self.record = replace(self.record, wants=wants, round=round_, master=None)
-                self._record_due, self._ring = True, ring
-            case decisions.Confirm(round_, naming, is_master):
-                master = None
-                if is_master:
-                    master = yield OpenMaster(round_)
+            case decisions.Abdicate(document):
+                if (yield from self._write(document)):
+                    self._abdicated = True
+            case decisions.SetRecord(wants, incarnation, round_, ring):
                 self.record = replace(
-                    self.record, wants=Wants.RUN, round=round_, naming=naming, master=master
+                    self.record, wants=wants, incarnation=incarnation, round=round_, master=None
                 )
-                self._record_due = self._ring = True
-                self._confirmed = self.document
+                self._record_due, self._ring = True, ring
+            case decisions.Confirm(document, is_master):
+                yield from self._confirm(document, is_master)
             case decisions.Start(document):
                 self._member = document
                 yield from self._end_join(Outcome(document=document))
             case decisions.Fail(failure):
                 yield from self._end_join(Outcome(failure=failure))
             case decisions.ListRecords():
-                self._seen.list_due = True
+                self._seen.lists = self._seen.list_due = True
+            case decisions.AskTombstone(incarnation):
+                self._seen.hear_of_the_end(incarnation, (yield ReadTombstone(incarnation)))
             case decisions.Wait(seconds, minimum_reached):
                 if not minimum_reached:
                     self._seen.minimum_since = None
@@ -260,22 +358,83 @@ class Node:
                     return  # Decide again: the last call may be of no length.
                 yield from self._wait(seconds)
 
+    def _confirm(self, document: RoundDocument, is_master: bool) -> Steps:
+        """Say that this node has seen its rank; rank 0 opens MASTER_PORT first."""
+        master = None
+        if is_master:
+            master = yield from self._open_master(document.naming)
+            if master is None:
+                return
+        self._opening = None
+        self._seen.named = document
+        self.record = replace(
+            self.record,
+            wants=Wants.RUN,
+            incarnation=document.incarnation,
+            round=document.round,
+            naming=document.naming,
+            master=master,
+        )
+        self._record_due = self._ring = True
+        self._confirmed = document
+
+    def _open_master(self, naming: str) -> Generator[Request, Any, str | None]:
+        """The address of this round's TCPStore; None: not yet, and this node has waited."""
+        now = self._clock()
+        if self._opening is None or self._opening[0] != naming:
+            self._opening, self._opened = (naming, now), None
+            yield OpenMaster(naming)
+        since = self._opening[1]
+        if self._opened is not None and self._opened[0] == naming:
+            _, address, error = self._opened
+            if address is not None:
+                return address
+            self._opened = None
+            if isinstance(error, RendezvousStateError):
+                raise error  # Of no use to try again.
+            yield Tell("master", str(error))
+            if now - since < self._rules.lease:
+                yield OpenMaster(naming)
+        if now - since >= self._rules.lease:
+            # Another is to be rank 0: this node asks for another round.
+            yield Tell("master", "no TCPStore within the lease: another node is to be rank 0")
+            document = self.document
+            assert document is not None
+            self._opening = None
+            self.record = replace(
+                self.record, wants=Wants.JOIN, incarnation=document.incarnation,
+                round=document.round, hosts=False,
+            )  # fmt: skip
+            self._record_due = self._ring = True
+            return None
+        if self._opened is None:
+            yield from self._wait(max(0.0, since + self._rules.lease - now))
+        return None
+
     def _end_join(self, outcome: Outcome) -> Steps:
         self._joining = False
         if outcome.document is None:
             # It is in no round and asks for none; its last word until the agent asks again.
-            self.record = replace(self.record, wants=Wants.LEFT, beat=self.record.beat + 1)
             closed = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
             try:
                 if closed:
-                    # Written after the run was closed, it may outlive what the sweep takes away.
-                    yield Drop((NODES_PREFIX + self.id,))
+                    self.record = replace(self.record, wants=Wants.LEFT)
+                    yield from self._clear_away()
                 else:
-                    yield PutRecord(self.id, self.record, ring=True)
+                    yield from self._leave()
             except (RendezvousConnectionError, RendezvousStateError):
                 # The others have this node's lease; its agent is told all the same.
-                self._seen.void()
+                self._seen.document_due = self._seen.list_due = True
         yield Deliver(outcome)
+
+    def _clear_away(self) -> Steps:
+        """Leave nothing in a closed run; free its id if whoever closed it could not."""
+        # Written after the run was closed, the record may outlive what the sweep takes away.
+        yield Drop((NODES_PREFIX + self.id,))
+        document = self.document
+        newcomer = self._seen.named is None
+        if newcomer and document is not None and document.closed and not document.expires:
+            yield from let_expire(document, self._seen.token, self._rules.sweep_after)
 
     def _write(self, document: RoundDocument) -> Generator[Request, Any, bool]:
         entry, written = yield CompareAndSet(STATE_KEY, document.encode(), self._seen.token)
@@ -293,7 +452,7 @@ class Node:
 
     def _wait(self, seconds: float | None) -> Steps:
         seen = self._seen
-        if self._join_ordered:
+        if self.ordered or (self._opening and self._opened):
             return  # Its driver may have given up ending waits for it before this one began.
         if self._untidy is not None:
             (released, took), self._untidy = self._untidy, None
@@ -301,16 +460,19 @@ class Node:
             yield from tidy_up(released, took, seen.records or {}, seen.is_silent)
             return
         document = seen.document
-        leads = document is not None and document.leader == self.id
-        if document is not None and document.phase is Phase.CLOSED:
-            leads = False
+        leads = document is not None and document.leader == self.id and not document.closed
+        if leads and self._clock() >= self._expiry_due:
+            # Should nobody lead this run any more, its keys end by themselves.
+            self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
+            yield Expire(self._rules.abandoned)
+            return
         until_beat = max(0.0, self._next_beat - self._clock())
         if seen.closed or self.record.wants is Wants.LEFT:
             until_beat = self._rules.interval  # There is no beat to be late for.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if self._joining:
             timeout = min(timeout, max(0.0, self._join_deadline - self._clock()))
-        began = self._clock()
+        seen.idle_until = self._clock() + timeout
         if leads:
             bell: Entry | None = yield Park(BELL_KEY, self._bell, timeout)
             if bell is not None:
@@ -324,17 +486,30 @@ class Node:
                 seen.leader_due = True
             if entry is None and timeout == until_beat and seen.document is None:
                 seen.document_due = True
-        seen.idle_until = began + timeout
+
+    def _remark(self) -> Steps:
+        """Say once each what people should know of."""
+        for about, key, text in protocol.remarks(self._view()):
+            if (about, key) not in self._told:
+                self._told.add((about, key))
+                yield Tell(about, text)
 
     def _bear(self, error: Exception, failures: int) -> Steps:
         """Rule 11: an outage stops nobody; nobody is judged by what could not be read."""
-        self._seen.void()
-        hopeless = isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline
+        self._seen.document_due = self._seen.leader_due = self._seen.list_due = True
         because: Exception | None = error
-        if self._joining and hopeless:
+        if self._joining and self._is_hopeless(error):
             self._joining = False
             self.record = replace(self.record, wants=Wants.LEFT)
             yield Deliver(Outcome(error=error))
             because = None  # Its agent knows.
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
-        yield Rest(pause * (0.5 + 0.5 * self._chance.random()), because=because)
+        pause *= 0.5 + 0.5 * self._chance.random()
+        self._seen.idle_until = self._clock() + pause
+        yield Rest(pause, because=because)
+
+    def _is_hopeless(self, error: Exception) -> bool:
+        if isinstance(error, CorruptDocumentError):
+            # Those of the run, if any live, write it anew.
+            return self._clock() >= self._joined_at + self._rules.lease + self._rules.interval
+        return isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline

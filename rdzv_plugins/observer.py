@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
 
 from rdzv_plugins.decisions import Rules
-from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Phase, RoundDocument
+from rdzv_plugins.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    CorruptDocumentError,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+)
 from rdzv_plugins.kv import Entry, Version
 from rdzv_plugins.leases import Leases
 from rdzv_plugins.listing import Listing, readable
-from rdzv_plugins.steps import List, Read, Rest, Steps
+from rdzv_plugins.steps import List, Read, Request, Rest, Steps
 
 __all__ = ["Observer"]
 
@@ -31,14 +41,22 @@ class Observer:
         document: as last read; None: there is none.
         token: the version under which it was read.
         document_since: when it was first seen as it is.
-        latest: the document of the highest place that was seen.
+        latest: the document of the highest place that was seen of this node's run.
+        asked_tombstone: the incarnation that was looked for among those that ended, and had not;
+            None since a document of it was seen.
         forming_since: when the document's round was first seen.
-        leader_label: the leader's name for people; None: its record was not read.
+        leader: the leader's record, where another node leads; None: it was not read.
         leases: of the nodes that were looked at.
-        records: all nodes' records, where this node leads; None: not listed since it does.
+        idle: the same of the leader's looks at all records.
+        records: all nodes' records, where this node lists them; None: not listed since it does.
+        lists: whether it reads all records though it does not lead.
+        looks: how often it has.
+        listed_since: when it last did, or began to have to.
         minimum_since: when this leader first counted enough nodes; None: there were fewer.
         idle_until: when the node was last where it should be.
+        trouble_since: since when no request has succeeded; None: the last one did.
         document_due, leader_due, list_due: what is to be read before the next decision.
+        named: the round that this node was last named in.
     """
 
     def __init__(self, node_id: str, rules: Rules, clock: Callable[[], float]) -> None:
@@ -49,22 +67,29 @@ class Observer:
         self.token: Version | None = None
         self.document_since = clock()
         self.latest: RoundDocument | None = None
+        self.asked_tombstone: str | None = None
         self.forming_since = clock()
-        self.leader_label: str | None = None
+        self.leader: NodeRecord | None = None
         self.leases = Leases()
+        self.idle = Leases()
         self.records: dict[str, NodeRecord] | None = None
+        self.lists = False
+        self.looks = 0
+        self.listed_since = clock()
         self.minimum_since: float | None = None
         self.idle_until = clock()
+        self.trouble_since: float | None = None
         self.document_due = True
         self.leader_due = False
         self.list_due = True
+        self.named: RoundDocument | None = None
         self._listing = Listing()
         self._listed_at = float("-inf")
 
     @property
     def closed(self) -> bool:
         """Whether the run was closed."""
-        return self.latest is not None and self.latest.phase is Phase.CLOSED
+        return self.latest is not None and self.latest.closed
 
     def read_document(self) -> Steps:
         entry: Entry | None = yield Read(STATE_KEY)
@@ -77,54 +102,94 @@ class Observer:
         if token == self.token and (entry is None) == (self.document is None):
             return
         was = self.document
-        self.document = known or (RoundDocument.decode(entry.value) if entry else None)
+        self.document = known or self._decode(entry)
         self.token = token
         self.document_since = self._clock()
         document = self.document
         if document is None:
             return
-        leader_changed = was is None or was.leader != document.leader
-        if leader_changed:
-            self.records = self.leader_label = None
-            self.minimum_since = None
-            self.list_due = True
-            # What this node saw before it led, perhaps long ago, is too old to judge by: every
-            # window begins now, but for the leader that it deposed on good evidence.
-            deposed = was.leader if was and document.leader == self._me else None
-            self.leases.restart(self._clock(), unless=deposed)
+        if was is None or (was.incarnation, was.leader) != (document.incarnation, document.leader):
+            self._begin_windows(was, document)
         if document.leader is not None:
             # Nobody else writes in its name.
             self.leases.heard(document.leader, self._clock())
-        if was is None or was.round != document.round:
+            self.idle.heard(document.leader, self._clock())
+        if was is None or (was.incarnation, was.round) != (document.incarnation, document.round):
             self.forming_since = self._clock()
             self.minimum_since = None
-        latest = self.latest
-        if (
-            latest is None
-            or document.phase is Phase.CLOSED
-            or (latest.phase is not Phase.CLOSED and document.place >= latest.place)
-        ):
+        if self._is_later(document):
             self.latest = document
+            self.asked_tombstone = None
+
+    def _decode(self, entry: Entry | None) -> RoundDocument | None:
+        try:
+            return RoundDocument.decode(entry.value) if entry else None
+        except CorruptDocumentError:
+            if self.latest is None:
+                raise
+            return None  # As good as forgotten: whoever has a valid one writes it back.
+
+    def _begin_windows(self, was: RoundDocument | None, document: RoundDocument) -> None:
+        """Another node leads: what was seen before, perhaps long ago, is too old to judge by.
+
+        Every window begins now, but for the leader that this node deposed on good evidence.
+        """
+        self.records = self.leader = None
+        self.minimum_since = None
+        self.list_due, self.lists = True, False
+        now = self._clock()
+        deposed = was.leader if was and document.leader == self._me else None
+        self.leases.restart(now, unless=deposed)
+        self.idle = Leases()
+        self.listed_since = now
+
+    def _is_later(self, document: RoundDocument) -> bool:
+        """Whether it says more of this node's run than the latest that was seen."""
+        latest = self.latest
+        if latest is None:
+            return True
+        if document.is_of(latest):
+            return document.closed or (not latest.closed and document.place >= latest.place)
+        # Another run of this id. One that is over is none of ours, and who was in a run that is
+        # over is in no other.
+        return not document.closed and not (latest.closed and self._member_of(latest))
+
+    def _member_of(self, document: RoundDocument) -> bool:
+        return document.is_of(self.named)
+
+    def hear_of_the_end(self, incarnation: str, outcome: Outcome | None) -> None:
+        """Note what the tombstone of a run says that this node remembers; None: there is none."""
+        self.asked_tombstone = incarnation
+        for run in (self.latest, self.named):
+            if outcome is not None and run is not None and run.incarnation == incarnation:
+                self.latest = replace(run, phase=Phase.CLOSED, outcome=outcome, expires=True)
+                return
+
+    def read_record(self, node: str) -> Generator[Request, Any, Entry | None]:
+        entry: Entry | None = yield Read(NODES_PREFIX + node)
+        return entry
 
     def observe(self) -> Steps:
         """Read what is due of others: all records as the leader, else the leader's."""
         document = self.document
-        if document is None or document.phase is Phase.CLOSED or document.leader is None:
+        if document is None or document.closed:
             return
-        if document.leader != self._me:
+        if document.leader == self._me or self.lists:
+            if self.list_due:
+                yield from self._list()
+        elif document.leader is not None:
             self.records = None
             if self.leader_due:
                 yield from self._look_at_the_leader(document.leader)
-        elif self.list_due:
-            yield from self._list()
 
     def _look_at_the_leader(self, leader: str) -> Steps:
         self.leader_due = False
         asked = self._clock()
-        entry: Entry | None = yield Read(NODES_PREFIX + leader)
-        record = readable(entry)
-        beat, self.leader_label = (record.beat, record.label) if record else (None, None)
+        entry = yield from self.read_record(leader)
+        record = self.leader = readable(entry)
+        beat, looks = (record.beat, record.looks) if record else (None, None)
         self.leases.observe(leader, beat, asked, self._clock())
+        self.idle.observe(leader, looks, asked, self._clock())
         # Without the leader's record the document may be gone too.
         self.document_due = record is None
 
@@ -136,7 +201,7 @@ class Observer:
         # The document first: records may be newer than it, never older. Its token then guards us.
         yield from self.read_document()
         document = self.document
-        if document is None or document.leader != self._me:
+        if document is None or not (document.leader == self._me or self.lists):
             return
         asked = self._clock()
         entries: dict[str, Entry] = yield List(NODES_PREFIX)
@@ -147,25 +212,57 @@ class Observer:
         for node in {*records, *named}:
             record = records.get(node)
             self.leases.observe(node, record.beat if record else None, asked, now)
-        self._listed_at = now
+        self._listed_at = self.listed_since = now
+        self.looks += 1
         self.list_due = False
 
     def judge_punctuality(self) -> None:
-        """Begin all windows afresh if this node was away: suspended, starved, held up by a store.
+        """Begin all windows afresh if this node stood still: suspended, or starved.
 
-        What it saw, or did not see, in that time proves nothing of others.
+        What it saw, or did not see, in that time proves nothing of others. The time that its own
+        requests take is no lateness: see `spent`.
         """
         now = self._clock()
         if now - self.idle_until > self._rules.interval:
-            self.leases.restart(now)
+            self._void(now, grace=0.0)
         self.idle_until = now
 
-    def void(self) -> None:
-        """Forget since when things are as they are, and read all again: a request failed."""
-        self.leases.restart(self._clock())
+    def spent(self, seconds: float) -> None:
+        """A request took so long; what is beyond its time-out, the node stood still."""
+        self.idle_until += min(seconds, self._rules.request)
+
+    def failed(self, asked: float) -> None:
+        """A request of ``asked`` failed: read all again."""
+        if self.trouble_since is None:
+            self.trouble_since = asked
+        self.document_due = self.leader_due = self.list_due = True
+
+    def succeeded(self) -> None:
+        """A request was answered: the store is there, perhaps again.
+
+        While it was away nobody could beat. A short while is taken out of each window; after a
+        longer one all windows begin afresh, each node's when it beats again or a lease later.
+        """
+        if self.trouble_since is None:
+            return
+        now, since = self._clock(), self.trouble_since
+        self.trouble_since = None
+        if now - since > self._rules.interval:
+            self._void(now, grace=self._rules.lease)
+        else:
+            self.leases.discount(now - since, now)
+            self.idle.discount(now - since, now)
+
+    def _void(self, now: float, grace: float) -> None:
+        """Forget since when things are as they are, and read all again."""
+        self.leases.restart(now, grace)
+        self.idle.restart(now, grace)
+        self.listed_since = now
         self.minimum_since = None
         self.document_due = self.leader_due = self.list_due = True
 
     def is_silent(self, node: str) -> bool:
         """Whether the lease of another node has run out."""
-        return node != self._me and self.leases.age(node) >= self._rules.lease
+        record = self.records.get(node) if self.records else None
+        lease = record.lease if record else self._rules.lease
+        return node != self._me and self.leases.age(node) >= lease

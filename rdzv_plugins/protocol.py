@@ -10,23 +10,27 @@ formed must be found out before any agent is released, not after a time-out of m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from rdzv_plugins import leading
 from rdzv_plugins.decisions import (
+    Abdicate,
     Action,
+    AskTombstone,
     Confirm,
     Fail,
     Failure,
+    ListRecords,
     SetRecord,
     Start,
     View,
     Wait,
     Write,
 )
-from rdzv_plugins.documents import Phase, RoundDocument, Wants
+from rdzv_plugins.documents import Cause, Outcome, Phase, RoundDocument, Wants
 
-__all__ = ["decide", "nodes_waiting"]
+__all__ = ["decide", "must_abdicate", "nodes_waiting", "remarks", "waits_for_a_living_round"]
 
 # What an heir of the leader leaves to the one before it: many times a compare-and-set.
 _TURN_SECONDS = 0.05
@@ -34,14 +38,43 @@ _TURN_SECONDS = 0.05
 
 def nodes_waiting(view: View) -> int:
     """What ``num_nodes_waiting()`` returns: above 0 tells the agent to join again."""
-    document, member = view.document, view.member
-    if view.joining or member is None or document is None or document.phase is Phase.CLOSED:
+    document, member, latest = view.document, view.member, view.latest
+    if view.joining or member is None or latest is None:
         return 0
-    if view.latest is not None and document.place < view.latest.place:
+    if latest.is_of(member) and latest.closed:
+        # Somebody gave up: the workers of this node wait for that node's, perhaps for ever.
+        return int(latest.outcome is Outcome.FAILED)
+    if document is None or document.closed:
+        return 0
+    if not document.is_of(member):
+        return int(view.asked_tombstone == member.incarnation)
+    if document.place < latest.place:
         return 0  # A store that forgot; the living round is being written back.
     if document.round > member.round or document.participants != member.participants:
         return max(1, document.waiting)
     return 0
+
+
+def waits_for_a_living_round(view: View) -> bool:
+    """Whether this node is a spare of a round that runs, or is about to be."""
+    document = view.document
+    if not view.joining or document is None or document.phase is not Phase.RUNNING:
+        return False
+    if view.record.wants is not Wants.SPARE or view.me in document.ranks:
+        return False
+    leader = document.leader
+    return leader is not None and (leader == view.me or view.age(leader) < view.lease(leader))
+
+
+def must_abdicate(view: View) -> bool:
+    """Whether this node leads, and has not been able to read all records for a lease.
+
+    Its beats may pass all the while, so that nobody takes it for dead.
+    """
+    document = view.document
+    if document is None or document.closed or document.leader != view.me:
+        return False
+    return view.listing_age >= view.rules.lease
 
 
 def decide(view: View) -> Action:
@@ -49,12 +82,17 @@ def decide(view: View) -> Action:
     document, latest = view.document, view.latest
     if view.joining and (mine := _confirmed_and_released(view)) is not None:
         return Start(mine)
-    if latest is not None and latest.phase is Phase.CLOSED:
+    if latest is not None and latest.closed:
         return _on_closed(view)
     if view.record.wants is Wants.LEFT:
         return Wait()
-    if document is None or (latest is not None and document.place < latest.place):
+    if view.own is not None and document is not None and _is_strange(view, document):
+        return AskTombstone(view.own)
+    if _is_behind(document, latest):
         return _write_back(view)
+    assert document is not None
+    if must_abdicate(view):
+        return Abdicate(replace(document, leader=None))
     if view.joining:
         action = _take_part(view, document)
         if action is not None:
@@ -85,6 +123,20 @@ def _on_closed(view: View) -> Action:
     return Fail(Failure.SPARE_CLOSED if spare else Failure.CLOSED)
 
 
+def _is_strange(view: View, document: RoundDocument) -> bool:
+    """Whether another run of this id stands there, and it is not known whether ours has ended."""
+    return document.incarnation != view.own and view.asked_tombstone != view.own
+
+
+def _is_behind(document: RoundDocument | None, latest: RoundDocument | None) -> bool:
+    """Whether the store forgot what this node remembers, or is new."""
+    if document is None or latest is None:
+        return True
+    if not document.is_of(latest):
+        return True  # A run that is over, in the place of one that is not: see Observer.adopt.
+    return document.place < latest.place
+
+
 def _write_back(view: View) -> Action:
     """Rule 12: the store forgot, or is new."""
     latest = view.latest
@@ -93,99 +145,155 @@ def _write_back(view: View) -> Action:
             return Wait()
         return Write(
             RoundDocument(
-                round=view.record.round + 1,
+                incarnation=view.fresh,
+                round=0,
                 phase=Phase.FORMING,
                 leader=view.me,
                 min_nodes=view.rules.min_nodes,
                 max_nodes=view.rules.max_nodes,
-                reason="first round",
+                cause=Cause(note="first round"),
             )
         )
     # The leader first; the others in turn, should it be gone too.
     patience = 0.0 if latest.leader == view.me else view.share * view.rules.interval
     if view.document_age < patience:
         return Wait(patience - view.document_age)
+    if view.asked_tombstone != latest.incarnation:
+        # It may have been swept because it was over.
+        return AskTombstone(latest.incarnation)
     return Write(replace(latest, leader=view.me))
 
 
 def _take_part(view: View, document: RoundDocument) -> Action | None:
     """What a node that wants into a round does, whoever leads."""
-    record, rules = view.record, view.rules
+    record, rules, here = view.record, view.rules, document.incarnation
     if (document.min_nodes, document.max_nodes) != (rules.min_nodes, rules.max_nodes):
         return _on_mismatch(view, document)
     named = view.me in document.ranks
+    last = record.round if record.incarnation == here else -1
     wants_in = record.wants in (Wants.JOIN, Wants.SPARE)
     confirmed = named and record.naming == document.naming
     if named and document.phase is Phase.CONFIRMING and not confirmed:
-        is_master = document.ranks[view.me] == 0
-        return Confirm(document.round, document.naming, is_master)
-    asks_again = wants_in and record.round >= document.round
+        asks_for_a_later_one = wants_in and last >= document.round
+        if not asks_for_a_later_one:
+            return Confirm(document, document.ranks[view.me] == 0)
+    asks_again = wants_in and last >= document.round
     if named and document.phase is Phase.RUNNING and not confirmed and not asks_again:
         # It ran without us, in a store that forgot: we are as good as lost in it.
-        return SetRecord(Wants.JOIN, document.round)
+        return SetRecord(Wants.JOIN, here, document.round)
     if document.phase is Phase.FORMING and view.me in document.previous:
         # Named in a round that never ran, or that we never saw: say that we are not in it.
-        if not wants_in or record.round < document.round - 1:
-            return SetRecord(Wants.JOIN, max(record.round, document.round - 1))
+        if not wants_in or last < document.round - 1:
+            return SetRecord(Wants.JOIN, here, max(last, document.round - 1))
     elif record.wants is Wants.RUN and not confirmed:
-        return SetRecord(Wants.JOIN, record.round)
+        return SetRecord(Wants.JOIN, record.incarnation, record.round)
     full = len(document.participants) - len(document.lost) >= document.max_nodes
-    if record.wants is Wants.JOIN and document.phase is Phase.RUNNING and full and not named:
-        return SetRecord(Wants.SPARE, record.round, ring=False)
+    no_room = full or document.finishing
+    if record.wants is Wants.JOIN and document.phase is Phase.RUNNING and no_room and not named:
+        return SetRecord(Wants.SPARE, record.incarnation, record.round, ring=False)
     return None
 
 
 def _on_mismatch(view: View, document: RoundDocument) -> Action:
     """Other ``--nnodes`` than the run's: refused, unless nobody lives who holds on to them."""
-    leader = document.leader
-    if leader is not None and view.moved(leader):
+    named = document.participants or document.previous
+    holders = {*named, document.leader} - {view.me, None}
+    if view.records is None:
+        return ListRecords()
+    if any(view.moved(str(node)) for node in holders):
         return Fail(Failure.MISMATCH)
-    patience = view.rules.lease + view.share * view.rules.interval
-    age = view.age(leader) if leader is not None else view.document_age
-    if age < patience:
-        silence = view.silence(leader) if leader is not None else view.document_age
-        return Wait(max(0.0, patience - silence))
-    left = document.participants or document.previous
+    patience = view.share * view.rules.interval
+    if not holders and view.document_age < view.rules.lease + patience:
+        return Wait(view.rules.lease + patience - view.document_age)
+    left = {node for node, record in view.records.items() if record.wants is Wants.LEFT}
+    alive = [
+        node for node in map(str, holders - left) if view.age(node) < view.lease(node) + patience
+    ]
+    if alive:
+        return Wait(max(0.0, min(view.lease(n) + patience - view.silence(n) for n in alive)))
     return Write(
         RoundDocument(
-            round=document.round + 1,
+            incarnation=view.fresh,
+            round=0,
             phase=Phase.FORMING,
             leader=view.me,
             min_nodes=view.rules.min_nodes,
             max_nodes=view.rules.max_nodes,
-            previous=leading.without(left, [leader]),
-            reason="resubmitted with other --nnodes",
+            cause=Cause(note="resubmitted with other --nnodes"),
         )
     )
 
 
 def _watch_leader(view: View, document: RoundDocument) -> Action:
-    """Rule 4: take over from a leader that left or whose beat stopped."""
+    """Rule 4: take over from a leader that left, whose beat stopped, or that does not lead."""
     leader, rules = document.leader, view.rules
-    if leader is not None and view.age(leader) < rules.lease:
-        return Wait(max(0.0, rules.lease - view.silence(leader)))
     # One after the other in rank order; not the first alone, who may be gone with the leader.
     old = document.participants or document.previous
     heirs = [node for node in old if node != leader and node not in document.lost]
     turn = view.share * rules.interval
     if view.me in heirs:
         turn = min(turn, heirs.index(view.me) * _TURN_SECONDS)
+    if view.abdicated:
+        turn += rules.lease  # Anybody else is better.
     if leader is None:
         if view.document_age < turn:
             return Wait(turn - view.document_age)
         return Write(replace(document, leader=view.me))
-    if view.age(leader) < rules.lease + turn:
-        return Wait(max(0.0, rules.lease + turn - view.silence(leader)))
+    lease = view.lease(leader)
+    # Its looks at the records are told by its next beat, and so seen to stand still later.
+    idle = lease + (view.leader.interval if view.leader else rules.interval)
+    dead, leads_no_more = view.age(leader) >= lease + turn, view.idle_age >= idle + turn
+    if not dead and not leads_no_more:
+        until_dead = lease + (turn if view.age(leader) >= lease else 0.0) - view.silence(leader)
+        until_idle = idle + (turn if view.idle_age >= idle else 0.0) - view.idle_silence
+        return Wait(max(0.0, min(until_dead, until_idle)))
+    if not dead:
+        return Write(replace(document, leader=view.me))
+    done = view.leader is not None and view.leader.wants is Wants.DONE
+    if done or (leader not in document.ranks and leader not in document.previous):
+        return Write(replace(document, leader=view.me))
     # That its beat stopped for a lease is evidence enough against the old leader, not against
     # anybody else: all other windows begin now.
+    label = view.leader.label if view.leader else leader
     if document.phase is Phase.FORMING:
-        return Write(
-            replace(document, leader=view.me, previous=leading.without(document.previous, [leader]))
-        )
-    if leader not in document.ranks:
-        return Write(replace(document, leader=view.me))
-    reason = f"lost the leader {view.leader_label or leader}: its lease ran out"
+        previous = leading.without(document.previous, [leader])
+        cause = document.cause.plus(lost=[label])
+        return Write(replace(document, leader=view.me, previous=previous, cause=cause))
     if document.phase is Phase.RUNNING and not rules.restart_on_loss:
         lost = (*leading.without(document.lost, [leader]), leader)
         return Write(replace(document, leader=view.me, lost=lost))
-    return Write(leading.next_round(view, document, [leader], 0, reason))
+    cause = Cause().plus(lost=[label])
+    return Write(leading.next_round(view, document, [leader], 0, cause))
+
+
+def remarks(view: View) -> Iterator[tuple[str, object, str]]:
+    """What people should know: what it is about, what is to be told once of it, and a sentence."""
+    document = view.document
+    if document is None or document.closed:
+        return
+    this_round = document.incarnation, document.round
+    number, rules = document.round, view.rules
+    if waits_for_a_living_round(view) and view.leader is not None:
+        why = "whose workers are about to end" if document.finishing else "which is full"
+        yield (
+            "spare",
+            this_round,
+            f"this node waits as a spare of round {number}, {why}: {len(document.participants)} "
+            f"nodes, led by {view.leader.label}. If that is another job, give each an --rdzv-id",
+        )
+    if view.record.label in document.cause.evicted and view.me not in document.ranks:
+        yield (
+            "evicted",
+            this_round,
+            f"round {number} goes on without this node: its agent did not ask for it in time",
+        )
+    if document.leader == view.me:
+        for record in (view.records or {}).values():
+            if (record.interval, record.lease) != (rules.interval, rules.lease):
+                yield (
+                    "settings",
+                    record.label,
+                    f"{record.label} beats every {record.interval:g} s with a lease of "
+                    f"{record.lease:g} s, this node every {rules.interval:g} s with one of "
+                    f"{rules.lease:g} s: set keep_alive_interval and keep_alive_max_attempt alike",
+                )

@@ -46,4 +46,7 @@ def order_ranks(
         # Nodes without a hint follow those with one; sorting is stable, so ties stay natural.
         hints = {node: records[node].rank for node in natural}
         natural.sort(key=lambda node: (hints[node] is None, hints[node] or 0))
+    # Rank 0 opens the TCPStore of the round.
+    first = next((node for node in natural if records[node].hosts), None)
+    natural.sort(key=lambda node: node != first)
     return tuple(natural)

@@ -15,16 +15,20 @@ __all__ = [
     "Deliver",
     "Drop",
     "DropStores",
+    "Expire",
     "List",
     "OpenMaster",
     "Outcome",
     "Park",
     "PutRecord",
+    "PutTombstone",
     "Read",
+    "ReadTombstone",
     "Request",
     "Rest",
     "Ring",
     "Steps",
+    "Tell",
 ]
 
 
@@ -96,16 +100,54 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class OpenMaster:
-    """Open a fresh TCPStore for a round; answered with its ``address:port``."""
+    """Begin to open a fresh TCPStore for the round of this naming.
 
-    round: int
+    Answered at once. The driver calls `Node.master_opened` when it is open or cannot be opened, and
+    ends the node's `Park` or `Rest`: name resolution may hang, and the node must go on beating.
+    """
+
+    naming: str
 
 
 @dataclass(frozen=True, slots=True)
 class DropStores:
-    """Delete the c10d stores of the rounds before this one."""
+    """Delete the c10d stores of other incarnations, and of this one's rounds before that one."""
 
+    incarnation: str
     before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """From ``seconds`` from now the run reads as empty, unless its deadline is moved on."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PutTombstone:
+    """Note that this incarnation of the run ended, where no expiry of the run takes it away."""
+
+    document: RoundDocument
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTombstone:
+    """Answered with the `documents.Outcome` of this incarnation; None: it has not ended."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A line for people in this node's log.
+
+    ``about`` tells kinds of lines apart: ``found`` (a run that others hold), ``spare``,
+    ``settings``, ``evicted``, ``master``, ``repair``.
+    """
+
+    about: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +164,7 @@ class Chronicle:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a join ended: in a round (``document``), by a `protocol.Failure`, or by an error."""
+    """How a join ended: in a round (``document``), by a `decisions.Failure`, or by an error."""
 
     document: RoundDocument | None = None
     failure: str | None = None
@@ -147,6 +189,10 @@ Request: TypeAlias = (
     | Rest
     | OpenMaster
     | DropStores
+    | Expire
+    | PutTombstone
+    | ReadTombstone
+    | Tell
     | Chronicle
     | Deliver
 )

@@ -165,6 +165,9 @@ class KeyValueStore(Store):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise DistStoreError(_timed_out(timeout, missing))
+            if given := self._missing(missing):
+                found.update(given)
+                return True
             entry = self._client.wait(self._prefix + missing[0], None, remaining)
             if entry is not None:
                 found[missing[0]] = entry
@@ -174,6 +177,10 @@ class KeyValueStore(Store):
         while not self._patiently(look, deadline - time.monotonic()):
             pass
         return found
+
+    def _missing(self, keys: Sequence[str]) -> dict[str, Entry]:
+        """What to give for keys that are not there; nothing: wait for them."""
+        return {}
 
     def _patiently(self, request: Callable[[], T], seconds: float | None = None) -> T:
         """Ask until the store answers: that it is away for a while ends no agent."""

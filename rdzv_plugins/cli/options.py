@@ -20,6 +20,7 @@ __all__ = [
     "RunOption",
     "connect",
     "delete_run",
+    "open_run",
     "plain_console",
     "settings",
 ]
@@ -48,13 +49,16 @@ def connect(backend: str, endpoint: str, run_id: str, conf: str) -> closing[KeyV
         ValueError: a bad option, or a missing client package.
         RendezvousConnectionError: the store cannot be reached or refuses us.
     """
+    return closing(open_run(backend, endpoint, run_id, conf))
+
+
+def open_run(backend: str, endpoint: str, run_id: str, conf: str) -> KeyValueClient:
+    """A client of the run's namespace; raises as `connect` does."""
     config = _parse(conf)
     handler_options = option_names(Settings)
     own = {name: value for name, value in config.items() if name not in handler_options}
-    return closing(
-        open_client(
-            backend, endpoint, run_id, own, request_timeout=settings(conf).heartbeat_timeout
-        )
+    return open_client(
+        backend, endpoint, run_id, own, request_timeout=settings(conf).heartbeat_timeout
     )
 
 

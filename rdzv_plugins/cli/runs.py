@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -20,6 +21,7 @@ from rdzv_plugins.cli.options import (
     RunOption,
     connect,
     delete_run,
+    open_run,
     plain_console,
     settings,
 )
@@ -27,6 +29,7 @@ from rdzv_plugins.documents import (
     NODES_PREFIX,
     STATE_KEY,
     NodeRecord,
+    Outcome,
     Phase,
     RoundDocument,
 )
@@ -75,16 +78,20 @@ def close(
     """Close a run: what trains goes on to its end, no further round forms."""
     from rdzv_plugins.closing import close_run
     from rdzv_plugins.driver import carry_out
+    from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
 
     with connect(backend, endpoint, run_id, conf) as client:
         entry = client.get(STATE_KEY)
         if entry is None:
             only = " of handler=rdzv, only one of handler=torch" if _is_torchs(client) else ""
             raise ValueError(f"there is no run '{run_id}'{only}")
-        document = RoundDocument.decode(entry.value)
-        carry_out(client, close_run("rdzv", document, "closed by the command rdzv close"))
         ttl = settings(conf).sweep_after
-        client.expire(ttl)
+        tombstones = Tombstones(
+            partial(open_run, backend, endpoint, tombstone_run_id(run_id), conf)
+        )
+        why = "closed by the command rdzv close"
+        work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, members_only=False)
+        carry_out(client, tombstones, work)
         typer.echo(f"closed run '{run_id}'; its id can be used again in {ttl:g} s")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,12 @@ from rdzv_plugins.documents import (
     NODES_PREFIX,
     STATE_KEY,
     NodeRecord,
-    Phase,
     RoundDocument,
     Wants,
 )
+from rdzv_plugins.documents import Outcome as Ended
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.steps import Outcome, Request, Steps
+from rdzv_plugins.steps import Outcome, Request
 
 from .invariants import Evidence
 from .kernel import Clock
@@ -78,6 +79,8 @@ class Host:
             round=-1,
             min_nodes=rules.min_nodes,
             max_nodes=rules.max_nodes,
+            interval=rules.interval,
+            lease=rules.lease,
             rank=chance.choice((None, chance.randrange(8))),
         )
         self.node = world.build(
@@ -88,7 +91,7 @@ class Host:
             self.clock,
             random.Random(chance.getrandbits(64)),
         )
-        self._life: Steps | None = None
+        self._life: Generator[Request, Any, object] | None = None
         self._request: Request | None = None
         self._turn = 0
         self._polling = False
@@ -143,7 +146,7 @@ class Host:
         """End, and say so: what a signal's handler does."""
         self.world.note(f"{self.id} leaves")
         self._depart()
-        if self.node.latest is None or self.node.latest.phase is not Phase.CLOSED:
+        if self.node.latest is None or not self.node.latest.closed:
             self._live(self.node.farewell())
 
     def finish(self) -> None:
@@ -161,16 +164,9 @@ class Host:
         self.world.checker.stopped(self.id)
 
     def _close(self, deadline: float) -> None:
-        rules = self.rules
-        never_seen = RoundDocument(
-            round=0,
-            phase=Phase.FORMING,
-            leader=None,
-            min_nodes=rules.min_nodes,
-            max_nodes=rules.max_nodes,
-        )
         self._close_until = deadline
-        self._live(close_run(self.id, self.node.latest or never_seen, "done"))
+        work = close_run(self.id, self.node.latest, Ended.SUCCEEDED, "done", 60.0)
+        self._live(work)
 
     def fail_workers(self) -> None:
         if self.agent is Agent.RUNNING:
@@ -251,7 +247,7 @@ class Host:
 
     # The node's requests.
 
-    def _live(self, life: Steps) -> None:
+    def _live(self, life: Generator[Request, Any, object]) -> None:
         self._life = life
         self._turn += 1
         self._step(None, None)
@@ -318,13 +314,12 @@ class Host:
         elif self._requests > _MOST_REQUESTS:
             world.violated("rests", f"{self.id} asks without a pause: {request}")
         if isinstance(request, steps.Rest):
-            seconds = 0.001 if self.node.join_ordered else self.clock.real(request.seconds)
+            seconds = 0.001 if self.node.ordered else self.clock.real(request.seconds)
             world.kernel.after(seconds, self.receive, turn, None)
         elif isinstance(request, steps.OpenMaster):
-            self._masters += 1
-            world.kernel.after(0.001, self.receive, turn, f"{self.id}:{self._masters}")
+            world.kernel.after(0.001, self._opened, turn, request.naming)
         elif isinstance(request, steps.Park):
-            if self.node.join_ordered:
+            if self.node.ordered:
                 world.kernel.after(0.001, self.receive, turn, None)
                 return
             # Time always moves between two looks at a real clock.
@@ -333,6 +328,11 @@ class Host:
             world.network.carry(self, turn, request)
         else:
             world.network.carry(self, turn, request)
+
+    def _opened(self, turn: int, naming: str) -> None:
+        self._masters += 1
+        self.node.master_opened(naming, f"{self.id}:{self._masters}", None)
+        self.receive(turn, None)
 
     def fails(self, turn: int, why: str) -> None:
         """The outstanding request ends in an error."""
@@ -378,6 +378,10 @@ class Host:
             case steps.Drop(keys):
                 for key in keys:
                     store.delete(key)
+            case steps.PutTombstone(document):
+                store.tombstones[document.incarnation] = document.outcome or Ended.CLOSED
+            case steps.ReadTombstone(incarnation):
+                answer = store.tombstones.get(incarnation)
         world.network.answer(self, turn, answer, back)
 
     def _notify(self, turn: int, entry: Entry) -> None:

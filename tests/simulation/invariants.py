@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from rdzv_plugins.decisions import Rules
-from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.documents import Cause, NodeRecord, Phase, RoundDocument, Wants
 
 __all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show"]
 
@@ -234,7 +234,7 @@ class Checker:
             if before is not None:
                 # What it does to its predecessor rests on the window from before it led.
                 evidence.leads_after = before.leader
-        image = replace(after, leader=None, waiting=0, reason="")
+        image = replace(after, leader=None, waiting=0, cause=Cause())
         # Else it was written back after an amnesia, or only its leader changed.
         is_new = image not in self._stood
         if is_new and before is not None and after.phase is not Phase.CLOSED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 
+from rdzv_plugins.documents import Outcome
 from rdzv_plugins.kv import Entry, Version
 
 __all__ = ["Store"]
@@ -27,6 +28,7 @@ class Store:
         self._past: dict[str, tuple[list[float], list[Entry | None]]] = {}
         self._parked: dict[str, dict[object, tuple[Version | None, Wake]]] = {}
         self.entries: dict[str, Entry] = {}
+        self.tombstones: dict[str, Outcome] = {}
         self.epoch = 0
         """How often it has forgotten everything."""
 

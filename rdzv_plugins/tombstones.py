@@ -1,0 +1,69 @@
+"""Which runs of an id have ended: outside the run's own keys, which are swept soon after.
+
+A node that was cut off while its run was closed and swept finds an empty store, like one that
+forgot. It looks here before it writes its old round back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime
+
+from rdzv_plugins.documents import Outcome, RoundDocument
+from rdzv_plugins.kv import KeyValueClient
+
+__all__ = ["Tombstones", "tombstone_run_id"]
+
+_KEPT_SECONDS = 7 * 24 * 3600.0
+# An id that is used every few minutes for years leaves no more than these.
+_MOST = 64
+
+
+class Tombstones:
+    """The ended incarnations of one run id; each call, being rare, opens a connection of its own.
+
+    Args:
+        open: connects to the namespace of the run id that `tombstone_run_id` gives.
+    """
+
+    def __init__(self, open: Callable[[], KeyValueClient]) -> None:
+        self._open = open
+
+    def put(self, ended: RoundDocument) -> None:
+        """Note that this incarnation ended; for a week, or until many later ones have."""
+        outcome = ended.outcome or Outcome.CLOSED
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        story = {"outcome": outcome.value, "round": ended.round, "reason": ended.reason, "at": at}
+        with closing(self._open()) as client:
+            client.put(ended.incarnation, json.dumps(story).encode())
+            client.expire(_KEPT_SECONDS)
+            stones = client.list("")
+            if len(stones) > _MOST:
+                by_age = sorted(stones, key=lambda key: str(_read(stones[key].value).get("at", "")))
+                client.delete_many(by_age[: len(stones) - _MOST])
+
+    def get(self, incarnation: str) -> Outcome | None:
+        """How this incarnation ended; None: it has not, as far as is known."""
+        with closing(self._open()) as client:
+            entry = client.get(incarnation)
+        if entry is None:
+            return None
+        try:
+            return Outcome(str(_read(entry.value)["outcome"]))
+        except (KeyError, ValueError):
+            return Outcome.CLOSED
+
+
+def tombstone_run_id(run_id: str) -> str:
+    """The run id under whose namespace the tombstones of ``run_id`` stand."""
+    return f"!ended/{run_id}"
+
+
+def _read(value: bytes) -> dict[str, object]:
+    try:
+        story = json.loads(value)
+    except ValueError:
+        return {}
+    return story if isinstance(story, dict) else {}
