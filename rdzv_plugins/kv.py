@@ -134,7 +134,11 @@ class KeyValueClient(ABC):
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make every `wait` that is parked now return None; the client stays usable."""
+        """Make every `wait` that is parked now return None; the client stays usable.
+
+        Local: it asks nothing of the store and never blocks, also while the store hangs. A `wait`
+        that begins afterwards is not ended by it; several threads may call it at once.
+        """
 
     @abstractmethod
     def expire(self, seconds: float) -> None:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from rdzv_plugins.backends._aside import aside
 from rdzv_plugins.backends._batches import batches
 from rdzv_plugins.backends._dynamodb_table import INDEX, RefusedError, Table, not_done
 from rdzv_plugins.config import StoreOptions, option
@@ -166,22 +167,24 @@ class Client(KeyValueClient):
         deadline = time.monotonic() + timeout
         known = version if isinstance(version, str) else None
         interrupts = self._interrupts
-        while not self._table.closed:
+
+        def wanted() -> bool:
+            return not self._table.closed and self._interrupts == interrupts
+
+        while wanted():
             try:
-                entry = None if self._is_unchanged(key, known) else self.get(key)
+                entry = aside(lambda: self._look(key, known), wanted)
             except RendezvousConnectionError:
-                if self._table.closed:
+                if not wanted():
                     break
                 raise
             if entry is not None and entry.version != known:
                 return entry
             until = min(time.monotonic() + self._pause(key, known), deadline)
             with self._woken:
-                while not self._table.closed and self._interrupts == interrupts:
-                    if (remaining := until - time.monotonic()) <= 0:
-                        break
+                while wanted() and (remaining := until - time.monotonic()) > 0:
                     self._woken.wait(remaining)
-            if self._interrupts != interrupts or time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 break
         return None
 
@@ -343,6 +346,9 @@ class Client(KeyValueClient):
             if not page.get("LastEvaluatedKey"):
                 return
             more["ExclusiveStartKey"] = page["LastEvaluatedKey"]
+
+    def _look(self, key: str, known: str | None) -> Entry | None:
+        return None if self._is_unchanged(key, known) else self.get(key)
 
     def _is_unchanged(self, key: str, known: str | None) -> bool:
         """Whether a large value is still the known one, for one read unit."""
