@@ -144,9 +144,11 @@ class KeyValueClient(ABC):
     def expire(self, seconds: float) -> None:
         """From ``seconds`` from now the whole namespace reads as empty.
 
-        Measured on the server's clock where the store has one to offer. Keys written afterwards
-        need not expire. 0: at once, earlier deadlines are forgotten, and what is written from now
-        on stays. What has expired already never comes back.
+        So does what is written meanwhile, by whoever made the call or has read one of the keys
+        since. A later call moves the deadline, forward or back. 0: at once, and as far as somebody
+        knows of it earlier deadlines are forgotten: what is written from now on stays. What has
+        expired never comes back, and a run that begins after it has no deadline until it is given
+        one. Measured on the server's clock where the store has one to offer.
         """
 
     @abstractmethod

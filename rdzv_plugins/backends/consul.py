@@ -176,10 +176,10 @@ class Client(StampedClient):
                 return
             read = self._api.operation("get-tree", self._mark)
             items, now = self._api.commit([read], deadline)
-            if items and now >= int(items[0].stored) / 1000:
+            while items and now >= int(items[0].stored) / 1000:
                 # A later time would bring back what has expired.
                 self._remove(self._keys, self._mark, items[0].modified, deadline)
-                return
+                items, now = self._api.commit([read], deadline)
             end = str(round((now + seconds) * 1000)).encode()
             self._api.commit([self._api.operation("set", self._mark, end)], deadline)
             self._sweep(now, deadline)
