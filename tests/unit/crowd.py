@@ -109,6 +109,7 @@ class Crowd:
 
     def join(self, name: str, rules: Rules) -> Member:
         self._seed += 1
+        assert name not in self.members
         self.members[name] = Member(name, self.server, self.time, rules, self._seed)
         return self.members[name]
 
@@ -138,6 +139,10 @@ class Crowd:
             assert self.time.now < began + seconds, self.stored
             self.play(0.05)
         return self.time.now - began
+
+    def forget_the_dead(self) -> None:
+        """They cost a look each step."""
+        self.members = {name: member for name, member in self.members.items() if member.alive}
 
     @property
     def stored(self) -> RoundDocument | None:

@@ -92,17 +92,28 @@ def test_restart_begins_all_windows_but_one() -> None:
     assert leases.age("deposed") == 4
 
 
-def test_a_grace_ends_with_the_first_beat() -> None:
+def test_a_grace_ends_with_a_beat_that_was_written_in_it() -> None:
     leases = looks((5, 100.0), (5, 102.0))
     leases.restart(103.0, grace=3.0)
-    leases.observe("n", 5, 105.0, 105.0)
-    assert leases.age("n") == 0
-    leases.observe("n", 5, 107.0, 107.0)
+    # Written before the outage, and not seen then.
+    leases.observe("n", 6, 103.5, 103.5)
+    leases.observe("n", 6, 107.0, 107.0)
     assert leases.age("n") == 1
+    assert not leases.moved("n")
     leases.restart(108.0, grace=3.0)
+    leases.observe("n", 6, 108.5, 108.5)
     for now in (109.0, 110.0):
-        leases.observe("n", 6, now, now)
+        leases.observe("n", 7, now, now)
     assert leases.age("n") == 1
+    assert leases.moved("n")
+
+
+def test_being_late_takes_no_grace_away() -> None:
+    leases = looks((5, 100.0), (5, 102.0))
+    leases.restart(103.0, grace=3.0)
+    leases.restart(103.0)
+    leases.observe("n", 5, 106.5, 106.5)
+    assert leases.age("n") == 0.5
 
 
 def test_an_outage_is_taken_out_of_every_window() -> None:
