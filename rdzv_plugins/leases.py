@@ -12,6 +12,8 @@ class _Seen:
     beat: int | None
     since: float
     looked: float
+    # Not looked at since an outage: what is seen next may have been written before it.
+    stale: bool = False
 
 
 class Leases:
@@ -34,6 +36,8 @@ class Leases:
         seen = self._seen.get(node)
         if seen is None:
             self._seen[node] = _Seen(beat, now, now)
+        elif seen.stale:
+            seen.beat, seen.looked, seen.stale = beat, asked, False
         elif beat == seen.beat or (beat is not None and beat < (seen.beat or 0)):
             # A lower one was written before the last one that was seen, and is no sign of life.
             seen.looked = asked
@@ -69,11 +73,12 @@ class Leases:
         """Begin every window afresh but one: the observer was late, or could not reach the store.
 
         ``grace`` seconds more are given to each node until its next beat is seen: after an outage
-        some are connected again later than others.
+        some are connected again later than others. A later call takes no grace away.
         """
         for node, seen in self._seen.items():
             if node != unless:
-                seen.since, seen.looked = now + grace, now
+                seen.since, seen.looked = max(seen.since, now + grace), now
+                seen.stale = seen.stale or grace > 0
         self._moved.clear()
 
     def discount(self, seconds: float, now: float) -> None:

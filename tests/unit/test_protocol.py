@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rdzv_plugins import decisions, protocol
 from rdzv_plugins.decisions import (
     Action,
+    AskTombstone,
     Confirm,
     Fail,
     Failure,
@@ -16,12 +18,24 @@ from rdzv_plugins.decisions import (
     Rules,
     SetRecord,
     Start,
+    View,
     Wait,
 )
 from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.protocol import decide, nodes_waiting
 
-from .views import RULES, all_running, as_named, document, joining, record, running, view, written
+from .views import (
+    RULES,
+    RUN,
+    all_running,
+    as_named,
+    document,
+    joining,
+    record,
+    running,
+    view,
+    written,
+)
 
 
 class TestFirstRound:
@@ -115,7 +129,7 @@ class TestConfirming:
     def test_rank_0_opens_the_master_and_others_do_not(self) -> None:
         for name, first in (("n1", True), ("n2", False)):
             action = decide(view(record(name, round_=3), self.NAMED))
-            assert action == Confirm(4, self.NAMED.naming, first)
+            assert action == Confirm(self.NAMED, first)
 
     def test_who_has_confirmed_does_not_do_it_again(self) -> None:
         assert isinstance(decide(view(running("n2", self.NAMED), self.NAMED)), Wait)
@@ -183,13 +197,13 @@ class TestRunning:
         assert (named.phase, named.ran, named.master) == (Phase.CONFIRMING, None, None)
 
     def test_who_did_not_confirm_is_not_in_it(self) -> None:
-        assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Wants.JOIN, 4)
+        assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Wants.JOIN, RUN, 4)
 
     def test_a_quiet_round_is_left_alone(self) -> None:
         assert self.lead({}, n2=1.0) == Wait(2.0)
 
     def test_a_newcomer_to_a_full_round_is_a_spare(self) -> None:
-        assert decide(view(record("n4"), self.NOW)) == SetRecord(Wants.SPARE, -1, ring=False)
+        assert decide(view(record("n4"), self.NOW)) == SetRecord(Wants.SPARE, None, -1, ring=False)
         assert isinstance(self.lead(joining("n4")), Wait)
 
     def test_a_newcomer_with_room_starts_the_next_round(self) -> None:
@@ -260,24 +274,31 @@ class TestAmnesia:
 
     def test_the_leader_writes_the_document_back(self) -> None:
         lost = view(running("n1", self.RAN), None, joining=False, latest=self.RAN)
-        assert written(decide(lost)) == self.RAN
+        # Not before it has looked whether the run ended, and was swept for that.
+        assert decide(lost) == AskTombstone(RUN)
+        assert written(decide(replace(lost, asked_tombstone=RUN))) == self.RAN
 
     def test_the_others_do_so_in_turn(self) -> None:
         lost = view(running("n2", self.RAN), None, joining=False, latest=self.RAN)
         assert decide(lost) == Wait(0.5)
-        after = written(decide(replace(lost, document_age=0.5)))
+        after = written(decide(replace(lost, document_age=0.5, asked_tombstone=RUN)))
         assert after == replace(self.RAN, leader="n2")
 
-    def test_a_newcomers_round_gives_way(self) -> None:
-        founded = document(Phase.RUNNING, round_=0, leader="n9", participants=("n9", "n8"))
-        late = view(running("n1", self.RAN), founded, joining=False, latest=self.RAN)
-        assert written(decide(late)) == self.RAN
+    def test_an_older_round_gives_way(self) -> None:
+        older = document(Phase.RUNNING, round_=0, leader="n9", participants=("n9", "n8"))
+        late = view(running("n1", self.RAN), older, joining=False, latest=self.RAN)
+        assert decide(late) == AskTombstone(RUN)
+        assert written(decide(replace(late, asked_tombstone=RUN))) == self.RAN
 
     def test_a_newcomers_round_waits_for_those_that_run_and_is_numbered_above(self) -> None:
         founded = document(Phase.FORMING, round_=0, leader="n9")
         others = joining("n9", "n8") | {"n1": running("n1", self.RAN)}
         after = written(decide(view(others["n9"], founded, others)))
         assert (after.round, after.previous) == (5, ("n1",))
+        # Rounds of another run are not numbered with these.
+        other = replace(founded, incarnation="another")
+        after = written(decide(view(others["n9"], other, others)))
+        assert (after.incarnation, after.round, after.previous) == ("another", 0, ("n1",))
 
 
 class TestClosed:
@@ -304,13 +325,31 @@ class TestMismatch:
     OTHERS = replace(RULES, max_nodes=4)
 
     def test_it_is_refused_while_the_leader_lives(self) -> None:
-        here = view(self.OTHER, self.NOW, rules=self.OTHERS, moved=lambda node: True)
+        here = self.look(moved=lambda node: node == "n1")
         assert decide(here) == Fail(Failure.MISMATCH)
 
-    def test_a_dead_run_is_taken_over(self) -> None:
-        here = view(self.OTHER, self.NOW, rules=self.OTHERS, silent={"n1": 3.5})
-        after = written(decide(here))
-        assert (after.round, after.max_nodes, after.previous) == (5, 4, ("n2", "n3"))
+    def test_it_is_refused_while_any_other_participant_lives(self) -> None:
+        """A healthy run whose leader has just died is not there for the taking."""
+        assert decide(self.look(moved=lambda node: node == "n3")) == Fail(Failure.MISMATCH)
+        assert decide(self.look(silent={"n1": 9.0, "n2": 9.0, "n3": 1.0})) == Wait(2.5)
+
+    def test_it_needs_the_records_of_all(self) -> None:
+        assert decide(replace(self.look(), records=None)) == ListRecords()
+
+    def test_a_dead_run_is_founded_anew(self) -> None:
+        """As another run: its rounds are not those of the one before."""
+        after = written(decide(self.look(silent={"n1": 3.5, "n2": 3.5, "n3": 3.5})))
+        assert (after.incarnation, after.round, after.max_nodes) == ("a-new-run", 0, 4)
+        assert (after.participants, after.previous, after.ran) == ((), (), None)
+
+    def test_who_left_is_not_waited_for(self) -> None:
+        left = {name: record(name, Wants.LEFT, 4) for name in ("n2", "n3")}
+        after = written(decide(self.look(left, silent={"n1": 3.5})))
+        assert after.incarnation == "a-new-run"
+
+    def look(self, others: dict[str, NodeRecord] | None = None, **more: Any) -> View:
+        records = all_running(self.NOW) | (others or {})
+        return view(self.OTHER, self.NOW, records, rules=self.OTHERS, **more)
 
 
 class TestNodesWaiting:
@@ -360,5 +399,6 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
 
 def test_every_action_is_one_of_the_module() -> None:
     assert {kind.__name__ for kind in decisions.Action.__args__} == {
-        "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "Wait",
+        "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate",
+        "Wait",
     }  # fmt: skip
