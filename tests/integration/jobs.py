@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rdzv_plugins import history
-from rdzv_plugins.demo.agents import World
+from rdzv_plugins.demo.agents import TrainingError, World
 from rdzv_plugins.documents import NODES_PREFIX, NodeRecord, Wants
 from tests.integration.stores import RunningStore
 from tests.integration.torchrun import PATIENCE, Run
@@ -39,7 +39,10 @@ class Job(Run):
     def await_begun(
         self, names: Iterable[str], *, after: float = 0.0, timeout: float = PATIENCE
     ) -> World:
-        """Wait until the workers of exactly these agents have begun in one world since then."""
+        """Wait until the workers of exactly these agents have begun in one world since then.
+
+        Raises `TrainingError` after ``timeout`` seconds, or as soon as one of them has ended.
+        """
         wanted = sorted(names)
 
         def found() -> World | None:
@@ -48,6 +51,9 @@ class Job(Run):
                 whole = len(world.began) == world.size and min(world.began.values()) > after
                 if whole and sorted(world.nodes.values()) == wanted:
                     return world
+            for name in wanted:
+                if (status := self.agents[name].process.poll()) is not None:
+                    raise TrainingError(f"{name} ended with {status}\n{self.log_tails([name])}")
             return None
 
         return self.await_that(found, f"the workers of {', '.join(wanted)} in one world", timeout)

@@ -5,6 +5,7 @@ The workers import no torch and do as they are told, so that what is measured is
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import threading
@@ -27,7 +28,7 @@ from rdzv_plugins.documents import STATE_KEY, Wants
 from rdzv_plugins.handler import StoreRendezvousHandler
 from tests import Measure
 from tests.integration.agents import Run as Handlers
-from tests.integration.agents import crash, until
+from tests.integration.agents import crash
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore, every_store
 from tests.integration.torchrun import LEASE
@@ -164,7 +165,7 @@ def test_sigterm_to_a_node_that_saves_for_long(
 
 
 @every_store
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_a_run_that_nobody_leads_any_more_leaves_nothing(
     submit: Submit, number: signal.Signals, record_property: Measure
 ) -> None:
@@ -227,9 +228,10 @@ def test_a_lost_node_is_named_though_the_others_fail_first(
     job.begin("abc")
     number = job.round()
     others = sorted(set("abc") - {who})
+    workers = [pid for name in others for pid in job.agents[name].workers()]
     killed = job.agents[who].kill()
-    for name in others:
-        job.agents[name].signal_workers(signal.SIGKILL)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
     world = job.await_begun(others, after=killed)
     record_property("the others run, s", round(max(world.began.values()) - killed, 2))
     reason = job.await_cause(number)
@@ -282,7 +284,7 @@ class TorchAgent(SimpleElasticAgent):
         )
         super().__init__(spec, exit_barrier_timeout=30)
         self.handler = handler
-        self.world: tuple[Any, Any] | None = None
+        self.world: tuple[Any, ...] = ()
         self.error: BaseException | None = None
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._launch, daemon=True)
@@ -302,11 +304,12 @@ class TorchAgent(SimpleElasticAgent):
         return {0: 0}
 
     def _stop_workers(self, *_: object, **__: object) -> None:
-        self.world = None
+        self.world = ()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         state = WorkerState.SUCCEEDED if self.done.is_set() else WorkerState.HEALTHY
-        return RunResult(state=state, return_values={0: None})
+        ranks = {worker.global_rank: None for worker in worker_group.workers}
+        return RunResult(state=state, return_values=ranks)
 
     def _shutdown(self, *_: object, **__: object) -> None:
         pass
@@ -331,12 +334,13 @@ def test_death_just_after_release(
         died = time.monotonic()
         agents.append(TorchAgent(replacement))
 
-        def whole() -> bool:
-            assert all(agent.thread.is_alive() for agent in agents), [a.error for a in agents]
-            worlds = {agent.world for agent in agents}
-            return len(worlds) == 1 and all(world and world[0] == 3 for world in worlds)
-
-        until(whole, SHORT_LEASE + 10)
+        deadline = died + SHORT_LEASE + 10
+        while len(worlds := {agent.world for agent in agents}) > 1 or 3 not in next(iter(worlds)):
+            # () is the world of an agent that waits for one, or for a word of the others.
+            states = [(agent.world, agent.error) for agent in agents]
+            assert all(agent.thread.is_alive() for agent in agents), states
+            assert time.monotonic() < deadline, states
+            time.sleep(0.02)
         record_property("the others run, s", round(time.monotonic() - died, 2))
         for agent in agents:
             agent.done.set()
