@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Job(Run):
             **options,  # type: ignore[arg-type]
         )
 
-    def begin(self, names: str) -> World:
+    def begin(self, names: Iterable[str]) -> World:
         """Start these agents and wait until their workers run in one world."""
         for name in names:
             self.start_at(name)
@@ -59,7 +60,7 @@ class Job(Run):
         return self.await_that(found, f"the workers of {', '.join(wanted)} in one world", timeout)
 
     def finish(self, name: str, status: int = 0) -> float:
-        """Let an agent's workers end by themselves; returns when the first of them did."""
+        """Let an agent's workers end by themselves; returns when they did."""
         file = self.folder / f"{name}.end"
         # Renamed, so that no worker reads it half written.
         partial = file.with_suffix(".partial")
@@ -67,18 +68,25 @@ class Job(Run):
         partial.rename(file)
         return self.await_event(name, "end")
 
-    def noted(self, name: str) -> list[str]:
-        """What the workers of an agent have noted, one after the other."""
+    def noted(self, name: str, since: float = 0.0) -> list[str]:
+        """What the workers of an agent have noted since then, one after the other."""
         self.read_events()
-        return [event.event for event in self.events if event.node == name]
+        return [event.event for event in self.events if event.node == name and event.at >= since]
+
+    def assert_noted(self, name: str, events: list[str], since: float, seconds: float) -> None:
+        """For so long an agent's workers must have noted this since then, and no more."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.noted(name, since) == events, f"the workers of {name}"
+            time.sleep(0.05)
 
     def await_event(self, name: str, kind: str, timeout: float = 10) -> float:
-        """Wait until a worker of this agent has noted such an event; returns when it did."""
+        """Wait until a worker of this agent has noted such an event; returns when the last did."""
 
         def found() -> float | None:
             self.read_events()
-            seen = (event for event in self.events if (event.node, event.event) == (name, kind))
-            return next((event.at for event in seen), None)
+            seen = [event for event in self.events if (event.node, event.event) == (name, kind)]
+            return seen[-1].at if seen else None
 
         return self.await_that(found, f"'{kind}' of a worker of {name}", timeout)
 

@@ -89,19 +89,15 @@ def test_a_node_that_is_done_lets_nobody_disturb_the_others(
     submit: Submit, done: str, works: str, record_property: Measure
 ) -> None:
     job = submit(nodes="1:3")
-    job.begin("ab")
+    began = min(job.begin("ab").began.values())
     job.finish(done)
     job.start_at("c")
     job.await_record("c")
-    came = time.monotonic()
-    # Nothing may happen, for two leases.
-    while time.monotonic() - came < 2 * LEASE:
-        assert job.noted(works) == ["begin"], "the worker that still worked was disturbed"
-        time.sleep(0.1)
+    job.assert_noted(works, ["begin"], began, 2 * LEASE)
     finished = job.finish(works)
     assert job.await_ends("abc", 30) == {"a": 0, "b": 0, "c": 0}
     record_property("all agents ended, s", round(time.monotonic() - finished, 2))
-    assert [job.noted(name) for name in "abc"] == [["begin", "end"], ["begin", "end"], []]
+    assert [job.noted(name, began) for name in "abc"] == [["begin", "end"], ["begin", "end"], []]
 
 
 @every_store
@@ -147,13 +143,14 @@ def test_sigterm_while_nodes_gather(
 def test_sigterm_to_a_node_that_saves_for_long(
     submit: Submit, who: str, record_property: Measure
 ) -> None:
-    saving = 12
+    saving = 10
     job = submit()
-    for name in "abc":
-        job.start_at(name, training={"saving": saving if name == who else 0})
+    others = sorted(set("abc") - {who})
+    job.begin(others)
+    # Last, so that its workers are not told to end when another comes.
+    job.start_at(who, training={"saving": saving})
     job.await_begun("abc")
     told = job.agents[who].signal(signal.SIGTERM)
-    others = sorted(set("abc") - {who})
     world = job.await_begun(others, after=told, timeout=saving + 30)
     ran = max(world.began.values())
     record_property("the others run, s after the signal", round(ran - told, 2))
@@ -161,7 +158,7 @@ def test_sigterm_to_a_node_that_saves_for_long(
     # Its workers have the time that they need, and its end is no news.
     assert job.await_event(who, "saved", saving + 20) - told > saving
     assert job.await_ends(who, 20)[who] != 0
-    assert [job.noted(name) for name in others] == [["begin", "sigterm", "saved", "begin"]] * 2
+    job.assert_noted(others[0], ["sigterm", "saved", "begin"], told, LEASE)
 
 
 @every_store
@@ -171,16 +168,17 @@ def test_a_run_that_nobody_leads_any_more_leaves_nothing(
 ) -> None:
     seconds = 15  # Ten leases.
     job = submit(nodes="2:2", **SHORT, abandoned_ttl=seconds)
-    first = job.begin("ab")
+    world = job.begin("ab")
     if number is signal.SIGKILL:
-        began = time.monotonic()
-        while time.monotonic() - began < seconds + 2 * SHORT_LEASE:
-            document = job.document()
-            assert document is not None, "the document of a run that lives was lost"
-            assert job.noted("a") == job.noted("b") == ["begin"]
+        # It lives longer than that, and loses nothing.
+        alive, first = set(job.stored()), job.round()
+        deadline = time.monotonic() + seconds + 2 * SHORT_LEASE
+        while time.monotonic() < deadline:
+            lost = alive - set(job.stored())
+            assert not lost or job.round() > first, lost
             time.sleep(0.1)
         killed = job.agents["b"].signal_workers(signal.SIGKILL)
-        first = job.await_begun("ab", after=killed)
+        world = job.await_begun("ab", after=killed)
     before = job.stored()
     assert STATE_KEY in before
     for agent in job.agents.values():
@@ -191,7 +189,7 @@ def test_a_run_that_nobody_leads_any_more_leaves_nothing(
     record_property("no key is left, s", round(time.monotonic() - ended, 2))
     job.start_at("c", 1)
     job.start_at("d", 2)
-    job.await_begun("cd", after=max(first.began.values()))
+    job.await_begun("cd", after=max(world.began.values()))
     for name in "cd":
         job.finish(name)
     assert job.await_ends("cd", 30) == {"c": 0, "d": 0}
@@ -249,18 +247,18 @@ def test_killed_job_that_is_submitted_again(
     submit: Submit, fourth: bool, record_property: Measure
 ) -> None:
     join_timeout = 15
-    job = submit(nodes="4:4", **SHORT, join_timeout=60 if fourth else join_timeout)
-    first = job.begin("abcd")
+    job = submit(nodes="4:4", **SHORT)
+    job.begin("abcd")
     for agent in job.agents.values():
         agent.kill()
     for place, name in enumerate("efg", 1):
-        job.start_at(name, place)
+        job.start_at(name, place, join_timeout=60 if fourth else join_timeout)
     for name in "efg":
         job.await_record(name)
     came = time.monotonic()
     if fourth:
         job.start_at("h", 4)
-        world = job.await_begun("efgh", after=max(first.began.values()))
+        world = job.await_begun("efgh")
         record_property("all run, s after three came", round(max(world.began.values()) - came, 2))
         return
     statuses = job.await_ends("efg", SHORT_LEASE + join_timeout + 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,7 @@ class Run(Fleet):
         super().close()
         self.client.close()
 
-    def begin(self, names: str) -> World:
+    def begin(self, names: Iterable[str]) -> World:
         """Start agents on 127.0.0.1 and following, and wait until they train in that order.
 
         One letter a name; "a" has the first address, "b" the second, and so on.
