@@ -23,7 +23,7 @@ from rdzv_plugins.servers.process import find_file
 from rdzv_plugins.testing import Store
 from rdzv_plugins.testing.harness import until
 
-__all__ = ["KINDS", "Kind", "RunningStore", "running", "started"]
+__all__ = ["KINDS", "Kind", "RunningStore", "every_store", "running", "started"]
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys", "http", "https")
 
@@ -105,6 +105,16 @@ KINDS = [
         "--advertise-client-urls http://0.0.0.0:2379",
     ),
 ]
+
+# Redis in every run; the others, which only another module serves, in the long one.
+every_store = pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(kind.name, marks=() if kind.name == "redis" else pytest.mark.soak)
+        for kind in KINDS
+    ],
+    indirect=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
