@@ -10,15 +10,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["Agent", "Event", "Fleet", "TrainingError", "World"]
+__all__ = ["RDZV_RUN", "TORCHRUN", "Agent", "Event", "Fleet", "TrainingError", "World"]
 
 T = TypeVar("T")
+
+TORCHRUN = ("-m", "torch.distributed.run")
+RDZV_RUN = ("-m", "rdzv_plugins.cli", "run")
 
 
 class TrainingError(RuntimeError):
@@ -147,7 +150,9 @@ class Fleet:
         backend, endpoint, config, environ: of the store, as torchrun takes them.
         run_id: as ``--rdzv-id``.
         nodes: as ``--nnodes``, such as "2:3".
+        max_restarts: as ``--max-restarts``; None: not given.
         training: options of `rdzv_plugins.demo.train`.
+        launcher: what Python runs as torchrun, such as `RDZV_RUN`.
     """
 
     def __init__(
@@ -160,8 +165,9 @@ class Fleet:
         nodes: str,
         config: Mapping[str, object],
         environ: Mapping[str, str],
-        max_restarts: int = 3,
+        max_restarts: int | None = 3,
         training: Mapping[str, object] | None = None,
+        launcher: Sequence[str] = TORCHRUN,
     ) -> None:
         self.folder = folder
         self.backend = backend
@@ -174,6 +180,7 @@ class Fleet:
         self._environ = dict(environ)
         self._max_restarts = max_restarts
         self._training = dict(training or {})
+        self._launcher = list(launcher)
         self._offsets: dict[Path, int] = {}
         self._worlds: dict[str, World] = {}
 
@@ -182,12 +189,13 @@ class Fleet:
     ) -> Agent:
         """Start an agent; its log gets its output and its workers'."""
         options = {**self._config, **(config or {})}
-        command = [sys.executable, "-m", "torch.distributed.run"]
+        command = [sys.executable, *self._launcher]
         command += [f"--nnodes={self._nodes}", "--nproc-per-node=1"]
         command += [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}"]
         command += [f"--rdzv-id={self.run_id}", f"--local-addr={address}"]
         command += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}"]
-        command += [f"--max-restarts={self._max_restarts}"]
+        if self._max_restarts is not None:
+            command += [f"--max-restarts={self._max_restarts}"]
         command += ["--module", "rdzv_plugins.demo.train"]
         command += ["--folder", str(self.folder), "--name", name]
         command += [f"--{key}={value}" for key, value in self._training.items()]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rdzv_plugins.demo.agents import Agent, Fleet, World
+from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, World
 from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.kv import RendezvousConnectionError
 from tests.integration.stores import RunningStore
@@ -50,7 +51,8 @@ class Run(Fleet):
         store: RunningStore,
         *,
         nodes: str = "2:3",
-        max_restarts: int = 3,
+        max_restarts: int | None = 3,
+        launcher: Sequence[str] = TORCHRUN,
         **config: object,
     ) -> None:
         run_id = f"run-{secrets.token_hex(4)}"
@@ -70,6 +72,7 @@ class Run(Fleet):
             },
             environ={},
             max_restarts=max_restarts,
+            launcher=launcher,
         )
         self.client = store.open(run_id, request_timeout=2)
 
