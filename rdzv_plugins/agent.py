@@ -11,16 +11,19 @@ The rule, for a node whose workers failed in a round of ours:
    failure follows from that and counts against nothing; the workers start again in the next round.
 3. The run was closed: a peer ended the job. This node ends too, with its failure.
 4. Until then it waits. It says in the store of the round that its workers failed. The node that
-   said so first knows that the failure is its own as soon as all others have said so, for a node
-   that was lost says nothing; or, where peers hang in a collective, once the time is over within
-   which a loss would have shown. It counts, and the agent starts its workers again or ends the run.
-5. The other nodes' failures follow from the first. They wait for what it does, somewhat longer than
-   it waits itself.
+   said so first names the cause as soon as all others have said so too, for a node that was lost
+   says nothing; or, where peers hang in a collective, once the time is over within which a loss
+   would have shown. The cause is itself, unless only others' workers were killed (SIGKILL, as for
+   want of memory), which no peer's failure does to them.
+5. The failure of the node that is the cause counts: its agent starts its workers again or ends the
+   run. Those of the other nodes follow from that. They wait for it, and count their own only if
+   nothing comes.
 
 So a script that always fails ends the job at once; a job whose node was killed goes on; and of a
-failure that brought down the workers of all nodes only the one that was first counts, on its node
-alone. Whether the others failed because of it or of themselves nobody can know: with
-``--max-restarts=K`` a script that always fails is tried at most K times a node.
+failure that brought down the workers of all nodes only one counts, on one node alone. Whether the
+others failed because of it or of themselves nobody can know: with ``--max-restarts=K`` a script
+that always fails is tried up to K times a node. And agents look at their workers ten times a second
+(``--monitor-interval``): of failures that are closer together any may be taken for the first.
 
 Time in which the store does not answer is not counted, since the leader could not decide either.
 """
@@ -28,6 +31,7 @@ Time in which the store does not answer is not counted, since the leader could n
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -35,7 +39,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, DistNetworkError, run
+from torch.distributed import DistNetworkError, DistStoreError, run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api
@@ -60,8 +64,12 @@ _DECISION_SECONDS = 5.0
 # A store that is away for longer has lost this job, as c10d's own time-out has it.
 _LONGEST_OUTAGE = 300.0
 
-_FIRST = "rdzv/first failure"
+# Keys in the store of a round: what each node says of its workers, by its rank; the rank of the
+# node that said so first; and that of the node whose failure the others' follow from.
 _FAILED = "rdzv/failed/"
+_FIRST = "rdzv/first"
+_CAUSE = "rdzv/cause"
+_KILLED = b"killed"
 
 
 class RunAgent(LocalElasticAgent):
@@ -93,12 +101,14 @@ class RunAgent(LocalElasticAgent):
         ):
             return result
         self._failure = result
-        if self._is_own(worker_group, handler):
+        if self._is_own(worker_group, handler, result):
             return result
         log.warning("the workers failed because the round is over; that counts against nothing")
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _is_own(self, worker_group: WorkerGroup, handler: StoreRendezvousHandler) -> bool:
+    def _is_own(
+        self, worker_group: WorkerGroup, handler: StoreRendezvousHandler, result: RunResult
+    ) -> bool:
         """Whether the failure is this node's own; waits until that is known."""
         rank, nodes = worker_group.group_rank or 0, worker_group.group_world_size or 1
         if nodes == 1:
@@ -119,7 +129,10 @@ class RunAgent(LocalElasticAgent):
                         "the workers failed; waiting up to %.0f s to learn whether a peer is gone",
                         handler.loss_shows_within,
                     )
-                    word = _Word(worker_group.store, rank, nodes, handler.loss_shows_within)
+                    # torch ends what is left of a node's workers by SIGTERM.
+                    ends = {failure.exitcode for failure in result.failures.values()}
+                    killed = -signal.SIGKILL in ends <= {-signal.SIGKILL, -signal.SIGTERM}
+                    word = _Word(worker_group.store, rank, nodes, killed, handler.loss_shows_within)
                     word.start()
                 if word.is_own:
                     return True
@@ -130,7 +143,7 @@ class RunAgent(LocalElasticAgent):
 
 
 class _Word(threading.Thread):
-    """What a node says of its failure to the others of its round, and hears of theirs.
+    """What a node says of its failure to the others of its round, and hears of its cause.
 
     A thread of its own: torch raises an exception in the agent's at a signal, in the midst of
     whatever it does, and a store's client might swallow it.
@@ -138,65 +151,92 @@ class _Word(threading.Thread):
     Args:
         store: of the round; torch's stubs do not know what a store written in Python has.
         rank: of the node among the ``nodes`` of the round.
+        killed: whether its workers were killed rather than failed.
         patience: seconds within which the loss of a node shows.
     """
 
-    def __init__(self, store: Any, rank: int, nodes: int, patience: float) -> None:
+    def __init__(self, store: Any, rank: int, nodes: int, killed: bool, patience: float) -> None:
         super().__init__(name="rdzv-failure", daemon=True)
         # One with a time-out of its own; outages are this thread's to sit out.
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        self._rank = str(rank)
-        self._all = [f"{_FAILED}{node}" for node in range(nodes)]
+        self._rank = str(rank).encode()
+        self._killed = killed
+        self._everybody = [f"{_FAILED}{node}" for node in range(nodes)]
         self._patience = patience
         self._first: bool | None = None
-        self._all_failed = False
-        self._answers_since: float | None = None
+        self._cause: bytes | None = None
+        # When the patience is over; None: the store is away, or has not been told.
+        self._deadline: float | None = None
         self._away_since = time.monotonic()
         self._stopping = threading.Event()
 
     @property
     def is_own(self) -> bool:
-        """Whether the failure of this node is its own; False: not known to be."""
-        now, since = time.monotonic(), self._answers_since
-        if since is None:
+        """Whether the failure of this node counts; False: it is not known to."""
+        now, deadline = time.monotonic(), self._deadline
+        if self._cause is not None and self._cause == self._rank:
+            return True
+        if deadline is None:
             return now - self._away_since > _LONGEST_OUTAGE
-        if self._first:
-            return self._all_failed or now - since > self._patience
-        return now - since > self._patience + _DECISION_SECONDS
+        return now > deadline + _DECISION_SECONDS
 
     def stop(self) -> None:
         self._stopping.set()
 
     def run(self) -> None:
-        while not self._stopping.is_set() and not self._all_failed:
+        while not self._stopping.is_set() and self._cause is None:
             try:
-                self._say_and_hear()
+                if self._first is None:
+                    self._first = self._say()
+                cause = self._hear()
             except DistNetworkError:
-                if self._answers_since is not None:
-                    self._answers_since, self._away_since = None, time.monotonic()
+                if self._deadline is not None:
+                    self._deadline, self._away_since = None, time.monotonic()
                 self._stopping.wait(_PAUSE_SECONDS)
-            except DistError:
-                # It answers; not all have failed.
-                self._note_answer()
-                self._stopping.wait(_PAUSE_SECONDS)
+                continue
+            # For what the node that is the cause does there is as much time: it may be lost first.
+            if self._deadline is None or cause is not None:
+                self._deadline = time.monotonic() + self._patience
+            self._cause = cause
 
-    def _say_and_hear(self) -> None:
-        if self._first is None:
-            self._store.set(f"{_FAILED}{self._rank}", "")
-            self._first = self._store.compare_set(_FIRST, "", self._rank) == self._rank.encode()
-            self._note_answer()
-        if self._first:
-            self._store.wait(self._all, timedelta(seconds=_STORE_SECONDS))
-            self._all_failed = True
-        else:
-            self._store.check([_FIRST])
-        self._note_answer()
-        self._stopping.wait(_STORE_SECONDS)
+    def _say(self) -> bool:
+        """Returns whether this node is the first to say so."""
+        self._store.set(f"{_FAILED}{self._rank.decode()}", _KILLED if self._killed else b"")
+        first: bytes = self._store.compare_set(_FIRST, "", self._rank)
+        self._deadline = time.monotonic() + self._patience
+        return first == self._rank
 
-    def _note_answer(self) -> None:
-        if self._answers_since is None:
-            self._answers_since = time.monotonic()
+    def _hear(self) -> bytes | None:
+        """The cause as it is named, or as this node names it; None: not now."""
+        if not self._first:
+            return self._get(_CAUSE) if self._are_there([_CAUSE], _STORE_SECONDS) else None
+        rest = _STORE_SECONDS
+        if self._deadline is not None:
+            rest = min(rest, self._deadline - time.monotonic())
+        if self._are_there(self._everybody, rest) or rest <= 0:
+            return self._name_the_cause()
+        return None
+
+    def _name_the_cause(self) -> bytes:
+        cause = self._rank
+        if not self._killed:
+            said = [key for key in self._everybody if self._store.check([key])]
+            killed = [key for key in said if self._get(key) == _KILLED]
+            cause = killed[0].removeprefix(_FAILED).encode() if killed else cause
+        self._store.set(_CAUSE, cause)
+        return cause
+
+    def _get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        return value
+
+    def _are_there(self, keys: list[str], seconds: float) -> bool:
+        try:
+            self._store.wait(keys, timedelta(seconds=max(0.0, seconds)))
+            return True
+        except DistStoreError:
+            return False
 
 
 def torchrun(arguments: Sequence[str]) -> None:

@@ -211,6 +211,23 @@ def test_of_a_failure_of_all_only_the_first_counts(fleet: Run) -> None:
     assert sorted(node.counted for node in nodes) == [0, 0, 1]
 
 
+def test_a_worker_that_was_killed_is_the_cause_though_others_failed_first(fleet: Run) -> None:
+    tried, failed = fleet.folder / "tried", fleet.folder / "failed"
+    fails = f"mkdir {tried}.1 2>/dev/null || exit 0; exit 1"
+    killed = f"""
+        mkdir {tried}.2 2>/dev/null || exit 0
+        while [ ! -e {failed} ]; do sleep 0.02; done
+        kill -9 $$$$
+    """  # torch makes one dollar of two.
+    nodes = [
+        fleet.node(script, lease=LONG, nodes=(2, 2), max_restarts=1) for script in (fails, killed)
+    ]
+    assert until(fleet.someone_failed, 10)
+    failed.touch()
+    assert [node.end().state for node in nodes] == [WorkerState.SUCCEEDED] * 2
+    assert [node.counted for node in nodes] == [0, 1]
+
+
 # In a world of two the worker fails when the test says so; alone it is done.
 FAILS_WITH_TWO = """
 [ "$GROUP_WORLD_SIZE" = 1 ] && exit 0
