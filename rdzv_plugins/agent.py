@@ -26,6 +26,7 @@ that always fails is tried up to K times a node. And agents look at their worker
 (``--monitor-interval``): of failures that are closer together any may be taken for the first.
 
 Time in which the store does not answer is not counted, since the leader could not decide either.
+With ``restart_on_loss=false`` a loss ends no round, and what follows from it counts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError, run
+from torch.distributed import DistError, DistStoreError, run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api
@@ -111,8 +112,6 @@ class RunAgent(LocalElasticAgent):
     ) -> bool:
         """Whether the failure is this node's own; waits until that is known."""
         rank, nodes = worker_group.group_rank or 0, worker_group.group_world_size or 1
-        if nodes == 1:
-            return handler.num_nodes_waiting() == 0
         word: _Word | None = None
         try:
             while True:
@@ -124,6 +123,8 @@ class RunAgent(LocalElasticAgent):
                     return True
                 if changed:
                     return False
+                if nodes == 1 or (word is not None and word.is_own):
+                    return True
                 if word is None:
                     log.warning(
                         "the workers failed; waiting up to %.0f s to learn whether a peer is gone",
@@ -134,8 +135,6 @@ class RunAgent(LocalElasticAgent):
                     killed = -signal.SIGKILL in ends <= {-signal.SIGKILL, -signal.SIGTERM}
                     word = _Word(worker_group.store, rank, nodes, killed, handler.loss_shows_within)
                     word.start()
-                if word.is_own:
-                    return True
                 time.sleep(_LOOK_SECONDS)
         finally:
             if word is not None:
@@ -190,15 +189,14 @@ class _Word(threading.Thread):
                 if self._first is None:
                     self._first = self._say()
                 cause = self._hear()
-            except DistNetworkError:
+                # For what the cause's node does there is as much time: it may be lost first.
+                if self._deadline is None or cause is not None:
+                    self._deadline = time.monotonic() + self._patience
+                self._cause = cause
+            except DistError:
                 if self._deadline is not None:
                     self._deadline, self._away_since = None, time.monotonic()
-                self._stopping.wait(_PAUSE_SECONDS)
-                continue
-            # For what the node that is the cause does there is as much time: it may be lost first.
-            if self._deadline is None or cause is not None:
-                self._deadline = time.monotonic() + self._patience
-            self._cause = cause
+            self._stopping.wait(_PAUSE_SECONDS)
 
     def _say(self) -> bool:
         """Returns whether this node is the first to say so."""
@@ -210,26 +208,25 @@ class _Word(threading.Thread):
     def _hear(self) -> bytes | None:
         """The cause as it is named, or as this node names it; None: not now."""
         if not self._first:
-            return self._get(_CAUSE) if self._are_there([_CAUSE], _STORE_SECONDS) else None
+            if not self._are_there([_CAUSE], _STORE_SECONDS):
+                return None
+            named: bytes = self._store.get(_CAUSE)
+            return named
         rest = _STORE_SECONDS
         if self._deadline is not None:
             rest = min(rest, self._deadline - time.monotonic())
-        if self._are_there(self._everybody, rest) or rest <= 0:
-            return self._name_the_cause()
-        return None
+        if self._are_there(self._everybody, rest):
+            return self._name_the_cause(self._everybody)
+        if rest > 0:
+            return None
+        return self._name_the_cause([key for key in self._everybody if self._store.check([key])])
 
-    def _name_the_cause(self) -> bytes:
-        cause = self._rank
-        if not self._killed:
-            said = [key for key in self._everybody if self._store.check([key])]
-            killed = [key for key in said if self._get(key) == _KILLED]
-            cause = killed[0].removeprefix(_FAILED).encode() if killed else cause
+    def _name_the_cause(self, said: list[str]) -> bytes:
+        words = zip(said, self._store.multi_get(said), strict=True)
+        killed = [key.removeprefix(_FAILED).encode() for key, word in words if word == _KILLED]
+        cause = killed[0] if killed and not self._killed else self._rank
         self._store.set(_CAUSE, cause)
         return cause
-
-    def _get(self, key: str) -> bytes:
-        value: bytes = self._store.get(key)
-        return value
 
     def _are_there(self, keys: list[str], seconds: float) -> bool:
         try:
