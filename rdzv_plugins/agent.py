@@ -200,7 +200,8 @@ class _Word(threading.Thread):
 
     def _say(self) -> bool:
         """Returns whether this node is the first to say so."""
-        self._store.set(f"{_FAILED}{self._rank.decode()}", _KILLED if self._killed else b"")
+        word = _KILLED if self._killed else b"failed"
+        self._store.set(f"{_FAILED}{self._rank.decode()}", word)
         first: bytes = self._store.compare_set(_FIRST, "", self._rank)
         self._deadline = time.monotonic() + self._patience
         return first == self._rank

@@ -35,12 +35,13 @@ def main() -> None:
     from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
     from rdzv_plugins.servers import ServerError
 
+    if sys.argv[1:2] == ["run"]:
+        # Not through typer, to which "--", Ctrl-C and a broken pipe mean something else; and what
+        # it raises is shown as torchrun shows it.
+        run.launch(sys.argv[2:])
+        return
     try:
-        if sys.argv[1:2] == ["run"]:
-            # Not through typer, to which "--", Ctrl-C and a broken pipe mean something else.
-            run.launch(sys.argv[2:])
-        else:
-            app()
+        app()
     except (ValueError, RendezvousConnectionError, RendezvousStateError, ServerError) as error:
         typer.echo(f"rdzv: {error}", err=True)
         sys.exit(1)

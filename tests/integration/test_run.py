@@ -93,6 +93,14 @@ def test_survivors_train_on_ten_times(begin: Begin, record_property: Measure) ->
         run.await_world(names, after=time.monotonic(), by_rank=True)
 
 
+def test_what_a_leave_does_to_the_others_counts_against_nothing(begin: Begin) -> None:
+    run = begin()
+    run.begin("abc")
+    told = run.agents["a"].signal(signal.SIGTERM)
+    run.await_world("bc", after=told, by_rank=True)
+    assert run.await_ends("a") == {"a": 1}
+
+
 def test_a_killed_worker_counts_on_its_node_alone(begin: Begin) -> None:
     run = begin(max_restarts=1)
     run.begin("abc")
