@@ -149,6 +149,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Whether workers share rank 0's TCPStore; torch's own switch turns it off."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
+    @property
+    def loss_shows_within(self) -> float:
+        """Seconds after which the loss of a participant shows in `num_nodes_waiting`.
+
+        Longer only if the store was away, or the leader was lost together with its heirs.
+        """
+        # Its last beat is seen up to 1.1 intervals late; then heirs and the store need their time.
+        return self._rules.lease + 1.1 * self._rules.interval + 2.0
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it runs.
 

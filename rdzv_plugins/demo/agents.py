@@ -16,12 +16,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["Agent", "Event", "Fleet", "TrainingError", "World"]
+__all__ = ["RDZV_RUN", "TORCHRUN", "Agent", "Event", "Fleet", "TrainingError", "World"]
 
 # torchrun's --rdzv-id where none is named.
 _DEFAULT_RUN_ID = "none"
 
 T = TypeVar("T")
+
+TORCHRUN = ("-m", "torch.distributed.run")
+RDZV_RUN = ("-m", "rdzv_plugins.cli", "run")
 
 
 class TrainingError(RuntimeError):
@@ -150,8 +153,10 @@ class Fleet:
         backend, endpoint, config, environ: of the store, as torchrun takes them.
         run_id: as ``--rdzv-id``; torchrun's default is not named to it.
         nodes: as ``--nnodes``, such as "2:3".
+        max_restarts: as ``--max-restarts``; None: not given.
         script: what the workers run; it writes a journal as `rdzv_plugins.demo.train` does.
         training: the script's options.
+        launcher: what Python runs as torchrun, such as `RDZV_RUN`.
     """
 
     def __init__(
@@ -164,9 +169,10 @@ class Fleet:
         nodes: str,
         config: Mapping[str, object],
         environ: Mapping[str, str],
-        max_restarts: int = 3,
+        max_restarts: int | None = 3,
         script: Sequence[str] = ("--module", "rdzv_plugins.demo.train"),
         training: Mapping[str, object] | None = None,
+        launcher: Sequence[str] = TORCHRUN,
     ) -> None:
         self.folder = folder
         self.backend = backend
@@ -180,6 +186,7 @@ class Fleet:
         self._max_restarts = max_restarts
         self._script = tuple(script)
         self._training = dict(training or {})
+        self._launcher = list(launcher)
         self._offsets: dict[Path, int] = {}
         self._worlds: dict[str, World] = {}
 
@@ -195,14 +202,15 @@ class Fleet:
         ``config`` and ``training`` are this agent's own, on top of the fleet's.
         """
         options = {**self._config, **(config or {})}
-        command = [sys.executable, "-m", "torch.distributed.run"]
+        command = [sys.executable, *self._launcher]
         command += [f"--nnodes={self._nodes}", "--nproc-per-node=1"]
         command += [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}"]
         if self.run_id != _DEFAULT_RUN_ID:
             command += [f"--rdzv-id={self.run_id}"]
         command += [f"--local-addr={address}"]
         command += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}"]
-        command += [f"--max-restarts={self._max_restarts}"]
+        if self._max_restarts is not None:
+            command += [f"--max-restarts={self._max_restarts}"]
         command += [*self._script, "--folder", str(self.folder), "--name", name]
         command += [
             f"--{key}={value}" for key, value in {**self._training, **(training or {})}.items()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rdzv_plugins.demo.agents import Agent, Fleet, World
+from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, World
 from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.kv import RendezvousConnectionError
 from tests.integration.stores import RunningStore
@@ -51,9 +51,10 @@ class Run(Fleet):
         store: RunningStore,
         *,
         nodes: str = "2:3",
-        max_restarts: int = 3,
+        max_restarts: int | None = 3,
         run_id: str | None = None,
         script: Sequence[str] = ("--module", "rdzv_plugins.demo.train"),
+        launcher: Sequence[str] = TORCHRUN,
         **config: object,
     ) -> None:
         run_id = run_id or f"run-{secrets.token_hex(4)}"
@@ -74,6 +75,7 @@ class Run(Fleet):
             environ={},
             max_restarts=max_restarts,
             script=script,
+            launcher=launcher,
         )
         self.client = store.open(run_id, request_timeout=2)
 
