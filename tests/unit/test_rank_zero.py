@@ -1,4 +1,4 @@
-"""A rank 0 that cannot open its TCPStore gives the rank up; real handlers on one in-memory store."""
+"""A rank 0 that cannot open its TCPStore gives the rank up; real handlers, an in-memory store."""
 
 from __future__ import annotations
 
