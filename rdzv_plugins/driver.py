@@ -52,6 +52,7 @@ class Driver:
         self._open_master = open_master
         self._name = name
         self._thread: threading.Thread | None = None
+        self._opener: threading.Thread | None = None
         self._stopping = threading.Event()
         self._nudged = threading.Event()
         self._delivered = threading.Condition()
@@ -97,6 +98,11 @@ class Driver:
         with self._delivered:
             self._delivered.notify_all()
         self._nudge_until(lambda: not self.running, time.monotonic() + seconds)
+
+    def await_opener(self, seconds: float) -> None:
+        """Wait until no TCPStore is being opened: C++ that outlives the interpreter aborts."""
+        if self._opener is not None:
+            self._opener.join(seconds)
 
     def _nudge_until(self, done: Callable[[], bool], deadline: float) -> None:
         # An interrupt may come just before the thread parks, and then wakes nobody: repeat it.
@@ -165,7 +171,8 @@ class Driver:
             if late.is_set():
                 self._nudge()
 
-        threading.Thread(target=open_it, name=f"{self._name}-master", daemon=True).start()
+        self._opener = threading.Thread(target=open_it, name=f"{self._name}-master", daemon=True)
+        self._opener.start()
         if not tried.wait(_MASTER_SECONDS):
             late.set()
 
