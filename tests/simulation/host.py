@@ -276,21 +276,22 @@ class Host:
             # It would keep its short time-out; the node in its place has a long one.
             again = False
         pause = world.chance.uniform(0, 1)
-        world.kernel.after(pause, self._after_join, self._shift, float(not again))
+        gives_up = float(not again)
+        world.kernel.after(pause, self._after_join, self._shift, gives_up, outcome.failure)
 
     def _masters_seen(self, document: RoundDocument) -> None:
         if document.master is None or not document.master.startswith(document.participants[0]):
             self.world.violated("agreement", f"{document.master} is not of rank 0")
 
-    def _after_join(self, shift: int, gives_up: float) -> None:
+    def _after_join(self, shift: int, gives_up: float, failure: str | None = None) -> None:
         """The join failed: ask again, or end, as torch's agent does."""
-        if shift != self._shift or self._is_late(self._after_join, shift, gives_up):
+        if shift != self._shift or self._is_late(self._after_join, shift, gives_up, failure):
             return
         if gives_up < 0.5:
             self._order_join()
             return
         self.shut_down(error=True)
-        self.world.ended_without_a_round(self)
+        self.world.ended_without_a_round(self, failure)
 
     def _meet(self, what: str) -> None:
         """Say a word in the c10d store of the round, then wait for those of all others."""
@@ -438,6 +439,7 @@ class Host:
             if clock - self._trouble > self.rules.interval:
                 evidence = self.track.evidence
                 evidence.disturbed = evidence.outage = self.world.kernel.now
+                evidence.read_before = dict(evidence.read)
             self._trouble = None
 
     def _step(self, answer: Any, error: Exception | None) -> None:
@@ -448,7 +450,7 @@ class Host:
             except StopIteration as stop:
                 self._finish(stop.value)
                 return
-            except RendezvousConnectionError:
+            except (RendezvousConnectionError, RendezvousStateError):
                 self._finish(None)
                 return
             self._request, error = request, None
@@ -609,11 +611,17 @@ class Host:
         if key is None:
             document = self.node.document
             named = {*document.participants, *document.previous} if document else set()
-            evidence.seen = records
+            # A record never goes back.
+            evidence.seen = {
+                node: was if (was := evidence.seen.get(node)) and was.beat > record.beat else record
+                for node, record in records.items()
+            }
             evidence.read.update(dict.fromkeys({*records, *named}, now))
         else:
             node = key.removeprefix(NODES_PREFIX)
-            evidence.seen = {**evidence.seen, **records}
+            was = evidence.seen.get(node)
+            if was is None or not records or was.beat <= records[node].beat:
+                evidence.seen = {**evidence.seen, **records}
             evidence.read[node] = now
 
 

@@ -150,7 +150,7 @@ class Plan:
             restart_on_loss=chance.random() < 0.75,
             rank_order=chance.choice(("natural", "stable", "hint")),
             request=request_timeout,
-            rejoin=intervals * chance.choice((3.0, 5.0)),
+            rejoin=intervals * chance.choice((12.0, 30.0)),
             sweep_after=chance.choice((1.0, 3.0, 8.0)),
             abandoned=intervals * chance.choice((8.0, 40.0)),
         )

@@ -163,7 +163,7 @@ class World:
         )
 
     def _start_unless_closed(self, address: str, rules: Rules | None) -> None:
-        if not self.closed:
+        if not self.closed and not (rules and self.network.quiet):
             self.start(address, rules)
 
     def join_failed(self, host: Host, failure: str | None) -> None:
@@ -179,9 +179,14 @@ class World:
             names = " ".join(other.id for other in usable)
             self.violated("gets going", f"{host.id} timed out, {names} could be in a round")
 
-    def ended_without_a_round(self, host: Host) -> None:
+    def ended_without_a_round(self, host: Host, failure: str | None) -> None:
         """Its agent ended; a launcher may start another."""
-        if self.network.quiet and (host.long_join or host.foreign or not self._is_readable):
+        if self.network.quiet and (
+            host.long_join
+            or host.foreign
+            or failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
+            or not self._is_readable
+        ):
             return
         if host.foreign and self.plan.strays_return:
             self.start_again(host.address, self._foreign_rules)
@@ -275,6 +280,8 @@ class World:
             for host in self.hosts
             if document is not None and host.agent is Agent.RUNNING and host.id in document.ranks
         ]
+        if plan.ending == "fails":
+            members = [host for host in members if not host.wedged]
         if running and members and plan.ending != "is left":
             self.note(f"-- the run {plan.ending} --")
             if plan.ending == "fails":
@@ -283,6 +290,9 @@ class World:
                 for host in members:
                     self.kernel.after(self.chance.uniform(0, plan.stop), host.succeed)
             self._all_end(document)
+        if self.store.entries and self.store.deadline is None:
+            # Whoever leads does not know that the store lost the deadline; it soon sets another.
+            self.kernel.run(self.kernel.now + plan.rules.abandoned / 4 / plan.rates[0] + 3)
         for host in self.hosts:
             if host.alive:
                 host.crash()
@@ -294,6 +304,8 @@ class World:
     def _all_end(self, document: RoundDocument) -> None:
         plan, began = self.plan, self.kernel.now
         limit = (plan.rules.lease + 10) / plan.rates[0] + 2 * plan.stop
+        if document.lost:
+            limit += TORCH_TIMEOUT / plan.rates[0]  # Their words in the exit barrier never come.
         while self.kernel.now < began + limit:
             self.kernel.run(self.kernel.now + _LOOK)
             left = [host for host in self.hosts if host.alive and not self._may_stay(host)]
@@ -303,7 +315,7 @@ class World:
             who = ", ".join(f"{host.id} is {host.agent}" for host in left)
             raise InvariantError("all end", f"the run {plan.ending}, after {limit:.0f} s {who}")
         after = self.document
-        if after is not None and not after.closed:
+        if after is not None and not after.closed and not document.lost:
             raise InvariantError("all end", f"the run {plan.ending}, and is {show(after)}")
 
     def _may_stay(self, host: Host) -> bool:
