@@ -160,7 +160,8 @@ class Node:
 
     def master_opened(self, naming: str, address: str | None, error: Exception | None) -> None:
         """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
-        self._opened = naming, address, error
+        if self._opening is not None and self._opening[0] == naming:
+            self._opened = naming, address, error
 
     def run(self) -> Steps:
         """Live until the driver stops driving."""
@@ -360,6 +361,7 @@ class Node:
                 elif self._seen.minimum_since is None:
                     self._seen.minimum_since = self._clock()
                     return  # Decide again: the last call may be of no length.
+                self._opening = None
                 yield from self._wait(seconds)
 
     def _confirm(self, document: RoundDocument, is_master: bool) -> Steps:
@@ -487,7 +489,7 @@ class Node:
             if entry is not None:
                 seen.adopt(entry)
             elif seconds is not None and timeout == seconds:
-                seen.leader_due = True
+                seen.leader_due = seen.list_due = True
             if entry is None and timeout == until_beat and seen.document is None:
                 seen.document_due = True
 
