@@ -64,14 +64,14 @@ class Driver:
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def join(self) -> steps.Outcome:
+    def join(self, failed: bool = False) -> steps.Outcome:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 
         One caller at a time. It only waits: torch raises an exception in it at a signal, which a
         store's client might swallow. Whatever ends the wait early withdraws the join.
         """
         self._outcome = None
-        self._node.order_join()
+        self._node.order_join(failed)
         if not self.running:
             self._stopping.clear()
             self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
@@ -129,7 +129,7 @@ class Driver:
 
     def _drive(self, life: steps.Steps) -> None:
         request = next(life)
-        waiting = 0
+        over = False
         while not self._stopping.is_set():
             try:
                 answer = self._perform(request)
@@ -138,10 +138,10 @@ class Driver:
             else:
                 self._note_success(request)
                 request = life.send(answer)
-            if self._node.waiting and not waiting:
-                # The round is over: the agent may wait in its c10d store for those that are gone.
+            if self._node.over and not over:
+                # The agent may wait in its c10d store for those that are gone.
                 self._client.interrupt()
-            waiting = self._node.waiting
+            over = self._node.over
 
     def _perform(self, request: steps.Request) -> Any:
         match request:

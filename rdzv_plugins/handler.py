@@ -98,6 +98,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._address = address
         self._servers: dict[str, TCPStore] = {}
         self._store: AgentStore | None = None
+        self._was_told = False
         self._pid = os.getpid()
         record = NodeRecord(
             address=address,
@@ -172,7 +173,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
-        outcome = self._driver.join()
+        # Its workers failed if it asks though the run has not told it to.
+        outcome = self._driver.join(failed=self._store is not None and not self._was_told)
+        self._was_told = False
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         document = outcome.document
@@ -194,7 +197,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             store_prefix(document.incarnation, document.round),
             rank,
             world_size,
-            is_over=lambda: self._ended or self._node.waiting > 0,
+            is_over=lambda: self._ended or self._node.over,
             on_done=self._driver.report_done,
         )
         return RendezvousInfo(
@@ -205,7 +208,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Above 0 when the agent should join again; from memory, without I/O. Never raises."""
         # torch installs its handlers of signals when its workers start, after next_rendezvous().
         self._signals.renew()
-        return self._node.waiting
+        waiting = self._node.waiting
+        self._was_told = self._was_told or waiting > 0
+        return waiting
 
     def is_closed(self) -> bool:
         latest = self._node.latest

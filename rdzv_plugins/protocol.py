@@ -265,7 +265,8 @@ def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Actio
     if document.phase is Phase.RUNNING and not view.rules.restart_on_loss:
         lost = (*leading.without(document.lost, [leader]), leader)
         return Write(replace(document, leader=view.me, lost=lost))
-    cause = Cause().plus(lost=[label])
+    ran = document.phase is Phase.RUNNING
+    cause = (Cause() if ran else document.cause).plus(lost=[label])
     return Write(leading.next_round(view, document, [leader], 0, cause))
 
 
