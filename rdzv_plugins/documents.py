@@ -170,23 +170,25 @@ class Cause:
         """This cause with more nodes; each keyword is a field."""
         return replace(self, **{name: getattr(self, name).plus(to) for name, to in names.items()})
 
-    def as_json(self) -> dict[str, Any]:
-        """Without the fields that are empty."""
-        named = {name: getattr(self, name) for name in _CAUSES}
-        found: dict[str, Any] = {
-            name: [names.more, *names.first] for name, names in named.items() if names
-        }
-        return {**found, "note": self.note} if self.note else found
+    def encode(self) -> str:
+        """As JSON, without the fields that are empty."""
+        fields: dict[str, Any] = {"note": self.note} if self.note else {}
+        for name in _CAUSES:
+            if names := getattr(self, name):
+                fields[name] = [names.more, *names.first]
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, items: dict[str, Any]) -> Cause:
-        """Raises KeyError, TypeError or ValueError for what `as_json` did not write."""
+    def decode(cls, text: str) -> Cause:
+        """Raises TypeError or ValueError for what `encode` did not write."""
+        fields = _typed(json.loads(text), dict)
         named = {}
         for name in _CAUSES:
-            more, *first = items.get(name, [0])
-            labels = tuple(_typed(label, str) for label in first)
-            named[name] = Names(labels, _typed(more, int))
-        return cls(**named, note=_typed(items.get("note", ""), str))
+            if name in fields:
+                more, *first = _typed(fields[name], list)
+                labels = tuple(_typed(label, str) for label in first)
+                named[name] = Names(labels, _typed(more, int))
+        return cls(**named, note=_typed(fields.get("note", ""), str))
 
 
 _CAUSES = tuple(item.name for item in fields(Cause) if item.name != "note")
@@ -291,7 +293,7 @@ class RoundDocument:
             "lost": " ".join(self.lost),
             "evicted": " ".join(self.evicted),
             "waiting": self.waiting,
-            "cause": self.cause.as_json(),
+            "cause": self.cause.encode(),
             "finishing": int(self.finishing),
             "outcome": self.outcome,
             "expires": int(self.expires),
@@ -327,7 +329,7 @@ class RoundDocument:
                 lost=_ids(_typed(fields["lost"], str)),
                 evicted=_ids(_typed(fields["evicted"], str)),
                 waiting=_typed(fields["waiting"], int),
-                cause=Cause.from_json(_typed(fields["cause"], dict)),
+                cause=_cause(_typed(fields["cause"], str)),
                 finishing=bool(_typed(fields["finishing"], int)),
                 outcome=None if fields["outcome"] is None else Outcome(fields["outcome"]),
                 expires=bool(_typed(fields["expires"], int)),
@@ -437,6 +439,12 @@ class NodeRecord:
 @lru_cache(maxsize=8)
 def _ids(text: str) -> tuple[str, ...]:
     return tuple(text.split())
+
+
+# Most documents that a node reads have the cause of the one before.
+@lru_cache(maxsize=8)
+def _cause(text: str) -> Cause:
+    return Cause.decode(text)
 
 
 def _expand(data: bytes) -> bytes:

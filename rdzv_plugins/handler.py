@@ -240,7 +240,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         error = sys.exception()
         waits_for_others = self._node.done and not (self._store and self._store.all_done)
-        only_leaves = isinstance(error, SignalException) or waits_for_others
+        only_leaves = isinstance(error, SignalException | KeyboardInterrupt) or waits_for_others
         if only_leaves or not self._node.in_round:
             return self._leave()
         if not self._begin_to_end():

@@ -230,11 +230,15 @@ class Node:
             yield from self._beat()
         if seen.document_due:
             yield from seen.read_document()
-        if not protocol.must_abdicate(self._view()):
+        if not seen.cannot_list:
             yield from seen.observe()
         seen.judge_punctuality()
-        yield from self._remark()
-        action = protocol.decide(view := self._view())
+        view = self._view()
+        for about, key, text in protocol.remarks(view):
+            if (about, key) not in self._told:
+                self._told.add((about, key))
+                yield Tell(about, text)
+        action = protocol.decide(view)
         self.waiting = protocol.nodes_waiting(view)
         if protocol.waits_for_a_living_round(view):
             # A spare waits for as long as the round lasts, as torch's redundant nodes do.
@@ -320,7 +324,7 @@ class Node:
             moved=seen.leases.moved,
             idle_age=seen.idle.age(leader),
             idle_silence=seen.idle.silence(leader, now),
-            listing_age=now - seen.listed_since,
+            cannot_list=seen.cannot_list,
             abdicated=self._abdicated,
             minimum_age=minimum_age,
             share=self._share,
@@ -486,13 +490,6 @@ class Node:
                 seen.leader_due = True
             if entry is None and timeout == until_beat and seen.document is None:
                 seen.document_due = True
-
-    def _remark(self) -> Steps:
-        """Say once each what people should know of."""
-        for about, key, text in protocol.remarks(self._view()):
-            if (about, key) not in self._told:
-                self._told.add((about, key))
-                yield Tell(about, text)
 
     def _bear(self, error: Exception, failures: int) -> Steps:
         """Rule 11: an outage stops nobody; nobody is judged by what could not be read."""

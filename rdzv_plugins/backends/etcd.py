@@ -65,6 +65,8 @@ _STAMP_BYTES = 12
 _LARGEST = 1024 * 1024
 # etcd's --max-txn-ops, of which the comparisons are counted apart.
 _OPERATIONS = 128
+# No lease, as etcd writes it.
+_NONE = "0"
 # A watch is begun anew this often, in case its member hangs.
 _LONGEST_PARK = 15.0
 
@@ -95,6 +97,8 @@ class Client(KeyValueClient):
         self._woken = threading.Condition()
         self._interrupts = 0
         self._closed = False
+        # That of the mark, as far as we know: every write is on condition that it is so.
+        self._lease = _NONE
         self._gateway = Gateway(
             target.hosts,
             tls_context(options) if secure else None,
@@ -103,7 +107,9 @@ class Client(KeyValueClient):
             request_timeout,
         )
         try:
-            self._ask("kv/range", {**self._range(""), "count_only": True})
+            # The mark would come first.
+            first = self._ask("kv/range", {**self._range(""), "keys_only": True, "limit": "1"})
+            self._lease = self._marked(first)
         except BaseException:
             self.close()
             raise
@@ -124,7 +130,7 @@ class Client(KeyValueClient):
     def put(self, key: str, value: bytes) -> Version:
         self.check_size(key, value)
         stored = _stamped(value)
-        self._ask("kv/put", self._put(key, stored))
+        self._write([(key, stored)])
         return _entry(stored).version
 
     def delete(self, key: str) -> None:
@@ -132,7 +138,9 @@ class Client(KeyValueClient):
 
     def list(self, prefix: str) -> dict[str, Entry]:
         found = self._ask("kv/range", self._range(prefix)).get("kvs", [])
-        return {self._relative(item): _entry(decoded(item["value"])) for item in found}
+        return {
+            key: _entry(decoded(item["value"])) for item in found if (key := self._relative(item))
+        }
 
     def add(self, key: str, delta: int) -> int:
         where = f"etcd at {self._shown}"
@@ -192,21 +200,30 @@ class Client(KeyValueClient):
         if seconds <= 0:
             self._ask("kv/deleterange", self._range(""))
             return
-        lease = self._ask("lease/grant", {"TTL": str(math.ceil(seconds))})["ID"]
-        found = self._ask("kv/range", {**self._range(""), "keys_only": True}).get("kvs", [])
-        try:
-            for batch in batches((self._relative(item) for item in found), _OPERATIONS):
-                if not self._lease(batch, lease):
-                    # One of them was deleted meanwhile.
-                    for key in batch:
-                        self._lease([key], lease)
-        except RendezvousStateError as error:
-            if "lease not found" not in str(error):
-                raise
-            # We were held up, and the time is over: what nobody has changed since is to be gone.
-            for item in found:
-                same = {"key": item["key"], "target": "MOD", "mod_revision": item["mod_revision"]}
-                self._transact([same], [{"request_delete_range": {"key": item["key"]}}])
+        ttl = str(math.ceil(seconds))
+        while True:
+            old = self._marked(self._ask("kv/range", self._one("")))
+            lease = _NONE
+            if old != _NONE:
+                # Also where another takes its place: it must not end before all are moved there.
+                kept = self._ask("lease/keepalive", {"ID": old}).get("result", {}).get("TTL", "0")
+                if kept == "0":
+                    # Its keys are about to go: then we look again.
+                    time.sleep(random.uniform(0.02, 0.1))
+                    continue
+                lease = old if kept == ttl else _NONE
+            if lease == _NONE:
+                lease = self._ask("lease/grant", {"TTL": ttl})["ID"]
+                mark = {"request_put": {**self._one(""), "lease": lease}}
+                if not self._transact([self._mark(old)], [mark]).get("succeeded"):
+                    # Somebody else was faster.
+                    self._ask("lease/revoke", {"ID": lease})
+                    continue
+            self._lease = lease
+            if self._move(lease) and old not in (_NONE, lease):
+                # Nobody can give it to a key any more, and none is left that has it.
+                self._ask("lease/revoke", {"ID": old})
+            return
 
     def close(self) -> None:
         with self._woken:
@@ -226,16 +243,16 @@ class Client(KeyValueClient):
     def put_many(self, values: Mapping[str, bytes]) -> None:
         for key, value in values.items():
             self.check_size(key, value)
-        batch: list[dict[str, Any]] = []
+        batch: list[tuple[str, bytes]] = []
         size = 0
         for key, value in values.items():
             if len(batch) == _OPERATIONS or size + len(value) > _LARGEST:
-                self._transact([], batch)
+                self._write(batch)
                 batch, size = [], 0
-            batch.append({"request_put": self._put(key, _stamped(value))})
+            batch.append((key, _stamped(value)))
             size += len(value)
         if batch:
-            self._transact([], batch)
+            self._write(batch)
 
     def delete_many(self, keys: Iterable[str]) -> None:
         for batch in batches(keys, _OPERATIONS):
@@ -255,8 +272,29 @@ class Client(KeyValueClient):
         # It ends in "/" or in a character of UTF-8, so its last byte is never 255.
         return {"key": encoded(path), "range_end": encoded(path[:-1] + bytes([path[-1] + 1]))}
 
-    def _put(self, key: str, stored: bytes) -> dict[str, Any]:
-        return {**self._one(key), "value": encoded(stored)}
+    def _put(self, key: str, stored: bytes, lease: str) -> dict[str, Any]:
+        return {"request_put": {**self._one(key), "value": encoded(stored), "lease": lease}}
+
+    def _mark(self, lease: str) -> dict[str, Any]:
+        """What holds while the mark has that lease; _NONE: or there is no mark."""
+        return {**self._one(""), "target": "LEASE", "result": "EQUAL", "lease": lease}
+
+    def _marked(self, answer: Mapping[str, Any]) -> str:
+        """The lease of the mark in the answer to a range that begins with it."""
+        for item in answer.get("kvs", [])[:1]:
+            if not self._relative(item):
+                return str(item.get("lease", _NONE))
+        return _NONE
+
+    def _write(self, values: Sequence[tuple[str, bytes]]) -> None:
+        while True:
+            lease = self._lease
+            puts = [self._put(key, stored, lease) for key, stored in values]
+            look = [{"request_range": self._one("")}]
+            answer = self._transact([self._mark(lease)], puts, look)
+            if answer.get("succeeded"):
+                return
+            self._lease = self._marked(answer["responses"][0]["response_range"])
 
     def _comparison(self, key: str, expected: Version | None) -> Sequence[dict[str, Any]] | None:
         """What holds while the key's version is ``expected``; None: it can never hold."""
@@ -283,27 +321,35 @@ class Client(KeyValueClient):
         answer to an attempt was lost."""
         stored = _stamped(value)
         written = _entry(stored)
-        body = {
-            "compare": comparison,
-            "success": [{"request_put": self._put(key, stored)}],
-            "failure": [{"request_range": self._one(key)}],
-        }
         doubtful = False
+        looks = [{"request_range": self._one(name)} for name in (key, "")]
+        while True:
+            lease = self._lease
+            body = {
+                "compare": [*(comparison or ()), self._mark(lease)],
+                "success": [self._put(key, stored, lease)],
+                "failure": looks,
+            }
 
-        def request() -> dict[str, Any]:
-            nonlocal doubtful
-            try:
-                return self._gateway.post("kv/txn", body)
-            except Exception as error:
-                doubtful = doubtful or not is_undone(error)
-                raise
+            def request(body: dict[str, Any] = body) -> dict[str, Any]:
+                nonlocal doubtful
+                try:
+                    return self._gateway.post("kv/txn", body)
+                except Exception as error:
+                    doubtful = doubtful or not is_undone(error)
+                    raise
 
-        answer = self._call(request)
-        if answer.get("succeeded"):
-            return written, True, doubtful
-        current = _first(answer["responses"][0]["response_range"])
-        # An earlier attempt whose answer was lost may be what stands there now.
-        return current, current is not None and current.version == written.version, doubtful
+            answer = self._call(request)
+            if answer.get("succeeded"):
+                return written, True, doubtful
+            there, mark = (response["response_range"] for response in answer["responses"])
+            current = _first(there)
+            # An earlier attempt whose answer was lost may be what stands there now.
+            if current is not None and current.version == written.version:
+                return current, True, doubtful
+            self._lease = self._marked(mark)
+            if self._lease == lease:
+                return current, False, doubtful
 
     def _look(
         self, key: str, version: Version | None, going: Callable[[], bool]
@@ -338,20 +384,49 @@ class Client(KeyValueClient):
                     return entry
         return None
 
-    def _lease(self, keys: Sequence[str], lease: str) -> bool:
+    def _move(self, lease: str) -> bool:
+        """Give all keys the lease of the mark; False: somebody else has given the mark another."""
+        found = self._ask("kv/range", {**self._range(""), "keys_only": True}).get("kvs", [])
+        others = [item for item in found if item.get("lease", _NONE) != lease]
+        for batch in batches((self._relative(item) for item in others), _OPERATIONS - 1):
+            # A batch fails as a whole if one of its keys was deleted meanwhile.
+            if self._attach(batch, lease) or all(self._attach([key], lease) for key in batch):
+                continue
+            if self._marked(self._ask("kv/range", self._one(""))) == _NONE:
+                # We were held up, and the time is over: what has not changed since is to be gone.
+                for item in others:
+                    revision = item["mod_revision"]
+                    same = {"key": item["key"], "target": "MOD", "mod_revision": revision}
+                    self._transact([same], [{"request_delete_range": {"key": item["key"]}}])
+            return False
+        return True
+
+    def _attach(self, keys: Sequence[str], lease: str) -> bool:
+        """Whether the keys that are there have the lease now; False: not all are, or not the mark.
+
+        For a single key it is no matter whether it is there.
+        """
         there = {"target": "VERSION", "result": "GREATER", "version": "0"}
         # The value and with it the version stay: this is no change.
         again = {"ignore_value": True, "lease": lease}
         answer = self._transact(
-            [{**self._one(key), **there} for key in keys],
+            [self._mark(lease), *({**self._one(key), **there} for key in keys)],
             [{"request_put": {**self._one(key), **again}} for key in keys],
+            [{"request_range": self._one("")}],
         )
-        return bool(answer.get("succeeded"))
+        if answer.get("succeeded"):
+            return True
+        return len(keys) == 1 and self._marked(answer["responses"][0]["response_range"]) == lease
 
     def _transact(
-        self, comparison: Sequence[dict[str, Any]], success: Sequence[dict[str, Any]]
+        self,
+        comparison: Sequence[dict[str, Any]],
+        success: Sequence[dict[str, Any]],
+        failure: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
-        return self._ask("kv/txn", {"compare": comparison, "success": success})
+        return self._ask(
+            "kv/txn", {"compare": comparison, "success": success, "failure": [*failure]}
+        )
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return self._call(lambda: self._gateway.post(path, body))

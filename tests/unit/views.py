@@ -77,7 +77,7 @@ def view(
         moved=lambda node: False,
         idle_age=idle,
         idle_silence=idle,
-        listing_age=0.0,
+        cannot_list=False,
         abdicated=False,
         minimum_age=None,
         share=0.5,
