@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -70,7 +70,10 @@ class TestWhoWasReplaced:
         assert not any(other.is_closed() for other in others)
         assert site.server.deadlines[site.run_id] > 100, "the others' keys were told to expire"
 
-    def test_it_does_not_close_another_jobs_run_of_the_same_id(self, site: Site) -> None:
+    @pytest.mark.parametrize("by", [say_that_the_agent_failed, StoreRendezvousHandler.set_closed])
+    def test_it_does_not_close_another_jobs_run_of_the_same_id(
+        self, site: Site, by: Callable[[StoreRendezvousHandler], object]
+    ) -> None:
         cut = site.client()
         replaced, other = site.handler(2, 2, cut), site.handler(2, 2)
         site.join(replaced, other)
@@ -79,10 +82,10 @@ class TestWhoWasReplaced:
         site.await_sweep()
         pair = [site.handler(2, 2) for _ in range(2)]
         site.join(*pair)
-        ends = Background(lambda: say_that_the_agent_failed(replaced))
+        ends = Background(lambda: by(replaced))
         assert not ends.done(0.5)
         cut.down = False
-        assert ends.result(20.0)
+        ends.result(20.0)
         document = site.document
         assert document is not None
         assert (document.phase, document.round) == ("running", 0)
