@@ -69,6 +69,9 @@ def close_run(
         if document is None or (latest is not None and not document.is_of(latest)):
             return False
         if document.closed:
+            if not document.expires and entry is not None:
+                # Whoever closed it, perhaps this node just now, could not do the rest.
+                yield from let_expire(document, entry.version, sweep_after)
             return True
         if members_only and not document.names(node_id):
             return False
