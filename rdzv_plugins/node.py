@@ -374,7 +374,11 @@ class Node:
             case decisions.ListRecords():
                 self._seen.lists = self._seen.list_due = True
             case decisions.AskTombstone(incarnation):
-                self._seen.hear_of_the_end(incarnation, (yield ReadTombstone(incarnation)))
+                outcome = yield ReadTombstone(incarnation)
+                self._seen.hear_of_the_end(incarnation, outcome)
+                if outcome is not None:
+                    # What this node wrote since the sweep would have no end.
+                    yield Drop((NODES_PREFIX + self.id,))
             case decisions.Wait(seconds, minimum_reached):
                 if not minimum_reached:
                     self._seen.minimum_since = None
