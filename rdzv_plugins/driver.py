@@ -35,7 +35,7 @@ class Driver:
         tombstones: of the run's id.
         open_master: opens a TCPStore for the round of a naming and returns its ``address:port``;
             called in a thread of its own. `RendezvousStateError`: it is of no use to try again.
-        name: of the thread.
+        run_id: after which the threads are named.
     """
 
     def __init__(
@@ -44,13 +44,14 @@ class Driver:
         client: KeyValueClient,
         tombstones: Tombstones,
         open_master: Callable[[str], str],
-        name: str,
+        run_id: str,
     ) -> None:
         self._node = node
         self._client = client
         self._tombstones = tombstones
         self._open_master = open_master
-        self._name = name
+        self._run = f"run '{run_id}'"
+        self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
         self._opener: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -150,7 +151,7 @@ class Driver:
             case steps.OpenMaster(naming):
                 return self._begin_to_open_master(naming)
             case steps.Tell(_, text):
-                return log.warning("%s", text)
+                return log.warning("%s: %s", self._run, text)
             case steps.Rest(seconds, because):
                 if because is not None:
                     self._note_failure(because)

@@ -120,8 +120,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             time.monotonic,
             random.Random(secrets.randbits(64)),
         )
-        name = f"rdzv-{run_id}"
-        self._driver = Driver(self._node, client, tombstones, self._open_master, name)
+        self._driver = Driver(self._node, client, tombstones, self._open_master, run_id)
         self._ending = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
@@ -130,7 +129,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         itself = weakref.ref(self)
         self._at_exit = lambda: handler._leave() if (handler := itself()) is not None else None
         atexit.register(self._at_exit)
-        self._signals = SignalWatch(self._at_exit, f"{name}-signals")
+        self._signals = SignalWatch(self._at_exit, f"rdzv-{run_id}-signals")
         if run_id == _DEFAULT_RUN_ID:
             log.warning(
                 "the run id is '%s', torch's default: every job on this store that has none is in "
@@ -333,7 +332,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         labels = [record.label for record in found if record is not None]
         shown = Names().plus(labels)
         log.warning(
-            "run '%s', of which any job may be part, has these nodes: %s", self._run_id, shown
+            "the run id is '%s', torch's default, so that these nodes are in one run, of whatever "
+            "jobs they are: %s",
+            self._run_id,
+            shown,
         )
 
     def _open_master(self, naming: str) -> str:

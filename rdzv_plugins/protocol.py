@@ -282,8 +282,9 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         yield (
             "spare",
             this_round,
-            f"this node waits as a spare of round {number}, {why}: {len(document.participants)} "
-            f"nodes, led by {view.leader.label}. If that is another job, give each an --rdzv-id",
+            f"this node waits as a spare of round {number}, {why}: {len(document.participants)} of "
+            f"{document.max_nodes} nodes, led by {view.leader.label}. If that is another job, give "
+            "this one an --rdzv-id of its own",
         )
     evicted = document.cause.evicted
     if evicted and view.record.label in evicted and not document.names(view.me):

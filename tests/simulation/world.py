@@ -158,9 +158,7 @@ class World:
 
     def start_again(self, address: str, rules: Rules | None = None) -> None:
         """The launcher restarts a process that ended."""
-        self.kernel.after(
-            self.chance.uniform(0.0, 1.0), self._start_unless_closed, address, rules
-        )
+        self.kernel.after(self.chance.uniform(0.0, 1.0), self._start_unless_closed, address, rules)
 
     def _start_unless_closed(self, address: str, rules: Rules | None) -> None:
         if not self.closed and not (rules and self.network.quiet):
