@@ -62,6 +62,8 @@ log = logging.getLogger(__name__)
 _STOP_SECONDS = 2.0
 # How long the exit of the process waits for a farewell that is under way.
 _FAREWELL_SECONDS = 10.0
+# How many more signals of those that ask for it do not cut that short.
+_SIGNALS_BORNE = 5
 
 # How long a TCPStore may take to open, at least: where DNS is asked and does not answer, 10.
 _MASTER_SECONDS = 30.0
@@ -128,7 +130,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         # torch's launcher does not call shutdown() after a signal, lest it close the run; but the
         # others must not wait for this node's lease. Weak, or the handler would never be freed.
         itself = weakref.ref(self)
-        self._at_exit = lambda: handler._leave() if (handler := itself()) is not None else None
+        self._at_exit = lambda: handler._leave_at_exit() if (handler := itself()) else None
         atexit.register(self._at_exit)
         self._signals = SignalWatch(self._at_exit, f"{name}-signals")
         if run_id == _DEFAULT_RUN_ID:
@@ -278,6 +280,14 @@ class StoreRendezvousHandler(RendezvousHandler):
                 carry_out(self._client, self._tombstones, self._node.farewell())
 
         return self._end(leave, "this node could not announce that it leaves")
+
+    def _leave_at_exit(self) -> None:
+        for _ in range(_SIGNALS_BORNE):
+            try:
+                self._leave()
+                return
+            except SignalException:
+                continue  # What this process already does; the next call waits for it.
 
     def _end(self, last_word: Callable[[], None], failed: str) -> bool:
         """Stop the node and say its last word, once; False if the store could not be told.
