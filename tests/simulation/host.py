@@ -73,6 +73,7 @@ class Host:
         low, high = world.plan.rates
         self.clock = Clock(world.kernel, chance.uniform(0, 1000), chance.uniform(low, high))
         self.agent = Agent.JOINING
+        self.changed = world.kernel.now
         self.restarts_left = world.plan.max_restarts
         self.wedged = False
         """Its agent never comes back from stopping its workers."""
@@ -110,6 +111,8 @@ class Host:
         self._asked = 0.0
         self._trouble: float | None = None
         self._turn = 0
+        # What the answer on its way tells of others, and as of when.
+        self._delivery: tuple[int, str | None, dict[str, NodeRecord], float] | None = None
         # Grows when the agent goes on to something else: what was planned before is void.
         self._shift = 0
         self._fatal = False
@@ -249,6 +252,7 @@ class Host:
     def _set(self, agent: Agent) -> None:
         self.agent = agent
         self._shift += 1
+        self.changed = self.world.kernel.now
 
     def _ended(self, outcome: Outcome) -> None:
         world, document = self.world, outcome.document
@@ -425,6 +429,9 @@ class Host:
         self._turn += 1
         if isinstance(self._request, steps.Park):
             self.world.store.unpark(self, self._request.key)
+        if self._delivery is not None and self._delivery[0] == turn and error is None:
+            self._note_read(*self._delivery[1:])
+        self._delivery = None
         self._note_trouble(error)
         self._step(answer, error)
 
@@ -603,11 +610,15 @@ class Host:
         """Note what evidence of others this host is being sent."""
         if turn != self._turn:
             return
-        now, evidence = self.world.kernel.now, self.track.evidence
+        now = self.world.kernel.now
         records = {
             name.removeprefix(NODES_PREFIX): self.world.decode(entry)
             for name, entry in entries.items()
         }
+        self._delivery = turn, key, records, now
+
+    def _note_read(self, key: str | None, records: dict[str, NodeRecord], now: float) -> None:
+        evidence = self.track.evidence
         if key is None:
             document = self.node.document
             named = {*document.participants, *document.previous} if document else set()
