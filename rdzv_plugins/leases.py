@@ -73,7 +73,7 @@ class Leases:
         """
         for node, seen in self._seen.items():
             if node != unless:
-                seen.since, seen.looked = now + grace, now
+                seen.since, seen.looked = max(seen.since, now + grace), now
         self._moved.clear()
 
     def discount(self, seconds: float, now: float) -> None:
