@@ -7,13 +7,15 @@ dataclass's docstring; ``docs/options.md`` is generated from those tables.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 import types
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 __all__ = [
     "Endpoint",
@@ -263,6 +265,9 @@ class Endpoint:
     query: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
+# Scheme, authority, path, query; by hand, for the urlsplit of patched Pythons takes an address in
+# brackets for the only host.
+_URL = re.compile(r"(?s)(?:([^:/?#]+)://)?([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#.*)?")
 _PORT = re.compile(r"[0-9]{1,5}")
 # Up to the last "@": a password whose "/", "#" or "@" is not percent-encoded is no less secret.
 _USERINFO = re.compile(r"(?s)(^|//)([^/@:]*):(?!//).*@")
@@ -284,38 +289,47 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
     """
     text = endpoint.strip() or "localhost"
     allowed = list(schemes)
-    try:
-        parts = urlsplit(text if "://" in text else f"//{text}")
-    except ValueError:
-        # Without the cause: its message may show the password.
-        raise ValueError(f"the endpoint '{redact(text)}' is not a valid URL") from None
-    if "@" not in parts.netloc and re.match(r"(?s)[^/@:]*:.*@", text.partition("://")[2] or text):
+    parts = _URL.fullmatch(re.sub(r"[\t\r\n]", "", text))
+    assert parts is not None  # any text matches
+    scheme, authority, path, query = (part or "" for part in parts.groups())
+    # Some characters become a delimiter when the name is looked up, U+2100 "a/c".
+    plain = unicodedata.normalize("NFKC", authority)
+    if any(plain.count(mark) != authority.count(mark) for mark in "/?#@:"):
+        raise _not_a_url(text)
+    if "@" not in authority and re.match(r"(?s)[^/@:]*:.*@", text.partition("://")[2] or text):
         raise ValueError(
             f"the endpoint '{redact(text)}' has an '@' after a '/', '?' or '#'; percent-encode "
             "them in a password"
         )
-    if parts.scheme and parts.scheme not in allowed:
+    scheme = scheme.lower()
+    if scheme and scheme not in allowed:
         raise ValueError(
-            f"the endpoint '{redact(text)}' starts with '{parts.scheme}://'; "
-            f"allowed: host:port{''.join(f', {scheme}://' for scheme in allowed)}"
+            f"the endpoint '{redact(text)}' starts with '{scheme}://'; "
+            f"allowed: host:port{''.join(f', {name}://' for name in allowed)}"
         )
-    userinfo, _, location = parts.netloc.rpartition("@")
+    userinfo, _, location = authority.rpartition("@")
     user, _, password = userinfo.partition(":")
     hosts = tuple(_parse_host(item, text, default_port) for item in location.split(","))
     return Endpoint(
-        scheme=parts.scheme,
+        scheme=scheme,
         hosts=hosts,
         user=unquote(user) or None,
         password=unquote(password) or None,
-        path=unquote(parts.path),
-        query=dict(parse_qsl(parts.query, keep_blank_values=True)),
+        path=unquote(path),
+        query=dict(parse_qsl(query, keep_blank_values=True)),
     )
 
 
+def _not_a_url(endpoint: str) -> ValueError:
+    return ValueError(f"the endpoint '{redact(endpoint)}' is not a valid URL")
+
+
 def _parse_host(item: str, endpoint: str, default_port: int) -> tuple[str, int]:
-    if item.startswith("["):
-        host, _, port = item[1:].partition("]")
-        port = port.removeprefix(":")
+    if "[" in item or "]" in item:
+        bracketed = re.fullmatch(r"\[(.*)\](?::(.*))?", item)
+        if bracketed is None or not _is_ipv6(bracketed[1]):
+            raise _not_a_url(endpoint)
+        host, port = bracketed[1], bracketed[2] or ""
     elif item.count(":") > 1:
         raise ValueError(
             f"the endpoint '{redact(endpoint)}' has more than one port after a host; "
@@ -328,3 +342,11 @@ def _parse_host(item: str, endpoint: str, default_port: int) -> tuple[str, int]:
     if port and (not _PORT.fullmatch(port) or not 0 < int(port) < 65536):
         raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid port")
     return host, int(port) if port else default_port
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return True

@@ -12,6 +12,7 @@ __all__ = [
     "Abdicate",
     "Action",
     "AskTombstone",
+    "Close",
     "Confirm",
     "Fail",
     "Failure",
@@ -49,9 +50,10 @@ class Rules:
     abandoned: float = 3600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: one is made for each decision, and a frozen one takes three times as long to make.
+@dataclass(slots=True, kw_only=True)
 class View:
-    """All that a node knows when it decides.
+    """All that a node knows when it decides; nobody changes it.
 
     Attributes:
         me: this node's id.
@@ -72,8 +74,8 @@ class View:
         silence: seconds since a node's beat was last seen to move; another look may end it.
         moved: whether a node's beat has moved since this node began to watch it.
         idle_age, idle_silence: the same of the leader's looks at all records.
-        listing_age: seconds since this node, as the leader, last read all records.
-        abdicated: this node led and could not read all records for a lease.
+        cannot_list: this node leads, and has not been able to read all records for a lease.
+        abdicated: so it was once.
         minimum_age: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
         share: this node's random share of an interval, in [0, 1).
         fresh: an incarnation, should this node found a run.
@@ -98,7 +100,7 @@ class View:
     moved: Callable[[str], bool]
     idle_age: float
     idle_silence: float
-    listing_age: float
+    cannot_list: bool
     abdicated: bool
     minimum_age: float | None
     share: float
@@ -173,6 +175,13 @@ class AskTombstone:
 
 
 @dataclass(frozen=True, slots=True)
+class Close:
+    """Close the run as succeeded: nobody that is left has work."""
+
+    document: RoundDocument
+
+
+@dataclass(frozen=True, slots=True)
 class Abdicate:
     """Compare-and-set the document to one without a leader: this node cannot lead."""
 
@@ -188,5 +197,14 @@ class Wait:
 
 
 Action: TypeAlias = (
-    Write | SetRecord | Confirm | Start | Fail | ListRecords | AskTombstone | Abdicate | Wait
+    Write
+    | SetRecord
+    | Confirm
+    | Start
+    | Fail
+    | ListRecords
+    | AskTombstone
+    | Abdicate
+    | Close
+    | Wait
 )

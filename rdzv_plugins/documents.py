@@ -142,7 +142,7 @@ class Cause:
     Attributes:
         lost: their leases ran out.
         left: they said that they leave.
-        failed: their agents asked for another round first: their workers failed.
+        failed: their workers failed, and their agents asked for another round.
         joined: they are new.
         evicted: they live, but did not ask for the round in time.
         note: what else there is to say.
@@ -170,23 +170,25 @@ class Cause:
         """This cause with more nodes; each keyword is a field."""
         return replace(self, **{name: getattr(self, name).plus(to) for name, to in names.items()})
 
-    def as_json(self) -> dict[str, Any]:
-        """Without the fields that are empty."""
-        named = {name: getattr(self, name) for name in _CAUSES}
-        found: dict[str, Any] = {
-            name: [names.more, *names.first] for name, names in named.items() if names
-        }
-        return {**found, "note": self.note} if self.note else found
+    def encode(self) -> str:
+        """As JSON, without the fields that are empty."""
+        fields: dict[str, Any] = {"note": self.note} if self.note else {}
+        for name in _CAUSES:
+            if names := getattr(self, name):
+                fields[name] = [names.more, *names.first]
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, items: dict[str, Any]) -> Cause:
-        """Raises KeyError, TypeError or ValueError for what `as_json` did not write."""
+    def decode(cls, text: str) -> Cause:
+        """Raises TypeError or ValueError for what `encode` did not write."""
+        fields = _typed(json.loads(text), dict)
         named = {}
         for name in _CAUSES:
-            more, *first = items.get(name, [0])
-            labels = tuple(_typed(label, str) for label in first)
-            named[name] = Names(labels, _typed(more, int))
-        return cls(**named, note=_typed(items.get("note", ""), str))
+            if name in fields:
+                more, *first = _typed(fields[name], list)
+                labels = tuple(_typed(label, str) for label in first)
+                named[name] = Names(labels, _typed(more, int))
+        return cls(**named, note=_typed(fields.get("note", ""), str))
 
 
 _CAUSES = tuple(item.name for item in fields(Cause) if item.name != "note")
@@ -291,7 +293,7 @@ class RoundDocument:
             "lost": " ".join(self.lost),
             "evicted": " ".join(self.evicted),
             "waiting": self.waiting,
-            "cause": self.cause.as_json(),
+            "cause": self.cause.encode(),
             "finishing": int(self.finishing),
             "outcome": self.outcome,
             "expires": int(self.expires),
@@ -327,7 +329,7 @@ class RoundDocument:
                 lost=_ids(_typed(fields["lost"], str)),
                 evicted=_ids(_typed(fields["evicted"], str)),
                 waiting=_typed(fields["waiting"], int),
-                cause=Cause.from_json(_typed(fields["cause"], dict)),
+                cause=_cause(_typed(fields["cause"], str)),
                 finishing=bool(_typed(fields["finishing"], int)),
                 outcome=None if fields["outcome"] is None else Outcome(fields["outcome"]),
                 expires=bool(_typed(fields["expires"], int)),
@@ -356,6 +358,7 @@ class NodeRecord:
         rank: its ``--rdzv-conf rank``.
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
         hosts: False: it could not open that TCPStore, and another is to be rank 0.
+        failed: it asks for another round because its workers failed.
     """
 
     address: str
@@ -373,6 +376,7 @@ class NodeRecord:
     rank: int | None = None
     master: str | None = None
     hosts: bool = True
+    failed: bool = False
 
     @property
     def label(self) -> str:
@@ -401,6 +405,8 @@ class NodeRecord:
             fields["master"] = self.master
         if not self.hosts:
             fields["hosts"] = 0
+        if self.failed:
+            fields["failed"] = 1
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
@@ -428,6 +434,7 @@ class NodeRecord:
                 rank=_optional(fields.get("rank"), int),
                 master=_optional(fields.get("master"), str),
                 hosts=bool(_typed(fields.get("hosts", 1), int)),
+                failed=bool(_typed(fields.get("failed", 0), int)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RendezvousStateError(f"a node's record is unreadable: {error!r}") from error
@@ -437,6 +444,12 @@ class NodeRecord:
 @lru_cache(maxsize=8)
 def _ids(text: str) -> tuple[str, ...]:
     return tuple(text.split())
+
+
+# Most documents that a node reads have the cause of the one before.
+@lru_cache(maxsize=8)
+def _cause(text: str) -> Cause:
+    return Cause.decode(text)
 
 
 def _expand(data: bytes) -> bytes:

@@ -52,6 +52,7 @@ class Driver:
         self._open_master = open_master
         self._name = name
         self._thread: threading.Thread | None = None
+        self._opener: threading.Thread | None = None
         self._stopping = threading.Event()
         self._nudged = threading.Event()
         self._delivered = threading.Condition()
@@ -63,14 +64,14 @@ class Driver:
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def join(self) -> steps.Outcome:
+    def join(self, failed: bool = False) -> steps.Outcome:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 
         One caller at a time. It only waits: torch raises an exception in it at a signal, which a
         store's client might swallow. Whatever ends the wait early withdraws the join.
         """
         self._outcome = None
-        self._node.order_join()
+        self._node.order_join(failed)
         if not self.running:
             self._stopping.clear()
             self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
@@ -98,6 +99,11 @@ class Driver:
             self._delivered.notify_all()
         self._nudge_until(lambda: not self.running, time.monotonic() + seconds)
 
+    def await_opener(self, seconds: float) -> None:
+        """Wait until no TCPStore is being opened: C++ that outlives the interpreter aborts."""
+        if self._opener is not None:
+            self._opener.join(seconds)
+
     def _nudge_until(self, done: Callable[[], bool], deadline: float) -> None:
         # An interrupt may come just before the thread parks, and then wakes nobody: repeat it.
         pause = 0.001
@@ -123,7 +129,7 @@ class Driver:
 
     def _drive(self, life: steps.Steps) -> None:
         request = next(life)
-        waiting = 0
+        over = False
         while not self._stopping.is_set():
             try:
                 answer = self._perform(request)
@@ -132,10 +138,10 @@ class Driver:
             else:
                 self._note_success(request)
                 request = life.send(answer)
-            if self._node.waiting and not waiting:
-                # The round is over: the agent may wait in its c10d store for those that are gone.
+            if self._node.over and not over:
+                # The agent may wait in its c10d store for those that are gone.
                 self._client.interrupt()
-            waiting = self._node.waiting
+            over = self._node.over
 
     def _perform(self, request: steps.Request) -> Any:
         match request:
@@ -165,7 +171,8 @@ class Driver:
             if late.is_set():
                 self._nudge()
 
-        threading.Thread(target=open_it, name=f"{self._name}-master", daemon=True).start()
+        self._opener = threading.Thread(target=open_it, name=f"{self._name}-master", daemon=True)
+        self._opener.start()
         if not tried.wait(_MASTER_SECONDS):
             late.set()
 

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins import steps
-from rdzv_plugins.addresses import node_address, store_hosts
+from rdzv_plugins.addresses import loopback, node_address, store_hosts
 from rdzv_plugins.agent_store import AgentStore
 from rdzv_plugins.backends import BACKENDS, open_client
 from rdzv_plugins.closing import close_run
@@ -57,13 +57,12 @@ __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
 log = logging.getLogger(__name__)
 
-# How long shutdown waits for a thread that hangs in a request to a store that does not answer.
+# How long shutdown waits for a thread that hangs: in a request to a store, or in a resolver.
 _STOP_SECONDS = 2.0
 # How long the exit of the process waits for a farewell that is under way.
 _FAREWELL_SECONDS = 10.0
 
-_LOOPBACK = "127.0.0.1"
-# How long a TCPStore may take to open, at least: where DNS does not answer, it takes 5 to 10.
+# How long a TCPStore may take to open, at least: where DNS is asked and does not answer, 10.
 _MASTER_SECONDS = 30.0
 
 # torch's own default for --rdzv-id (torch.distributed.run); whoever names none shares it.
@@ -99,6 +98,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._address = address
         self._servers: dict[str, TCPStore] = {}
         self._store: AgentStore | None = None
+        self._was_told = False
         self._pid = os.getpid()
         record = NodeRecord(
             address=address,
@@ -149,6 +149,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Whether workers share rank 0's TCPStore; torch's own switch turns it off."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
+    @property
+    def loss_shows_within(self) -> float:
+        """Seconds after which the loss of a participant shows in `num_nodes_waiting`.
+
+        Longer only if the store was away, or the leader was lost together with its heirs.
+        """
+        # Its last beat is seen up to 1.1 intervals late; then heirs and the store need their time.
+        return self._rules.lease + 1.1 * self._rules.interval + 2.0
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it runs.
 
@@ -164,7 +173,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
-        outcome = self._driver.join()
+        # Its workers failed if it asks though the run has not told it to.
+        outcome = self._driver.join(failed=self._store is not None and not self._was_told)
+        self._was_told = False
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         document = outcome.document
@@ -186,7 +197,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             store_prefix(document.incarnation, document.round),
             rank,
             world_size,
-            is_over=lambda: self._ended or self._node.waiting > 0,
+            is_over=lambda: self._ended or self._node.over,
             on_done=self._driver.report_done,
         )
         return RendezvousInfo(
@@ -197,7 +208,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Above 0 when the agent should join again; from memory, without I/O. Never raises."""
         # torch installs its handlers of signals when its workers start, after next_rendezvous().
         self._signals.renew()
-        return self._node.waiting
+        waiting = self._node.waiting
+        self._was_told = self._was_told or waiting > 0
+        return waiting
 
     def is_closed(self) -> bool:
         latest = self._node.latest
@@ -240,7 +253,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         error = sys.exception()
         waits_for_others = self._node.done and not (self._store and self._store.all_done)
-        only_leaves = isinstance(error, SignalException) or waits_for_others
+        only_leaves = isinstance(error, SignalException | KeyboardInterrupt) or waits_for_others
         if only_leaves or not self._node.in_round:
             return self._leave()
         if not self._begin_to_end():
@@ -305,6 +318,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _release(self) -> None:
         self._client.close()
+        self._driver.await_opener(_STOP_SECONDS)
         self._servers.clear()
         self._signals.release()
         self._gone.set()
@@ -330,10 +344,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         if not self.use_agent_store:
             return f"{self._address}:{_free_port()}"
+        self._check_address()
         try:
             server = TCPStore(
-                # It listens on all addresses. Itself it dials here, whose name is no matter of DNS.
-                host_name=_LOOPBACK,
+                # It listens on all addresses; here it dials itself.
+                host_name=loopback(),
                 port=0,
                 is_master=True,
                 wait_for_workers=False,
@@ -341,20 +356,28 @@ class StoreRendezvousHandler(RendezvousHandler):
             )
         except (OSError, RuntimeError, ValueError) as error:
             raise RendezvousConnectionError(f"cannot open a TCPStore ({error})") from error
+        self._servers[naming] = server
+        return f"{self._address}:{server.port}"
+
+    def _check_address(self) -> None:
+        """Dial this host as the others will.
+
+        Not at the TCPStore itself: its one thread would ask DNS for the name of whoever dials, and
+        serve nobody meanwhile.
+        """
         try:
-            # As the others will.
-            socket.create_connection((self._address, server.port), self._rules.request).close()
+            with _listen() as server:
+                target = self._address, server.getsockname()[1]
+                socket.create_connection(target, self._rules.request).close()
         except (OSError, UnicodeError) as error:
             passing = isinstance(error, TimeoutError) or (
                 isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
             )
             kind = RendezvousConnectionError if passing else RendezvousStateError
             raise kind(
-                f"cannot reach the TCPStore of this host at '{self._address}:{server.port}' "
-                f"({error}); name an address of this host with --local-addr"
+                f"cannot reach this host at '{self._address}' ({error}); "
+                "name an address of this host with --local-addr"
             ) from error
-        self._servers[naming] = server
-        return f"{self._address}:{server.port}"
 
     def _explain(self, outcome: steps.Outcome) -> BaseException:
         run = f"run '{self._run_id}'"
@@ -395,8 +418,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         return f"; missing since the last round: {', '.join(missed)}" if missed else ""
 
 
+def _listen() -> socket.socket:
+    """A socket on a free port of all addresses, as a TCPStore's is."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
 def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
+    with _listen() as server:
         port: int = server.getsockname()[1]
         return port
 

@@ -134,15 +134,21 @@ class KeyValueClient(ABC):
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make every `wait` that is parked now return None; the client stays usable."""
+        """Make every `wait` that is parked now return None; the client stays usable.
+
+        Local: it asks nothing of the store and never blocks, also while the store hangs. A `wait`
+        that begins afterwards is not ended by it; several threads may call it at once.
+        """
 
     @abstractmethod
     def expire(self, seconds: float) -> None:
         """From ``seconds`` from now the whole namespace reads as empty.
 
-        Measured on the server's clock where the store has one to offer. Keys written afterwards
-        need not expire. 0: at once, earlier deadlines are forgotten, and what is written from now
-        on stays. What has expired already never comes back.
+        So does what is written meanwhile, by whoever made the call or has read one of the keys
+        since. A later call moves the deadline, forward or back. 0: at once, and as far as somebody
+        knows of it earlier deadlines are forgotten: what is written from now on stays. What has
+        expired never comes back, and a run that begins after it has no deadline until it is given
+        one. Measured on the server's clock where the store has one to offer.
         """
 
     @abstractmethod

@@ -12,6 +12,8 @@ class _Seen:
     beat: int | None
     since: float
     looked: float
+    # Not looked at since an outage: what is seen next may have been written before it.
+    stale: bool = False
 
 
 class Leases:
@@ -34,6 +36,8 @@ class Leases:
         seen = self._seen.get(node)
         if seen is None:
             self._seen[node] = _Seen(beat, now, now)
+        elif seen.stale:
+            seen.beat, seen.looked, seen.stale = beat, asked, False
         elif beat == seen.beat or (beat is not None and beat < (seen.beat or 0)):
             # A lower one was written before the last one that was seen, and is no sign of life.
             seen.looked = asked
@@ -41,7 +45,8 @@ class Leases:
             # A record that is gone was forgotten by the store, perhaps with beats never seen here.
             if beat is not None and seen.beat is not None:
                 self._moved.add(node)
-            self._seen[node] = _Seen(beat, now, now)
+            since = now if beat is not None else max(seen.since, now)  # No sign of life.
+            self._seen[node] = _Seen(beat, since, now)
 
     def heard(self, node: str, now: float) -> None:
         """Note something else that the node has written, as good as a beat.
@@ -49,7 +54,7 @@ class Leases:
         A store that forgets again and again may lose each beat before anybody looks.
         """
         seen = self._seen.setdefault(node, _Seen(None, now, now))
-        seen.since = seen.looked = now
+        seen.since, seen.looked = max(seen.since, now), now
 
     def age(self, node: str) -> float:
         """Seconds that the beat is known to have stood still: up to the last look, not to now."""
@@ -69,11 +74,12 @@ class Leases:
         """Begin every window afresh but one: the observer was late, or could not reach the store.
 
         ``grace`` seconds more are given to each node until its next beat is seen: after an outage
-        some are connected again later than others.
+        some are connected again later than others. A later call takes no grace away.
         """
         for node, seen in self._seen.items():
             if node != unless:
                 seen.since, seen.looked = max(seen.since, now + grace), now
+                seen.stale = seen.stale or grace > 0
         self._moved.clear()
 
     def discount(self, seconds: float, now: float) -> None:

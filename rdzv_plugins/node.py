@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from rdzv_plugins import decisions, protocol
-from rdzv_plugins.closing import let_expire, tidy_up
+from rdzv_plugins.closing import close_run, let_expire, tidy_up
 from rdzv_plugins.decisions import Failure
 from rdzv_plugins.documents import (
     BELL_KEY,
@@ -24,6 +24,7 @@ from rdzv_plugins.documents import (
     RoundDocument,
     Wants,
 )
+from rdzv_plugins.documents import Outcome as RunOutcome
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
 from rdzv_plugins.observer import Observer
 from rdzv_plugins.steps import (
@@ -85,6 +86,7 @@ class Node:
         self._seen = Observer(node_id, rules, clock)
         self._joining = False
         self._join_ordered = False
+        self._failed = False
         self._withdraw_ordered = False
         self._done_reported = False
         self._joined_at = 0.0
@@ -134,6 +136,11 @@ class Node:
         return self.record.wants is Wants.DONE or self._done_reported
 
     @property
+    def over(self) -> bool:
+        """Whether the run has left the round that the agent was given: nobody is to wait in it."""
+        return self.waiting > 0 or self._seen.closed
+
+    @property
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node: it would miss it."""
         latest = self.latest
@@ -146,8 +153,12 @@ class Node:
         """The leader's record, where another node leads and it was read."""
         return self._seen.leader
 
-    def order_join(self) -> None:
-        """Ask to be in the next round; the driver ends its `Park` or `Rest` early for it."""
+    def order_join(self, failed: bool = False) -> None:
+        """Ask to be in the next round; the driver ends its `Park` or `Rest` early for it.
+
+        ``failed``: because this node's workers failed, and not because it was told to.
+        """
+        self._failed = failed
         self._withdraw_ordered, self._join_ordered = False, True
 
     def order_withdrawal(self) -> None:
@@ -231,11 +242,15 @@ class Node:
             yield from self._beat()
         if seen.document_due:
             yield from seen.read_document()
-        if not protocol.must_abdicate(self._view()):
+        if not seen.cannot_list:
             yield from seen.observe()
         seen.judge_punctuality()
-        yield from self._remark()
-        action = protocol.decide(view := self._view())
+        view = self._view()
+        for about, key, text in protocol.remarks(view):
+            if (about, key) not in self._told:
+                self._told.add((about, key))
+                yield Tell(about, text)
+        action = protocol.decide(view)
         self.waiting = protocol.nodes_waiting(view)
         if protocol.waits_for_a_living_round(view):
             # A spare waits for as long as the round lasts, as torch's redundant nodes do.
@@ -252,7 +267,9 @@ class Node:
             self._joining = True
             self._joined_at = self._clock()
             self._join_deadline = self._joined_at + self._join_timeout
-            self.record = replace(self.record, wants=Wants.JOIN, master=None, hosts=True)
+            self.record = replace(
+                self.record, wants=Wants.JOIN, master=None, hosts=True, failed=self._failed
+            )
             self._fresh = f"{self._chance.getrandbits(64):016x}"
             self._record_due = self._ring = True
             self._seen.document_due = True
@@ -321,7 +338,7 @@ class Node:
             moved=seen.leases.moved,
             idle_age=seen.idle.age(leader),
             idle_silence=seen.idle.silence(leader, now),
-            listing_age=now - seen.listed_since,
+            cannot_list=seen.cannot_list,
             abdicated=self._abdicated,
             minimum_age=minimum_age,
             share=self._share,
@@ -347,10 +364,21 @@ class Node:
                 yield from self._end_join(Outcome(document=document))
             case decisions.Fail(failure):
                 yield from self._end_join(Outcome(failure=failure))
+            case decisions.Close(document):
+                why = "the workers of all that are left succeeded"
+                work = close_run(
+                    self.id, document, RunOutcome.SUCCEEDED, why, self._rules.sweep_after
+                )
+                yield from work
+                self._seen.document_due = True
             case decisions.ListRecords():
                 self._seen.lists = self._seen.list_due = True
             case decisions.AskTombstone(incarnation):
-                self._seen.hear_of_the_end(incarnation, (yield ReadTombstone(incarnation)))
+                outcome = yield ReadTombstone(incarnation)
+                self._seen.hear_of_the_end(incarnation, outcome)
+                if outcome is not None:
+                    # What this node wrote since the sweep would have no end.
+                    yield Drop((NODES_PREFIX + self.id,))
             case decisions.Wait(seconds, minimum_reached):
                 if not minimum_reached:
                     self._seen.minimum_since = None
@@ -376,6 +404,7 @@ class Node:
             round=document.round,
             naming=document.naming,
             master=master,
+            failed=False,
         )
         self._record_due = self._ring = True
         self._confirmed = document
@@ -445,6 +474,8 @@ class Node:
         self._seen.document_due = False
         if not written:
             return False
+        if before is None or before.leader != self.id:
+            self._expiry_due = self._clock()  # A store that forgot has forgotten the deadline too.
         if before is not None and before.leader not in (document.leader, None):
             # The leader of before waits for its bell, not for the document.
             yield Ring(self.id)
@@ -488,13 +519,6 @@ class Node:
                 seen.leader_due = seen.list_due = True
             if entry is None and timeout == until_beat and seen.document is None:
                 seen.document_due = True
-
-    def _remark(self) -> Steps:
-        """Say once each what people should know of."""
-        for about, key, text in protocol.remarks(self._view()):
-            if (about, key) not in self._told:
-                self._told.add((about, key))
-                yield Tell(about, text)
 
     def _bear(self, error: Exception, failures: int) -> Steps:
         """Rule 11: an outage stops nobody; nobody is judged by what could not be read."""

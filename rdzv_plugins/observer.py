@@ -91,6 +91,14 @@ class Observer:
         """Whether the run was closed."""
         return self.latest is not None and self.latest.closed
 
+    @property
+    def cannot_list(self) -> bool:
+        """Whether this node leads, and has not been able to read all records for a lease."""
+        document = self.document
+        if document is None or document.leader != self._me or document.closed:
+            return False
+        return self._clock() - self.listed_since >= self._rules.lease
+
     def read_document(self) -> Steps:
         entry: Entry | None = yield Read(STATE_KEY)
         self.adopt(entry)

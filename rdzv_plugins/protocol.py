@@ -30,7 +30,7 @@ from rdzv_plugins.decisions import (
 )
 from rdzv_plugins.documents import Cause, Outcome, Phase, RoundDocument, Wants
 
-__all__ = ["decide", "must_abdicate", "nodes_waiting", "remarks", "waits_for_a_living_round"]
+__all__ = ["decide", "nodes_waiting", "remarks", "waits_for_a_living_round"]
 
 # What an heir of the leader leaves to the one before it: many times a compare-and-set.
 _TURN_SECONDS = 0.05
@@ -66,17 +66,6 @@ def waits_for_a_living_round(view: View) -> bool:
     return leader is not None and (leader == view.me or view.age(leader) < view.lease(leader))
 
 
-def must_abdicate(view: View) -> bool:
-    """Whether this node leads, and has not been able to read all records for a lease.
-
-    Its beats may pass all the while, so that nobody takes it for dead.
-    """
-    document = view.document
-    if document is None or document.closed or document.leader != view.me:
-        return False
-    return view.listing_age >= view.rules.lease
-
-
 def decide(view: View) -> Action:
     """What this node does next."""
     document, latest = view.document, view.latest
@@ -91,7 +80,8 @@ def decide(view: View) -> Action:
     if _is_behind(document, latest):
         return _write_back(view)
     assert document is not None
-    if must_abdicate(view):
+    if view.cannot_list:
+        # Its beats may pass all the while, so that nobody takes it for dead.
         return Abdicate(replace(document, leader=None))
     if view.joining:
         action = _take_part(view, document)
@@ -226,43 +216,57 @@ def _on_mismatch(view: View, document: RoundDocument) -> Action:
 
 def _watch_leader(view: View, document: RoundDocument) -> Action:
     """Rule 4: take over from a leader that left, whose beat stopped, or that does not lead."""
-    leader, rules = document.leader, view.rules
-    # One after the other in rank order; not the first alone, who may be gone with the leader.
-    old = document.participants or document.previous
-    heirs = [node for node in old if node != leader and node not in document.lost]
-    turn = view.share * rules.interval
-    if view.me in heirs:
-        turn = min(turn, heirs.index(view.me) * _TURN_SECONDS)
-    if view.abdicated:
-        turn += rules.lease  # Anybody else is better.
+    leader = document.leader
     if leader is None:
-        if view.document_age < turn:
+        if view.document_age < (turn := _turn(view, document)):
             return Wait(turn - view.document_age)
         return Write(replace(document, leader=view.me))
     lease = view.lease(leader)
     # Its looks at the records are told by its next beat, and so seen to stand still later.
-    idle = lease + (view.leader.interval if view.leader else rules.interval)
-    dead, leads_no_more = view.age(leader) >= lease + turn, view.idle_age >= idle + turn
-    if not dead and not leads_no_more:
-        until_dead = lease + (turn if view.age(leader) >= lease else 0.0) - view.silence(leader)
-        until_idle = idle + (turn if view.idle_age >= idle else 0.0) - view.idle_silence
-        return Wait(max(0.0, min(until_dead, until_idle)))
-    if not dead:
+    idle = lease + (view.leader.interval if view.leader else view.rules.interval)
+    if view.age(leader) < lease and view.idle_age < idle:
+        return Wait(max(0.0, min(lease - view.silence(leader), idle - view.idle_silence)))
+    turn = _turn(view, document)
+    if view.age(leader) >= lease + turn:
+        return _replace_the_dead(view, document, leader)
+    if view.idle_age >= idle + turn:
         return Write(replace(document, leader=view.me))
+    until = (lease + turn - view.silence(leader), idle + turn - view.idle_silence)
+    return Wait(max(0.0, min(until)))
+
+
+def _turn(view: View, document: RoundDocument) -> float:
+    """Seconds that this node leaves the lead to others.
+
+    One after the other in rank order; not the first alone, who may be gone with the leader.
+    """
+    old = document.participants or document.previous
+    heirs = [node for node in old if node != document.leader and node not in document.lost]
+    turn = view.share * view.rules.interval
+    if view.me in heirs:
+        turn = min(turn, heirs.index(view.me) * _TURN_SECONDS)
+    # Anybody is better than a node that could not lead.
+    return turn + view.rules.lease if view.abdicated else turn
+
+
+def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Action:
+    """Take the lead from a node whose lease ran out.
+
+    That is evidence enough against it, not against anybody else: all other windows begin now.
+    """
     done = view.leader is not None and view.leader.wants is Wants.DONE
-    if done or (leader not in document.ranks and leader not in document.previous):
+    if done or not document.names(leader):
         return Write(replace(document, leader=view.me))
-    # That its beat stopped for a lease is evidence enough against the old leader, not against
-    # anybody else: all other windows begin now.
     label = view.leader.label if view.leader else leader
     if document.phase is Phase.FORMING:
         previous = leading.without(document.previous, [leader])
         cause = document.cause.plus(lost=[label])
         return Write(replace(document, leader=view.me, previous=previous, cause=cause))
-    if document.phase is Phase.RUNNING and not rules.restart_on_loss:
+    if document.phase is Phase.RUNNING and not view.rules.restart_on_loss:
         lost = (*leading.without(document.lost, [leader]), leader)
         return Write(replace(document, leader=view.me, lost=lost))
-    cause = Cause().plus(lost=[label])
+    ran = document.phase is Phase.RUNNING
+    cause = (Cause() if ran else document.cause).plus(lost=[label])
     return Write(leading.next_round(view, document, [leader], 0, cause))
 
 
@@ -281,7 +285,8 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
             f"this node waits as a spare of round {number}, {why}: {len(document.participants)} "
             f"nodes, led by {view.leader.label}. If that is another job, give each an --rdzv-id",
         )
-    if view.record.label in document.cause.evicted and view.me not in document.ranks:
+    evicted = document.cause.evicted
+    if evicted and view.record.label in evicted and not document.names(view.me):
         yield (
             "evicted",
             this_round,

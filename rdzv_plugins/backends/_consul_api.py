@@ -79,12 +79,15 @@ class Api:
         return base64.b64decode(item["Value"] or ""), int(index)
 
     def commit(
-        self, operations: Sequence[dict[str, Any]], deadline: float
+        self,
+        operations: Sequence[dict[str, Any]],
+        deadline: float,
+        wanted: Callable[[], bool] | None = None,
     ) -> tuple[Sequence[Item], float]:
         """Do all of it or nothing; returns what it read and wrote, and the agent's time."""
         target = "/v1/txn?" + urlencode({**self._query, "consistent": ""})
         body = json.dumps(operations).encode()
-        answer = self._ask("PUT", target, body, deadline)
+        answer = self._ask("PUT", target, body, deadline, wanted)
         if answer.status != 200:
             refused = answer.status == 409 and b"Permission denied" in answer.body
             raise RefusedError(403 if refused else answer.status, _text(answer))

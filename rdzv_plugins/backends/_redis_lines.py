@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import select
 import ssl
 import threading
 import time
@@ -21,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from redis.retry import Retry
 
+from rdzv_plugins.backends._aside import aside
 from rdzv_plugins.backends._redis_errors import LostAnswerError, not_now
 from rdzv_plugins.backends._redis_scripts import SCRIPTS
 from rdzv_plugins.backends._tls import tls_context, unheard_alert
@@ -43,10 +46,31 @@ LONGEST_PARK = 5.0
 _TRUSTED_SECONDS = 0.5
 
 
+class Bell:
+    """Wakes one thread that waits for an answer: a pipe, to be polled beside its socket."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        self.rung = False
+
+    def fileno(self) -> int:
+        return self._read
+
+    def ring(self) -> None:
+        # One byte at most, so this never blocks.
+        if not self.rung:
+            self.rung = True
+            os.write(self._write, b"!")
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
 class Lines:
     """Connections of one client, each used by one thread at a time.
 
-    Raises (every method but `close`): what redis-py raises.
+    Raises (every method but `close` and `interrupt`): what redis-py raises, and `OSError`.
     """
 
     def __init__(
@@ -60,30 +84,66 @@ class Lines:
         self._slot_key = slot_key
         self._idle: deque[tuple[Any, float]] = deque()
         self._busy: set[Any] = set()
+        self._waiting: set[Bell] = set()
+        self._silent: list[Bell] = []
         self._lock = threading.Lock()
         self._closed = False
 
     def open(self, count: int) -> None:
         """Have ``count`` connections ready."""
         for _ in range(count - len(self._idle)):
-            self._idle.append((self._connect(), time.monotonic()))
+            self._add()
+
+    def _add(self) -> None:
+        self._idle.append((self._connect(), time.monotonic()))
+        if self._closed:
+            self._drop_idle()
+
+    def listen(self) -> Bell:
+        """A bell that `interrupt` and `close` ring until it is given to `unlisten`."""
+        with self._lock:
+            bell = self._silent.pop() if self._silent else Bell()
+            self._waiting.add(bell)
+            if self._closed:
+                bell.ring()
+        return bell
+
+    def unlisten(self, bell: Bell) -> None:
+        with self._lock:
+            self._waiting.remove(bell)
+            if not (bell.rung or self._closed):
+                self._silent.append(bell)
+                return
+        bell.close()
+
+    def interrupt(self) -> None:
+        """Ring every bell. Asks the server nothing, and touches no connection."""
+        with self._lock:
+            for bell in self._waiting:
+                bell.ring()
 
     def exchange(
-        self, *commands: tuple[Any, ...], park: float = 0.0, once: bool = False
+        self,
+        *commands: tuple[Any, ...],
+        park: float = 0.0,
+        bell: Bell | None = None,
+        once: bool = False,
     ) -> list[Any]:
         """Send commands in one go and return their answers; raises the first error among them.
 
-        Each answer may take the request timeout, the last one ``park`` seconds more. ``once``: they
-        must not be sent twice, and `LostAnswerError` says that they may have been done.
+        Each answer may take the request timeout, the last one ``park`` seconds more. When ``bell``
+        rings there are no answers. ``once``: they must not be sent twice, and `LostAnswerError`
+        says that they may have been done.
         """
-        line = self._take(trusted=0.0 if once else _TRUSTED_SECONDS)
+        line = self._take(0.0 if once else _TRUSTED_SECONDS, bell)
+        if line is None:
+            return []
         try:
             line.send_packed_command(line.pack_commands(commands), check_health=False)
-            # Raised at once, for the last command may park.
-            answers = [line.read_response() for _ in commands[1:]]
-            if park and not line.can_read(timeout=park + self._timeout):
-                raise redis.TimeoutError("no answer to a parked read")
-            last = _read(line)
+            if bell is not None:
+                answers = self._parked(line, len(commands), park, bell)
+            else:
+                answers = [*(line.read_response() for _ in commands[1:]), _read(line)]
         except BaseException as error:
             with self._lock:
                 self._busy.discard(line)
@@ -99,6 +159,14 @@ class Lines:
             if once and not undone and isinstance(error, Exception):
                 raise LostAnswerError(str(error)) from error
             raise
+        if len(answers) < len(commands):
+            # An answer is yet to come on it: whoever used it next would take that for its own.
+            # To keep it for that answer would save one connect for each interrupt, which is rare.
+            with self._lock:
+                self._busy.discard(line)
+            line.disconnect()
+            return []
+        last = answers[-1]
         outdated = not_now(last)
         with self._lock:
             self._busy.discard(line)
@@ -113,13 +181,18 @@ class Lines:
             self._doubtful = True
         if isinstance(last, Exception):
             raise last
-        return [*answers, last]
+        return answers
 
     def close(self) -> None:
-        """Shut every socket, also under a thread that reads from it; idempotent."""
+        """End every exchange: the waiting ones by their bells, the others under their reader."""
         with self._lock:
             self._closed = True
             busy = [*self._busy]
+            for bell in self._waiting:
+                bell.ring()
+            silent, self._silent = self._silent, []
+        for bell in silent:
+            bell.close()
         for line in busy:
             with contextlib.suppress(RedisError, OSError):
                 line.disconnect()
@@ -128,13 +201,41 @@ class Lines:
             with contextlib.suppress(RedisError, OSError):
                 self._redis.close()
 
-    def _take(self, trusted: float) -> Any:
-        line = self._standing(trusted) or self._connect()
+    def _parked(self, line: Any, count: int, park: float, bell: Bell) -> list[Any]:
+        """So many answers, of which the last may park; fewer if the bell rang."""
+        # Not select.select, which takes no descriptor from 1024 on.
+        poll = select.poll()
+        for readable in (line._sock, bell):
+            poll.register(readable, select.POLLIN)
+        answers: list[Any] = []
+        for left in range(count, 0, -1):
+            # What came with the answer before stands in the parser, or in TLS: no socket tells.
+            if not (answers and line.can_read(timeout=0)):
+                ready = poll.poll(1000 * (self._timeout + (0 if left > 1 else park)))
+                if not ready:
+                    raise redis.TimeoutError("no answer to a parked read")
+                if bell.rung:
+                    break
+            # An error is raised at once, for the last command may park.
+            answers.append(_read(line) if left == 1 else line.read_response())
+        return answers
+
+    def _take(self, trusted: float, bell: Bell | None) -> Any:
+        """A connection; with a bell it is not one that `close` shuts under its reader."""
+        line = self._standing(trusted)
+        if line is None and bell is not None:
+            # Connecting asks the server several things, and no bell ends that.
+            aside(self._add, lambda: not bell.rung)
+            if bell.rung:
+                return None
+            line = self._standing(trusted)
+        line = line or self._connect()
         with self._lock:
             if self._closed:
                 line.disconnect()
                 raise redis.ConnectionError("the client was closed")
-            self._busy.add(line)
+            if bell is None:
+                self._busy.add(line)
         return line
 
     def _standing(self, trusted: float) -> Any:

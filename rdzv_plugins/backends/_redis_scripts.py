@@ -110,6 +110,8 @@ for _, field in ipairs(redis.call('HKEYS', hash)) do
     redis.call('PEXPIRE', ARGV[3] .. string.sub(field, 2), math.min(ARGV[2], 60000))
   end
 end
+-- An empty run has a deadline too.
+if tonumber(ARGV[2]) > 0 then next_version() end
 redis.call('PEXPIRE', hash, ARGV[2])
 """,
 }

@@ -156,11 +156,14 @@ class RunZnode:
         milliseconds = round(seconds * 1000)
         while True:
             run, _ = self.read([], deadline)
-            if run is None or run.expired:
-                return
             if milliseconds <= 0:
-                self._remove(self.path, run.guard, deadline)
+                if run is not None:
+                    self._remove(self.path, run.guard, deadline)
                 return
+            if run is None or run.expired:
+                # An empty run has a deadline too.
+                self.begin(run, deadline)
+                continue
             guard = run.guard
 
             def build(transaction: Any, guard: str = guard) -> None:

@@ -22,7 +22,7 @@ from kazoo.exceptions import (
     KazooException,
     SessionClosedRequireSaslError,
 )
-from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
+from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.serialization import GetData, MultiHeader, int_struct
 from kazoo.protocol.states import KazooState, KeeperState
 
@@ -32,6 +32,13 @@ __all__ = ["NotConnectedError", "ReadMany", "Session"]
 
 # In these states kazoo has given up for good.
 _ENDED = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
+
+# So often a request that takes long looks whether it is still wanted.
+_GLANCE = 0.1
+
+
+def _always() -> bool:
+    return True
 
 
 class NotConnectedError(ConnectionLoss):  # type: ignore[misc]
@@ -131,8 +138,11 @@ class Session:
             return self._proven
         return self._proven or not stays_refused(self.reason)
 
-    def client(self, deadline: float) -> Any:
-        """The connected kazoo client; raises kazoo's errors if there is none at ``deadline``."""
+    def client(self, deadline: float, wanted: Callable[[], bool] = _always) -> Any:
+        """The connected kazoo client.
+
+        Raises kazoo's errors if there is none at ``deadline``, or when it is not wanted any more.
+        """
         with self._changed:
             while not (self._zk.connected and not self._ended):
                 if self._closed:
@@ -143,24 +153,26 @@ class Session:
                     self._zk = self._connect()
                     raise AuthFailedError
                 remaining = deadline - time.monotonic()
-                if remaining <= 0 or not self.passing(ConnectionLoss()):
+                if remaining <= 0 or not wanted() or not self.passing(ConnectionLoss()):
                     raise NotConnectedError(self.reason)
-                self._changed.wait(remaining)
+                self._changed.wait(min(remaining, _GLANCE))
             return self._zk
 
-    def submit(self, request: Any, deadline: float) -> Any:
+    def submit(self, request: Any, deadline: float, wanted: Callable[[], bool] = _always) -> Any:
         """Send one of kazoo's requests; its result is for `result`."""
-        zk = self.client(deadline)
+        zk = self.client(deadline, wanted)
         answer = zk.handler.async_result()
         zk._call(request, answer)
         return answer
 
-    def result(self, answer: Any, deadline: float) -> Any:
-        """Wait for an answer; raises kazoo's errors."""
-        try:
-            value = answer.get(timeout=max(0.0, deadline - time.monotonic()))
-        except KazooTimeoutError as error:
-            raise ConnectionLoss("no answer in time") from error
+    def result(self, answer: Any, deadline: float, wanted: Callable[[], bool] = _always) -> Any:
+        """Wait for an answer as long as it is wanted; raises kazoo's errors."""
+        while not answer.ready():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not wanted():
+                raise ConnectionLoss("no answer in time")
+            answer.wait(min(remaining, _GLANCE))
+        value = answer.get()
         self._proven = True
         return value
 

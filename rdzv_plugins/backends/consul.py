@@ -141,7 +141,9 @@ class Client(StampedClient):
         failures = 0
         while wanted():
             try:
-                seen = self._call(lambda deadline: self._see(key, deadline))
+                seen = self._call(lambda deadline: self._look(key, deadline, wanted))
+                if seen is None:
+                    return None
                 if seen.entry is not None and seen.entry.version != version:
                     return seen.entry
                 entry = self._park(key, seen, until, wanted)
@@ -174,10 +176,10 @@ class Client(StampedClient):
                 return
             read = self._api.operation("get-tree", self._mark)
             items, now = self._api.commit([read], deadline)
-            if items and now >= int(items[0].stored) / 1000:
+            while items and now >= int(items[0].stored) / 1000:
                 # A later time would bring back what has expired.
                 self._remove(self._keys, self._mark, items[0].modified, deadline)
-                return
+                items, now = self._api.commit([read], deadline)
             end = str(round((now + seconds) * 1000)).encode()
             self._api.commit([self._api.operation("set", self._mark, end)], deadline)
             self._sweep(now, deadline)
@@ -220,8 +222,16 @@ class Client(StampedClient):
     def _set(self, key: str, stored: bytes) -> dict[str, Any]:
         return self._api.operation("set", self._path(key), stored)
 
-    def _see(self, key: str, deadline: float) -> Seen:
-        items, mark = self._living([self._api.operation("get-tree", self._path(key))], deadline)
+    def _look(self, key: str, deadline: float, wanted: Callable[[], bool]) -> Seen | None:
+        """`_see` for a waiter; None: it is to end."""
+        try:
+            return self._see(key, deadline, wanted)
+        except InterruptedRequest:
+            return None
+
+    def _see(self, key: str, deadline: float, wanted: Callable[[], bool] | None = None) -> Seen:
+        read = self._api.operation("get-tree", self._path(key))
+        items, mark = self._living([read], deadline, wanted)
         if not items:
             return Seen(None, (0, mark))
         return Seen(entry_of(items[0].stored), (items[0].modified, mark))
@@ -246,11 +256,14 @@ class Client(StampedClient):
             self._remove(self._keys, self._mark, mark, deadline)
 
     def _living(
-        self, operations: Sequence[dict[str, Any]], deadline: float
+        self,
+        operations: Sequence[dict[str, Any]],
+        deadline: float,
+        wanted: Callable[[], bool] | None = None,
     ) -> tuple[Sequence[Item], int | None]:
         """Do that and read the mark; if the run is expired: nothing, and the mark's index."""
         read = self._api.operation("get-tree", self._mark)
-        items, now = self._api.commit([read, *operations], deadline)
+        items, now = self._api.commit([read, *operations], deadline, wanted)
         for item in items:
             if item.path == self._mark:
                 if now >= int(item.stored) / 1000:
@@ -282,9 +295,9 @@ class Client(StampedClient):
         if not index:
             # Absent: learn the index to wait from, then look again at what came meanwhile.
             deadline = time.monotonic() + self._timeout
-            stored, index = self._api.query(path, {}, deadline)
+            stored, index = self._api.query(path, {}, deadline, wanted)
             if stored is not None:
-                again = self._see(key, deadline)
+                again = self._see(key, deadline, wanted)
                 if again.entry is not None:
                     return again.entry
                 # It is expired; only what is written from now on counts.

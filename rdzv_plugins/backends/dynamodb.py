@@ -18,7 +18,8 @@ name the same region, for replication is asynchronous). Values up to 400,000 byt
 first: with a beat every 5 seconds about 4,000 nodes, more with a longer ``keep_alive_interval``.
 `Client.put_many` is atomic from 3 to 100 keys; two are put one after the other. Highly available by
 itself, needs no version of its own. Time is read off the server's answers; expired items read as
-absent at once and DynamoDB deletes them within days.
+absent at once and DynamoDB deletes them within days. Each item has its own deadline, and says when
+that was set: a client gives what it writes the latest that it has read or set itself.
 The role needs ``dynamodb:GetItem, PutItem, UpdateItem, DeleteItem, Query, BatchGetItem,
 BatchWriteItem, PartiQLUpdate`` on the table and its index, and with create_table=true
 ``CreateTable, DescribeTable, UpdateTimeToLive``.
@@ -35,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from rdzv_plugins.backends._aside import aside
 from rdzv_plugins.backends._batches import batches
 from rdzv_plugins.backends._dynamodb_table import INDEX, RefusedError, Table, not_done
 from rdzv_plugins.config import StoreOptions, option
@@ -103,6 +105,8 @@ class Client(KeyValueClient):
             raise ValueError("option 'poll_interval_max' is less than 'poll_interval_min'")
         self._namespace = namespace
         self._shortest, self._longest = options.poll_interval_min, options.poll_interval_max
+        # The latest call of `expire` that we know of: when it was made, and the time that it set.
+        self._expiry: tuple[float, int] = (0.0, 0)
         self._waits: dict[str, tuple[str | None, float]] = {}
         self._woken = threading.Condition()
         self._interrupts = 0
@@ -139,16 +143,19 @@ class Client(KeyValueClient):
         # write each; one that was written as bytes becomes such a number once.
         while True:
             try:
+                expiry = self._marks()
+                more = "".join(f", {name} = :{name}" for name in expiry)
                 answer = self._call(
                     "update_item",
                     passing=not_done,
                     Key=self._key(key),
-                    UpdateExpression="SET version_id = :version ADD tally :delta",
+                    UpdateExpression=f"SET version_id = :version{more} ADD tally :delta",
                     ConditionExpression=f"attribute_not_exists(payload) AND {_LIVE}",
                     ExpressionAttributeValues={
                         ":version": {"S": _new_version(b"")},
                         ":delta": {"N": str(delta)},
                         ":now": self._now(),
+                        **{f":{name}": value for name, value in expiry.items()},
                     },
                     ReturnValues="UPDATED_NEW",
                 )
@@ -156,7 +163,7 @@ class Client(KeyValueClient):
             except RefusedError:
                 current = self.get(key)
                 total = parse_counter(key, current.value if current else b"0") + delta
-                item = {**self._key(key), "tally": {"N": str(total)}}
+                item = {**self._key(key), "tally": {"N": str(total)}, **self._marks()}
                 item["version_id"] = {"S": _new_version(b"")}
                 expected = cast("str | None", current.version) if current else None
                 if self._swap(item, expected, passing=not_done)[1]:
@@ -166,22 +173,24 @@ class Client(KeyValueClient):
         deadline = time.monotonic() + timeout
         known = version if isinstance(version, str) else None
         interrupts = self._interrupts
-        while not self._table.closed:
+
+        def wanted() -> bool:
+            return not self._table.closed and self._interrupts == interrupts
+
+        while wanted():
             try:
-                entry = None if self._is_unchanged(key, known) else self.get(key)
+                entry = aside(lambda: self._look(key, known), wanted)
             except RendezvousConnectionError:
-                if self._table.closed:
+                if not wanted():
                     break
                 raise
             if entry is not None and entry.version != known:
                 return entry
             until = min(time.monotonic() + self._pause(key, known), deadline)
             with self._woken:
-                while not self._table.closed and self._interrupts == interrupts:
-                    if (remaining := until - time.monotonic()) <= 0:
-                        break
+                while wanted() and (remaining := until - time.monotonic()) > 0:
                     self._woken.wait(remaining)
-            if self._interrupts != interrupts or time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 break
         return None
 
@@ -191,15 +200,18 @@ class Client(KeyValueClient):
             self._woken.notify_all()
 
     def expire(self, seconds: float) -> None:
+        now = self._table.now()
+        made, ends = max(now, self._expiry[0] + 0.001), math.ceil(now + seconds)
+        # Known before the keys are listed: what other threads of ours write then has it.
+        self._expiry = made, ends if seconds > 0 else 0
         pending = [item["sk"]["S"] for item in self._query("", ProjectionExpression="sk")]
         if seconds <= 0:
             self.delete_many(pending)
             return
-        now = self._table.now()
         # What has expired meanwhile stays so.
         statement = (
-            f'UPDATE "{self._table.name}" SET expires_at={math.ceil(now + seconds)} WHERE pk=? '
-            f"AND sk=? AND (expires_at IS MISSING OR expires_at > {int(now)})"
+            f'UPDATE "{self._table.name}" SET expires_at={ends} SET expiry_set={made:.3f} '
+            f"WHERE pk=? AND sk=? AND (expires_at IS MISSING OR expires_at > {int(now)})"
         )
         deadline = time.monotonic() + self._table.timeout
         while pending:
@@ -278,9 +290,25 @@ class Client(KeyValueClient):
     def _item(self, key: str, value: bytes) -> dict[str, Any]:
         version = _new_version(value)
         item = {**self._key(key), "version_id": {"S": version}, "payload": {"B": bytes(value)}}
+        item |= self._marks()
         if _is_large(version):
             item[INDEX] = {"S": f"{key} {version}"}
         return item
+
+    def _marks(self) -> dict[str, Any]:
+        """What an item needs to end with the others; nothing once they have ended."""
+        made, ends = self._expiry
+        marks = {"expiry_set": {"N": f"{made:.3f}"}, "expires_at": {"N": str(ends)}}
+        if ends > self._table.now():
+            return marks
+        # That a deadline was taken back is told to others too.
+        return {"expiry_set": marks["expiry_set"]} if made and not ends else {}
+
+    def _learn(self, item: Mapping[str, Any]) -> None:
+        """Other clients' deadlines stand in what they left."""
+        if "expiry_set" in item:
+            ends = int(item["expires_at"]["N"]) if "expires_at" in item else 0
+            self._expiry = max(self._expiry, (float(item["expiry_set"]["N"]), ends))
 
     def _now(self) -> dict[str, str]:
         return {"N": str(int(self._table.now()))}
@@ -290,6 +318,7 @@ class Client(KeyValueClient):
             return None
         if "expires_at" in item and int(item["expires_at"]["N"]) <= int(self._table.now()):
             return None
+        self._learn(item)
         counter = item.get("tally")
         value = counter["N"].encode() if counter else bytes(item["payload"]["B"])
         return Entry(value, item["version_id"]["S"])
@@ -343,6 +372,9 @@ class Client(KeyValueClient):
             if not page.get("LastEvaluatedKey"):
                 return
             more["ExclusiveStartKey"] = page["LastEvaluatedKey"]
+
+    def _look(self, key: str, known: str | None) -> Entry | None:
+        return None if self._is_unchanged(key, known) else self.get(key)
 
     def _is_unchanged(self, key: str, known: str | None) -> bool:
         """Whether a large value is still the known one, for one read unit."""

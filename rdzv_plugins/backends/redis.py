@@ -15,7 +15,6 @@ The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +de
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
 import time
@@ -28,7 +27,7 @@ from redis.exceptions import ConnectionError, RedisClusterException, RedisError,
 from redis.sentinel import MasterNotFoundError
 
 from rdzv_plugins.backends._redis_errors import LostAnswerError, is_passing, is_refusal, not_now
-from rdzv_plugins.backends._redis_lines import DIGESTS, LONGEST_PARK, Lines
+from rdzv_plugins.backends._redis_lines import DIGESTS, LONGEST_PARK, Bell, Lines
 from rdzv_plugins.backends._tls import tls_failure
 from rdzv_plugins.config import ServerOptions, option, redact
 from rdzv_plugins.kv import (
@@ -82,8 +81,6 @@ class Client(KeyValueClient):
         self._shown = redact(endpoint) or "localhost"
         self._timeout = request_timeout
         self._hash = "{" + namespace + "}"
-        self._wake = f"{self._hash}:wake:{secrets.token_hex(8)}"
-        self._last_wake = b"0-0"
         self._closed = False
         self._lines = Lines(endpoint, options, self._hash, request_timeout)
         try:
@@ -134,37 +131,39 @@ class Client(KeyValueClient):
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         deadline = time.monotonic() + timeout
         known = version if isinstance(version, str) and _VERSION.fullmatch(version) else ""
-        after, wake = known or "0-0", self._last_wake
+        after = known or "0-0"
         remaining = timeout
-        while not self._closed:
-            # Never 0, which to Redis is for ever.
-            park = max(1, int(min(remaining, LONGEST_PARK) * 1000))
-            try:
-                differs, seen = self._call(partial(self._park, key, known, after, wake, park))
-            except RendezvousConnectionError:
-                if self._closed:
+        bell = self._lines.listen()
+        try:
+            while not bell.rung:
+                # Never 0, which to Redis is for ever.
+                park = max(1, int(min(remaining, LONGEST_PARK) * 1000))
+                try:
+                    answers = self._call(partial(self._park, key, known, after, park, bell), bell)
+                except RendezvousConnectionError:
+                    if bell.rung:
+                        break
+                    raise
+                if not answers:
                     break
-                raise
-            for stream, entries in seen or ():
-                number, (field, value, *_) = entries[-1]
-                if stream.decode() == self._wake:
-                    self._last_wake = number
-                    return None
-                if field == b"v":
-                    return Entry(value, number.decode())
-                # Deleted: say again that we wait, from there.
-                known, after = "", number.decode()
-            if differs and not seen:
-                # A version that is newer than the key's own: not of this key, or of this server.
-                return self.get(key)
-            if (remaining := deadline - time.monotonic()) <= 0:
-                break
+                differs, seen = answers
+                for _, entries in seen or ():
+                    number, (field, value, *_) = entries[-1]
+                    if field == b"v":
+                        return Entry(value, number.decode())
+                    # Deleted: say again that we wait, from there.
+                    known, after = "", number.decode()
+                if differs and not seen:
+                    # A version that is newer than the key's own: not of this key, or this server.
+                    return self.get(key)
+                if (remaining := deadline - time.monotonic()) <= 0:
+                    break
+        finally:
+            self._lines.unlisten(bell)
         return None
 
     def interrupt(self) -> None:
-        with contextlib.suppress(RendezvousConnectionError):
-            self._last_wake = self._ask("XADD", self._wake, "MAXLEN", "1", "*", "w", "")
-            self._ask("EXPIRE", self._wake, 60)
+        self._lines.interrupt()
 
     def expire(self, seconds: float) -> None:
         # 0 deletes at once: what is written next must not be lost.
@@ -204,19 +203,18 @@ class Client(KeyValueClient):
         tag = str(secrets.randbits(63))
         return "EVALSHA", DIGESTS[name], len(names), *names, tag, *keys[:1], *args
 
-    def _park(self, key: str, known: str, after: str, wake: bytes, milliseconds: int) -> Any:
+    def _park(
+        self, key: str, known: str, after: str, milliseconds: int, bell: Bell
+    ) -> Sequence[Any]:
         # One round trip: the script makes the stream hold what XREAD then finds or waits for.
-        stream = self._stream(key)
-        streams = (stream, self._wake, after, wake)
-        read = ("XREAD", "BLOCK", milliseconds, "STREAMS", *streams)
-        return self._lines.exchange(
-            self._script("wait", [key], known), read, park=milliseconds / 1000
-        )
+        read = ("XREAD", "BLOCK", milliseconds, "STREAMS", self._stream(key), after)
+        script = self._script("wait", [key], known)
+        return self._lines.exchange(script, read, park=milliseconds / 1000, bell=bell)
 
     def _ask(self, *command: Any) -> Any:
         return self._call(lambda: self._lines.exchange(command)[0])
 
-    def _call(self, request: Callable[[], T]) -> T:
+    def _call(self, request: Callable[[], T], bell: Bell | None = None) -> T:
         """The one place where the client's errors become the contract's."""
         if self._closed:
             raise ClientClosedError(f"redis at {self._shown}")
@@ -224,7 +222,9 @@ class Client(KeyValueClient):
             return retry(
                 request,
                 timeout=self._timeout,
-                passing=lambda error: not self._closed and is_passing(error),
+                passing=lambda error: (
+                    not (self._closed or (bell and bell.rung)) and is_passing(error)
+                ),
             )
         except MasterNotFoundError as error:
             # In redis-py 6.2 to 7.3 it shows the settings of each connection, the password too.

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -147,27 +147,30 @@ class Client(StampedClient):
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         until = time.monotonic() + timeout
-        with self._changed:
-            interrupts = self._interrupts
-        while not self._closed:
+        interrupts = self._interrupts
+
+        def wanted() -> bool:
+            return not self._closed and interrupts == self._interrupts
+
+        while wanted():
             with self._changed:
                 changes = self._changes
             try:
-                entry = self._call(lambda deadline: self._watch(key, deadline))
+                entry = self._call(
+                    lambda deadline: self._watch(key, deadline, wanted) if wanted() else None
+                )
             except RendezvousConnectionError:
-                if self._closed or interrupts != self._interrupts:
+                if not wanted():
                     return None
                 raise
             if entry is not None and entry.version != version:
                 return entry
             with self._changed:
-                while changes == self._changes and interrupts == self._interrupts:
+                while changes == self._changes and wanted():
                     remaining = until - time.monotonic()
-                    if remaining <= 0 or self._closed:
+                    if remaining <= 0:
                         return None
                     self._changed.wait(remaining)
-                if interrupts != self._interrupts:
-                    return None
         return None
 
     def interrupt(self) -> None:
@@ -245,20 +248,20 @@ class Client(StampedClient):
         _, found = self._run.read([*paths], deadline)
         return {paths[path]: entry_of(stored) for path, (stored, _) in found.items()}
 
-    def _watch(self, key: str, deadline: float) -> Entry | None:
+    def _watch(self, key: str, deadline: float, wanted: Callable[[], bool]) -> Entry | None:
         """Read a key such that `_change` is called when it changes afterwards."""
         path = self._path(key)
         while True:
-            self._session.submit(Sync(self._run.path), deadline)
-            answer = self._session.submit(ReadMany([self._run.path]), deadline)
+            self._session.submit(Sync(self._run.path), deadline, wanted)
+            answer = self._session.submit(ReadMany([self._run.path]), deadline, wanted)
             # One bound method: kazoo keeps a set, so waiting again and again adds nothing.
-            reading = self._session.client(deadline).get_async(path, self._on_event)
-            run = self._run.of(self._session.result(answer, deadline)[0], deadline)
+            reading = self._session.client(deadline, wanted).get_async(path, self._on_event)
+            run = self._run.of(self._session.result(answer, deadline, wanted)[0], deadline)
             try:
-                stored, _ = self._session.result(reading, deadline)
+                stored, _ = self._session.result(reading, deadline, wanted)
             except NoNodeError:
-                zk = self._session.client(deadline)
-                if self._session.result(zk.exists_async(path, self._on_event), deadline):
+                zk = self._session.client(deadline, wanted)
+                if self._session.result(zk.exists_async(path, self._on_event), deadline, wanted):
                     continue
                 return None
             return entry_of(stored) if run and not run.expired else None

@@ -214,17 +214,28 @@ class NetworkTests(Harness):
         closing.result(1 + SLACK)
         assert waiter.result(1 + SLACK) is None
 
-    def test_interrupt_is_bounded_though_the_server_is_away(
-        self, open_through: Open, proxy: Proxy
+    @pytest.mark.parametrize("parked", [True, False], ids=["parked", "asking"])
+    def test_interrupt_is_prompt_though_the_server_hangs(
+        self, open_through: Open, proxy: Proxy, parked: bool
     ) -> None:
-        client = open_through(request_timeout=REQUEST_TIMEOUT)
-        waiter = Background(lambda: _wait(client, None, 30))
-        assert not waiter.done(0.2)
-        proxy.black_hole()
-        Background(client.interrupt).result(REQUEST_TIMEOUT + SLACK)
+        client = open_through(request_timeout=30)
+        client.put("other", b"one")
+        if not parked:
+            proxy.black_hole()
+        waiters = [Background(lambda: _wait(client, None, 60)) for _ in range(2)]
+        assert not any(waiter.done(0.3) for waiter in waiters)
+        if parked:
+            proxy.black_hole()
+        interrupts = [Background(client.interrupt) for _ in range(5)]
+        for interrupt in interrupts:
+            interrupt.result(SLACK)
+        assert [waiter.result(SLACK) for waiter in waiters] == [None, None]
+        waiter = Background(lambda: _wait(client, None, 60))
+        assert not waiter.done(0.3), "an interrupt was kept for later"
+        client.interrupt()
+        assert waiter.result(SLACK) is None
         proxy.release()
-        client.close()
-        assert waiter.result(1 + SLACK) is None
+        assert client.get("other") is not None
 
     def test_server_restart_with_its_data(self, store: Store, client: KeyValueClient) -> None:
         if store.restart is None:

@@ -364,6 +364,84 @@ class ReadWriteTests(Harness):
         assert newcomer.get_many(["key", "other/key", "count"]) == {}
         assert client.get("key") is None
 
+    def test_what_is_written_after_expire_ends_too(
+        self, client: KeyValueClient, open: Open
+    ) -> None:
+        client.put_many({"key": b"one", "mine": b"one", "count": b"1"})
+        begun = time.monotonic()
+        client.expire(3)
+        other = open()
+        version = present(other.get("key")).version
+        # Over what was there, and beside it; by the one who knows, and by one who has read.
+        assert other.compare_and_set("key", b"two", version)[1]
+        assert other.compare_and_set("new", b"two", None)[1]
+        other.put_many({"many/1": b"two", "many/2": b"two", "many/3": b"two"})
+        other.put("put", b"two")
+        assert other.add("count", 1) == 2
+        assert other.add("other count", 1) == 1
+        client.put("mine", b"two")
+        keys = {"key", "new", "many/1", "many/2", "many/3", "put", "count", "other count", "mine"}
+        before = {*client.list("")}
+        if time.monotonic() - begun < 2:
+            assert before == keys, "something expired before its time"
+        assert until(lambda: client.list("") == {} == other.list(""), 3 + SLACK)
+        # Whoever remembers the old deadline does not give it to a new run.
+        client.put("mine", b"new")
+        other.put("key", b"new")
+        assert other.add("count", 1) == 1
+        assert not until(lambda: {*open().list("")} != {"mine", "key", "count"}, 1)
+
+    def test_an_empty_namespace_can_have_a_deadline(self, client: KeyValueClient) -> None:
+        client.expire(1)
+        client.put("key", b"one")
+        assert until(lambda: client.get("key") is None, 1 + SLACK)
+
+    @pytest.mark.parametrize("by", ["the same", "another"])
+    def test_deadline_is_moved_forward(self, client: KeyValueClient, open: Open, by: str) -> None:
+        client.put_many({"key": b"one", "stays": b"one"})
+        begun = time.monotonic()
+        client.expire(4)
+        other = open()
+        assert other.get("key") is not None
+        other.put("key", b"two")
+        other.put("new", b"two")
+        (client if by == "the same" else other).expire(600)
+        assert client.get("new") is not None
+        assert other.get("stays") is not None
+        other.put("key", b"three")
+        other.put("newer", b"three")
+        client.put("mine", b"three")
+        assert time.monotonic() - begun < 4, "this machine is too slow for the test"
+        assert not until(
+            lambda: {*open().list("")} != {"key", "stays", "new", "newer", "mine"},
+            begun + 4 + SLACK - time.monotonic(),
+        )
+        assert present(client.get("key")).value == b"three"
+
+    def test_deadline_is_renewed_again_and_again(
+        self, client: KeyValueClient, other: KeyValueClient
+    ) -> None:
+        client.put("key", b"0")
+        begun = time.monotonic()
+        number = 0
+        while time.monotonic() - begun < 4 + SLACK:
+            client.expire(4)
+            assert present(other.get("key")).value == b"%d" % number
+            number += 1
+            other.put("key", b"%d" % number)
+            time.sleep(0.2)
+        assert until(lambda: client.list("") == {}, 4 + SLACK)
+
+    def test_deadline_is_moved_back(self, client: KeyValueClient, other: KeyValueClient) -> None:
+        client.put_many({"key": b"one", "stays": b"one"})
+        client.expire(600)
+        assert other.get("key") is not None
+        other.put_many({"key": b"two", "new": b"two"})
+        client.expire(1)
+        assert other.get("stays") is not None
+        other.put("newer", b"three")
+        assert until(lambda: client.list("") == {}, 1 + SLACK)
+
     def test_close_is_idempotent_and_final(self, client: KeyValueClient) -> None:
         client.put("key", b"one")
         client.close()

@@ -16,7 +16,7 @@ from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.testing import harness
 from tests.integration.stores import RunningStore
 
-__all__ = ["QUICK", "Agent", "Run", "one_world", "until"]
+__all__ = ["QUICK", "Agent", "Run", "crash", "one_world", "until"]
 
 # Long enough for a busy machine to beat three times in, short enough to wait for.
 QUICK = {"keep_alive_interval": "0.5", "last_call_timeout": "0.2", "join_timeout": "30"}
@@ -34,7 +34,7 @@ class Agent:
     def __init__(self, handler: StoreRendezvousHandler) -> None:
         self.handler = handler
         self.rounds: list[RendezvousInfo] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._quit = threading.Event()
         self._failed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -44,13 +44,13 @@ class Agent:
         try:
             while not self._quit.is_set():
                 info = self.handler.next_rendezvous()
-                _exchange_roles(info)
+                _exchange_roles(self.handler, info)
                 self.rounds.append(info)
                 while self.handler.num_nodes_waiting() == 0 and not self._quit.is_set():
                     if self._failed.wait(0.01):
                         break
                 self._failed.clear()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.error = error
 
     @property
@@ -69,9 +69,7 @@ class Agent:
     def crash(self) -> None:
         """Stop beating without a word, as kill -9 does."""
         self._quit.set()
-        self.handler._driver.stop(5)
-        self.handler._ended = True
-        self.handler._release()
+        crash(self.handler)
 
     def leave(self) -> None:
         """What happens at the exit of a process that got a SIGTERM."""
@@ -84,11 +82,21 @@ class Agent:
         self._thread.join(10)
 
 
-def _exchange_roles(info: RendezvousInfo) -> None:
+def crash(handler: StoreRendezvousHandler) -> None:
+    """Let a node stop beating without a word, as kill -9 does."""
+    handler._driver.stop(5)
+    handler._ended = True
+    handler._release()
+
+
+def _exchange_roles(handler: StoreRendezvousHandler, info: RendezvousInfo) -> None:
     """Every agent of a round waits for a word of every other, as torch's do before they go on."""
-    info.store.set(f"role/{info.rank}", str(info.rank))
-    roles = info.store.multi_get([f"role/{rank}" for rank in range(info.world_size)])
-    assert roles == [str(rank).encode() for rank in range(info.world_size)]
+    key = "torchelastic/role_info/"
+    info.store.set(f"{key}{info.rank}", str(info.rank))
+    roles = info.store.multi_get([f"{key}{rank}" for rank in range(info.world_size)])
+    expected = [str(rank).encode() for rank in range(info.world_size)]
+    # Where the round is over already, nobody can be waited for.
+    assert roles == expected or handler.num_nodes_waiting() > 0
 
 
 class Run:

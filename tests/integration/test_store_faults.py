@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,9 @@ from rdzv_plugins.backends._counting import outlast
 from rdzv_plugins.backends._etcd_gateway import GatewayError, explain, is_undone
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.testing import Proxy
-from rdzv_plugins.testing.threads import together
+from rdzv_plugins.testing.harness import SLACK, present
+from rdzv_plugins.testing.threads import Background, together
+from tests import Measure
 from tests.integration.stores import KINDS, RunningStore
 
 
@@ -31,6 +34,37 @@ def only(*names: str) -> pytest.MarkDecorator:
 def client(running_store: RunningStore, run_id: str) -> Iterator[KeyValueClient]:
     client = running_store.open(run_id)
     yield client
+    client.close()
+
+
+@only("redis", "valkey", "zookeeper", "dynamodb", "consul", "etcd-v3")
+@pytest.mark.parametrize("parked", [True, False], ids=["parked", "asking"])
+def test_paused_server_does_not_hold_up_an_interrupt(
+    running_store: RunningStore, run_id: str, parked: bool, record_property: Measure
+) -> None:
+    if running_store.server is None:
+        pytest.skip("not our own server")
+    (node,) = running_store.server.nodes
+    client = running_store.open(run_id, request_timeout=30)
+    version = client.put("key", b"one")
+    if not parked:
+        node.pause()
+    try:
+        waiter = Background(lambda: client.wait("key", version, 60))
+        assert not waiter.done(0.3)
+        if parked:
+            node.pause()
+        # As long as a poll of DynamoDB takes to come, and be stuck.
+        assert not waiter.done(1)
+        began = time.monotonic()
+        client.interrupt()
+        told = time.monotonic()
+        assert waiter.result(SLACK) is None
+        record_property("interrupt", round(1000 * (told - began), 2))
+        record_property("wait", round(1000 * (time.monotonic() - began), 2))
+    finally:
+        node.resume()
+    assert present(client.get("key")).version == version
     client.close()
 
 
@@ -89,19 +123,42 @@ def test_a_lease_that_ends_too_early_takes_the_old_keys_along(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.put_many({f"key/{number}": b"old" for number in range(200)})
-    lease = client._lease
+    attach = client._attach
 
-    def end_after_the_first(keys: Any, number: str) -> bool:
+    def end_after_the_first(keys: Any, lease: str) -> bool:
         # As if we had been held up until it ran out.
-        monkeypatch.setattr(client, "_lease", lease)
-        assert lease(keys, number)
-        client._ask("lease/revoke", {"ID": number})
+        monkeypatch.setattr(client, "_attach", attach)
+        assert attach(keys, lease)
+        client._ask("lease/revoke", {"ID": lease})
         client.put("key/199", b"new")
         return True
 
-    monkeypatch.setattr(client, "_lease", end_after_the_first)
+    monkeypatch.setattr(client, "_attach", end_after_the_first)
     client.expire(60)
     assert {key: entry.value for key, entry in client.list("").items()} == {"key/199": b"new"}
+
+
+@only("etcd-v3")
+def test_a_run_has_one_lease_however_often_it_is_renewed(
+    running_store: RunningStore, run_id: str, client: Any
+) -> None:
+    def leases() -> set[str]:
+        return {item["ID"] for item in client._ask("lease/leases", {}).get("leases", [])}
+
+    before = leases()
+    rival = running_store.open(run_id)
+    client.put_many({f"key/{number}": b"one" for number in range(200)})
+    for seconds in (600, 600, 30, 700, 600):
+        rivals = [partial(it.expire, seconds) for it in (client, rival)]
+        together(rivals)
+        client.delete("key/7")
+        rival.put_many({"key/7": b"two", "key/8": b"two"})
+        assert len(leases() - before) == 1
+    assert len(client.list("")) == 200
+    client.expire(0)
+    rival.put("key", b"new")
+    assert client.list("").keys() == {"key"}
+    rival.close()
 
 
 def test_a_lost_lease_is_no_missing_gateway() -> None:

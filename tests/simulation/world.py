@@ -289,7 +289,7 @@ class World:
             else:
                 for host in members:
                     self.kernel.after(self.chance.uniform(0, plan.stop), host.succeed)
-            self._all_end(document)
+            self._all_end(document, members)
         if self.store.entries and self.store.deadline is None:
             # Whoever leads does not know that the store lost the deadline; it soon sets another.
             self.kernel.run(self.kernel.now + plan.rules.abandoned / 4 / plan.rates[0] + 3)
@@ -303,16 +303,17 @@ class World:
             left = " ".join(sorted(self.store.entries))
             raise InvariantError("keys end", f"all are gone, and these keys stay: {left}")
 
-    def _all_end(self, document: RoundDocument) -> None:
+    def _all_end(self, document: RoundDocument, members: list[Host]) -> None:
         plan, began = self.plan, self.kernel.now
         limit = (plan.rules.lease + 10) / plan.rates[0] + 2 * plan.stop
-        if document.lost:
+        if any(host.wedged for host in members):
             limit += TORCH_TIMEOUT / plan.rates[0]  # Their words in the exit barrier never come.
         while self.kernel.now < began + limit:
             self.kernel.run(self.kernel.now + _LOOK)
             left = [host for host in self.hosts if host.alive and not self._may_stay(host)]
             after = self.document
-            closes = after is not None and not (after.closed or document.lost)
+            hangs = any(host.wedged for host in members)
+            closes = after is not None and not (after.closed or hangs)
             if not left and not closes:
                 break
         else:

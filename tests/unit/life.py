@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 from rdzv_plugins import steps
@@ -21,6 +23,9 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
 )
 from rdzv_plugins.node import Node
+from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
+
+NAMESPACE = "run"
 
 
 class Time:
@@ -31,20 +36,33 @@ class Time:
 
 
 class Life:
-    """Drives one node by hand, over the in-memory store."""
+    """Drives one node by hand, over the in-memory store.
 
-    def __init__(self, name: str, server: MemoryServer, time: Time, rules: Rules) -> None:
-        self.client = MemoryClient(server, "run")
+    Attributes:
+        down: the store is away for this node.
+        fails: which requests fail besides.
+        master: what opening a TCPStore comes to; None: it never ends.
+    """
+
+    def __init__(
+        self, name: str, server: MemoryServer, time: Time, rules: Rules, seed: int = 1
+    ) -> None:
+        self.client = MemoryClient(server, NAMESPACE)
+        self.tombstones = tombstones(server)
         self.time = time
         self.down = False
+        self.fails: Callable[[steps.Request], bool] = lambda request: False
         self.last_word_fails: Exception | None = None
+        self.master: str | Exception | None = "host:1"
         self.log: list[str] = []
+        self.told: list[str] = []
         self.outcomes: list[steps.Outcome] = []
         record = NodeRecord(
             address=name, pid=1, beat=0, wants=Wants.JOIN, round=-1,
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
+            interval=rules.interval, lease=rules.lease,
         )  # fmt: skip
-        self.node = Node(name, record, rules, 60.0, time, random.Random(1))
+        self.node = Node(name, record, rules, 60.0, time, random.Random(seed))
         self.node.order_join()
         self.life = self.node.run()
         self.request: steps.Request = next(self.life)
@@ -58,7 +76,7 @@ class Life:
     def go(self) -> list[str]:
         """Carry requests out until it waits; returns the names of what it asked."""
         already = len(self.log)
-        while not self._waits():
+        while not self.waits():
             self.answer()
         return self.log[already:]
 
@@ -70,7 +88,7 @@ class Life:
         self.send(None)
         return self.go()
 
-    def carry_out(self, work: steps.Steps) -> list[str]:
+    def carry_out(self, work: Generator[steps.Request, Any, object]) -> list[str]:
         """Drive other requests than the life's."""
         names: list[str] = []
         answer = None
@@ -82,10 +100,10 @@ class Life:
             names.append(_name(request))
             answer = self._perform(request)
 
-    def _waits(self) -> bool:
+    def waits(self) -> bool:
         if isinstance(self.request, steps.Rest):
             return True
-        if not isinstance(self.request, steps.Park) or self.down:
+        if not isinstance(self.request, steps.Park) or self.down or self.fails(self.request):
             return False
         entry = self.client.get(self.request.key)
         return entry is None or entry.version == self.request.version
@@ -103,20 +121,38 @@ class Life:
         self.request = self.life.send(answer)
 
     def _perform(self, request: steps.Request) -> Any:
-        client = self.client
-        if isinstance(request, steps.Deliver):
-            return self.outcomes.append(request.outcome)
+        match request:
+            case steps.Deliver(outcome):
+                return self.outcomes.append(outcome)
+            case steps.Tell(_, text):
+                return self.told.append(text)
+            case steps.OpenMaster(naming):
+                if isinstance(self.master, Exception):
+                    return self.node.master_opened(naming, None, self.master)
+                if self.master is not None:
+                    self.node.master_opened(naming, self.master, None)
+                return None
         leaves = isinstance(request, steps.PutRecord) and request.record.wants is Wants.LEFT
         if leaves and self.last_word_fails:
             raise self.last_word_fails
-        if self.down:
+        if self.down or self.fails(request):
             raise RendezvousConnectionError("down")
-        return "host:1" if isinstance(request, steps.OpenMaster) else perform(client, request)
+        return perform(self.client, self.tombstones, request)
 
 
 def _name(request: steps.Request) -> str:
     key = getattr(request, "key", getattr(request, "prefix", ""))
     return f"{type(request).__name__} {key}".strip()
+
+
+def tombstones(server: MemoryServer) -> Tombstones:
+    """Of the run id that all lives share."""
+    return Tombstones(partial(MemoryClient, server, tombstone_run_id(NAMESPACE)))
+
+
+def sweep(server: MemoryServer) -> None:
+    """What `Expire` comes to once its time has passed."""
+    MemoryClient(server, NAMESPACE).expire(0)
 
 
 RULES = Rules(min_nodes=2, max_nodes=2, lease=3.0, interval=1.0, last_call=0.0)

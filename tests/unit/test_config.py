@@ -195,6 +195,16 @@ def test_an_endpoint_is_taken_apart() -> None:
     assert endpoint.query == {"db": "3"}
 
 
+def test_hosts_in_brackets_may_stand_anywhere_among_others() -> None:
+    endpoint = parse_endpoint("etcd1:2379,[fd00::2]:2379,[::1]", default_port=5)
+    assert endpoint.hosts == (("etcd1", 2379), ("fd00::2", 2379), ("::1", 5))
+
+
+def test_a_query_may_hold_a_url() -> None:
+    endpoint = parse_endpoint("h:7/?from=http://other#part", default_port=5)
+    assert (endpoint.hosts, endpoint.query) == ((("h", 7),), {"from": "http://other"})
+
+
 def test_an_empty_endpoint_is_this_host() -> None:
     endpoint = parse_endpoint("", default_port=5)
     assert endpoint.hosts == (("localhost", 5),)
@@ -212,7 +222,13 @@ def test_an_empty_endpoint_is_this_host() -> None:
         (":6379", "no valid host name"),
         ("h h", "no valid host name"),
         ("::1", "an IPv6 address stands in brackets"),
+        ("1h://h", "starts with '1h://'"),
+        ("://h", "no valid host name"),
         ("[::1", "not a valid URL"),
+        ("::1]", "not a valid URL"),
+        ("h,[::1]6", "not a valid URL"),
+        ("h,x[::1]", "not a valid URL"),
+        ("h,[10.0.0.1]:6", "not a valid URL"),
     ],
 )
 def test_a_malformed_endpoint_is_refused(endpoint: str, says: str) -> None:

@@ -22,6 +22,8 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
 )
 from rdzv_plugins.node import Node
+from rdzv_plugins.testing.harness import until
+from rdzv_plugins.tombstones import Tombstones
 
 
 def tree_of(module: str) -> ast.Module:
@@ -70,9 +72,9 @@ def test_it_writes_neither_rounds_nor_records_of_its_own(module: str) -> None:
 class Recording(MemoryClient):
     """Notes what the driver calls, not what a call makes of it."""
 
-    def __init__(self) -> None:
-        super().__init__(MemoryServer(), "run")
-        self.calls: list[str] = []
+    def __init__(self, server: MemoryServer, namespace: str, calls: list[str]) -> None:
+        super().__init__(server, namespace)
+        self.calls = calls
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -91,12 +93,13 @@ class Recording(MemoryClient):
 
 
 RUNNING = RoundDocument(
-    round=1, phase=Phase.RUNNING, leader="n1", min_nodes=1, max_nodes=1,
+    incarnation="the-run", round=1, phase=Phase.RUNNING, leader="n1", min_nodes=1, max_nodes=1,
     participants=("n1",), master="host:1",
 )  # fmt: skip
 RECORD = NodeRecord(
-    address="host", pid=1, beat=1, wants=Wants.JOIN, round=-1, min_nodes=1, max_nodes=1
-)
+    address="host", pid=1, beat=1, wants=Wants.JOIN, round=-1, min_nodes=1, max_nodes=1,
+    interval=1.0, lease=3.0,
+)  # fmt: skip
 REQUESTS: dict[type, tuple[Any, list[str]]] = {
     steps.PutRecord: (steps.PutRecord("n1", RECORD, True), ["put_many"]),
     steps.Ring: (steps.Ring("n1"), ["put"]),
@@ -106,23 +109,31 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     steps.Drop: (steps.Drop(("nodes/n2",)), ["delete_many"]),
     steps.Park: (steps.Park("state", None, 0.001), ["wait"]),
     steps.Rest: (steps.Rest(0.001), []),
-    steps.OpenMaster: (steps.OpenMaster(1), ["open"]),
-    steps.DropStores: (steps.DropStores(1), ["list", "delete_many"]),
+    steps.OpenMaster: (steps.OpenMaster("1-naming"), ["open"]),
+    steps.DropStores: (steps.DropStores("the-run", 1), ["list", "delete_many"]),
+    steps.Expire: (steps.Expire(60.0), ["expire"]),
+    steps.PutTombstone: (steps.PutTombstone(RUNNING), ["put", "expire", "list", "close"]),
+    steps.ReadTombstone: (steps.ReadTombstone("the-run"), ["get", "close"]),
     steps.Chronicle: (steps.Chronicle(RUNNING, 0.1, ("host",)), ["get", "put"]),
+    steps.Tell: (steps.Tell("found", "a line"), []),
     steps.Deliver: (steps.Deliver(steps.Outcome(document=RUNNING)), []),
 }
 
 
-def make_driver(client: MemoryClient) -> Driver:
+def tombstones(calls: list[str]) -> Tombstones:
+    return Tombstones(lambda: Recording(MemoryServer(), "ended", calls))
+
+
+def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
     rules = Rules(min_nodes=1, max_nodes=1, lease=3.0, interval=1.0, last_call=0.0)
     node = Node("n1", RECORD, rules, 60.0, lambda: 1.0, random.Random(1))
+    noted = [] if calls is None else calls
 
-    def open_master() -> str:
-        if isinstance(client, Recording):
-            client.calls.append("open")
+    def open_master(naming: str) -> str:
+        noted.append("open")
         return "host:1"
 
-    return Driver(node, client, open_master, "rdzv-test")
+    return Driver(node, client, tombstones(noted), open_master, "rdzv-test")
 
 
 def test_every_request_is_carried_out() -> None:
@@ -133,9 +144,10 @@ def test_every_request_is_carried_out() -> None:
 def test_a_request_is_one_errand(kind: type) -> None:
     """One call; two where it reads what to change, and that for people and for tidiness only."""
     request, calls = REQUESTS[kind]
-    client = Recording()
-    make_driver(client)._perform(request)
-    assert client.calls == calls
+    noted: list[str] = []
+    make_driver(Recording(MemoryServer(), "run", noted), noted)._perform(request)
+    # A TCPStore is opened in a thread of its own.
+    assert until(lambda: noted == calls, 10.0), noted
 
 
 def scripted(asked: list[Any], answers: list[Any]) -> steps.Steps:
@@ -156,7 +168,7 @@ def test_answers_and_errors_reach_the_node_unchanged() -> None:
         steps.Park("state", None, 0.0),
         steps.List("st"),
     ]
-    carry_out(client, scripted(asked, answers))
+    carry_out(client, tombstones([]), scripted(asked, answers))
     (entry, written), (same, again), read, parked, listed = answers
     assert isinstance(entry, Entry)
     assert (written, again) == (True, False)

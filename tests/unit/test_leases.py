@@ -60,6 +60,18 @@ def test_a_record_that_comes_back_is_no_movement() -> None:
     assert not leases.moved("n")
 
 
+def test_a_lower_beat_is_no_sign_of_life() -> None:
+    """It was written before the last one that was seen, and held up on its way."""
+    leases = looks((5, 100.0), (4, 102.0), (5, 103.0))
+    assert leases.age("n") == 3
+    assert not leases.moved("n")
+
+
+def test_a_lower_beat_after_none_begins_a_window() -> None:
+    leases = looks((5, 100.0), (None, 102.0), (1, 103.0), (1, 104.0))
+    assert leases.age("n") == 1
+
+
 def test_whatever_else_it_wrote_ends_the_silence() -> None:
     leases = looks((None, 100.0), (None, 102.0))
     leases.heard("n", 102.5)
@@ -80,6 +92,40 @@ def test_restart_begins_all_windows_but_one() -> None:
     assert leases.age("deposed") == 4
 
 
+def test_a_grace_ends_with_a_beat_that_was_written_in_it() -> None:
+    leases = looks((5, 100.0), (5, 102.0))
+    leases.restart(103.0, grace=3.0)
+    # Written before the outage, and not seen then.
+    leases.observe("n", 6, 103.5, 103.5)
+    leases.observe("n", 6, 107.0, 107.0)
+    assert leases.age("n") == 1
+    assert not leases.moved("n")
+    leases.restart(108.0, grace=3.0)
+    leases.observe("n", 6, 108.5, 108.5)
+    for now in (109.0, 110.0):
+        leases.observe("n", 7, now, now)
+    assert leases.age("n") == 1
+    assert leases.moved("n")
+
+
+def test_being_late_takes_no_grace_away() -> None:
+    leases = looks((5, 100.0), (5, 102.0))
+    leases.restart(103.0, grace=3.0)
+    leases.restart(103.0)
+    leases.observe("n", 5, 106.5, 106.5)
+    assert leases.age("n") == 0.5
+
+
+def test_an_outage_is_taken_out_of_every_window() -> None:
+    leases = looks((5, 100.0), (5, 102.0))
+    leases.discount(1.5, 103.5)
+    leases.observe("n", 5, 104.0, 104.0)
+    assert leases.age("n") == 2.5
+    # Never more than there is.
+    leases.discount(9.0, 104.0)
+    assert leases.age("n") == 0
+
+
 def test_keep_forgets_the_others() -> None:
     leases = looks((5, 100.0), (6, 102.0), (6, 105.0))
     leases.keep({"other"})
@@ -96,10 +142,13 @@ def test_age_runs_from_the_first_answer_to_the_last_question(
 ) -> None:
     leases, now = Leases(), 0.0
     last: tuple[int | None] | None = None
+    since = 0.0
     for beat, pause, wait in looked:
         asked, now = now + pause, now + pause + wait
         leases.observe("n", beat, asked, now)
-        if last != (beat,):
+        if beat is not None and last is not None and last[0] is not None and beat < last[0]:
+            expected = asked - since  # Written before the last one that was seen.
+        elif last != (beat,):
             last, since, expected = (beat,), now, 0.0
         else:
             expected = asked - since

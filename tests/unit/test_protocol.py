@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rdzv_plugins import decisions, protocol
 from rdzv_plugins.decisions import (
+    Abdicate,
     Action,
+    AskTombstone,
     Confirm,
     Fail,
     Failure,
@@ -16,12 +19,24 @@ from rdzv_plugins.decisions import (
     Rules,
     SetRecord,
     Start,
+    View,
     Wait,
 )
-from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.documents import NodeRecord, Outcome, Phase, RoundDocument, Wants
 from rdzv_plugins.protocol import decide, nodes_waiting
 
-from .views import RULES, all_running, as_named, document, joining, record, running, view, written
+from .views import (
+    RULES,
+    RUN,
+    all_running,
+    as_named,
+    document,
+    joining,
+    record,
+    running,
+    view,
+    written,
+)
 
 
 class TestFirstRound:
@@ -115,7 +130,7 @@ class TestConfirming:
     def test_rank_0_opens_the_master_and_others_do_not(self) -> None:
         for name, first in (("n1", True), ("n2", False)):
             action = decide(view(record(name, round_=3), self.NAMED))
-            assert action == Confirm(4, self.NAMED.naming, first)
+            assert action == Confirm(self.NAMED, first)
 
     def test_who_has_confirmed_does_not_do_it_again(self) -> None:
         assert isinstance(decide(view(running("n2", self.NAMED), self.NAMED)), Wait)
@@ -183,13 +198,13 @@ class TestRunning:
         assert (named.phase, named.ran, named.master) == (Phase.CONFIRMING, None, None)
 
     def test_who_did_not_confirm_is_not_in_it(self) -> None:
-        assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Wants.JOIN, 4)
+        assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Wants.JOIN, RUN, 4)
 
     def test_a_quiet_round_is_left_alone(self) -> None:
         assert self.lead({}, n2=1.0) == Wait(2.0)
 
     def test_a_newcomer_to_a_full_round_is_a_spare(self) -> None:
-        assert decide(view(record("n4"), self.NOW)) == SetRecord(Wants.SPARE, -1, ring=False)
+        assert decide(view(record("n4"), self.NOW)) == SetRecord(Wants.SPARE, None, -1, ring=False)
         assert isinstance(self.lead(joining("n4")), Wait)
 
     def test_a_newcomer_with_room_starts_the_next_round(self) -> None:
@@ -254,30 +269,181 @@ class TestLeadership:
         now = document(Phase.RUNNING, leader="n2")
         assert isinstance(decide(view(running("n1", now), now, joining=False)), Wait)
 
+    def test_a_leader_whose_looks_stand_still_is_followed_and_not_lost(self) -> None:
+        """It beats, but does not lead: its looks are told by its beat, an interval later."""
+        now = document(Phase.RUNNING)
+        base = view(running("n2", now), now, joining=False)
+        early = decide(replace(base, idle_age=3.9, idle_silence=3.9))
+        assert isinstance(early, Wait)
+        after = written(decide(replace(base, idle_age=4.0, idle_silence=4.0)))
+        assert after == replace(now, leader="n2")
+
+    def test_a_leader_that_cannot_list_hands_the_lead_over(self) -> None:
+        now = document(Phase.RUNNING)
+        here = view(running("n1", now), now, joining=False, cannot_list=True)
+        assert decide(here) == Abdicate(replace(now, leader=None))
+
+    def test_who_could_not_lead_takes_the_lead_last(self) -> None:
+        now = document(Phase.RUNNING, leader=None)
+        here = view(running("n1", now), now, joining=False, abdicated=True)
+        assert decide(here) == Wait(RULES.lease)
+        assert written(decide(replace(here, document_age=RULES.lease))).leader == "n1"
+
+    def test_a_leader_is_judged_by_its_own_lease(self) -> None:
+        now = document(Phase.RUNNING)
+        patient = running("n1", now)
+        patient = replace(patient, interval=10.0, lease=30.0)
+        here = view(running("n2", now), now, joining=False, silent={"n1": 29.0}, leader=patient)
+        assert decide(here) == Wait(1.0)
+        silent = replace(here, age=lambda node: 30.0, silence=lambda node: 30.0)
+        assert written(decide(silent)).round == 5
+
+    def test_a_leader_whose_workers_are_done_is_not_lost(self) -> None:
+        now = document(Phase.RUNNING)
+        done = replace(running("n1", now), wants=Wants.DONE)
+        here = view(running("n2", now), now, joining=False, silent={"n1": 9.0}, leader=done)
+        assert written(decide(here)) == replace(now, leader="n2")
+
+
+class TestDone:
+    """Workers of a node succeeded; those of others still work."""
+
+    NOW = document(Phase.RUNNING, max_nodes=4)
+
+    def lead(self, others: dict[str, NodeRecord], **silent: float) -> Action:
+        everybody = {name: self.wide(one) for name, one in (all_running(self.NOW) | others).items()}
+        rules = replace(RULES, max_nodes=4)
+        return decide(
+            view(everybody["n1"], self.NOW, everybody, joining=False, silent=silent, rules=rules)
+        )
+
+    def wide(self, one: NodeRecord) -> NodeRecord:
+        return replace(one, max_nodes=4)
+
+    def done(self, name: str) -> dict[str, NodeRecord]:
+        return {name: replace(running(name, self.NOW), wants=Wants.DONE)}
+
+    def test_it_is_not_lost_when_it_ends(self) -> None:
+        assert isinstance(self.lead(self.done("n3"), n3=99.0), Wait)
+
+    def test_a_newcomer_disturbs_nobody(self) -> None:
+        after = written(self.lead(self.done("n3") | joining("n4")))
+        assert after == replace(self.NOW, finishing=True)
+
+    def test_a_newcomer_to_what_is_about_to_end_is_a_spare(self) -> None:
+        now = replace(self.NOW, finishing=True)
+        here = view(self.wide(record("n4")), now, rules=replace(RULES, max_nodes=4))
+        assert decide(here) == SetRecord(Wants.SPARE, None, -1, ring=False)
+
+    def test_the_next_round_is_without_it(self) -> None:
+        after = written(self.lead(self.done("n3"), n2=3.0))
+        assert (after.round, after.previous) == (5, ("n1",))
+        assert after.reason == "lost n2[1]: lease ran out"
+
+
+class TestEviction:
+    """A node of the last round that lives, but does not ask for the next."""
+
+    FORMING = document(Phase.FORMING, previous=("n1", "n2", "n3"))
+    RULES = replace(RULES, rejoin=100.0, lease=30.0)
+
+    def lead(self, round_age: float, *newcomers: str, **more: Any) -> Action:
+        everybody = joining("n1", "n3", round_=3) | joining(*newcomers)
+        everybody["n2"] = running("n2", document(Phase.RUNNING, round_=3))
+        base = view(everybody["n1"], self.FORMING, everybody, rules=self.RULES, silent={"n2": 1.0})
+        return decide(replace(base, round_age=round_age, **more))
+
+    def test_it_is_waited_for(self) -> None:
+        assert self.lead(99.0) == Wait(1.0, True)
+
+    def test_it_is_left_out_and_named(self) -> None:
+        after = written(self.lead(100.0))
+        assert (after.previous, after.evicted) == (("n1", "n3"), ("n2",))
+        assert after.cause.evicted.first == ("n2[1]",)
+        assert "left out" in after.reason
+
+    def test_a_tenth_is_enough_where_the_others_fill_the_round(self) -> None:
+        assert self.lead(9.0, "n4") == Wait(1.0, True)
+        assert written(self.lead(10.0, "n4")).evicted == ("n2",)
+
+    def test_whoever_died_meanwhile_is_lost_and_not_left_out(self) -> None:
+        after = written(self.lead(50.0, age=lambda node: 30.0 if node == "n2" else 0.0))
+        assert after.cause.lost.first == ("n2[1]",)
+        assert not after.evicted
+
+    def test_it_is_no_stray_afterwards(self) -> None:
+        now = replace(self.FORMING, previous=("n1", "n3"), evicted=("n2",))
+        everybody = joining("n1", "n3", round_=3)
+        everybody["n2"] = running("n2", document(Phase.RUNNING, round_=3))
+        named = written(decide(view(everybody["n1"], now, everybody, minimum_age=9.0)))
+        assert (named.phase, named.participants) == (Phase.CONFIRMING, ("n1", "n3"))
+
+
+class TestAnotherRun:
+    """Another run of the same id stands in the store."""
+
+    MINE = document(Phase.RUNNING)
+    THEIRS = document(Phase.RUNNING, incarnation="theirs", round_=0, leader="n9",
+                      participants=("n8", "n9"))  # fmt: skip
+
+    def look(self, now: RoundDocument, **more: Any) -> View:
+        me = running("n1", self.MINE)
+        return view(me, now, joining=False, latest=now, member=self.MINE, **more)
+
+    def test_it_asks_first_whether_its_own_has_ended(self) -> None:
+        assert decide(self.look(self.THEIRS)) == AskTombstone(RUN)
+        assert nodes_waiting(self.look(self.THEIRS)) == 0
+
+    def test_it_is_not_written_over(self) -> None:
+        here = self.look(self.THEIRS, asked_tombstone=RUN)
+        assert isinstance(decide(here), Wait)
+        # Its agent is told to join: there it is a newcomer.
+        assert nodes_waiting(here) == 1
+
+    def test_one_that_is_over_is_written_over(self) -> None:
+        over = document(Phase.CLOSED, incarnation="theirs")
+        here = replace(self.look(over), latest=self.MINE)
+        assert decide(here) == AskTombstone(RUN)
+        assert written(decide(replace(here, asked_tombstone=RUN))) == self.MINE
+
+    def test_who_was_in_a_run_that_ended_is_in_no_other(self) -> None:
+        ended = replace(self.MINE, phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED)
+        here = replace(self.look(self.THEIRS, asked_tombstone=RUN), latest=ended)
+        assert decide(here) == Wait()
+        assert nodes_waiting(here) == 0
+        assert decide(replace(here, joining=True)) == Fail(Failure.CLOSED)
+
 
 class TestAmnesia:
     RAN = document(Phase.RUNNING)
 
     def test_the_leader_writes_the_document_back(self) -> None:
         lost = view(running("n1", self.RAN), None, joining=False, latest=self.RAN)
-        assert written(decide(lost)) == self.RAN
+        # Not before it has looked whether the run ended, and was swept for that.
+        assert decide(lost) == AskTombstone(RUN)
+        assert written(decide(replace(lost, asked_tombstone=RUN))) == self.RAN
 
     def test_the_others_do_so_in_turn(self) -> None:
         lost = view(running("n2", self.RAN), None, joining=False, latest=self.RAN)
         assert decide(lost) == Wait(0.5)
-        after = written(decide(replace(lost, document_age=0.5)))
+        after = written(decide(replace(lost, document_age=0.5, asked_tombstone=RUN)))
         assert after == replace(self.RAN, leader="n2")
 
-    def test_a_newcomers_round_gives_way(self) -> None:
-        founded = document(Phase.RUNNING, round_=0, leader="n9", participants=("n9", "n8"))
-        late = view(running("n1", self.RAN), founded, joining=False, latest=self.RAN)
-        assert written(decide(late)) == self.RAN
+    def test_an_older_round_gives_way(self) -> None:
+        older = document(Phase.RUNNING, round_=0, leader="n9", participants=("n9", "n8"))
+        late = view(running("n1", self.RAN), older, joining=False, latest=self.RAN)
+        assert decide(late) == AskTombstone(RUN)
+        assert written(decide(replace(late, asked_tombstone=RUN))) == self.RAN
 
     def test_a_newcomers_round_waits_for_those_that_run_and_is_numbered_above(self) -> None:
         founded = document(Phase.FORMING, round_=0, leader="n9")
         others = joining("n9", "n8") | {"n1": running("n1", self.RAN)}
         after = written(decide(view(others["n9"], founded, others)))
         assert (after.round, after.previous) == (5, ("n1",))
+        # Rounds of another run are not numbered with these.
+        other = replace(founded, incarnation="another")
+        after = written(decide(view(others["n9"], other, others)))
+        assert (after.incarnation, after.round, after.previous) == ("another", 0, ("n1",))
 
 
 class TestClosed:
@@ -304,13 +470,31 @@ class TestMismatch:
     OTHERS = replace(RULES, max_nodes=4)
 
     def test_it_is_refused_while_the_leader_lives(self) -> None:
-        here = view(self.OTHER, self.NOW, rules=self.OTHERS, moved=lambda node: True)
+        here = self.look(moved=lambda node: node == "n1")
         assert decide(here) == Fail(Failure.MISMATCH)
 
-    def test_a_dead_run_is_taken_over(self) -> None:
-        here = view(self.OTHER, self.NOW, rules=self.OTHERS, silent={"n1": 3.5})
-        after = written(decide(here))
-        assert (after.round, after.max_nodes, after.previous) == (5, 4, ("n2", "n3"))
+    def test_it_is_refused_while_any_other_participant_lives(self) -> None:
+        """A healthy run whose leader has just died is not there for the taking."""
+        assert decide(self.look(moved=lambda node: node == "n3")) == Fail(Failure.MISMATCH)
+        assert decide(self.look(silent={"n1": 9.0, "n2": 9.0, "n3": 1.0})) == Wait(2.5)
+
+    def test_it_needs_the_records_of_all(self) -> None:
+        assert decide(replace(self.look(), records=None)) == ListRecords()
+
+    def test_a_dead_run_is_founded_anew(self) -> None:
+        """As another run: its rounds are not those of the one before."""
+        after = written(decide(self.look(silent={"n1": 3.5, "n2": 3.5, "n3": 3.5})))
+        assert (after.incarnation, after.round, after.max_nodes) == ("a-new-run", 0, 4)
+        assert (after.participants, after.previous, after.ran) == ((), (), None)
+
+    def test_who_left_is_not_waited_for(self) -> None:
+        left = {name: record(name, Wants.LEFT, 4) for name in ("n2", "n3")}
+        after = written(decide(self.look(left, silent={"n1": 3.5})))
+        assert after.incarnation == "a-new-run"
+
+    def look(self, others: dict[str, NodeRecord] | None = None, **more: Any) -> View:
+        records = all_running(self.NOW) | (others or {})
+        return view(self.OTHER, self.NOW, records, rules=self.OTHERS, **more)
 
 
 class TestNodesWaiting:
@@ -337,8 +521,12 @@ class TestNodesWaiting:
         beside = replace(as_named(self.NOW), participants=("n8", "n9"))
         assert self.waiting(beside, latest=self.NOW) == 0
 
-    def test_a_closed_run_stops_nobody(self) -> None:
-        assert self.waiting(document(Phase.CLOSED, round_=5)) == 0
+    @pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.CLOSED])
+    def test_a_closed_run_stops_nobody(self, outcome: Outcome) -> None:
+        assert self.waiting(document(Phase.CLOSED, round_=5, outcome=outcome)) == 0
+
+    def test_a_run_that_failed_stops_all(self) -> None:
+        assert self.waiting(document(Phase.CLOSED, round_=5, outcome=Outcome.FAILED)) == 1
 
     def test_who_joins_already_is_not_asked_to(self) -> None:
         assert self.waiting(document(Phase.FORMING, round_=5), joining=True) == 0
@@ -360,5 +548,6 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
 
 def test_every_action_is_one_of_the_module() -> None:
     assert {kind.__name__ for kind in decisions.Action.__args__} == {
-        "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "Wait",
+        "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate", "Close",
+        "Wait",
     }  # fmt: skip

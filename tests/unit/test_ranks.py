@@ -14,7 +14,7 @@ from rdzv_plugins.ranks import order_ranks
 def record(address: str, pid: int = 1, rank: int | None = None) -> NodeRecord:
     return NodeRecord(
         address=address, pid=pid, beat=1, wants=Wants.JOIN, round=-1,
-        min_nodes=1, max_nodes=64, rank=rank,
+        min_nodes=1, max_nodes=64, interval=5.0, lease=15.0, rank=rank,
     )  # fmt: skip
 
 

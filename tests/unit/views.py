@@ -6,26 +6,32 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rdzv_plugins.decisions import Action, Rules, View, Write
-from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.documents import NodeRecord, Outcome, Phase, RoundDocument, Wants
 
+RUN = "the-run"
 RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=5.0)
 
 
 def record(name: str, wants: Wants = Wants.JOIN, round_: int = -1, **more: object) -> NodeRecord:
     base = NodeRecord(
-        address=name, pid=1, beat=1, wants=wants, round=round_, min_nodes=2, max_nodes=3
-    )
+        address=name, pid=1, beat=1, wants=wants, round=round_, min_nodes=2, max_nodes=3,
+        interval=RULES.interval, lease=RULES.lease, incarnation=RUN if round_ >= 0 else None,
+    )  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 
 
 def document(
     phase: Phase, round_: int = 4, leader: str | None = "n1", **more: object
 ) -> RoundDocument:
-    base = RoundDocument(round=round_, phase=phase, leader=leader, min_nodes=2, max_nodes=3)
+    base = RoundDocument(
+        incarnation=RUN, round=round_, phase=phase, leader=leader, min_nodes=2, max_nodes=3
+    )
     if phase in (Phase.CONFIRMING, Phase.RUNNING):
         base = replace(base, participants=("n1", "n2", "n3"))
     if phase is Phase.RUNNING:
         base = replace(base, ran=base.naming, master="n1:1")
+    if phase is Phase.CLOSED:
+        base = replace(base, outcome=Outcome.CLOSED)
     return replace(base, **more)  # type: ignore[arg-type]
 
 
@@ -49,6 +55,8 @@ def view(
     **more: object,
 ) -> View:
     ages = silent or {}
+    idle = ages.get(now.leader or "", 0.0) if now else 0.0
+    own = me.incarnation if me.naming is not None else None
     base = View(
         me=me.address,
         rules=RULES,
@@ -56,16 +64,24 @@ def view(
         joining=joining,
         document=now,
         document_age=0.0,
+        round_age=0.0,
         latest=latest or now,
+        asked_tombstone=None,
+        own=own,
         member=None,
         confirmed=as_named(now) if now and me.naming == now.naming else None,
         records=others,
-        leader_label=None,
+        leader=None,
         age=lambda node: ages.get(node, 0.0),
         silence=lambda node: ages.get(node, 0.0),
         moved=lambda node: False,
+        idle_age=idle,
+        idle_silence=idle,
+        cannot_list=False,
+        abdicated=False,
         minimum_age=None,
         share=0.5,
+        fresh="a-new-run",
     )
     return replace(base, **more)  # type: ignore[arg-type]
 

@@ -1,0 +1,175 @@
+"""torch's own agent on `AgentStore`: what waits for a node that is gone ends with the round.
+
+The names and shapes that `AgentStore` makes up for are private to torch. Should torch change them,
+a test here fails at its deadline, or says what it got.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+)
+
+from rdzv_plugins.agent_store import AgentStore
+from rdzv_plugins.kv import MemoryClient, MemoryServer
+from rdzv_plugins.testing.threads import Background, together
+
+WORLD, WORKERS = 2, 3
+CHANGED = "torch waits for something else now: see rdzv_plugins/agent_store.py"
+
+
+class Agent(SimpleElasticAgent):
+    """torch's, in a round, without workers of its own."""
+
+    def __init__(self, store: AgentStore, rank: int) -> None:
+        spec = WorkerSpec("role", WORKERS, None, entrypoint="x")  # type: ignore[arg-type]
+        super().__init__(spec)
+        self._store: Any = store
+        self._rank = rank
+        self._worker_group.group_world_size = WORLD  # type: ignore[assignment]
+
+    def assign(self) -> list[tuple[int, int, int, int]]:
+        """torch's exchange of roles."""
+        spec = self._worker_group.spec
+        workers: list[Worker] = self._assign_worker_ranks(self._store, self._rank, WORLD, spec)
+        return [
+            (worker.global_rank, worker.world_size, worker.role_rank, worker.role_world_size)
+            for worker in workers
+        ]
+
+    def pass_exit_barrier(self) -> None:
+        self._exit_barrier()  # type: ignore[no-untyped-call]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        raise NotImplementedError
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        raise NotImplementedError
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        raise NotImplementedError
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        raise NotImplementedError
+
+
+class Round:
+    """The stores of one round, as each of its agents sees them."""
+
+    def __init__(self) -> None:
+        server = MemoryServer()
+        self.over = [False] * WORLD
+        self.done = [0] * WORLD
+        self.clients = [MemoryClient(server, "run") for _ in range(WORLD)]
+        self.stores = [self._store(rank) for rank in range(WORLD)]
+        self.agents = [Agent(store, rank) for rank, store in enumerate(self.stores)]
+
+    def _store(self, rank: int) -> AgentStore:
+        def on_done() -> None:
+            self.done[rank] += 1
+
+        return AgentStore(
+            self.clients[rank], "store/a/0/", rank, WORLD, lambda: self.over[rank], on_done
+        )
+
+    def end(self) -> None:
+        """What the driver does once the run has left the round."""
+        for rank, client in enumerate(self.clients):
+            self.over[rank] = True
+            client.interrupt()
+
+    def assert_waits(self, waiting: Background[Any]) -> None:
+        assert not waiting.done(0.3), CHANGED
+
+
+@pytest.fixture
+def round_() -> Iterator[Round]:
+    round_ = Round()
+    yield round_
+    for client in round_.clients:
+        client.close()
+
+
+def test_agents_exchange_their_roles(round_: Round) -> None:
+    first, second = together([agent.assign for agent in round_.agents])
+    assert first == [(rank, 6, rank, 6) for rank in (0, 1, 2)]
+    assert second == [(rank, 6, rank, 6) for rank in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_the_exchange_ends_with_the_round(round_: Round, rank: int) -> None:
+    """Rank 0 waits for the roles of all, the others for what rank 0 makes of them."""
+    waiting = Background(round_.agents[rank].assign)
+    round_.assert_waits(waiting)
+    # Its own handler's other interrupts are no answer.
+    round_.clients[rank].interrupt()
+    round_.assert_waits(waiting)
+    round_.end()
+    # As many workers as it has; they are stopped before they do a thing.
+    assert len(waiting.result(10.0)) == WORKERS, CHANGED
+
+
+def test_an_exchange_begun_after_the_end_of_the_round_ends_at_once(round_: Round) -> None:
+    round_.end()
+    for agent in round_.agents:
+        assert len(Background(agent.assign).result(10.0)) == WORKERS, CHANGED
+
+
+def test_what_was_written_is_given_though_the_round_is_over(round_: Round) -> None:
+    together([agent.assign for agent in round_.agents])
+    written = round_.stores[0].get("torchelastic/role_info/1")
+    round_.end()
+    assert round_.stores[0].get("torchelastic/role_info/1") == written
+    assert round_.agents[1].assign() == [(rank, 6, rank, 6) for rank in (3, 4, 5)]
+
+
+def test_agents_that_all_succeed_pass_the_exit_barrier(round_: Round) -> None:
+    first = Background(round_.agents[0].pass_exit_barrier)
+    round_.assert_waits(first)
+    assert round_.done == [1, 0], CHANGED
+    assert not round_.stores[0].all_done
+    round_.agents[1].pass_exit_barrier()
+    first.result(10.0)
+    assert round_.done == [1, 1]
+    assert [store.all_done for store in round_.stores] == [True, True], CHANGED
+
+
+def test_the_exit_barrier_ends_with_the_round_and_not_all_are_done(
+    round_: Round, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = Background(round_.agents[0].pass_exit_barrier)
+    round_.assert_waits(waiting)
+    round_.end()
+    waiting.result(10.0)
+    assert round_.done == [1, 0], CHANGED
+    assert not round_.stores[0].all_done
+    # torch logs the error of a barrier that was not passed, and goes on.
+    assert "Error waiting on exit barrier" not in caplog.text, CHANGED
+
+
+def test_nothing_is_made_up_while_the_round_lasts(round_: Round) -> None:
+    store = round_.stores[0]
+    store.set_timeout(timedelta(seconds=0.2))
+    for key in ("torchelastic/role_info/1", "torchelastic/assigned_ranks/0", "other"):
+        with pytest.raises(DistStoreError, match=r"no value within 0\.2 s"):
+            store.get(key)
+    round_.agents[0]._exit_barrier_timeout = 0.2
+    round_.agents[0].pass_exit_barrier()
+    assert not store.all_done
+
+
+def test_what_nobody_knows_is_an_error_once_the_round_is_over(round_: Round) -> None:
+    round_.end()
+    with pytest.raises(DistStoreError, match="the round is over: nobody will write 'other'"):
+        round_.stores[0].get("other")
