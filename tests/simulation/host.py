@@ -450,6 +450,7 @@ class Host:
             if clock - self._trouble > self.rules.interval:
                 evidence = self.track.evidence
                 evidence.disturbed = evidence.outage = self.world.kernel.now
+                evidence.known = frozenset(evidence.read)
             self._trouble = None
 
     def _step(self, answer: Any, error: Exception | None) -> None:
