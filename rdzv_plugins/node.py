@@ -159,7 +159,7 @@ class Node:
         ``failed``: because this node's workers failed, and not because it was told to.
         """
         self._failed = failed
-        self._join_ordered = True
+        self._withdraw_ordered, self._join_ordered = False, True
 
     def order_withdrawal(self) -> None:
         """Give up the join: the agent that asked for it is gone. Like `order_join`."""
@@ -496,8 +496,8 @@ class Node:
         leads = document is not None and document.leader == self.id and not document.closed
         if leads and self._clock() >= self._expiry_due:
             # Should nobody lead this run any more, its keys end by themselves.
-            self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
             yield Expire(self._rules.abandoned)
+            self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
             return
         until_beat = max(0.0, self._next_beat - self._clock())
         if seen.closed or self.record.wants is Wants.LEFT:

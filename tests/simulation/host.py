@@ -73,6 +73,7 @@ class Host:
         low, high = world.plan.rates
         self.clock = Clock(world.kernel, chance.uniform(0, 1000), chance.uniform(low, high))
         self.agent = Agent.JOINING
+        self.changed = world.kernel.now
         self.restarts_left = world.plan.max_restarts
         self.wedged = False
         """Its agent never comes back from stopping its workers."""
@@ -82,6 +83,7 @@ class Host:
         self.long_join = world.join_timeout > world.plan.join_timeout
         self.stalled_until = 0.0
         self._stalled_at: float | None = None
+        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.cut_off = False
         record = NodeRecord(
             address=address,
@@ -110,9 +112,11 @@ class Host:
         self._asked = 0.0
         self._trouble: float | None = None
         self._turn = 0
+        # What the answer on its way tells of others, and as of when.
+        self._delivery: tuple[int, str | None, dict[str, NodeRecord], float] | None = None
         # Grows when the agent goes on to something else: what was planned before is void.
         self._shift = 0
-        self._fatal = False
+        self._fatal = self._failed = False
         self._all_done = False
         self._round: RoundDocument | None = None
         self._polling = False
@@ -130,7 +134,7 @@ class Host:
 
     @property
     def stalls(self) -> bool:
-        return self.world.kernel.now < self.stalled_until
+        return self._stalled_at is not None
 
     # What befalls it.
 
@@ -142,7 +146,7 @@ class Host:
     def stall(self, seconds: float, frozen: bool) -> None:
         """Stand still, then go on as if nothing had happened."""
         now = self.world.kernel.now
-        if now >= self.stalled_until:
+        if self._stalled_at is None:
             self._stalled_at = self.clock()
         if frozen:
             self.clock.set(frozen=True)
@@ -163,6 +167,9 @@ class Host:
             self.track.evidence.disturbed = now
         self._stalled_at = None
         self.clock.set()
+        held, self._held = self._held, []
+        for call, arguments in held:
+            self.world.kernel.at(now, call, *arguments)
 
     def set_rate(self, rate: float) -> None:
         self.clock.set(rate)
@@ -177,7 +184,7 @@ class Host:
     def fail_workers(self, for_good: bool = False) -> None:
         if self.agent is not Agent.RUNNING:
             return
-        self._fatal = for_good or self.restarts_left == 0
+        self._fatal, self._failed = for_good or self.restarts_left == 0, True
         self.restarts_left -= 1
         self.world.note(f"{self.id}: its workers fail{' for good' if self._fatal else ''}")
         self._stop_workers()
@@ -249,6 +256,7 @@ class Host:
     def _set(self, agent: Agent) -> None:
         self.agent = agent
         self._shift += 1
+        self.changed = self.world.kernel.now
 
     def _ended(self, outcome: Outcome) -> None:
         world, document = self.world, outcome.document
@@ -318,7 +326,7 @@ class Host:
             return
         assert self._round is not None
         entries = self.world.store.entries
-        over = self.node.waiting > 0
+        over = self.node.over
         if self.world.network.reaches(self) and (
             over or all(prefix + node in entries for node in self._round.participants)
         ):
@@ -358,6 +366,7 @@ class Host:
             return
         self._polling = False
         if self.agent is Agent.RUNNING and self.node.waiting > 0:
+            self._failed = False
             self._stop_workers()
 
     def _stop_workers(self) -> None:
@@ -376,11 +385,11 @@ class Host:
             return
         self.world.note(f"{self.id} joins again")
         self.world.checker.stopped(self.id)
-        self._order_join()
+        self._order_join(self._failed)
 
-    def _order_join(self) -> None:
+    def _order_join(self, failed: bool = False) -> None:
         self._set(Agent.JOINING)
-        self.node.order_join()
+        self.node.order_join(failed)
         self._nudge()
 
     def _nudge(self) -> None:
@@ -390,10 +399,10 @@ class Host:
 
     def _is_late(self, call: Callable[..., None], *arguments: Any) -> bool:
         """Whether the host stands still; then the call is made when it wakes."""
-        late = self.stalls
-        if late:
-            self.world.kernel.at(self.stalled_until, call, *arguments)
-        return late
+        if self._stalled_at is None:
+            return False
+        self._held.append((call, arguments))
+        return True
 
     # The node's requests.
 
@@ -419,12 +428,14 @@ class Host:
         now = self.world.kernel.now
         if turn != self._turn:
             return
-        if now < self.stalled_until:
-            self.world.kernel.at(self.stalled_until, self.receive, turn, answer, error)
+        if self._is_late(self.receive, turn, answer, error):
             return
         self._turn += 1
         if isinstance(self._request, steps.Park):
             self.world.store.unpark(self, self._request.key)
+        if self._delivery is not None and self._delivery[0] == turn and error is None:
+            self._note_read(*self._delivery[1:])
+        self._delivery = None
         self._note_trouble(error)
         self._step(answer, error)
 
@@ -439,7 +450,7 @@ class Host:
             if clock - self._trouble > self.rules.interval:
                 evidence = self.track.evidence
                 evidence.disturbed = evidence.outage = self.world.kernel.now
-                evidence.read_before = dict(evidence.read)
+                evidence.known = frozenset(evidence.read)
             self._trouble = None
 
     def _step(self, answer: Any, error: Exception | None) -> None:
@@ -603,11 +614,15 @@ class Host:
         """Note what evidence of others this host is being sent."""
         if turn != self._turn:
             return
-        now, evidence = self.world.kernel.now, self.track.evidence
+        now = self.world.kernel.now
         records = {
             name.removeprefix(NODES_PREFIX): self.world.decode(entry)
             for name, entry in entries.items()
         }
+        self._delivery = turn, key, records, now
+
+    def _note_read(self, key: str | None, records: dict[str, NodeRecord], now: float) -> None:
+        evidence = self.track.evidence
         if key is None:
             document = self.node.document
             named = {*document.participants, *document.previous} if document else set()

@@ -109,7 +109,7 @@ class Evidence:
     Attributes:
         disturbed: when all of it last became void.
         outage: when it last became void because the store had been away.
-        read_before: ``read`` as it was then.
+        known: whom it had looked at before that.
         leads_since, leads_after: when it last took the lead, and from whom.
         read: when the record that it last read of each node stood in the store.
         seen: the records that it last read.
@@ -118,7 +118,7 @@ class Evidence:
 
     disturbed: float = 0.0
     outage: float = 0.0
-    read_before: dict[str, float] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
     leads_since: float = 0.0
     leads_after: str | None = None
     read: dict[str, float] = field(default_factory=dict)
@@ -552,10 +552,8 @@ class Checker:
             since = max(since, evidence.leads_since)
         lease = theirs.lease if lost in evidence.seen else min(theirs.lease, self._own(track))
         least = lease / track.rate - self._staleness
-        if evidence.outage and since == evidence.outage:
-            before = evidence.read_before.get(lost, -1.0) - self._staleness
-            if bisect_right(theirs.arrivals, before) == known:
-                least += self._own(track) / track.rate  # Nobody knows when it was back.
+        if evidence.outage and since == evidence.outage and lost in evidence.known:
+            least += self._own(track) / track.rate  # Nobody knows when it was back.
         if read - since < least - _ROUNDING:
             raise InvariantError(
                 "evidence",

@@ -287,7 +287,7 @@ class World:
             else:
                 for host in members:
                     self.kernel.after(self.chance.uniform(0, plan.stop), host.succeed)
-            self._all_end(document)
+            self._all_end(document, members)
         if self.store.entries and self.store.deadline is None:
             # Whoever leads does not know that the store lost the deadline; it soon sets another.
             self.kernel.run(self.kernel.now + plan.rules.abandoned / 4 / plan.rates[0] + 3)
@@ -295,26 +295,31 @@ class World:
             if host.alive:
                 host.crash()
         self.kernel.run(self.kernel.now + plan.rules.abandoned + plan.rules.sweep_after + 1)
-        if self.store.entries:
+        dead_long = max((host.changed for host in self.hosts), default=0.0) < QUIET_AFTER + 5
+        if self.store.entries and not (dead_long and STATE_KEY in self.store.entries):
+            # Who died before it had led for an interval could not see to it.
             left = " ".join(sorted(self.store.entries))
             raise InvariantError("keys end", f"all are gone, and these keys stay: {left}")
 
-    def _all_end(self, document: RoundDocument) -> None:
+    def _all_end(self, document: RoundDocument, members: list[Host]) -> None:
         plan, began = self.plan, self.kernel.now
         limit = (plan.rules.lease + 10) / plan.rates[0] + 2 * plan.stop
-        if document.lost:
+        if any(host.wedged for host in members):
             limit += TORCH_TIMEOUT / plan.rates[0]  # Their words in the exit barrier never come.
         while self.kernel.now < began + limit:
             self.kernel.run(self.kernel.now + _LOOK)
             left = [host for host in self.hosts if host.alive and not self._may_stay(host)]
-            if not left:
+            after = self.document
+            hangs = any(host.wedged for host in members)
+            closes = after is not None and not (after.closed or hangs)
+            if not left and not closes:
                 break
         else:
             who = ", ".join(f"{host.id} is {host.agent}" for host in left)
-            raise InvariantError("all end", f"the run {plan.ending}, after {limit:.0f} s {who}")
-        after = self.document
-        if after is not None and not after.closed and not document.lost:
-            raise InvariantError("all end", f"the run {plan.ending}, and is {show(after)}")
+            found = show(after) if after else "there is no document"
+            raise InvariantError(
+                "all end", f"the run {plan.ending}, after {limit:.0f} s {who or 'all ended'}, {found}"
+            )
 
     def _may_stay(self, host: Host) -> bool:
         return host.wedged or self._runs_on(host)
