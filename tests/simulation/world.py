@@ -318,7 +318,8 @@ class World:
             who = ", ".join(f"{host.id} is {host.agent}" for host in left)
             found = show(after) if after else "there is no document"
             raise InvariantError(
-                "all end", f"the run {plan.ending}, after {limit:.0f} s {who or 'all ended'}, {found}"
+                "all end",
+                f"the run {plan.ending}, after {limit:.0f} s {who or 'all ended'}, {found}",
             )
 
     def _may_stay(self, host: Host) -> bool:
