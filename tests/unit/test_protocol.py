@@ -23,7 +23,7 @@ from rdzv_plugins.decisions import (
     Wait,
 )
 from rdzv_plugins.documents import NodeRecord, Outcome, Phase, RoundDocument, Wants
-from rdzv_plugins.protocol import decide, nodes_waiting
+from rdzv_plugins.protocol import decide, nodes_waiting, waits_for_a_living_round
 
 from .views import (
     RULES,
@@ -495,6 +495,28 @@ class TestMismatch:
     def look(self, others: dict[str, NodeRecord] | None = None, **more: Any) -> View:
         records = all_running(self.NOW) | (others or {})
         return view(self.OTHER, self.NOW, records, rules=self.OTHERS, **more)
+
+
+class TestSpares:
+    NOW = document(Phase.RUNNING)
+
+    def waits(self, now: RoundDocument = NOW, wants: Wants = Wants.SPARE, **silent: float) -> bool:
+        return waits_for_a_living_round(view(record("n4", wants), now, silent=silent))
+
+    def test_one_waits_while_its_round_lives(self) -> None:
+        assert self.waits()
+        assert self.waits(n2=99.0, n1=2.9)
+
+    def test_not_for_one_whose_leader_is_silent_or_that_has_none(self) -> None:
+        assert not self.waits(n1=3.0)
+        assert not self.waits(replace(self.NOW, leader=None))
+
+    def test_not_for_one_that_only_forms(self) -> None:
+        assert not self.waits(document(Phase.FORMING))
+        assert not self.waits(document(Phase.CLOSED))
+
+    def test_who_is_no_spare_does_not(self) -> None:
+        assert not self.waits(wants=Wants.JOIN)
 
 
 class TestNodesWaiting:
