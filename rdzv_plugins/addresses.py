@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rdzv_plugins.config import parse_endpoint
 
-__all__ = ["node_address", "store_hosts"]
+__all__ = ["loopback", "node_address", "store_hosts"]
 
 T = TypeVar("T")
 Address = IPv4Address | IPv6Address
@@ -62,6 +62,15 @@ def store_hosts(endpoint: str) -> list[tuple[str, int]]:
         return [*parse_endpoint(endpoint, default_port=_ANYWHERE[1], schemes=[scheme]).hosts]
     except ValueError:
         return []
+
+
+def loopback() -> str:
+    """The address of loopback that c10d dials without asking DNS for its name.
+
+    It dials 127.0.0.1 as ::ffff:127.0.0.1, which is in no /etc/hosts; ::1 is in that of every
+    distribution and container that has IPv6.
+    """
+    return "::1" if _is_own(IPv6Address("::1")) else "127.0.0.1"
 
 
 def _own_name() -> tuple[str, Address | None]:

@@ -69,8 +69,9 @@ def close_run(
         if document is None or (latest is not None and not document.is_of(latest)):
             return False
         if document.closed:
-            if not document.expires and entry is not None:
-                # Whoever closed it, perhaps this node just now, could not do the rest.
+            if not document.expires and entry is not None and document.cause.note == why:
+                # This node closed it just now, and could not do the rest. Not for others: thousands
+                # come here at once when a job ends.
                 yield from let_expire(document, entry.version, sweep_after)
             return True
         if members_only and not document.names(node_id):

@@ -12,6 +12,7 @@ __all__ = [
     "Abdicate",
     "Action",
     "AskTombstone",
+    "Close",
     "Confirm",
     "Fail",
     "Failure",
@@ -174,6 +175,13 @@ class AskTombstone:
 
 
 @dataclass(frozen=True, slots=True)
+class Close:
+    """Close the run as succeeded: nobody that is left has work."""
+
+    document: RoundDocument
+
+
+@dataclass(frozen=True, slots=True)
 class Abdicate:
     """Compare-and-set the document to one without a leader: this node cannot lead."""
 
@@ -189,5 +197,14 @@ class Wait:
 
 
 Action: TypeAlias = (
-    Write | SetRecord | Confirm | Start | Fail | ListRecords | AskTombstone | Abdicate | Wait
+    Write
+    | SetRecord
+    | Confirm
+    | Start
+    | Fail
+    | ListRecords
+    | AskTombstone
+    | Abdicate
+    | Close
+    | Wait
 )

@@ -142,7 +142,7 @@ class Cause:
     Attributes:
         lost: their leases ran out.
         left: they said that they leave.
-        failed: their agents asked for another round first: their workers failed.
+        failed: their workers failed, and their agents asked for another round.
         joined: they are new.
         evicted: they live, but did not ask for the round in time.
         note: what else there is to say.
@@ -358,6 +358,7 @@ class NodeRecord:
         rank: its ``--rdzv-conf rank``.
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
         hosts: False: it could not open that TCPStore, and another is to be rank 0.
+        failed: it asks for another round because its workers failed.
     """
 
     address: str
@@ -375,6 +376,7 @@ class NodeRecord:
     rank: int | None = None
     master: str | None = None
     hosts: bool = True
+    failed: bool = False
 
     @property
     def label(self) -> str:
@@ -403,6 +405,8 @@ class NodeRecord:
             fields["master"] = self.master
         if not self.hosts:
             fields["hosts"] = 0
+        if self.failed:
+            fields["failed"] = 1
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
@@ -430,6 +434,7 @@ class NodeRecord:
                 rank=_optional(fields.get("rank"), int),
                 master=_optional(fields.get("master"), str),
                 hosts=bool(_typed(fields.get("hosts", 1), int)),
+                failed=bool(_typed(fields.get("failed", 0), int)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RendezvousStateError(f"a node's record is unreadable: {error!r}") from error

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -27,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins import steps
-from rdzv_plugins.addresses import node_address, store_hosts
+from rdzv_plugins.addresses import loopback, node_address, store_hosts
 from rdzv_plugins.agent_store import AgentStore
 from rdzv_plugins.backends import BACKENDS, open_client
 from rdzv_plugins.closing import close_run
@@ -57,13 +58,14 @@ __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
 log = logging.getLogger(__name__)
 
-# How long shutdown waits for a thread that hangs in a request to a store that does not answer.
+# How long shutdown waits for a thread that hangs: in a request to a store, or in a resolver.
 _STOP_SECONDS = 2.0
 # How long the exit of the process waits for a farewell that is under way.
 _FAREWELL_SECONDS = 10.0
+# How many more signals of those that ask for it do not cut that short.
+_SIGNALS_BORNE = 5
 
-_LOOPBACK = "127.0.0.1"
-# How long a TCPStore may take to open, at least: where DNS does not answer, it takes 5 to 10.
+# How long a TCPStore may take to open, at least: where DNS is asked and does not answer, 10.
 _MASTER_SECONDS = 30.0
 
 # torch's own default for --rdzv-id (torch.distributed.run); whoever names none shares it.
@@ -99,6 +101,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._address = address
         self._servers: dict[str, TCPStore] = {}
         self._store: AgentStore | None = None
+        self._was_told = False
         self._pid = os.getpid()
         record = NodeRecord(
             address=address,
@@ -120,17 +123,16 @@ class StoreRendezvousHandler(RendezvousHandler):
             time.monotonic,
             random.Random(secrets.randbits(64)),
         )
-        name = f"rdzv-{run_id}"
-        self._driver = Driver(self._node, client, tombstones, self._open_master, name)
+        self._driver = Driver(self._node, client, tombstones, self._open_master, run_id)
         self._ending = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
         # torch's launcher does not call shutdown() after a signal, lest it close the run; but the
         # others must not wait for this node's lease. Weak, or the handler would never be freed.
         itself = weakref.ref(self)
-        self._at_exit = lambda: handler._leave() if (handler := itself()) is not None else None
+        self._at_exit = lambda: handler._leave_at_exit() if (handler := itself()) else None
         atexit.register(self._at_exit)
-        self._signals = SignalWatch(self._at_exit, f"{name}-signals")
+        self._signals = SignalWatch(self._at_exit, f"rdzv-{run_id}-signals")
         if run_id == _DEFAULT_RUN_ID:
             log.warning(
                 "the run id is '%s', torch's default: every job on this store that has none is in "
@@ -149,6 +151,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Whether workers share rank 0's TCPStore; torch's own switch turns it off."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
+    @property
+    def loss_shows_within(self) -> float:
+        """Seconds after which the loss of a participant shows in `num_nodes_waiting`.
+
+        Longer only if the store was away, or the leader was lost together with its heirs.
+        """
+        # Its last beat is seen up to 1.1 intervals late; then heirs and the store need their time.
+        return self._rules.lease + 1.1 * self._rules.interval + 2.0
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it runs.
 
@@ -164,7 +175,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
-        outcome = self._driver.join()
+        # Its workers failed if it asks though the run has not told it to.
+        outcome = self._driver.join(failed=self._store is not None and not self._was_told)
+        self._was_told = False
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         document = outcome.document
@@ -186,7 +199,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             store_prefix(document.incarnation, document.round),
             rank,
             world_size,
-            is_over=lambda: self._ended or self._node.waiting > 0,
+            is_over=lambda: self._ended or self._node.over,
             on_done=self._driver.report_done,
         )
         return RendezvousInfo(
@@ -197,7 +210,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Above 0 when the agent should join again; from memory, without I/O. Never raises."""
         # torch installs its handlers of signals when its workers start, after next_rendezvous().
         self._signals.renew()
-        return self._node.waiting
+        waiting = self._node.waiting
+        self._was_told = self._was_told or waiting > 0
+        return waiting
 
     def is_closed(self) -> bool:
         latest = self._node.latest
@@ -243,25 +258,19 @@ class StoreRendezvousHandler(RendezvousHandler):
         only_leaves = isinstance(error, SignalException | KeyboardInterrupt) or waits_for_others
         if only_leaves or not self._node.in_round:
             return self._leave()
-        if not self._begin_to_end():
-            return True
         outcome = Outcome.SUCCEEDED if error is None else Outcome.FAILED
         why = "its workers succeeded" if error is None else "its agent failed"
 
         def close() -> bool:
             return self._close(self._node.latest, outcome, why, members_only=True)
 
-        try:
+        def end() -> None:
             timeout = self._settings.close_timeout
             if not retry(close, timeout=timeout, passing=store_is_away):
                 # It was replaced meanwhile.
                 carry_out(self._client, self._tombstones, self._node.farewell())
-            return True
-        except (RendezvousConnectionError, RendezvousStateError) as failure:
-            log.warning("run '%s' could not be closed: %s", self._run_id, failure)
-            return False
-        finally:
-            self._release()
+
+        return self._end(end, "the run could not be closed")
 
     def _close(
         self, latest: RoundDocument | None, outcome: Outcome, why: str, *, members_only: bool
@@ -278,35 +287,62 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _leave(self) -> bool:
         """Tell the others that this node is gone, without closing the run."""
-        if not self._begin_to_end():
-            return True
-        try:
+
+        def leave() -> None:
             if self._node.latest is None or not self._node.latest.closed:
                 carry_out(self._client, self._tombstones, self._node.farewell())
-            return True
-        except (RendezvousConnectionError, RendezvousStateError) as error:
-            log.warning("this node could not announce that it leaves: %s", error)
-            return False
-        finally:
-            self._release()
 
-    def _begin_to_end(self) -> bool:
-        """Stop the node; False if another thread ends it, after waiting for that, or has."""
+        return self._end(leave, "this node could not announce that it leaves")
+
+    def _leave_at_exit(self) -> None:
+        for _ in range(_SIGNALS_BORNE):
+            try:
+                self._leave()
+                return
+            except SignalException:
+                continue  # What this process already does; the next call waits for it.
+
+    def _end(self, last_word: Callable[[], None], failed: str) -> bool:
+        """Stop the node and say its last word, once; False if the store could not be told.
+
+        In a thread: a signal's exception in this one must not cut the word short. If another thread
+        ends the node already, wait for it, as the exit of the process does.
+        """
         if os.getpid() != self._pid:
-            return False  # A forked child has a copy of this object, and no node.
+            return True  # A forked child has a copy of this object, and no node.
         with self._ending:
             first, self._ended = not self._ended, True
         if not first:
             self._gone.wait(_FAREWELL_SECONDS)
-            return False
-        atexit.unregister(self._at_exit)
-        self._driver.stop(_STOP_SECONDS)
-        return True
+            return True
+        told: list[bool] = []
+
+        def end() -> None:
+            try:
+                self._driver.stop(_STOP_SECONDS)
+                last_word()
+                told.append(True)
+            except (RendezvousConnectionError, RendezvousStateError) as error:
+                log.warning("run '%s': %s: %s", self._run_id, failed, error)
+            finally:
+                self._release()
+
+        thread = threading.Thread(target=end, name=f"rdzv-{self._run_id}-end", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            end()  # From Python 3.12 on no thread starts while the process exits.
+        else:
+            thread.join()
+        self._signals.release()
+        return bool(told)
 
     def _release(self) -> None:
         self._client.close()
+        self._driver.await_opener(_STOP_SECONDS)
         self._servers.clear()
         self._signals.release()
+        atexit.unregister(self._at_exit)
         self._gone.set()
 
     def _name_the_others(self, document: RoundDocument) -> None:
@@ -319,7 +355,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         labels = [record.label for record in found if record is not None]
         shown = Names().plus(labels)
         log.warning(
-            "run '%s', of which any job may be part, has these nodes: %s", self._run_id, shown
+            "the run id is '%s', torch's default, so that these nodes are in one run, of whatever "
+            "jobs they are: %s",
+            self._run_id,
+            shown,
         )
 
     def _open_master(self, naming: str) -> str:
@@ -330,10 +369,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         if not self.use_agent_store:
             return f"{self._address}:{_free_port()}"
+        self._check_address()
         try:
             server = TCPStore(
-                # It listens on all addresses. Itself it dials here, whose name is no matter of DNS.
-                host_name=_LOOPBACK,
+                # It listens on all addresses; here it dials itself.
+                host_name=loopback(),
                 port=0,
                 is_master=True,
                 wait_for_workers=False,
@@ -341,20 +381,28 @@ class StoreRendezvousHandler(RendezvousHandler):
             )
         except (OSError, RuntimeError, ValueError) as error:
             raise RendezvousConnectionError(f"cannot open a TCPStore ({error})") from error
+        self._servers[naming] = server
+        return f"{self._address}:{server.port}"
+
+    def _check_address(self) -> None:
+        """Dial this host as the others will.
+
+        Not at the TCPStore itself: its one thread would ask DNS for the name of whoever dials, and
+        serve nobody meanwhile.
+        """
         try:
-            # As the others will.
-            socket.create_connection((self._address, server.port), self._rules.request).close()
+            with _listen() as server:
+                target = self._address, server.getsockname()[1]
+                socket.create_connection(target, self._rules.request).close()
         except (OSError, UnicodeError) as error:
             passing = isinstance(error, TimeoutError) or (
                 isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
             )
             kind = RendezvousConnectionError if passing else RendezvousStateError
             raise kind(
-                f"cannot reach the TCPStore of this host at '{self._address}:{server.port}' "
-                f"({error}); name an address of this host with --local-addr"
+                f"cannot reach this host at '{self._address}' ({error}); "
+                "name an address of this host with --local-addr"
             ) from error
-        self._servers[naming] = server
-        return f"{self._address}:{server.port}"
 
     def _explain(self, outcome: steps.Outcome) -> BaseException:
         run = f"run '{self._run_id}'"
@@ -395,8 +443,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         return f"; missing since the last round: {', '.join(missed)}" if missed else ""
 
 
+def _listen() -> socket.socket:
+    """A socket on a free port of all addresses, as a TCPStore's is."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
 def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
+    with _listen() as server:
         port: int = server.getsockname()[1]
         return port
 

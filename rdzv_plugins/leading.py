@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rdzv_plugins.decisions import Action, ListRecords, View, Wait, Write
+from rdzv_plugins.decisions import Action, Close, ListRecords, View, Wait, Write
 from rdzv_plugins.documents import Cause, NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.ranks import order_ranks
 
@@ -82,7 +82,8 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         (node for node in ready if node not in old), records, (), rules.rank_order
     )
     chosen = [*survivors, *newcomers][: rules.max_nodes]
-    cause = _amended(document.cause, records, gone)
+    failed = [records[node].label for node in survivors if records[node].failed]
+    cause = _amended(document.cause, records, gone).plus(failed=failed)
     if document.round > 0:
         cause = cause.plus(joined=[records[node].label for node in newcomers if node in chosen])
     return Write(
@@ -105,7 +106,8 @@ def _lead_confirming(
 ) -> Action:
     lost, rejoined = _changes(view, document, records)
     if lost or rejoined:
-        cause = _cause(records, lost, rejoined, [])
+        # This round never ran: what ended the one before it is still to be told.
+        cause = _amended(document.cause, records, lost)
         return Write(next_round(view, document, lost, 0, cause))
     naming = document.naming
     missing = [
@@ -145,10 +147,16 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     # Nobody is disturbed for newcomers once a node is done.
     room = 0 if done else document.max_nodes - len(document.participants) + len(gone)
     if rejoined or (lost and view.rules.restart_on_loss) or (newcomers and room > 0):
-        cause = _cause(records, lost, rejoined, newcomers)
+        cause = _amended(Cause(), records, gone).plus(
+            failed=[records[node].label for node in rejoined],
+            joined=[records[node].label for node in newcomers],
+        )
         return Write(next_round(view, document, gone | done, len(newcomers), cause))
     if gone != set(document.lost):
         return Write(replace(document, lost=tuple(sorted(gone))))
+    if gone and done == set(document.participants) - gone:
+        # They wait for each other, and for those that are gone, in torch's exit barrier.
+        return Close(document)
     if done and newcomers and not document.finishing:
         return Write(replace(document, finishing=True))
     present = [node for node in document.participants if node not in gone]
@@ -239,18 +247,6 @@ def _until_lease(view: View, nodes: Iterable[str]) -> float | None:
 def without(nodes: Iterable[str], gone: Iterable[str | None]) -> tuple[str, ...]:
     left_out = set(gone)
     return tuple(node for node in nodes if node not in left_out)
-
-
-def _cause(
-    records: Mapping[str, NodeRecord],
-    lost: Iterable[str],
-    rejoined: Iterable[str],
-    newcomers: Iterable[str],
-) -> Cause:
-    return _amended(Cause(), records, lost).plus(
-        failed=[records[node].label for node in rejoined],
-        joined=[records[node].label for node in newcomers],
-    )
 
 
 def _amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str]) -> Cause:

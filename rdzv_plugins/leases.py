@@ -45,7 +45,8 @@ class Leases:
             # A record that is gone was forgotten by the store, perhaps with beats never seen here.
             if beat is not None and seen.beat is not None:
                 self._moved.add(node)
-            self._seen[node] = _Seen(beat, now, now)
+            since = now if beat is not None else max(seen.since, now)  # No sign of life.
+            self._seen[node] = _Seen(beat, since, now)
 
     def heard(self, node: str, now: float) -> None:
         """Note something else that the node has written, as good as a beat.
@@ -53,7 +54,7 @@ class Leases:
         A store that forgets again and again may lose each beat before anybody looks.
         """
         seen = self._seen.setdefault(node, _Seen(None, now, now))
-        seen.since = seen.looked = now
+        seen.since, seen.looked = max(seen.since, now), now
 
     def age(self, node: str) -> float:
         """Seconds that the beat is known to have stood still: up to the last look, not to now."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from rdzv_plugins import decisions, protocol
-from rdzv_plugins.closing import let_expire, tidy_up
+from rdzv_plugins.closing import close_run, let_expire, tidy_up
 from rdzv_plugins.decisions import Failure
 from rdzv_plugins.documents import (
     BELL_KEY,
@@ -24,6 +24,7 @@ from rdzv_plugins.documents import (
     RoundDocument,
     Wants,
 )
+from rdzv_plugins.documents import Outcome as RunOutcome
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
 from rdzv_plugins.observer import Observer
 from rdzv_plugins.steps import (
@@ -85,6 +86,7 @@ class Node:
         self._seen = Observer(node_id, rules, clock)
         self._joining = False
         self._join_ordered = False
+        self._failed = False
         self._withdraw_ordered = False
         self._done_reported = False
         self._joined_at = 0.0
@@ -134,6 +136,11 @@ class Node:
         return self.record.wants is Wants.DONE or self._done_reported
 
     @property
+    def over(self) -> bool:
+        """Whether the run has left the round that the agent was given: nobody is to wait in it."""
+        return self.waiting > 0 or self._seen.closed
+
+    @property
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node: it would miss it."""
         latest = self.latest
@@ -146,9 +153,13 @@ class Node:
         """The leader's record, where another node leads and it was read."""
         return self._seen.leader
 
-    def order_join(self) -> None:
-        """Ask to be in the next round; the driver ends its `Park` or `Rest` early for it."""
-        self._join_ordered = True
+    def order_join(self, failed: bool = False) -> None:
+        """Ask to be in the next round; the driver ends its `Park` or `Rest` early for it.
+
+        ``failed``: because this node's workers failed, and not because it was told to.
+        """
+        self._failed = failed
+        self._withdraw_ordered, self._join_ordered = False, True
 
     def order_withdrawal(self) -> None:
         """Give up the join: the agent that asked for it is gone. Like `order_join`."""
@@ -160,7 +171,8 @@ class Node:
 
     def master_opened(self, naming: str, address: str | None, error: Exception | None) -> None:
         """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
-        self._opened = naming, address, error
+        if self._opening is not None and self._opening[0] == naming:
+            self._opened = naming, address, error
 
     def run(self) -> Steps:
         """Live until the driver stops driving."""
@@ -255,7 +267,9 @@ class Node:
             self._joining = True
             self._joined_at = self._clock()
             self._join_deadline = self._joined_at + self._join_timeout
-            self.record = replace(self.record, wants=Wants.JOIN, master=None, hosts=True)
+            self.record = replace(
+                self.record, wants=Wants.JOIN, master=None, hosts=True, failed=self._failed
+            )
             self._fresh = f"{self._chance.getrandbits(64):016x}"
             self._record_due = self._ring = True
             self._seen.document_due = True
@@ -350,16 +364,28 @@ class Node:
                 yield from self._end_join(Outcome(document=document))
             case decisions.Fail(failure):
                 yield from self._end_join(Outcome(failure=failure))
+            case decisions.Close(document):
+                why = "the workers of all that are left succeeded"
+                work = close_run(
+                    self.id, document, RunOutcome.SUCCEEDED, why, self._rules.sweep_after
+                )
+                yield from work
+                self._seen.document_due = True
             case decisions.ListRecords():
                 self._seen.lists = self._seen.list_due = True
             case decisions.AskTombstone(incarnation):
-                self._seen.hear_of_the_end(incarnation, (yield ReadTombstone(incarnation)))
+                outcome = yield ReadTombstone(incarnation)
+                self._seen.hear_of_the_end(incarnation, outcome)
+                if outcome is not None:
+                    # What this node wrote since the sweep would have no end.
+                    yield Drop((NODES_PREFIX + self.id,))
             case decisions.Wait(seconds, minimum_reached):
                 if not minimum_reached:
                     self._seen.minimum_since = None
                 elif self._seen.minimum_since is None:
                     self._seen.minimum_since = self._clock()
                     return  # Decide again: the last call may be of no length.
+                self._opening = None
                 yield from self._wait(seconds)
 
     def _confirm(self, document: RoundDocument, is_master: bool) -> Steps:
@@ -378,6 +404,7 @@ class Node:
             round=document.round,
             naming=document.naming,
             master=master,
+            failed=False,
         )
         self._record_due = self._ring = True
         self._confirmed = document
@@ -447,6 +474,8 @@ class Node:
         self._seen.document_due = False
         if not written:
             return False
+        if before is None or before.leader != self.id:
+            self._expiry_due = self._clock()  # A store that forgot has forgotten the deadline too.
         if before is not None and before.leader not in (document.leader, None):
             # The leader of before waits for its bell, not for the document.
             yield Ring(self.id)
@@ -467,8 +496,8 @@ class Node:
         leads = document is not None and document.leader == self.id and not document.closed
         if leads and self._clock() >= self._expiry_due:
             # Should nobody lead this run any more, its keys end by themselves.
-            self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
             yield Expire(self._rules.abandoned)
+            self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
             return
         until_beat = max(0.0, self._next_beat - self._clock())
         if seen.closed or self.record.wants is Wants.LEFT:
@@ -487,7 +516,7 @@ class Node:
             if entry is not None:
                 seen.adopt(entry)
             elif seconds is not None and timeout == seconds:
-                seen.leader_due = True
+                seen.leader_due = seen.list_due = True
             if entry is None and timeout == until_beat and seen.document is None:
                 seen.document_due = True
 

@@ -265,7 +265,8 @@ def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Actio
     if document.phase is Phase.RUNNING and not view.rules.restart_on_loss:
         lost = (*leading.without(document.lost, [leader]), leader)
         return Write(replace(document, leader=view.me, lost=lost))
-    cause = Cause().plus(lost=[label])
+    ran = document.phase is Phase.RUNNING
+    cause = (Cause() if ran else document.cause).plus(lost=[label])
     return Write(leading.next_round(view, document, [leader], 0, cause))
 
 
@@ -281,8 +282,9 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         yield (
             "spare",
             this_round,
-            f"this node waits as a spare of round {number}, {why}: {len(document.participants)} "
-            f"nodes, led by {view.leader.label}. If that is another job, give each an --rdzv-id",
+            f"this node waits as a spare of round {number}, {why}: {len(document.participants)} of "
+            f"{document.max_nodes} nodes, led by {view.leader.label}. If that is another job, give "
+            "this one an --rdzv-id of its own",
         )
     evicted = document.cause.evicted
     if evicted and view.record.label in evicted and not document.names(view.me):

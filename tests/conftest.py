@@ -12,7 +12,7 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 # They fill all cores, one at a time is enough, and together they take longest: they come first.
-_HEAVY = ("test_torchrun", "test_simulation")
+_HEAVY = ("test_torchrun", "test_edges", "test_simulation")
 
 
 @pytest.hookimpl(trylast=True)

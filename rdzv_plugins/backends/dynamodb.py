@@ -18,7 +18,8 @@ name the same region, for replication is asynchronous). Values up to 400,000 byt
 first: with a beat every 5 seconds about 4,000 nodes, more with a longer ``keep_alive_interval``.
 `Client.put_many` is atomic from 3 to 100 keys; two are put one after the other. Highly available by
 itself, needs no version of its own. Time is read off the server's answers; expired items read as
-absent at once and DynamoDB deletes them within days.
+absent at once and DynamoDB deletes them within days. Each item has its own deadline, and says when
+that was set: a client gives what it writes the latest that it has read or set itself.
 The role needs ``dynamodb:GetItem, PutItem, UpdateItem, DeleteItem, Query, BatchGetItem,
 BatchWriteItem, PartiQLUpdate`` on the table and its index, and with create_table=true
 ``CreateTable, DescribeTable, UpdateTimeToLive``.

@@ -14,8 +14,10 @@ that was true: no change in between is missed, and there is nothing for a compac
 Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 MiB), which is some
 100,000 nodes in the round document. `Client.put_many` is atomic up to 128 keys and 1 MiB.
 `Client.add` is a compare-and-set: 256 nodes adding to one counter at once took it some seconds.
-`Client.expire` is a lease: at least two seconds with etcd's default timing, and longer if the
-leader changes. Three members survive the loss of one, five of two; name them all in the endpoint.
+`Client.expire` is a lease, at least two seconds with etcd's default timing, and longer if the
+leader changes. A mark on the run's own path has it, and every write gives its key the mark's lease
+in a transaction that compares it, so that a run ends as a whole. Three members survive the loss of
+one, five of two; name them all in the endpoint.
 The gateway must not be switched off (``--enable-grpc-gateway``), and it does not take a user's name
 from a client certificate: with authentication on, give user and password too, and a certificate
 without a common name (CN), for it refuses all others. The user's role needs readwrite on the key
@@ -26,7 +28,6 @@ from __future__ import annotations
 
 import math
 import random
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,11 +39,11 @@ from rdzv_plugins.backends._counting import outlast, uncounted
 from rdzv_plugins.backends._etcd_gateway import (
     Gateway,
     decoded,
-    encoded,
     explain,
     is_passing,
     is_undone,
 )
+from rdzv_plugins.backends._etcd_keys import NO_LEASE, Keys, entry_of, first_entry, stamped
 from rdzv_plugins.backends._stamped import segments
 from rdzv_plugins.backends._tls import tls_context
 from rdzv_plugins.config import ServerOptions, parse_endpoint, redact
@@ -61,12 +62,9 @@ __all__ = ["Client", "Options"]
 
 T = TypeVar("T")
 
-_STAMP_BYTES = 12
 _LARGEST = 1024 * 1024
 # etcd's --max-txn-ops, of which the comparisons are counted apart.
 _OPERATIONS = 128
-# No lease, as etcd writes it.
-_NONE = "0"
 # A watch is begun anew this often, in case its member hangs.
 _LONGEST_PARK = 15.0
 
@@ -93,12 +91,12 @@ class Client(KeyValueClient):
         secure = options.tls or target.scheme == "https"
         self._shown = redact(endpoint) or "localhost"
         self._timeout = request_timeout
-        self._base = "/".join(segments(namespace, options.prefix)) + "/"
+        self._keys = Keys("/".join(segments(namespace, options.prefix)) + "/")
         self._woken = threading.Condition()
         self._interrupts = 0
         self._closed = False
         # That of the mark, as far as we know: every write is on condition that it is so.
-        self._lease = _NONE
+        self._lease = NO_LEASE
         self._gateway = Gateway(
             target.hosts,
             tls_context(options) if secure else None,
@@ -108,20 +106,20 @@ class Client(KeyValueClient):
         )
         try:
             # The mark would come first.
-            first = self._ask("kv/range", {**self._range(""), "keys_only": True, "limit": "1"})
-            self._lease = self._marked(first)
+            first = self._ask("kv/range", {**self._keys.range(""), "keys_only": True, "limit": "1"})
+            self._lease = self._keys.marked(first)
         except BaseException:
             self.close()
             raise
 
     def get(self, key: str) -> Entry | None:
-        return _first(self._ask("kv/range", self._one(key)))
+        return first_entry(self._ask("kv/range", self._keys.one(key)))
 
     def compare_and_set(
         self, key: str, value: bytes, expected: Version | None
     ) -> tuple[Entry | None, bool]:
         self.check_size(key, value)
-        comparison = self._comparison(key, expected)
+        comparison = self._keys.comparison(key, expected)
         if comparison is None:
             return self.get(key), False
         entry, written, _ = self._swap(key, value, comparison)
@@ -129,17 +127,19 @@ class Client(KeyValueClient):
 
     def put(self, key: str, value: bytes) -> Version:
         self.check_size(key, value)
-        stored = _stamped(value)
+        stored = stamped(value)
         self._write([(key, stored)])
-        return _entry(stored).version
+        return entry_of(stored).version
 
     def delete(self, key: str) -> None:
-        self._ask("kv/deleterange", self._one(key))
+        self._ask("kv/deleterange", self._keys.one(key))
 
     def list(self, prefix: str) -> dict[str, Entry]:
-        found = self._ask("kv/range", self._range(prefix)).get("kvs", [])
+        found = self._ask("kv/range", self._keys.range(prefix)).get("kvs", [])
         return {
-            key: _entry(decoded(item["value"])) for item in found if (key := self._relative(item))
+            key: entry_of(decoded(item["value"]))
+            for item in found
+            if (key := self._keys.relative(item))
         }
 
     def add(self, key: str, delta: int) -> int:
@@ -148,7 +148,7 @@ class Client(KeyValueClient):
         def attempt() -> int | None:
             current = self.get(key)
             total = parse_counter(key, current.value if current else b"0") + delta
-            comparison = self._comparison(key, current.version if current else None)
+            comparison = self._keys.comparison(key, current.version if current else None)
             _, written, doubtful = self._swap(key, str(total).encode(), comparison)
             if doubtful and not written:
                 raise uncounted(key, where)
@@ -198,29 +198,41 @@ class Client(KeyValueClient):
 
     def expire(self, seconds: float) -> None:
         if seconds <= 0:
-            self._ask("kv/deleterange", self._range(""))
+            self._ask("kv/deleterange", self._keys.range(""))
             return
         ttl = str(math.ceil(seconds))
         while True:
-            old = self._marked(self._ask("kv/range", self._one("")))
-            lease = _NONE
-            if old != _NONE:
+            old = self._keys.marked(self._ask("kv/range", self._keys.one("")))
+            lease = NO_LEASE
+            if old != NO_LEASE:
                 # Also where another takes its place: it must not end before all are moved there.
                 kept = self._ask("lease/keepalive", {"ID": old}).get("result", {}).get("TTL", "0")
                 if kept == "0":
                     # Its keys are about to go: then we look again.
                     time.sleep(random.uniform(0.02, 0.1))
                     continue
-                lease = old if kept == ttl else _NONE
-            if lease == _NONE:
+                lease = old if kept == ttl else NO_LEASE
+            if lease == NO_LEASE:
                 lease = self._ask("lease/grant", {"TTL": ttl})["ID"]
-                mark = {"request_put": {**self._one(""), "lease": lease}}
-                if not self._transact([self._mark(old)], [mark]).get("succeeded"):
-                    # Somebody else was faster.
-                    self._ask("lease/revoke", {"ID": lease})
+                try:
+                    answer = self._transact(
+                        [self._keys.mark(old)],
+                        [{"request_put": {**self._keys.one(""), "lease": lease}}],
+                        [{"request_range": self._keys.one("")}],
+                    )
+                except RendezvousStateError as error:
+                    if "lease not found" not in str(error):
+                        raise
+                    # We were held up, and it has ended.
                     continue
+                if not answer.get("succeeded"):
+                    there = self._keys.marked(answer["responses"][0]["response_range"])
+                    # It is ours where the answer to an earlier attempt was lost.
+                    if there != lease:
+                        self._ask("lease/revoke", {"ID": lease})
+                        continue
             self._lease = lease
-            if self._move(lease) and old not in (_NONE, lease):
+            if self._move(lease) and old not in (NO_LEASE, lease):
                 # Nobody can give it to a key any more, and none is left that has it.
                 self._ask("lease/revoke", {"ID": old})
             return
@@ -234,9 +246,9 @@ class Client(KeyValueClient):
     def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         for batch in batches(keys, _OPERATIONS):
-            answer = self._transact([], [{"request_range": self._one(key)} for key in batch])
+            answer = self._transact([], [{"request_range": self._keys.one(key)} for key in batch])
             for key, response in zip(batch, answer["responses"], strict=True):
-                if (entry := _first(response["response_range"])) is not None:
+                if (entry := first_entry(response["response_range"])) is not None:
                     entries[key] = entry
         return entries
 
@@ -249,85 +261,39 @@ class Client(KeyValueClient):
             if len(batch) == _OPERATIONS or size + len(value) > _LARGEST:
                 self._write(batch)
                 batch, size = [], 0
-            batch.append((key, _stamped(value)))
+            batch.append((key, stamped(value)))
             size += len(value)
         if batch:
             self._write(batch)
 
     def delete_many(self, keys: Iterable[str]) -> None:
         for batch in batches(keys, _OPERATIONS):
-            self._transact([], [{"request_delete_range": self._one(key)} for key in batch])
-
-    def _path(self, key: str) -> bytes:
-        return (self._base + key).encode()
-
-    def _relative(self, item: Mapping[str, Any]) -> str:
-        return decoded(item["key"]).decode()[len(self._base) :]
-
-    def _one(self, key: str) -> dict[str, Any]:
-        return {"key": encoded(self._path(key))}
-
-    def _range(self, prefix: str) -> dict[str, Any]:
-        path = self._path(prefix)
-        # It ends in "/" or in a character of UTF-8, so its last byte is never 255.
-        return {"key": encoded(path), "range_end": encoded(path[:-1] + bytes([path[-1] + 1]))}
-
-    def _put(self, key: str, stored: bytes, lease: str) -> dict[str, Any]:
-        return {"request_put": {**self._one(key), "value": encoded(stored), "lease": lease}}
-
-    def _mark(self, lease: str) -> dict[str, Any]:
-        """What holds while the mark has that lease; _NONE: or there is no mark."""
-        return {**self._one(""), "target": "LEASE", "result": "EQUAL", "lease": lease}
-
-    def _marked(self, answer: Mapping[str, Any]) -> str:
-        """The lease of the mark in the answer to a range that begins with it."""
-        for item in answer.get("kvs", [])[:1]:
-            if not self._relative(item):
-                return str(item.get("lease", _NONE))
-        return _NONE
+            self._transact([], [{"request_delete_range": self._keys.one(key)} for key in batch])
 
     def _write(self, values: Sequence[tuple[str, bytes]]) -> None:
         while True:
             lease = self._lease
-            puts = [self._put(key, stored, lease) for key, stored in values]
-            look = [{"request_range": self._one("")}]
-            answer = self._transact([self._mark(lease)], puts, look)
+            puts = [self._keys.put(key, stored, lease) for key, stored in values]
+            look = [{"request_range": self._keys.one("")}]
+            answer = self._transact([self._keys.mark(lease)], puts, look)
             if answer.get("succeeded"):
                 return
-            self._lease = self._marked(answer["responses"][0]["response_range"])
-
-    def _comparison(self, key: str, expected: Version | None) -> Sequence[dict[str, Any]] | None:
-        """What holds while the key's version is ``expected``; None: it can never hold."""
-        if expected is None:
-            none = {"target": "CREATE", "result": "EQUAL", "create_revision": "0"}
-            return [{**self._one(key), **none}]
-        try:
-            stamp = bytes.fromhex(cast(str, expected))
-        except (TypeError, ValueError):
-            return None
-        if len(stamp) != _STAMP_BYTES or stamp.hex() != expected:
-            return None
-        # "=" follows each stamp, and ">" follows "=".
-        bounds = (("GREATER", stamp), ("LESS", stamp + b">"))
-        return [
-            {**self._one(key), "target": "VALUE", "result": result, "value": encoded(bound)}
-            for result, bound in bounds
-        ]
+            self._lease = self._keys.marked(answer["responses"][0]["response_range"])
 
     def _swap(
         self, key: str, value: bytes, comparison: Sequence[dict[str, Any]] | None
     ) -> tuple[Entry | None, bool, bool]:
         """Write if the comparison holds: the entry there now, whether it is ours, and whether the
         answer to an attempt was lost."""
-        stored = _stamped(value)
-        written = _entry(stored)
+        stored = stamped(value)
+        written = entry_of(stored)
         doubtful = False
-        looks = [{"request_range": self._one(name)} for name in (key, "")]
+        looks = [{"request_range": self._keys.one(name)} for name in (key, "")]
         while True:
             lease = self._lease
             body = {
-                "compare": [*(comparison or ()), self._mark(lease)],
-                "success": [self._put(key, stored, lease)],
+                "compare": [*(comparison or ()), self._keys.mark(lease)],
+                "success": [self._keys.put(key, stored, lease)],
                 "failure": looks,
             }
 
@@ -343,11 +309,11 @@ class Client(KeyValueClient):
             if answer.get("succeeded"):
                 return written, True, doubtful
             there, mark = (response["response_range"] for response in answer["responses"])
-            current = _first(there)
+            current = first_entry(there)
             # An earlier attempt whose answer was lost may be what stands there now.
             if current is not None and current.version == written.version:
                 return current, True, doubtful
-            self._lease = self._marked(mark)
+            self._lease = self._keys.marked(mark)
             if self._lease == lease:
                 return current, False, doubtful
 
@@ -355,13 +321,13 @@ class Client(KeyValueClient):
         self, key: str, version: Version | None, going: Callable[[], bool]
     ) -> tuple[Entry | None, int]:
         """The entry, unless its version is ``version``, and the revision at which that was so."""
-        read = [{"request_range": self._one(key)}]
-        comparison = self._comparison(key, version)
+        read = [{"request_range": self._keys.one(key)}]
+        comparison = self._keys.comparison(key, version)
         body = {"failure": read, "compare": comparison} if comparison else {"success": read}
         answer = self._gateway.post("kv/txn", body, going)
         entry = None
         for response in answer.get("responses", []):
-            entry = _first(response["response_range"])
+            entry = first_entry(response["response_range"])
         return entry, int(answer["header"]["revision"])
 
     def _watch(
@@ -373,26 +339,26 @@ class Client(KeyValueClient):
         deadline: float,
     ) -> Entry | None:
         """The next entry under another version; None if the watch ended before."""
-        request = {**self._one(key), "start_revision": str(revision), "filters": ["NODELETE"]}
+        request = {**self._keys.one(key), "start_revision": str(revision), "filters": ["NODELETE"]}
         body = {"create_request": request}
         for message in self._gateway.stream("watch", body, going, deadline):
             if message.get("canceled"):
                 return None
             for event in reversed(message.get("events", [])):
-                entry = _entry(decoded(event["kv"]["value"]))
+                entry = entry_of(decoded(event["kv"]["value"]))
                 if entry.version != version:
                     return entry
         return None
 
     def _move(self, lease: str) -> bool:
         """Give all keys the lease of the mark; False: somebody else has given the mark another."""
-        found = self._ask("kv/range", {**self._range(""), "keys_only": True}).get("kvs", [])
-        others = [item for item in found if item.get("lease", _NONE) != lease]
-        for batch in batches((self._relative(item) for item in others), _OPERATIONS - 1):
+        found = self._ask("kv/range", {**self._keys.range(""), "keys_only": True}).get("kvs", [])
+        others = [item for item in found if item.get("lease", NO_LEASE) != lease]
+        for batch in batches((self._keys.relative(item) for item in others), _OPERATIONS - 1):
             # A batch fails as a whole if one of its keys was deleted meanwhile.
             if self._attach(batch, lease) or all(self._attach([key], lease) for key in batch):
                 continue
-            if self._marked(self._ask("kv/range", self._one(""))) == _NONE:
+            if self._keys.marked(self._ask("kv/range", self._keys.one(""))) == NO_LEASE:
                 # We were held up, and the time is over: what has not changed since is to be gone.
                 for item in others:
                     revision = item["mod_revision"]
@@ -410,13 +376,15 @@ class Client(KeyValueClient):
         # The value and with it the version stay: this is no change.
         again = {"ignore_value": True, "lease": lease}
         answer = self._transact(
-            [self._mark(lease), *({**self._one(key), **there} for key in keys)],
-            [{"request_put": {**self._one(key), **again}} for key in keys],
-            [{"request_range": self._one("")}],
+            [self._keys.mark(lease), *({**self._keys.one(key), **there} for key in keys)],
+            [{"request_put": {**self._keys.one(key), **again}} for key in keys],
+            [{"request_range": self._keys.one("")}],
         )
         if answer.get("succeeded"):
             return True
-        return len(keys) == 1 and self._marked(answer["responses"][0]["response_range"]) == lease
+        return (
+            len(keys) == 1 and self._keys.marked(answer["responses"][0]["response_range"]) == lease
+        )
 
     def _transact(
         self,
@@ -456,20 +424,4 @@ class Client(KeyValueClient):
         where = f"etcd at {self._shown}"
         if self._closed:
             return ClientClosedError(where)
-        return explain(error, where, self._timeout, self._base)
-
-
-def _stamped(value: bytes) -> bytes:
-    return secrets.token_bytes(_STAMP_BYTES) + b"=" + value
-
-
-def _entry(stored: bytes) -> Entry:
-    if stored[_STAMP_BYTES : _STAMP_BYTES + 1] != b"=":
-        raise RendezvousStateError("a value in etcd is not this package's: use another prefix")
-    return Entry(stored[_STAMP_BYTES + 1 :], stored[:_STAMP_BYTES].hex())
-
-
-def _first(answer: Mapping[str, Any]) -> Entry | None:
-    for item in answer.get("kvs", []):
-        return _entry(decoded(item["value"]))
-    return None
+        return explain(error, where, self._timeout, self._keys.base)

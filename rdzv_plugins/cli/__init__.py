@@ -1,4 +1,4 @@
-"""The ``rdzv`` command: ask after a run, check a store, serve one, see a demonstration."""
+"""The ``rdzv`` command: be an agent, ask after a run, check a store, serve one, see a demo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 # torch says so, as it is imported, to every program of an environment without NumPy.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
-from rdzv_plugins.cli import local, runs, stores  # noqa: E402
+from rdzv_plugins.cli import local, run, runs, stores  # noqa: E402
 
 __all__ = ["app", "main"]
 
@@ -20,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command(context_settings=run.VERBATIM)(run.run)
 app.command()(runs.status)
 app.command()(runs.watch)
 app.command()(runs.close)
@@ -34,6 +35,11 @@ def main() -> None:
     from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
     from rdzv_plugins.servers import ServerError
 
+    if sys.argv[1:2] == ["run"]:
+        # Not through typer, to which "--", Ctrl-C and a broken pipe mean something else; and what
+        # it raises is shown as torchrun shows it.
+        run.launch(sys.argv[2:])
+        return
     try:
         app()
     except (ValueError, RendezvousConnectionError, RendezvousStateError, ServerError) as error:

@@ -31,7 +31,8 @@ def serve(
             typer.echo(f"  export {name}={value}")
         typer.echo(
             f"  torchrun --rdzv-backend={_BACKENDS.get(kind, kind)} "
-            f"--rdzv-endpoint={server.endpoint}{f' --rdzv-conf={conf}' if conf else ''} ..."
+            f"--rdzv-endpoint={server.endpoint}{f' --rdzv-conf={conf}' if conf else ''} "
+            "--max-restarts=100 ..."
         )
         ended = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -10,15 +10,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["Agent", "Event", "Fleet", "TrainingError", "World"]
+__all__ = ["RDZV_RUN", "TORCHRUN", "Agent", "Event", "Fleet", "TrainingError", "World"]
+
+# torchrun's --rdzv-id where none is named.
+_DEFAULT_RUN_ID = "none"
 
 T = TypeVar("T")
+
+TORCHRUN = ("-m", "torch.distributed.run")
+RDZV_RUN = ("-m", "rdzv_plugins.cli", "run")
 
 
 class TrainingError(RuntimeError):
@@ -145,9 +151,12 @@ class Fleet:
     Args:
         folder: for the checkpoint, the events and the agents' logs.
         backend, endpoint, config, environ: of the store, as torchrun takes them.
-        run_id: as ``--rdzv-id``.
+        run_id: as ``--rdzv-id``; torchrun's default is not named to it.
         nodes: as ``--nnodes``, such as "2:3".
-        training: options of `rdzv_plugins.demo.train`.
+        max_restarts: as ``--max-restarts``; None: not given.
+        script: what the workers run; it writes a journal as `rdzv_plugins.demo.train` does.
+        training: the script's options.
+        launcher: what Python runs as torchrun, such as `RDZV_RUN`.
     """
 
     def __init__(
@@ -160,8 +169,10 @@ class Fleet:
         nodes: str,
         config: Mapping[str, object],
         environ: Mapping[str, str],
-        max_restarts: int = 3,
+        max_restarts: int | None = 3,
+        script: Sequence[str] = ("--module", "rdzv_plugins.demo.train"),
         training: Mapping[str, object] | None = None,
+        launcher: Sequence[str] = TORCHRUN,
     ) -> None:
         self.folder = folder
         self.backend = backend
@@ -173,24 +184,37 @@ class Fleet:
         self._config = dict(config)
         self._environ = dict(environ)
         self._max_restarts = max_restarts
+        self._script = tuple(script)
         self._training = dict(training or {})
+        self._launcher = list(launcher)
         self._offsets: dict[Path, int] = {}
         self._worlds: dict[str, World] = {}
 
     def start(
-        self, name: str, address: str = "127.0.0.1", config: Mapping[str, object] | None = None
+        self,
+        name: str,
+        address: str = "127.0.0.1",
+        config: Mapping[str, object] | None = None,
+        training: Mapping[str, object] | None = None,
     ) -> Agent:
-        """Start an agent; its log gets its output and its workers'."""
+        """Start an agent; its log gets its output and its workers'.
+
+        ``config`` and ``training`` are this agent's own, on top of the fleet's.
+        """
         options = {**self._config, **(config or {})}
-        command = [sys.executable, "-m", "torch.distributed.run"]
+        command = [sys.executable, *self._launcher]
         command += [f"--nnodes={self._nodes}", "--nproc-per-node=1"]
         command += [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}"]
-        command += [f"--rdzv-id={self.run_id}", f"--local-addr={address}"]
+        if self.run_id != _DEFAULT_RUN_ID:
+            command += [f"--rdzv-id={self.run_id}"]
+        command += [f"--local-addr={address}"]
         command += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}"]
-        command += [f"--max-restarts={self._max_restarts}"]
-        command += ["--module", "rdzv_plugins.demo.train"]
-        command += ["--folder", str(self.folder), "--name", name]
-        command += [f"--{key}={value}" for key, value in self._training.items()]
+        if self._max_restarts is not None:
+            command += [f"--max-restarts={self._max_restarts}"]
+        command += [*self._script, "--folder", str(self.folder), "--name", name]
+        command += [
+            f"--{key}={value}" for key, value in {**self._training, **(training or {})}.items()
+        ]
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{name}.log").open("ab") as log:
             # A session of its own: Ctrl-C is for us, and we end the agents.

@@ -16,7 +16,7 @@ from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.testing import harness
 from tests.integration.stores import RunningStore
 
-__all__ = ["QUICK", "Agent", "Run", "exchange_roles", "one_world", "until"]
+__all__ = ["QUICK", "Agent", "Run", "crash", "exchange_roles", "one_world", "until"]
 
 # Long enough for a busy machine to beat three times in, short enough to wait for.
 QUICK = {"keep_alive_interval": "0.5", "last_call_timeout": "0.2", "join_timeout": "30"}
@@ -69,9 +69,7 @@ class Agent:
     def crash(self) -> None:
         """Stop beating without a word, as kill -9 does."""
         self._quit.set()
-        self.handler._driver.stop(5)
-        self.handler._ended = True
-        self.handler._release()
+        crash(self.handler)
 
     def leave(self) -> None:
         """What happens at the exit of a process that got a SIGTERM."""
@@ -82,6 +80,13 @@ class Agent:
         self._quit.set()
         self.handler.shutdown()
         self._thread.join(10)
+
+
+def crash(handler: StoreRendezvousHandler) -> None:
+    """Let a node stop beating without a word, as kill -9 does."""
+    handler._driver.stop(5)
+    handler._ended = True
+    handler._release()
 
 
 def exchange_roles(handler: StoreRendezvousHandler, info: RendezvousInfo) -> None:

@@ -1,4 +1,4 @@
-"""One server a kind and a session."""
+"""Servers: one a kind and a session, or one of a test's own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ def running_store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
     kind: Kind = request.param
     with running(kind) as store:
         yield store
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
+    """A store of the test's own, since some stop it; redis unless the test says otherwise."""
+    name = getattr(request, "param", "redis")
+    with running(next(kind for kind in KINDS if kind.name == name)) as started:
+        yield started
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from rdzv_plugins.servers.process import find_file
 from rdzv_plugins.testing import Store
 from rdzv_plugins.testing.harness import until
 
-__all__ = ["KINDS", "Kind", "RunningStore", "running", "started"]
+__all__ = ["KINDS", "Kind", "RunningStore", "absent", "every_store", "running", "started"]
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys", "http", "https")
 
@@ -105,6 +105,16 @@ KINDS = [
         "--advertise-client-urls http://0.0.0.0:2379",
     ),
 ]
+
+# Redis in every run; the others, which only another module serves, in the long one.
+every_store = pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(kind.name, marks=() if kind.name == "redis" else pytest.mark.soak)
+        for kind in KINDS
+    ],
+    indirect=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +228,7 @@ def running(kind: Kind) -> Iterator[RunningStore]:
             store = stack.enter_context(_started(kind))
         except servers.NotInstalledError as error:
             if engine := _docker_failure():
-                _absent(
+                absent(
                     f"no {kind.name}: ${kind.variable} is not set; {error}; "
                     f"and no Docker engine answers ({engine})"
                 )
@@ -239,7 +249,7 @@ def started(
         try:
             store = stack.enter_context(_started(kind, nodes=nodes, security=security))
         except servers.NotInstalledError as error:
-            _absent(f"no {kind.name} of our own: {error}")
+            absent(f"no {kind.name} of our own: {error}")
         yield store
 
 
@@ -267,7 +277,8 @@ def _started(
         yield store
 
 
-def _absent(reason: str) -> NoReturn:
+def absent(reason: str) -> NoReturn:
+    """Skip the test; in CI, where nothing may be missing, fail it."""
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)

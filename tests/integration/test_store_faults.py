@@ -123,19 +123,42 @@ def test_a_lease_that_ends_too_early_takes_the_old_keys_along(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.put_many({f"key/{number}": b"old" for number in range(200)})
-    lease = client._lease
+    attach = client._attach
 
-    def end_after_the_first(keys: Any, number: str) -> bool:
+    def end_after_the_first(keys: Any, lease: str) -> bool:
         # As if we had been held up until it ran out.
-        monkeypatch.setattr(client, "_lease", lease)
-        assert lease(keys, number)
-        client._ask("lease/revoke", {"ID": number})
+        monkeypatch.setattr(client, "_attach", attach)
+        assert attach(keys, lease)
+        client._ask("lease/revoke", {"ID": lease})
         client.put("key/199", b"new")
         return True
 
-    monkeypatch.setattr(client, "_lease", end_after_the_first)
+    monkeypatch.setattr(client, "_attach", end_after_the_first)
     client.expire(60)
     assert {key: entry.value for key, entry in client.list("").items()} == {"key/199": b"new"}
+
+
+@only("etcd-v3")
+def test_a_run_has_one_lease_however_often_it_is_renewed(
+    running_store: RunningStore, run_id: str, client: Any
+) -> None:
+    def leases() -> set[str]:
+        return {item["ID"] for item in client._ask("lease/leases", {}).get("leases", [])}
+
+    before = leases()
+    rival = running_store.open(run_id)
+    client.put_many({f"key/{number}": b"one" for number in range(200)})
+    for seconds in (600, 600, 30, 700, 600):
+        rivals = [partial(it.expire, seconds) for it in (client, rival)]
+        together(rivals)
+        client.delete("key/7")
+        rival.put_many({"key/7": b"two", "key/8": b"two"})
+        assert len(leases() - before) == 1
+    assert len(client.list("")) == 200
+    client.expire(0)
+    rival.put("key", b"new")
+    assert client.list("").keys() == {"key"}
+    rival.close()
 
 
 def test_a_lost_lease_is_no_missing_gateway() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from rdzv_plugins.documents import STATE_KEY
 from tests import Measure
-from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.stores import RunningStore, every_store
 from tests.integration.torchrun import LEASE, PATIENCE, Pause, Run
 
 pytestmark = pytest.mark.timeout(240)
@@ -23,24 +23,6 @@ pytestmark = pytest.mark.timeout(240)
 SECOND_LEASE = 2 * LEASE - 0.3
 
 Begin = Callable[..., Run]
-
-# Redis in every run; the others, which only another module serves, in the long one.
-every_store = pytest.mark.parametrize(
-    "store",
-    [
-        pytest.param(kind.name, marks=() if kind.name == "redis" else pytest.mark.soak)
-        for kind in KINDS
-    ],
-    indirect=True,
-)
-
-
-@pytest.fixture
-def store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
-    """A store of the test's own, since some stop it; redis unless the test says otherwise."""
-    name = getattr(request, "param", "redis")
-    with running(next(kind for kind in KINDS if kind.name == name)) as started:
-        yield started
 
 
 @pytest.fixture

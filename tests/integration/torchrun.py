@@ -1,13 +1,14 @@
-"""Real torchrun agents on one store: what the scenarios of `test_torchrun` are made of."""
+"""Real torchrun agents on one store: what the scenarios with torchrun are made of."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rdzv_plugins.demo.agents import Agent, Fleet, World
+from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, World
 from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.kv import RendezvousConnectionError
 from tests.integration.stores import RunningStore
@@ -50,10 +51,13 @@ class Run(Fleet):
         store: RunningStore,
         *,
         nodes: str = "2:3",
-        max_restarts: int = 3,
+        max_restarts: int | None = 3,
+        run_id: str | None = None,
+        script: Sequence[str] = ("--module", "rdzv_plugins.demo.train"),
+        launcher: Sequence[str] = TORCHRUN,
         **config: object,
     ) -> None:
-        run_id = f"run-{secrets.token_hex(4)}"
+        run_id = run_id or f"run-{secrets.token_hex(4)}"
         super().__init__(
             folder,
             backend=store.backend,
@@ -70,6 +74,8 @@ class Run(Fleet):
             },
             environ={},
             max_restarts=max_restarts,
+            script=script,
+            launcher=launcher,
         )
         self.client = store.open(run_id, request_timeout=2)
 
@@ -77,7 +83,7 @@ class Run(Fleet):
         super().close()
         self.client.close()
 
-    def begin(self, names: str) -> World:
+    def begin(self, names: Iterable[str]) -> World:
         """Start agents on 127.0.0.1 and following, and wait until they train in that order.
 
         One letter a name; "a" has the first address, "b" the second, and so on.
@@ -89,9 +95,15 @@ class Run(Fleet):
         self.await_step(world, world.resumed + 12)
         return world
 
-    def start_at(self, name: str, place: int | None = None, **config: object) -> Agent:
+    def start_at(
+        self,
+        name: str,
+        place: int | None = None,
+        training: Mapping[str, object] | None = None,
+        **config: object,
+    ) -> Agent:
         """Start an agent on the address that its name stands for, or on 127.0.0.``place``."""
-        return self.start(name, f"127.0.0.{place or ord(name) - ord('a') + 1}", config)
+        return self.start(name, f"127.0.0.{place or ord(name) - ord('a') + 1}", config, training)
 
     def document(self) -> RoundDocument | None:
         """The round document, or None where there is none or the store is away."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from rdzv_plugins.documents import STATE_KEY
 
 from .host import Agent, Host
 from .plan import FASTEST, SLOWEST
@@ -59,7 +60,7 @@ def _stop_a_while(world: World, frozen: bool) -> None:
 
 def _leave(world: World) -> None:
     host = _victim(world)
-    if host and world.kernel.now >= host.stalled_until:
+    if host and not host.stalls:
         host.leave()
         if world.chance.random() < 0.5:
             world.start_again(host.address)
@@ -67,8 +68,49 @@ def _leave(world: World) -> None:
 
 def _fail(world: World) -> None:
     host = _victim(world)
-    if host and world.kernel.now >= host.stalled_until:
+    if host and not host.stalls:
         host.fail_workers()
+
+
+def _succeed(world: World) -> None:
+    """The workers of a host are done, those of the others soon."""
+    host = _victim(world)
+    if host is None or host.stalls or host.track.world is None:
+        return
+    skew = world.chance.choice((0.0, 0.3, 3.0, 8.0))
+    for other in world.hosts:
+        if other.alive and other.track.world == host.track.world:
+            delay = world.chance.uniform(0, skew) if other is not host else 0.0
+            world.kernel.after(delay, other.succeed)
+
+
+def _abandon(world: World) -> None:
+    host = _victim(world)
+    if host and not host.stalls:
+        host.abandon_join()
+
+
+def _wedge(world: World) -> None:
+    # One at a time: where all hang nobody is left to go on.
+    host = _victim(world)
+    if host and not host.stalls and not any(other.wedged for other in world.hosts):
+        world.note(f"the agent of {host.id} will hang")
+        host.wedged = True
+
+
+def _grey(world: World) -> None:
+    """Some requests of a host fail: an MTU black hole, a full disk's timeouts, a bad cable."""
+    host = _victim(world)
+    if host is None or any(other.grey for other in world.hosts if other.alive):
+        return
+    host.grey = world.chance.choice(("lists", "lists", "some", "slow"))
+    world.note(f"{host.id} is grey: {host.grey}")
+    if world.chance.random() < 0.4:
+        world.kernel.after(_duration(world), _clear_up, host)
+
+
+def _clear_up(host: Host) -> None:
+    host.grey = ""
 
 
 def _newcomer(world: World) -> None:
@@ -76,25 +118,28 @@ def _newcomer(world: World) -> None:
 
 
 def _foreigner(world: World) -> None:
-    rules = world.plan.rules
-    world.start(rules=replace(rules, max_nodes=rules.max_nodes + 1))
+    world.start_foreigner()
 
 
 def _partition(world: World) -> None:
-    share = world.chance.choice((0.2, 0.5, 0.8))
-    cut = [host for host in world.hosts if host.alive and world.chance.random() < share]
     seconds = _duration(world)
-    world.note(f"no store for {seconds:.1f} s on {' '.join(host.id for host in cut)}")
-    for host in cut:
-        host.cut_off = True
-        if world.chance.random() < 0.5:
-            host.break_wait()
+    cut = _cut_off(world, world.chance.choice((0.2, 0.5, 0.8)), seconds)
     world.kernel.after(seconds, _heal, cut)
 
 
 def _heal(cut: list[Host]) -> None:
     for host in cut:
         host.cut_off = False
+
+
+def _cut_off(world: World, share: float, seconds: float) -> list[Host]:
+    cut = [host for host in world.hosts if host.alive and world.chance.random() < share]
+    world.note(f"no store for {seconds:.1f} s on {' '.join(host.id for host in cut)}")
+    for host in cut:
+        host.cut_off = True
+        if world.chance.random() < 0.5:
+            host.break_wait()
+    return cut
 
 
 def _outage(world: World) -> None:
@@ -107,6 +152,14 @@ def _outage(world: World) -> None:
 
 def _restore(world: World) -> None:
     world.network.down = False
+    if world.network.quiet or world.chance.random() < 0.5:
+        return
+    # Its clients connect again after pauses of their own.
+    for host in world.hosts:
+        if host.alive and not host.cut_off:
+            host.cut_off = True
+            longest = 1.2 * world.plan.rules.lease
+            world.kernel.after(world.chance.uniform(0, longest), _heal, [host])
 
 
 def _slow(world: World) -> None:
@@ -129,6 +182,27 @@ def _amnesia(world: World) -> None:
         world.start()
 
 
+def _fail_over(world: World) -> None:
+    seconds = world.chance.choice((0.01, 0.05, 0.3, 1.0, 2.0, 5.0))
+    lost = world.store.fail_over(seconds)
+    world.note(f"a fail-over: the last {seconds} s are lost, {lost} writes")
+    for host in world.hosts:
+        if host.alive:
+            host.break_wait()
+    for _ in range(world.chance.choice((0, 0, 0, 1, 2))):
+        world.start()
+
+
+def _corrupt(world: World) -> None:
+    if STATE_KEY in world.store.entries:
+        world.note("the document is damaged")
+        whole = world.store.entries[STATE_KEY].value
+        rubbish = (b"", b"\xff\xfe", b"{}", whole[: len(whole) // 2])
+        world.store.put(STATE_KEY, world.chance.choice(rubbish))
+        # As good as forgotten.
+        world.store.epoch += 1
+
+
 def _break_waits(world: World) -> None:
     if world.chance.random() < 0.7:
         for host in world.hosts:
@@ -145,26 +219,51 @@ def _change_rate(world: World) -> None:
 
 def _close(world: World) -> None:
     host = _victim(world)
-    if host and world.kernel.now >= host.stalled_until and host.agent is Agent.RUNNING:
-        host.finish()
+    if host and not host.stalls and host.agent is Agent.RUNNING:
+        if world.chance.random() < 0.3:
+            host.fail_workers(for_good=True)
+        else:
+            host.shut_down(error=False)
 
 
 def _close_and_resubmit(world: World) -> None:
+    """Some do not hear of it, and come back when the run was swept, or was submitted again."""
+    if world.chance.random() < 0.7:
+        seconds = world.plan.rules.sweep_after + world.chance.uniform(0.5, 6.0)
+        cut = _cut_off(world, world.chance.choice((0.2, 0.5)), seconds)
+        world.kernel.after(seconds, _heal, cut)
     _close(world)
-    world.kernel.after(world.chance.uniform(0.5, 5.0), _resubmit, world)
+    world.kernel.after(world.plan.rules.sweep_after, _resubmit_once_swept, world)
 
 
-def _resubmit(world: World) -> None:
-    """A closed run was swept, and its id is used again; some old process may still hang."""
-    if not world.closed or world.network.quiet:
+def _resubmit_once_swept(world: World) -> None:
+    if world.network.quiet:
         return
-    world.note("the closed run is swept and submitted again")
+    if world.closed:
+        world.kernel.after(0.5, _resubmit_once_swept, world)
+    elif world.store.expired:
+        world.kernel.after(world.chance.uniform(0, 2.0), _resubmit, world, 0.8)
+
+
+def _kill_and_resubmit(world: World) -> None:
+    for host in world.hosts:
+        if host.alive:
+            host.crash()
+    world.note("all are killed")
+    world.kernel.after(world.chance.choice((0.1, 1.0, 5.0, 15.0)), _resubmit, world, 1.0)
+
+
+def _resubmit(world: World, share: float) -> None:
+    """The id is used again, perhaps with fewer nodes; some old process may still hang."""
+    if world.network.quiet:
+        return
+    world.note("the run is submitted again")
     world.inject("resubmitted")
     for host in world.hosts:
-        if host.alive and world.chance.random() < 0.8:
+        if host.alive and not host.cut_off and world.chance.random() < share:
             host.crash()
-    world.sweep()
-    for _ in range(world.plan.rules.max_nodes):
+    rules = world.plan.rules
+    for _ in range(world.chance.randint(min(rules.min_nodes, 6), rules.max_nodes)):
         world.start()
 
 
@@ -173,24 +272,21 @@ def _duration(world: World) -> float:
 
 
 def end_faults(world: World) -> None:
-    """From now on hosts, clocks, network and store do as they should."""
+    """From now on hosts, clocks, network and store do as they should; but for a grey host."""
     world.note("-- the faults stop --")
     network = world.network
     network.down, network.slow, network.quiet = False, 0.0, True
     low, high = world.plan.rates
     for host in world.hosts:
         host.cut_off = False
+        if host.grey != "lists" or not world.plan.stays_grey:
+            host.grey = ""
         if host.alive and host.foreign:
             host.crash()
         if host.alive:
             host.wake()
             if not low <= host.clock.rate <= high:
                 host.set_rate(world.chance.uniform(low, high))
-    if world.closed:
-        return
-    missing = world.plan.rules.min_nodes - len(world.concerned)
-    for _ in range(missing):
-        world.start()
 
 
 FAULTS: dict[str, Callable[[World], None]] = {
@@ -200,6 +296,13 @@ FAULTS: dict[str, Callable[[World], None]] = {
     "stall with the clock standing still": _freeze,
     "leave": _leave,
     "worker failure": _fail,
+    "workers succeed": _succeed,
+    "abandoned join": _abandon,
+    "wedged agent": _wedge,
+    "grey host": _grey,
+    "fail-over": _fail_over,
+    "corrupt document": _corrupt,
+    "kill all, then resubmit": _kill_and_resubmit,
     "newcomer": _newcomer,
     "partition": _partition,
     "outage": _outage,

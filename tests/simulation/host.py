@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rdzv_plugins import steps
 from rdzv_plugins.closing import close_run
-from rdzv_plugins.decisions import Rules
+from rdzv_plugins.decisions import Failure, Rules
 from rdzv_plugins.documents import (
     BELL_KEY,
+    HISTORY_KEY,
     NODES_PREFIX,
     STATE_KEY,
+    STORE_PREFIX,
     NodeRecord,
     RoundDocument,
     Wants,
+    store_prefix,
 )
 from rdzv_plugins.documents import Outcome as Ended
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError
@@ -24,6 +27,7 @@ from rdzv_plugins.steps import Outcome, Request
 
 from .invariants import Evidence
 from .kernel import Clock
+from .plan import TORCH_TIMEOUT
 
 if TYPE_CHECKING:
     from .world import World
@@ -41,8 +45,10 @@ class Agent(StrEnum):
     """Where the host's torch agent is."""
 
     JOINING = "joining"
+    EXCHANGING = "exchanging roles"
     RUNNING = "running"
     STOPPING = "stopping its workers"
+    BARRIER = "in the exit barrier"
     IDLE = "without a round"
     GONE = "gone"
 
@@ -67,10 +73,18 @@ class Host:
         low, high = world.plan.rates
         self.clock = Clock(world.kernel, chance.uniform(0, 1000), chance.uniform(low, high))
         self.agent = Agent.JOINING
+        self.changed = world.kernel.now
+        self.restarts_left = world.plan.max_restarts
+        self.wedged = False
+        """Its agent never comes back from stopping its workers."""
+        self.succeeded = False
+        self.grey = ""
+        """What of its requests fails: "lists", "some", or "slow" ones."""
+        self.long_join = world.join_timeout > world.plan.join_timeout
         self.stalled_until = 0.0
         self._stalled_at: float | None = None
+        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.cut_off = False
-        self.track = world.checker.host(node_id, self.clock.rate, rules)
         record = NodeRecord(
             address=address,
             pid=world.started,
@@ -83,6 +97,7 @@ class Host:
             lease=rules.lease,
             rank=chance.choice((None, chance.randrange(8))),
         )
+        self.track = world.checker.host(node_id, record.label, self.clock.rate, rules)
         self.node = world.build(
             node_id,
             record,
@@ -92,11 +107,22 @@ class Host:
             random.Random(chance.getrandbits(64)),
         )
         self._life: Generator[Request, Any, object] | None = None
+        self._at_end: Callable[[object], None] | None = None
         self._request: Request | None = None
+        self._asked = 0.0
+        self._trouble: float | None = None
         self._turn = 0
+        # What the answer on its way tells of others, and as of when.
+        self._delivery: tuple[int, str | None, dict[str, NodeRecord], float] | None = None
+        # Grows when the agent goes on to something else: what was planned before is void.
+        self._shift = 0
+        self._fatal = self._failed = False
+        self._all_done = False
+        self._round: RoundDocument | None = None
         self._polling = False
         self._masters = 0
         self._close_until = 0.0
+        self._closes = False
         self._requests = 0
         self._second_ends = 0.0
         self.node.order_join()
@@ -106,17 +132,21 @@ class Host:
     def alive(self) -> bool:
         return self.agent is not Agent.GONE
 
+    @property
+    def stalls(self) -> bool:
+        return self._stalled_at is not None
+
     # What befalls it.
 
     def crash(self) -> None:
-        self.agent = Agent.GONE
+        self._set(Agent.GONE)
         self.world.checker.stopped(self.id)
         self._end_life()
 
     def stall(self, seconds: float, frozen: bool) -> None:
         """Stand still, then go on as if nothing had happened."""
         now = self.world.kernel.now
-        if now >= self.stalled_until:
+        if self._stalled_at is None:
             self._stalled_at = self.clock()
         if frozen:
             self.clock.set(frozen=True)
@@ -137,6 +167,9 @@ class Host:
             self.track.evidence.disturbed = now
         self._stalled_at = None
         self.clock.set()
+        held, self._held = self._held, []
+        for call, arguments in held:
+            self.world.kernel.at(now, call, *arguments)
 
     def set_rate(self, rate: float) -> None:
         self.clock.set(rate)
@@ -146,109 +179,239 @@ class Host:
         """End, and say so: what a signal's handler does."""
         self.world.note(f"{self.id} leaves")
         self._depart()
-        if self.node.latest is None or not self.node.latest.closed:
-            self._live(self.node.farewell())
+        self._say_farewell()
 
-    def finish(self) -> None:
-        """The job is done on this host: close the run if this host is in it."""
-        if not self.node.in_round:
+    def fail_workers(self, for_good: bool = False) -> None:
+        if self.agent is not Agent.RUNNING:
+            return
+        self._fatal, self._failed = for_good or self.restarts_left == 0, True
+        self.restarts_left -= 1
+        self.world.note(f"{self.id}: its workers fail{' for good' if self._fatal else ''}")
+        self._stop_workers()
+
+    def succeed(self) -> None:
+        """Its workers are done: wait for those of the others in torch's exit barrier."""
+        if self.agent is not Agent.RUNNING:
+            return
+        self.world.note(f"{self.id}: its workers succeed")
+        self._set(Agent.BARRIER)
+        self.world.checker.stopped(self.id)
+        self.node.report_done()
+        self._nudge()
+        self._meet("barrier")
+
+    def abandon_join(self) -> None:
+        """What waited in ``next_rendezvous()`` got an exception."""
+        if self.agent is not Agent.JOINING:
+            return
+        self.world.note(f"{self.id} abandons its join")
+        self._set(Agent.IDLE)
+        self.world.checker.stopped(self.id)
+        self.node.order_withdrawal()
+        self._nudge()
+        chance, shift = self.world.chance, self._shift
+        self.world.kernel.after(chance.uniform(1.0, 3.0), self._after_join, shift, chance.random())
+
+    def shut_down(self, error: bool) -> None:
+        """What ``handler.shutdown()`` does; ``error``: while an exception is raised."""
+        waits_for_others = self.node.done and not self._all_done
+        if waits_for_others or not self.node.in_round:
             self.leave()
             return
-        self.world.note(f"{self.id} is done and closes the run")
+        outcome = Ended.FAILED if error else Ended.SUCCEEDED
+        self.world.note(f"{self.id} closes the run, which {outcome.value}")
         self._depart()
-        self._close(self.world.kernel.now + _CLOSE_TIMEOUT)
+        self._close(outcome, self.world.kernel.now + _CLOSE_TIMEOUT)
 
     def _depart(self) -> None:
         self._end_life()
-        self.agent = Agent.GONE
+        self._set(Agent.GONE)
         self.world.checker.stopped(self.id)
 
-    def _close(self, deadline: float) -> None:
-        self._close_until = deadline
-        work = close_run(self.id, self.node.latest, Ended.SUCCEEDED, "done", 60.0)
-        self._live(work)
+    def _say_farewell(self) -> None:
+        if self.node.latest is None or not self.node.latest.closed:
+            self._live(self.node.farewell())
 
-    def fail_workers(self) -> None:
-        if self.agent is Agent.RUNNING:
-            self.world.note(f"{self.id}: its workers fail")
-            self._stop_workers()
+    def _close(self, outcome: Ended, deadline: float) -> None:
+        if self.world.kernel.now >= deadline:
+            return
+        self._closes = True
+
+        def end(closed: object) -> None:
+            self._closes = False
+            if closed is None:
+                # The store was away: once more.
+                pause = self.world.chance.uniform(0.1, 0.5)
+                self.world.kernel.after(pause, self._close, outcome, deadline)
+            elif not closed:
+                self._say_farewell()  # It was replaced meanwhile.
+
+        work = close_run(
+            self.id, self.node.latest, outcome, "closed", self.rules.sweep_after, members_only=True
+        )
+        self._live(work, end)
 
     # The agent.
+
+    def _set(self, agent: Agent) -> None:
+        self.agent = agent
+        self._shift += 1
+        self.changed = self.world.kernel.now
 
     def _ended(self, outcome: Outcome) -> None:
         world, document = self.world, outcome.document
         if self.agent is not Agent.JOINING:
+            if self.agent is Agent.IDLE and not outcome.error:
+                return  # It gave the join up meanwhile.
             world.violated("join ends", f"{self.id} was given {outcome}, it had not asked")
         if document is not None:
-            world.note(f"{self.id} runs round {document.round}")
-            self.agent = Agent.RUNNING
+            world.note(f"{self.id} is given round {document.round}")
+            self._set(Agent.EXCHANGING)
+            self._round, self._all_done = document, False
             self._masters_seen(document)
             world.checker.given(self.id, document)
             world.rounds_given += 1
+            self._meet("role")
             return
         world.note(f"{self.id}: its join failed: {outcome.failure or outcome.error}")
         world.checker.stopped(self.id)
-        self.agent = Agent.IDLE
-        if outcome.failure in ("closed", "spare closed"):
-            self.agent = Agent.GONE
-            # Told of an earlier run of this id, it is wanted in the one that goes on.
-            world.start_again(self.address)
-            return
-        again = outcome.failure != "mismatch" and world.chance.random() < world.plan.rejoins
-        if outcome.failure == "timeout" and world.network.quiet:
+        world.join_failed(self, outcome.failure)
+        self._set(Agent.IDLE)
+        again = world.chance.random() < world.plan.rejoins
+        if outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED, Failure.MISMATCH):
+            again = False
+        if outcome.failure == Failure.TIMEOUT and world.network.quiet:
             # It would keep its short time-out; the node in its place has a long one.
             again = False
-        world.kernel.after(world.chance.uniform(0, 1), self._ask_again if again else self._give_up)
+        pause = world.chance.uniform(0, 1)
+        gives_up = float(not again)
+        world.kernel.after(pause, self._after_join, self._shift, gives_up, outcome.failure)
 
     def _masters_seen(self, document: RoundDocument) -> None:
         if document.master is None or not document.master.startswith(document.participants[0]):
             self.world.violated("agreement", f"{document.master} is not of rank 0")
 
-    def _give_up(self) -> None:
-        if self.agent is Agent.IDLE:
-            self.leave()
-            if not self.foreign:
-                self.world.start_again(self.address)
-
-    def _ask_again(self) -> None:
-        if self.agent is Agent.IDLE:
+    def _after_join(self, shift: int, gives_up: float, failure: str | None = None) -> None:
+        """The join failed: ask again, or end, as torch's agent does."""
+        if shift != self._shift or self._is_late(self._after_join, shift, gives_up, failure):
+            return
+        if gives_up < 0.5:
             self._order_join()
+            return
+        self.shut_down(error=True)
+        self.world.ended_without_a_round(self, failure)
+
+    def _meet(self, what: str) -> None:
+        """Say a word in the c10d store of the round, then wait for those of all others."""
+        assert self._round is not None
+        prefix = store_prefix(self._round.incarnation, self._round.round) + what + "/"
+        self._say(self._shift, prefix + self.id)
+        look = self.clock() + TORCH_TIMEOUT
+        pause = 2 * self.world.network.latency()
+        self.world.kernel.after(pause, self._look, self._shift, prefix, look)
+
+    def _say(self, shift: int, key: str) -> None:
+        if shift != self._shift or self._is_late(self._say, shift, key):
+            return
+        if self.world.network.reaches(self):
+            self.world.kernel.after(self.world.network.latency(), self._said, key)
+        else:
+            self.world.kernel.after(0.2, self._say, shift, key)
+
+    def _said(self, key: str) -> None:
+        self.world.store.put(key, b"")
+
+    def _look(self, shift: int, prefix: str, deadline: float) -> None:
+        if shift != self._shift or self._is_late(self._look, shift, prefix, deadline):
+            return
+        assert self._round is not None
+        entries = self.world.store.entries
+        over = self.node.over
+        if self.world.network.reaches(self) and (
+            over or all(prefix + node in entries for node in self._round.participants)
+        ):
+            if self.agent is Agent.EXCHANGING:
+                self._set(Agent.RUNNING)
+                self._watch()
+            else:
+                self._all_done = not over
+                self._end_well()
+        elif self.clock() < deadline:
+            self.world.kernel.after(_POLL, self._look, shift, prefix, deadline)
+        elif self.agent is Agent.EXCHANGING:
+            self.world.note(f"{self.id}: its agent fails in the exchange of roles")
+            self.world.inject("exchange of roles timed out")
+            self._fail()
+        else:
+            self._end_well()
+
+    def _end_well(self) -> None:
+        self.world.note(f"{self.id}: its agent ends, all done: {self._all_done}")
+        self.succeeded = True
+        self.shut_down(error=False)
+
+    def _fail(self) -> None:
+        self.shut_down(error=True)
+        self.world.failed(self)
+
+    def _watch(self) -> None:
+        """torch polls ``num_nodes_waiting()``; here only once it is above 0."""
+        if self.agent is Agent.RUNNING and self.node.waiting > 0 and not self._polling:
+            self._polling = True
+            pause = self.clock.real(self.world.chance.uniform(0, _POLL))
+            self.world.kernel.after(pause, self._poll)
 
     def _poll(self) -> None:
         if self._is_late(self._poll):
             return
         self._polling = False
         if self.agent is Agent.RUNNING and self.node.waiting > 0:
+            self._failed = False
             self._stop_workers()
 
     def _stop_workers(self) -> None:
-        self.agent = Agent.STOPPING
+        self._set(Agent.STOPPING)
         world = self.world
-        world.kernel.after(world.chance.uniform(0, world.plan.stop), self._stopped)
+        if self.wedged:
+            world.note(f"{self.id}: its agent hangs")
+            return
+        world.kernel.after(world.chance.uniform(0, world.plan.stop), self._stopped, self._shift)
 
-    def _stopped(self) -> None:
-        if self.agent is Agent.STOPPING and not self._is_late(self._stopped):
-            self.world.note(f"{self.id} joins again")
-            self.world.checker.stopped(self.id)
-            self._order_join()
+    def _stopped(self, shift: int) -> None:
+        if shift != self._shift or self._is_late(self._stopped, shift):
+            return
+        if self._fatal:
+            self._fail()
+            return
+        self.world.note(f"{self.id} joins again")
+        self.world.checker.stopped(self.id)
+        self._order_join(self._failed)
 
-    def _order_join(self) -> None:
-        self.agent = Agent.JOINING
-        self.node.order_join()
+    def _order_join(self, failed: bool = False) -> None:
+        self._set(Agent.JOINING)
+        self.node.order_join(failed)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        """End a wait of the node."""
         if isinstance(self._request, steps.Park | steps.Rest):
             self.receive(self._turn, None)
 
-    def _is_late(self, call: Any) -> bool:
+    def _is_late(self, call: Callable[..., None], *arguments: Any) -> bool:
         """Whether the host stands still; then the call is made when it wakes."""
-        late = self.world.kernel.now < self.stalled_until
-        if late:
-            self.world.kernel.at(self.stalled_until, call)
-        return late
+        if self._stalled_at is None:
+            return False
+        self._held.append((call, arguments))
+        return True
 
     # The node's requests.
 
-    def _live(self, life: Generator[Request, Any, object]) -> None:
-        self._life = life
+    def _live(
+        self,
+        life: Generator[Request, Any, object],
+        at_end: Callable[[object], None] | None = None,
+    ) -> None:
+        self._life, self._at_end = life, at_end
         self._turn += 1
         self._step(None, None)
 
@@ -257,7 +420,7 @@ class Host:
             self.world.store.unpark(self, self._request.key)
         if self._life is not None:
             self._life.close()
-        self._life = self._request = None
+        self._life = self._request = self._at_end = None
         self._turn += 1
 
     def receive(self, turn: int, answer: Any, error: Exception | None = None) -> None:
@@ -265,27 +428,41 @@ class Host:
         now = self.world.kernel.now
         if turn != self._turn:
             return
-        if now < self.stalled_until:
-            self.world.kernel.at(self.stalled_until, self.receive, turn, answer, error)
+        if self._is_late(self.receive, turn, answer, error):
             return
         self._turn += 1
         if isinstance(self._request, steps.Park):
             self.world.store.unpark(self, self._request.key)
-        if error is not None:
-            self.track.evidence.disturbed = now
+        if self._delivery is not None and self._delivery[0] == turn and error is None:
+            self._note_read(*self._delivery[1:])
+        self._delivery = None
+        self._note_trouble(error)
         self._step(answer, error)
+
+    def _note_trouble(self, error: Exception | None) -> None:
+        """What it saw before an outage of more than an interval proves nothing after it."""
+        clock = self.clock()
+        if error is not None:
+            if self._trouble is None:
+                waited = isinstance(self._request, steps.Park)
+                self._trouble = clock if waited else self._asked
+        elif self._trouble is not None and not isinstance(self._request, _LOCAL):
+            if clock - self._trouble > self.rules.interval:
+                evidence = self.track.evidence
+                evidence.disturbed = evidence.outage = self.world.kernel.now
+                evidence.known = frozenset(evidence.read)
+            self._trouble = None
 
     def _step(self, answer: Any, error: Exception | None) -> None:
         life = self._life
         while life is not None:
             try:
                 request = life.throw(error) if error is not None else life.send(answer)
-            except StopIteration:
-                self._life = self._request = None
+            except StopIteration as stop:
+                self._finish(stop.value)
                 return
-            except RendezvousConnectionError:
-                self._life = self._request = None
-                self._departure_failed()
+            except (RendezvousConnectionError, RendezvousStateError):
+                self._finish(None)
                 return
             self._request, error = request, None
             if isinstance(request, steps.Deliver):
@@ -293,31 +470,38 @@ class Host:
                 self._ended(request.outcome)
                 life = self._life  # The agent may have ended it.
                 continue
+            if isinstance(request, steps.Tell):
+                answer = None
+                self.world.inject(f"told: {request.about}")
+                continue
             self._issue(request)
             break
-        if self.agent is Agent.RUNNING and self.node.waiting > 0 and not self._polling:
-            self._polling = True
-            pause = self.clock.real(self.world.chance.uniform(0, _POLL))
-            self.world.kernel.after(pause, self._poll)
+        self._watch()
 
-    def _departure_failed(self) -> None:
-        if self.world.kernel.now < self._close_until:
-            self._close(self._close_until)
+    def _finish(self, result: object) -> None:
+        at_end = self._at_end
+        self._life = self._request = self._at_end = None
+        if at_end is not None:
+            at_end(result)
 
     def _issue(self, request: Request) -> None:
         world, turn = self.world, self._turn
         world.requests += 1
         self._requests += 1
         self.clock.looks = 0
+        self._asked = self.clock()
         if world.kernel.now >= self._second_ends:
             self._requests, self._second_ends = 0, world.kernel.now + 1.0
         elif self._requests > _MOST_REQUESTS:
             world.violated("rests", f"{self.id} asks without a pause: {request}")
-        if isinstance(request, steps.Rest):
+        if self._closes and not world.network.quiet and world.cuts_short():
+            world.note(f"{self.id} dies while it closes the run, before {request}"[:160])
+            self._end_life()
+        elif isinstance(request, steps.Rest):
             seconds = 0.001 if self.node.ordered else self.clock.real(request.seconds)
             world.kernel.after(seconds, self.receive, turn, None)
         elif isinstance(request, steps.OpenMaster):
-            world.kernel.after(0.001, self._opened, turn, request.naming)
+            self._open_master(turn, request.naming)
         elif isinstance(request, steps.Park):
             if self.node.ordered:
                 world.kernel.after(0.001, self.receive, turn, None)
@@ -329,10 +513,35 @@ class Host:
         else:
             world.network.carry(self, turn, request)
 
-    def _opened(self, turn: int, naming: str) -> None:
+    def _open_master(self, turn: int, naming: str) -> None:
+        """At once as a rule; else the node is told later, in the midst of whatever it does."""
+        world, address = self.world, None
         self._masters += 1
-        self.node.master_opened(naming, f"{self.id}:{self._masters}", None)
-        self.receive(turn, None)
+        plan, chance, error = world.plan, world.chance, None
+        pause, fails = 0.001, False
+        if not world.network.quiet:
+            if chance.random() < plan.slow_master:
+                world.inject("slow TCPStore")
+                pause = chance.uniform(0.0, 2.0) * plan.rules.lease
+            if fails := chance.random() < plan.no_master:
+                world.inject("no TCPStore")
+                kind = RendezvousStateError if chance.random() < 0.2 else RendezvousConnectionError
+                error = kind("cannot open a TCPStore")
+        if not fails:
+            address = f"{self.id}:{self._masters}"
+        if pause > 0.05:
+            world.kernel.after(0.05, self.receive, turn, None)
+            world.kernel.after(pause, self._opened, naming, address, error, True)
+        else:
+            world.kernel.after(pause, self._opened, naming, address, error, False)
+            world.kernel.after(pause, self.receive, turn, None)
+
+    def _opened(
+        self, naming: str, address: str | None, error: Exception | None, nudge: bool
+    ) -> None:
+        self.node.master_opened(naming, address, error)
+        if nudge:
+            self._nudge()
 
     def fails(self, turn: int, why: str) -> None:
         """The outstanding request ends in an error."""
@@ -378,10 +587,22 @@ class Host:
             case steps.Drop(keys):
                 for key in keys:
                     store.delete(key)
+            case steps.DropStores(incarnation, before_round):
+                kept = store_prefix(incarnation, 0).removesuffix("0/")
+                for key in [key for key in store.entries if key.startswith(STORE_PREFIX)]:
+                    number = key.removeprefix(kept).partition("/")[0]
+                    if not (key.startswith(kept) and int(number) >= before_round):
+                        store.delete(key)
+            case steps.Expire(seconds):
+                store.expire(seconds)
+            case steps.Chronicle():
+                store.put(HISTORY_KEY, b"")
             case steps.PutTombstone(document):
-                store.tombstones[document.incarnation] = document.outcome or Ended.CLOSED
+                store.put_tombstone(document.incarnation, document.outcome or Ended.CLOSED)
             case steps.ReadTombstone(incarnation):
                 answer = store.tombstones.get(incarnation)
+                if turn == self._turn:
+                    self.track.evidence.asked[incarnation] = world.kernel.now
         world.network.answer(self, turn, answer, back)
 
     def _notify(self, turn: int, entry: Entry) -> None:
@@ -393,17 +614,30 @@ class Host:
         """Note what evidence of others this host is being sent."""
         if turn != self._turn:
             return
-        now, evidence = self.world.kernel.now, self.track.evidence
+        now = self.world.kernel.now
         records = {
             name.removeprefix(NODES_PREFIX): self.world.decode(entry)
             for name, entry in entries.items()
         }
+        self._delivery = turn, key, records, now
+
+    def _note_read(self, key: str | None, records: dict[str, NodeRecord], now: float) -> None:
+        evidence = self.track.evidence
         if key is None:
             document = self.node.document
             named = {*document.participants, *document.previous} if document else set()
-            evidence.seen = records
+            # A record never goes back.
+            evidence.seen = {
+                node: was if (was := evidence.seen.get(node)) and was.beat > record.beat else record
+                for node, record in records.items()
+            }
             evidence.read.update(dict.fromkeys({*records, *named}, now))
         else:
             node = key.removeprefix(NODES_PREFIX)
-            evidence.seen = {**evidence.seen, **records}
+            was = evidence.seen.get(node)
+            if was is None or not records or was.beat <= records[node].beat:
+                evidence.seen = {**evidence.seen, **records}
             evidence.read[node] = now
+
+
+_LOCAL = steps.Rest | steps.OpenMaster | steps.Tell | steps.Deliver

@@ -1,29 +1,34 @@
 """What must hold at every step, judged from outside: by what reached the store, and when.
 
-A *world* is a round as its participants were named: its number, and its participants in rank
-order. A host *runs* a world from the moment its agent is given it until its workers have stopped;
-a host that stalls goes on running.
+A *world* is a round as its participants were named: its incarnation, its number, and its
+participants in rank order. A host *runs* a world from the moment its agent is given it until its
+workers have stopped or succeeded; a host that stalls, or whose agent hangs, goes on running.
 
 The *lease* of a host in a world holds as long as no stretch of ``lease / fastest clock rate`` (less
 the staleness of listings, where a seed has stale ones) has passed without a new beat of it
 reaching the store. Once run out it does not come back in that world: a host that was cut off for
-so long has been replaced, and runs on until it hears of it.
+so long has been replaced, and runs on until it hears of it. So has one that was *evicted*: its
+agent did not ask for the next round in time.
 
 A world is *named* by each write that puts it into the store: by the one that gives out its ranks,
 and by those that write it back into a store that forgot.
 
-The *amnesia exception*: two hosts whose leases hold may run different worlds if the store forgot
-everything between a naming of the one world and a later naming of the other, and the listing that
+The store *loses* what was written when it restarts empty, when it fails over to a replica that
+lacks the last seconds, or when the document is damaged. What expires is not lost.
+
+The *amnesia exception*: two hosts whose leases hold may run different worlds if the store lost
+something between a naming of the one world and a later naming of the other, and the listing that
 the namer of the other had last read did not show that the one's host runs: it had no record of the
 host, or, being stale, one from before the host confirmed. Participants write their records back
 within an interval, so that only a round that completes sooner than that, or than the staleness, can
 be the second; and the run must still end in one world within the bound.
 
+A run is *finished* when its document was closed. Hosts that run it on, because it was not closed as
+failed, are in nobody's way; nor are they part of a later run of that id.
+
 A launcher that gives up a join early, and starts another node in its place, is one of the faults
 and ends with them: where a run needs all its nodes, and each is away now and then, there may be no
 moment at which all are there.
-
-A store that is swept after closing, so that the run's id is used again, counts as one that forgot.
 """
 
 from __future__ import annotations
@@ -34,9 +39,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from rdzv_plugins.decisions import Rules
-from rdzv_plugins.documents import Cause, NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Wants
 
-__all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show"]
+__all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show", "world_of"]
 
 INVARIANTS = {
     "one world": "hosts whose leases hold all run the same world (amnesia exception above)",
@@ -48,24 +53,42 @@ INVARIANTS = {
     "confirmed": "a round runs only after each participant's record has said that it has seen it, "
     "and with the address that rank 0 opened for it",
     "missed": "a host that confirmed a round asks for no other, once another host was given that "
-    "round and while it runs it, unless its lease ran out, the store forgot, or another world runs "
-    "too (amnesia exception above): torch's agents, once released, wait for each other",
+    "round and while it runs it, unless its lease ran out, the store lost something, it was given "
+    "up by its agent, or another world runs too (amnesia exception above): torch's agents, once "
+    "released, wait for each other",
     "readable": "what is written as the round document can be read as one",
-    "rounds of a node": "a node is given rounds of growing numbers, and named only in rounds above "
-    "the last one that its listed record tells of",
-    "rounds of a run": "the document only moves forward in round and phase; a store that forgot "
-    "is the only way back",
-    "evidence": "nobody is declared lost whose beats reached the store within a lease of the "
-    "deciding node's clock, counted from the latest of: the last new beat, the decider's last "
-    "failed request, the end of a stall of more than two intervals, its taking the lead",
-    "closed": "the document of a closed run is never replaced (a store that forgot has none)",
+    "rounds of a node": "a node is given rounds of growing numbers in each incarnation, and named "
+    "only in rounds above the last one that its listed record tells of",
+    "rounds of a run": "the document of an incarnation only moves forward in round and phase; a "
+    "store that lost something is the only way back",
+    "incarnations": "a document gives way to one of another incarnation only if it is closed and "
+    "the other is not new; or if all its nodes are silent for a lease, or left, and the other has "
+    "other --nnodes",
+    "evidence": "nobody is declared lost whose beats reached the store within its lease, by the "
+    "deciding node's clock, counted from the latest of: the last new beat, the end of an outage of "
+    "the decider (no request of it answered for more than an interval; then with a lease more), "
+    "the end of a stall of more than two intervals, its taking the lead; nobody that is done is "
+    "lost or left; nobody is evicted sooner than a tenth of the time to join again",
+    "causes": "a round that runs names those of the last that are not in it, as lost, left or "
+    "evicted, but for those that are done (unless the store lost something)",
+    "done": "nobody is restarted for newcomers while a participant is done, as far as was listed",
+    "closed": "the document of a closed run is never written again, but by the same with `expires`, "
+    "or by the nodes of a run that lives",
+    "members close": "who closes a run was named in its last round, and in that incarnation",
+    "finished": "nothing of a run that is closed or has a tombstone is written again (unless the "
+    "store lost something, or the writer looked for the tombstone before)",
     "join ends": "an agent's call ends in a round, or with a reason",
     "rests": "no host makes more than 2,000 requests in a second, or decides for ever without one",
     "gets going": "after the faults stop every live host is in one world or a spare within a "
-    "bounded time, and then nothing changes any more",
+    "bounded time, if there are enough of them, or else its join has ended; nobody dead and nobody "
+    "whose listings fail leads; and then nothing changes any more",
+    "all end": "once all workers of a run have succeeded, or those of one host have failed for "
+    "good, all its agents have ended within a lease and 10 intervals, its spares too, and it is "
+    "closed or gone",
+    "keys end": "when all hosts are gone, the run reads as empty in the end",
 }
 
-World: TypeAlias = tuple[int, tuple[str, ...]]
+World: TypeAlias = tuple[str, int, tuple[str, ...]]
 
 _ROUNDING = 1e-6
 
@@ -85,19 +108,25 @@ class Evidence:
 
     Attributes:
         disturbed: when all of it last became void.
+        outage: when it last became void because the store had been away.
+        known: whom it had looked at before that.
         leads_since, leads_after: when it last took the lead, and from whom.
         read: when the record that it last read of each node stood in the store.
         seen: the records that it last read.
+        asked: when it last looked whether an incarnation has a tombstone.
     """
 
     disturbed: float = 0.0
+    outage: float = 0.0
+    known: frozenset[str] = frozenset()
     leads_since: float = 0.0
     leads_after: str | None = None
     read: dict[str, float] = field(default_factory=dict)
     seen: Mapping[str, NodeRecord] = field(default_factory=dict)
+    asked: dict[str, float] = field(default_factory=dict)
 
     def copy(self) -> Evidence:
-        return replace(self, read=dict(self.read))
+        return replace(self, read=dict(self.read), asked=dict(self.asked))
 
 
 @dataclass(slots=True)
@@ -105,28 +134,39 @@ class Track:
     """What the checker knows of one host.
 
     Attributes:
+        label: what people call it.
         rate: the fastest that its clock has been.
         nodes: its ``--nnodes``.
+        lease: its own.
         beats, arrivals: the beats that reached the store, when each was new.
         confirmed: namings that its record has confirmed, with the first record that did.
         awaits: the naming that it confirmed last, until it is given that round or gives up.
+        last_rounds: the last round that it was given, by incarnation.
+        member: the incarnation in which it was last given a round.
+        done: namings of rounds in which its workers succeeded, as its record says.
+        evicted: a round goes on without it, that was not to wait for it any longer.
     """
 
+    label: str
     rate: float
     nodes: tuple[int, int]
+    lease: float
     evidence: Evidence = field(default_factory=Evidence)
     beats: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
     confirmed: dict[str, NodeRecord] = field(default_factory=dict)
     awaits: tuple[str, int] | None = None
-    last_round: int = -1
+    last_rounds: dict[str, int] = field(default_factory=dict)
+    member: str | None = None
+    done: set[str] = field(default_factory=set)
     world: World | None = None
     lease_lost: bool = False
+    evicted: bool = False
 
 
 @dataclass(slots=True)
 class _Named:
-    """How a world came into the store; ``epoch`` grows each time that the store forgets.
+    """How a world came into the store; ``epoch`` grows each time that the store loses something.
 
     ``listed`` has the beats of the records that its namer had read.
     """
@@ -135,29 +175,51 @@ class _Named:
     listed: Mapping[str, int]
 
 
+@dataclass(slots=True)
+class _Ended:
+    """When a run was closed, and how."""
+
+    at: float
+    epoch: int
+    outcome: Outcome
+
+
 class Checker:
     """Told of each step; raises `InvariantError`."""
 
     def __init__(
-        self, now: Callable[[], float], rules: Rules, fastest: float, staleness: float
+        self,
+        now: Callable[[], float],
+        rules: Rules,
+        fastest: float,
+        staleness: float,
+        shortest_lease: float,
     ) -> None:
         self._now = now
-        self._lease = rules.lease
-        self._last_call = rules.last_call
-        self._shortest = rules.lease / fastest - staleness
+        self._rules = rules
+        # Of a node that has no record in a store that forgot it, the lease is not known.
+        self._shortest = shortest_lease / fastest - staleness
         self._staleness = staleness
         self._tracks: dict[str, Track] = {}
         self._named: dict[World, list[_Named]] = {}
         self._ran: dict[World, RoundDocument] = {}
+        self._last_ran: dict[str, tuple[RoundDocument, int]] = {}
         self._stood: set[RoundDocument] = set()
-        self._forming: dict[int, float] = {}
+        self._forming: dict[tuple[str, int], float] = {}
+        self._ended: dict[str, _Ended] = {}
         self.excused = 0
         """Pairs of hosts that the amnesia exception let run different worlds."""
         self.checks = 0
 
-    def host(self, node: str, rate: float, rules: Rules) -> Track:
-        track = self._tracks[node] = Track(rate, (rules.min_nodes, rules.max_nodes))
+    def host(self, node: str, label: str, rate: float, rules: Rules) -> Track:
+        nodes = rules.min_nodes, rules.max_nodes
+        track = self._tracks[node] = Track(label, rate, nodes, rules.lease)
         return track
+
+    def ended(self, world: World) -> Outcome | None:
+        """How the run of this world was closed; None: it was not."""
+        ended = self._ended.get(world[0])
+        return ended.outcome if ended else None
 
     def beat_arrived(self, node: str, record: NodeRecord, epoch: int) -> None:
         track, now = self._tracks[node], self._now()
@@ -168,13 +230,15 @@ class Checker:
             track.arrivals.append(now)
             if track.awaits is not None and record.wants in (Wants.JOIN, Wants.SPARE):
                 self._judge_missed(node, track, epoch)
+        if record.wants is Wants.DONE and record.naming:
+            track.done.add(record.naming)
         if record.wants is Wants.RUN and record.naming and record.naming not in track.confirmed:
             track.confirmed[record.naming] = record
             track.lease_lost = late
             track.awaits = record.naming, epoch
 
     def stopped(self, node: str) -> None:
-        """Its workers have stopped, or its agent gave up."""
+        """Its workers have stopped or succeeded, or its agent gave up."""
         self._tracks[node].world = self._tracks[node].awaits = None
 
     def given(self, node: str, document: RoundDocument) -> None:
@@ -184,27 +248,29 @@ class Checker:
         people = document.participants
         if len(set(people)) != len(people) or node not in people:
             raise InvariantError("ranks", f"{node} was given {show(document)}")
-        if document.round <= track.last_round:
-            raise InvariantError(
-                "rounds of a node", f"{node} got round {document.round} after {track.last_round}"
-            )
+        last = track.last_rounds.get(document.incarnation, -1)
+        if document.round <= last:
+            raise InvariantError("rounds of a node", f"{node} got {show(document)} after {last}")
         if track.nodes != (document.min_nodes, document.max_nodes):
             raise InvariantError("size", f"{node} of --nnodes {track.nodes} got {show(document)}")
-        world = document.round, people
+        world = world_of(document)
         stood = self._ran.get(world)
         if stood is None or stood.master != document.master:
             raise InvariantError(
                 "agreement", f"{node} was given {show(document)}, nobody wrote that"
             )
-        track.last_round = document.round
-        track.world, track.awaits = world, None
+        track.last_rounds[document.incarnation] = document.round
+        track.member = document.incarnation
+        track.world, track.awaits, track.evicted = world, None, False
         self._judge_lease(track)
         for other, theirs in self._tracks.items():
             if theirs.world is None or theirs.world == world:
                 continue
             self._judge_lease(theirs)
-            if theirs.lease_lost or track.lease_lost:
+            if theirs.lease_lost or track.lease_lost or theirs.evicted:
                 continue
+            if theirs.world[0] in self._ended or world[0] in self._ended:
+                continue  # One of the two is finished.
             if not self._is_excused(node, track, other, theirs):
                 raise InvariantError(
                     "one world",
@@ -222,30 +288,40 @@ class Checker:
     ) -> None:
         """A compare-and-set of the document was done; the node may not know it yet."""
         self.checks += 1
+        track = self._tracks[node]
+        if after.closed:
+            self._judge_closing(node, track, before, after, epoch)
+            self._stood.add(_image(after))
+            return
+        self._judge_finished(node, evidence, after, epoch)
+        if before is not None and not after.is_of(before):
+            self._judge_incarnations(node, track, before, after, evidence)
+            before = None
         if before is not None:
-            if before.phase is Phase.CLOSED:
+            if before.closed:
                 raise InvariantError("closed", f"{node} wrote {show(after)} over a closed run")
             if after.place < before.place:
                 raise InvariantError("rounds of a run", f"{show(before)} became {show(after)}")
-        track = self._tracks[node]
         if after.leader == node and (before is None or before.leader != node):
             track.evidence.leads_since = self._now()
             track.evidence.leads_after = before.leader if before else None
             if before is not None:
                 # What it does to its predecessor rests on the window from before it led.
                 evidence.leads_after = before.leader
-        image = replace(after, leader=None, waiting=0, cause=Cause())
+        image = _image(after)
         # Else it was written back after an amnesia, or only its leader changed.
         is_new = image not in self._stood
-        if is_new and before is not None and after.phase is not Phase.CLOSED:
+        if is_new and before is not None:
             for lost in _declared_lost(before, after, evidence.seen):
                 self._judge_evidence(node, track, evidence, lost, after)
+            self._judge_evictions(node, track, before, after)
+            self._judge_done(node, before, after, evidence)
         self._stood.add(image)
         if after.phase is Phase.FORMING:
-            self._forming.setdefault(after.round, self._now())
-        world = after.round, after.participants
+            self._forming.setdefault((after.incarnation, after.round), self._now())
+        world = world_of(after)
         if after.phase in (Phase.CONFIRMING, Phase.RUNNING) and (
-            before is None or (before.round, before.participants) != world
+            before is None or world_of(before) != world
         ):
             naming = _Named(epoch, {node: it.beat for node, it in evidence.seen.items()})
             self._named.setdefault(world, []).append(naming)
@@ -255,26 +331,129 @@ class Checker:
             for person in after.participants:
                 listed = evidence.seen.get(person)
                 # A leader may know more of itself than it listed.
-                if listed and person != node and listed.round >= after.round:
+                if (
+                    listed
+                    and person != node
+                    and listed.incarnation == after.incarnation
+                    and listed.round >= after.round
+                ):
                     raise InvariantError(
                         "rounds of a node", f"{person} of round {listed.round} in {show(after)}"
                     )
-            formed = self._now() - self._forming.get(after.round, 0.0)
+            formed = self._now() - self._forming.get((after.incarnation, after.round), 0.0)
             if (
                 before is not None
                 and before.phase is Phase.FORMING
                 and before.round == after.round
                 and len(after.participants) < after.max_nodes
-                and formed < self._last_call / track.rate - _ROUNDING
+                and formed < self._rules.last_call / track.rate - _ROUNDING
             ):
                 raise InvariantError(
                     "size", f"after {formed:.3f} s without a last call, {show(after)}"
                 )
         if after.phase is Phase.RUNNING:
-            self._check_running(before, after)
+            self._check_running(before, after, epoch)
 
-    def _check_running(self, before: RoundDocument | None, after: RoundDocument) -> None:
-        world = after.round, after.participants
+    def _judge_closing(
+        self,
+        node: str,
+        track: Track,
+        before: RoundDocument | None,
+        after: RoundDocument,
+        epoch: int,
+    ) -> None:
+        if before is not None and before.closed:
+            if after != replace(before, expires=True):
+                raise InvariantError("closed", f"{show(before)} became {show(after)}")
+            return
+        if before is not None and not after.is_of(before):
+            raise InvariantError("members close", f"{node} wrote {show(after)} over {show(before)}")
+        if before is not None and after.place < (before.round, 0):
+            raise InvariantError("rounds of a run", f"{show(before)} became {show(after)}")
+        was = before or after
+        if track.member != after.incarnation or not was.names(node):
+            raise InvariantError("members close", f"{node} of {track.member}: {show(after)}")
+        outcome = after.outcome or Outcome.CLOSED
+        self._ended.setdefault(after.incarnation, _Ended(self._now(), epoch, outcome))
+
+    def _judge_finished(
+        self, node: str, evidence: Evidence, after: RoundDocument, epoch: int
+    ) -> None:
+        ended = self._ended.get(after.incarnation)
+        if ended is None or epoch != ended.epoch:
+            return
+        if evidence.asked.get(after.incarnation, ended.at) < ended.at:
+            return
+        raise InvariantError("finished", f"{node} wrote {show(after)}, and it was closed")
+
+    def _judge_incarnations(
+        self,
+        node: str,
+        track: Track,
+        before: RoundDocument,
+        after: RoundDocument,
+        evidence: Evidence,
+    ) -> None:
+        known = any(image.incarnation == after.incarnation for image in self._stood)
+        what = f"{node} wrote {show(after)} over {show(before)}"
+        if before.closed:
+            if not known:
+                raise InvariantError("incarnations", what)
+            return
+        same_nodes = (before.min_nodes, before.max_nodes) == (after.min_nodes, after.max_nodes)
+        if known or same_nodes:
+            raise InvariantError("incarnations", what)
+        for holder in {*before.participants, *before.previous, before.leader} - {None}:
+            record = evidence.seen.get(str(holder))
+            if record is None or record.wants is not Wants.LEFT:
+                self._judge_evidence(node, track, evidence, str(holder), after)
+
+    def _judge_evictions(
+        self, node: str, track: Track, before: RoundDocument, after: RoundDocument
+    ) -> None:
+        evicted = {*after.evicted} - {*before.evicted}
+        if not evicted or not after.is_of(before):
+            return
+        for person in evicted:
+            if person in self._tracks:
+                self._tracks[person].evicted = True
+        began = self._forming.get((after.incarnation, after.round), self._now())
+        patience = 0.1 * self._rules.rejoin / track.rate
+        if self._now() - began < patience - _ROUNDING:
+            raise InvariantError("evidence", f"{node} evicted {evicted} in {show(after)} at once")
+
+    def _judge_done(
+        self, node: str, before: RoundDocument, after: RoundDocument, evidence: Evidence
+    ) -> None:
+        done = {
+            person
+            for person in before.participants
+            if (record := evidence.seen.get(person)) is not None
+            and record.wants is Wants.DONE
+            and record.naming == before.naming
+        }
+        if not done:
+            return
+        cause = after.cause
+        if fresh := {*after.lost} - {*before.lost}:
+            named = fresh & done
+        else:
+            named = {
+                person
+                for person in done
+                if self._tracks[person].label in cause.lost
+                or self._tracks[person].label in cause.left
+            }
+        if named:
+            raise InvariantError("evidence", f"{node} takes {named}, who are done, for lost")
+        restarts = before.phase is Phase.RUNNING and after.round > before.round
+        if restarts and not (cause.lost or cause.left or cause.failed):
+            raise InvariantError("done", f"{node} wrote {show(after)}, and {done} are done")
+
+    def _check_running(
+        self, before: RoundDocument | None, after: RoundDocument, epoch: int
+    ) -> None:
+        world = world_of(after)
         if before is None or before.phase is not Phase.RUNNING or before.round != after.round:
             for person in after.participants:
                 if after.naming not in self._tracks[person].confirmed:
@@ -286,7 +465,26 @@ class Checker:
                 )
         elif (before.participants, before.master) != (after.participants, after.master):
             raise InvariantError("agreement", f"{show(before)} became {show(after)}")
+        if world not in self._ran:
+            self._judge_cause(after, epoch)
+            self._last_ran[after.incarnation] = after, epoch
         self._ran.setdefault(world, after)
+
+    def _judge_cause(self, after: RoundDocument, epoch: int) -> None:
+        """Who is missing from a round that runs is named in its cause."""
+        last, when = self._last_ran.get(after.incarnation, (None, -1))
+        if last is None or when != epoch:
+            return
+        cause = after.cause
+        for person in last.participants:
+            track = self._tracks[person]
+            if person in after.ranks or last.naming in track.done:
+                continue
+            named = (cause.lost, cause.left, cause.evicted)
+            if not any(track.label in names or names.more for names in named):
+                raise InvariantError(
+                    "causes", f"{person} is missing from {show(after)}: {after.reason}"
+                )
 
     def _judge_lease(self, track: Track) -> None:
         last = track.arrivals[-1] if track.arrivals else self._now()
@@ -297,7 +495,7 @@ class Checker:
         assert track.awaits is not None
         naming, confirmed_in = track.awaits
         track.awaits = None
-        if track.lease_lost or epoch != confirmed_in:
+        if track.lease_lost or track.evicted or epoch != confirmed_in:
             return
         self.checks += 1
         waits = None
@@ -344,17 +542,33 @@ class Checker:
             raise InvariantError(
                 "evidence", f"{decider} never looked at {lost}, lost in {show(after)}"
             )
-        known = bisect_right(theirs.arrivals, read - self._staleness)
+        if shown := evidence.seen.get(lost):
+            # A late write, or a fail-over, may hide a later beat.
+            known = bisect_right(theirs.beats, shown.beat)
+        else:
+            known = bisect_right(theirs.arrivals, read - self._staleness)
         since = max(theirs.arrivals[known - 1] if known else 0.0, evidence.disturbed)
         if lost != evidence.leads_after:
             since = max(since, evidence.leads_since)
-        least = self._lease / track.rate - self._staleness
+        lease = theirs.lease if lost in evidence.seen else min(theirs.lease, self._own(track))
+        least = lease / track.rate - self._staleness
+        if evidence.outage and since == evidence.outage and lost in evidence.known:
+            least += self._own(track) / track.rate  # Nobody knows when it was back.
         if read - since < least - _ROUNDING:
             raise InvariantError(
                 "evidence",
                 f"{decider} declared {lost} lost in {show(after)}; its silence was "
-                f"{read - since:.3f} s at {read:.3f}, a lease of {decider} is {least:.3f} s",
+                f"{read - since:.3f} s at {read:.3f}, it needs {least:.3f} s",
             )
+
+    @staticmethod
+    def _own(track: Track) -> float:
+        return track.lease
+
+
+def _image(document: RoundDocument) -> RoundDocument:
+    """What of a document tells it from others, who leads aside."""
+    return replace(document, leader=None, waiting=0, cause=Cause(), finishing=False)
 
 
 def _declared_lost(
@@ -369,21 +583,35 @@ def _declared_lost(
             for node in before.previous
             if (record := seen.get(node)) is None
             or record.wants is Wants.RUN
-            or (record.wants is not Wants.LEFT and record.round < before.round - 1)
+            or (record.wants is not Wants.LEFT and _round_in(before, record) < before.round - 1)
         }
     else:
         out = {*before.previous} - {*after.previous, *after.participants}
         out |= {*after.lost} - {*before.lost}
+    out -= {*after.evicted}
     return sorted(
-        node for node in out if (record := seen.get(node)) is None or record.wants != Wants.LEFT
+        node
+        for node in out
+        if (record := seen.get(node)) is None or record.wants not in (Wants.LEFT, Wants.DONE)
     )
 
 
+def _round_in(document: RoundDocument, record: NodeRecord) -> int:
+    return record.round if record.incarnation == document.incarnation else -1
+
+
+def world_of(document: RoundDocument) -> World:
+    return document.incarnation, document.round, document.participants
+
+
 def show(document: RoundDocument) -> str:
+    run = document.incarnation[:4]
     people = " ".join(document.participants) or "previous " + " ".join(document.previous)
     lost = f" lost {' '.join(document.lost)}" if document.lost else ""
-    return f"round {document.round} {document.phase.value} of {document.leader} [{people}]{lost}"
+    return (
+        f"{run} round {document.round} {document.phase.value} of {document.leader} [{people}]{lost}"
+    )
 
 
 def _show_world(world: World) -> str:
-    return f"round {world[0]} [{' '.join(world[1])}]"
+    return f"{world[0][:4]} round {world[1]} [{' '.join(world[2])}]"

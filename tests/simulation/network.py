@@ -15,6 +15,8 @@ __all__ = ["Network"]
 
 _REFUSED = 0.01
 """Seconds until a host learns that a store refuses connections."""
+_GREY_SHARE = 0.35
+"""How many requests of a grey host fail that loses some."""
 _LATEST = 3.0
 """Longest time after its sender gave up that a late write still lands."""
 
@@ -58,6 +60,12 @@ class Network:
             return
         out, back = self.latency(), self.latency()
         evidence = host.track.evidence.copy() if isinstance(request, steps.CompareAndSet) else None
+        if host.grey and self._fails_there(host, request):
+            world.inject(f"grey host: {host.grey}")
+            after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
+            return
+        if host.grey == "slow":
+            out, back = (chance.uniform(0, 0.5) * plan.rules.interval for _ in range(2))
         if not self.quiet:
             draw = chance.random()
             if draw < plan.lost:
@@ -100,6 +108,17 @@ class Network:
             host.fails(turn, "unreachable")
         else:
             host.receive(turn, answer)
+
+    def reaches(self, host: Host) -> bool:
+        return not self._is_cut_off(host)
+
+    def _fails_there(self, host: Host, request: steps.Request) -> bool:
+        match host.grey:
+            case "lists":
+                return isinstance(request, steps.List)
+            case "some":
+                return self._world.chance.random() < _GREY_SHARE
+        return False
 
     def _is_cut_off(self, host: Host) -> bool:
         return self.down or host.cut_off

@@ -11,16 +11,29 @@ from dataclasses import dataclass
 
 from rdzv_plugins.decisions import Rules
 
-__all__ = ["FASTEST", "KINDS", "LONG_JOIN", "QUIET_AFTER", "SLOWEST", "Fault", "Plan"]
+__all__ = [
+    "FASTEST",
+    "KINDS",
+    "OTHER_SETTINGS",
+    "QUIET_AFTER",
+    "SLOWEST",
+    "TORCH_TIMEOUT",
+    "Fault",
+    "Plan",
+    "settling",
+]
 
 FASTEST, SLOWEST = 2.0, 0.5
 """Rates of the hosts' clocks against virtual time."""
 
+OTHER_SETTINGS = (0.5, 2.0)
+"""The keep-alive interval and the lease of a host with other settings, in those of the run."""
+
 QUIET_AFTER = 20.0
 """When faults stop."""
 
-LONG_JOIN = 600.0
-"""Torch's default for ``join_timeout``, in seconds of a host's clock."""
+TORCH_TIMEOUT = 60.0
+"""How long torch's agent waits in its exchange of roles and in its exit barrier; 300 s, scaled."""
 
 KINDS = {
     "crash": 3,
@@ -29,15 +42,22 @@ KINDS = {
     "stall with the clock standing still": 1,
     "leave": 3,
     "worker failure": 4,
+    "workers succeed": 1,
+    "abandoned join": 2,
+    "wedged agent": 1,
     "newcomer": 4,
     "partition": 3,
+    "grey host": 3,
     "outage": 2,
     "slow store": 2,
     "amnesia": 2,
+    "fail-over": 2,
+    "corrupt document": 1,
     "clock changes its rate": 1,
     "newcomer with other --nnodes": 1,
     "close": 1,
-    "close, then resubmit": 1,
+    "close, then resubmit": 2,
+    "kill all, then resubmit": 1,
 }
 """Kinds of planned faults and their weights."""
 
@@ -51,6 +71,9 @@ _AMBUSHES = (
     "partition",
     "amnesia",
     "amnesia",
+    "fail-over",
+    "abandoned join",
+    "grey host",
 )
 
 
@@ -73,9 +96,17 @@ class Plan:
         staleness: how much older than its answer a listing may be.
         poll: how long a waiter may take to notice a change; 0: the store pushes.
         stop: longest time that an agent takes to stop its workers.
+        max_restarts: torchrun's ``--max-restarts``.
+        slow_master, no_master: chance that a TCPStore takes long to open, or cannot be opened.
+        other_settings: chance that a host has another keep-alive interval and lease.
+        cut_short: chance that who closes a run dies between two of its requests.
         ambush: kind of a fault that is apt to come just when a document is written; None: none is.
         join_timeout: of the nodes that start while there are faults.
         rejoins: chance that an agent whose join failed asks again instead of exiting.
+        relaunches: chance that a launcher starts an agent again that failed.
+        strays_return: a node that is refused for its --nnodes is started again, again and again.
+        stays_grey: a host whose listings fail stays so when the faults stop.
+        ending: how the run ends once it stands still: "succeeds", "fails", or "is left".
     """
 
     seed: int
@@ -91,10 +122,24 @@ class Plan:
     staleness: float
     poll: float
     stop: float
+    max_restarts: int
+    slow_master: float
+    no_master: float
+    other_settings: float
+    cut_short: float
     join_timeout: float
     rejoins: float
+    relaunches: float
+    strays_return: bool
+    stays_grey: bool
+    ending: str
     ambush: str | None
     faults: tuple[Fault, ...]
+
+    @property
+    def long_join(self) -> float:
+        """A ``join_timeout``, on a host's clock, in which no run that can form fails to."""
+        return (QUIET_AFTER + settling(self) + 5) * self.rates[1]
 
     @classmethod
     def draw(cls, seed: int, most_nodes: int) -> Plan:
@@ -105,6 +150,7 @@ class Plan:
         most = max(1, nodes + chance.choice((-2, -1, 0, 0, 0, 1, 2)))
         least = chance.choice((1, max(1, most // 2), max(1, most - 1), most))
         intervals = chance.choice((2, 3, 3, 3, 4, 6))
+        request_timeout = chance.choice((1.0, 3.0))
         rules = Rules(
             min_nodes=min(least, nodes),
             max_nodes=most,
@@ -113,6 +159,10 @@ class Plan:
             last_call=chance.choice((0.0, 0.2, 1.0, 3.0)),
             restart_on_loss=chance.random() < 0.75,
             rank_order=chance.choice(("natural", "stable", "hint")),
+            request=request_timeout,
+            rejoin=intervals * chance.choice((12.0, 30.0)),
+            sweep_after=chance.choice((1.0, 3.0, 8.0)),
+            abandoned=intervals * chance.choice((8.0, 40.0)),
         )
         # A lease tells slow from dead only while it is longer than the slowest clock's beats.
         spread = min(FASTEST / SLOWEST, 0.8 * intervals / 1.1)
@@ -129,18 +179,36 @@ class Plan:
             arrival=chance.choice((0.0, 0.5, 5.0)),
             rates=rates,
             latency=chance.choice((0.001, 0.01, 0.05)),
-            request_timeout=chance.choice((1.0, 3.0)),
+            request_timeout=request_timeout,
             lost=sometimes(0.3, 0.005, 0.1),
             unacknowledged=sometimes(0.3, 0.005, 0.1),
             late=sometimes(0.2, 0.005, 0.05),
             staleness=sometimes(0.25, 0.05, 0.5),
             poll=sometimes(0.25, 0.05, 0.5),
             stop=chance.choice((0.05, 0.5, 4.0)),
-            join_timeout=chance.choice((LONG_JOIN, LONG_JOIN, LONG_JOIN, 25.0)),
+            max_restarts=chance.choice((0, 1, 100, 100, 100, 100)),
+            slow_master=sometimes(0.2, 0.1, 0.6),
+            no_master=sometimes(0.15, 0.1, 0.6),
+            other_settings=sometimes(0.2, 0.1, 0.6),
+            cut_short=sometimes(0.3, 0.1, 0.5),
+            join_timeout=chance.choice((0.0, 0.0, 0.0, 25.0)),
             rejoins=chance.choice((0.0, 0.5)),
+            relaunches=chance.choice((0.0, 0.5, 1.0)),
+            strays_return=chance.random() < 0.7,
+            stays_grey=chance.random() < 0.5,
+            ending=chance.choice(("succeeds", "fails", "is left")),
             ambush=chance.choice(_AMBUSHES) if chance.random() < 0.4 else None,
             faults=_faults(chance),
         )
+
+
+def settling(plan: Plan) -> float:
+    """Seconds after the last fault within which a run that can form must stand still."""
+    longest = plan.rules.lease * (OTHER_SETTINGS[-1] if plan.other_settings else 1.0)
+    settling = (8 * longest + plan.rules.last_call) / plan.rates[0] + 2 * plan.stop + 10
+    if any(fault.kind == "wedged agent" for fault in plan.faults):
+        settling += plan.rules.rejoin / plan.rates[0]
+    return settling
 
 
 def _faults(chance: random.Random) -> tuple[Fault, ...]:

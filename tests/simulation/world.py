@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from rdzv_plugins.decisions import Rules
+from rdzv_plugins.decisions import Failure, Rules
 from rdzv_plugins.documents import STATE_KEY, NodeRecord, Phase, RoundDocument, Wants
-from rdzv_plugins.kv import Entry
+from rdzv_plugins.documents import Outcome as Ended
+from rdzv_plugins.kv import Entry, RendezvousStateError
 from rdzv_plugins.node import Node
 
 from .faults import FAULTS, end_faults
 from .host import Agent, Host
-from .invariants import Checker, Evidence, InvariantError, show
+from .invariants import Checker, Evidence, InvariantError, show, world_of
 from .kernel import Kernel
 from .network import Network
-from .plan import FASTEST, LONG_JOIN, QUIET_AFTER, Plan
+from .plan import FASTEST, OTHER_SETTINGS, QUIET_AFTER, TORCH_TIMEOUT, Plan, settling
 from .store import Store
 
 __all__ = ["Result", "World", "bound", "simulate"]
@@ -53,12 +54,8 @@ class Result:
 
 def bound(plan: Plan) -> float:
     """Seconds after the last fault within which the run must stand still."""
-    slowest = plan.rates[0]
-    settling = (8 * plan.rules.lease + plan.rules.last_call) / slowest + 2 * plan.stop + 10
-    if plan.join_timeout == LONG_JOIN:
-        return settling
-    # Until then nodes that have waited in vain still go, and others come in their place.
-    return settling + plan.join_timeout / slowest
+    # Until then joins that cannot succeed still end.
+    return settling(plan) + plan.long_join / plan.rates[0]
 
 
 class World:
@@ -69,11 +66,15 @@ class World:
         self.build = build
         self.chance = random.Random(~plan.seed)
         self.kernel = Kernel()
-        self.store = Store(lambda: self.kernel.now, plan.staleness > 0)
+        self.store = Store(
+            lambda: self.kernel.now, self.kernel.at, plan.staleness > 0, _has(plan, "fail-over")
+        )
         self.network = Network(self)
-        changes = any(fault.kind == "clock changes its rate" for fault in plan.faults)
-        fastest = FASTEST if changes else plan.rates[1]
-        self.checker = Checker(lambda: self.kernel.now, plan.rules, fastest, plan.staleness)
+        fastest = FASTEST if _has(plan, "clock changes its rate") else plan.rates[1]
+        shortest = plan.rules.lease * (OTHER_SETTINGS[0] if plan.other_settings else 1.0)
+        self.checker = Checker(
+            lambda: self.kernel.now, plan.rules, fastest, plan.staleness, shortest
+        )
         self.hosts: list[Host] = []
         self.started = 0
         self.requests = 0
@@ -94,9 +95,12 @@ class World:
 
     @property
     def document(self) -> RoundDocument | None:
-        """As it stands in the store."""
+        """As it stands in the store; None also where nobody can read it."""
         entry = self.store.entries.get(STATE_KEY)
-        return RoundDocument.decode(entry.value) if entry else None
+        try:
+            return RoundDocument.decode(entry.value) if entry else None
+        except RendezvousStateError:
+            return None
 
     @property
     def join_timeout(self) -> float:
@@ -105,17 +109,33 @@ class World:
         Giving up early is a fault of the launcher's. Where a run needs all its nodes, and each is
         away for a second now and then, the moment at which all are there may never come.
         """
-        return LONG_JOIN if self.network.quiet else self.plan.join_timeout
+        plan = self.plan
+        return plan.long_join if self.network.quiet else plan.join_timeout or plan.long_join
 
     @property
     def closed(self) -> bool:
         document = self.document
-        return document is not None and document.phase is Phase.CLOSED
+        return document is not None and document.closed
 
     @property
-    def concerned(self) -> list[Host]:
-        """Live hosts but those that saw this run closed before it was submitted again."""
-        return [host for host in self.hosts if host.alive and not _knows_the_end(host)]
+    def usable(self) -> list[Host]:
+        """Hosts that can be in a round, if there are enough of them."""
+        hosts = [
+            host
+            for host in self.hosts
+            if host.alive
+            and not host.foreign
+            and not host.wedged
+            and host.agent is not Agent.BARRIER
+            and not self._runs_on(host)
+        ]
+        return hosts if any(host.grey != "lists" for host in hosts) else []
+
+    def _runs_on(self, host: Host) -> bool:
+        """Whether its workers go on in a run that is closed, and was not closed as failed."""
+        if host.agent is not Agent.RUNNING or host.track.world is None:
+            return False
+        return self.checker.ended(host.track.world) in (Ended.SUCCEEDED, Ended.CLOSED)
 
     def decode(self, entry: Entry) -> NodeRecord:
         record = self._decoded.get(entry.value)
@@ -127,27 +147,80 @@ class World:
         """A new process joins."""
         self.started += 1
         name = f"n{self.started}"
+        chance, own = self.chance, rules or self.plan.rules
+        if self.plan.other_settings and chance.random() < self.plan.other_settings:
+            factor = chance.choice(OTHER_SETTINGS)
+            own = replace(own, interval=factor * own.interval, lease=factor * own.lease)
+            self.inject("other settings")
         foreign = " with other --nnodes" if rules else ""
-        self.note(f"{name} starts{foreign}")
-        host = Host(self, name, address or f"host{self.started}", rules or self.plan.rules)
-        self.hosts.append(host)
+        self.note(f"{name} starts{foreign}, a beat every {own.interval} s")
+        self.hosts.append(Host(self, name, address or f"host{self.started}", own))
 
-    def start_again(self, address: str) -> None:
+    def start_again(self, address: str, rules: Rules | None = None) -> None:
         """The launcher restarts a process that ended."""
-        self.kernel.after(self.chance.uniform(0.0, 1.0), self._start_unless_closed, address)
+        self.kernel.after(self.chance.uniform(0.0, 1.0), self._start_unless_closed, address, rules)
 
-    def _start_unless_closed(self, address: str) -> None:
-        if not self.closed:
-            self.start(address)
+    def _start_unless_closed(self, address: str, rules: Rules | None) -> None:
+        if not self.closed and not (rules and self.network.quiet):
+            self.start(address, rules)
 
-    def sweep(self) -> None:
-        """The store drops a closed run."""
-        self.store.forget()
+    def join_failed(self, host: Host, failure: str | None) -> None:
+        """Once the faults have stopped, enough nodes get into a round before they time out."""
+        if failure != Failure.TIMEOUT or not host.long_join:
+            return
+        if self.kernel.now < QUIET_AFTER + settling(self.plan):
+            return
+        if self.closed or STATE_KEY not in self.store.entries:
+            return
+        usable = self.usable
+        if host in usable and len(usable) >= self.plan.rules.min_nodes:
+            names = " ".join(other.id for other in usable)
+            self.violated("gets going", f"{host.id} timed out, {names} could be in a round")
+
+    def ended_without_a_round(self, host: Host, failure: str | None) -> None:
+        """Its agent ended; a launcher may start another."""
+        if self.network.quiet and (
+            host.long_join
+            or host.foreign
+            or failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
+            or not self._is_readable
+        ):
+            return
+        if host.foreign and self.plan.strays_return:
+            self.start_again(host.address, self._foreign_rules)
+        elif not host.foreign:
+            self.start_again(host.address)
+
+    @property
+    def _is_readable(self) -> bool:
+        return self.document is not None or STATE_KEY not in self.store.entries
+
+    @property
+    def _foreign_rules(self) -> Rules:
+        rules = self.plan.rules
+        return replace(rules, max_nodes=rules.max_nodes + 1)
+
+    def start_foreigner(self) -> None:
+        self.start(rules=self._foreign_rules)
+
+    def failed(self, host: Host) -> None:
+        """The agent failed; a launcher may start another, whatever became of the run."""
+        if not self.network.quiet and self.chance.random() < self.plan.relaunches:
+            self.kernel.after(self.chance.uniform(0.0, 2.0), self.start, host.address)
+
+    def cuts_short(self) -> bool:
+        cut = self.plan.cut_short > 0 and self.chance.random() < self.plan.cut_short
+        if cut:
+            self.inject("closing cut short")
+        return cut
 
     def wrote(
         self, host: Host, before: Entry | None, after: RoundDocument, evidence: Evidence
     ) -> None:
-        was = RoundDocument.decode(before.value) if before else None
+        try:
+            was = RoundDocument.decode(before.value) if before else None
+        except RendezvousStateError:
+            was = None
         self.note(f"{host.id} writes {show(after)} ({after.reason})")
         self.rounds += after.phase is Phase.RUNNING
         self.checker.wrote(host.id, was, after, evidence, self.store.epoch)
@@ -169,19 +242,87 @@ class World:
             kernel.at(fault.at, self._befall, fault.kind)
         kernel.run(QUIET_AFTER)
         end_faults(self)
-        limit, still = bound(plan), (plan.rules.lease + 2) / plan.rates[0]
-        since, place = kernel.now, (-1, 0)
+        settled = self._stand_still(bound(plan) + self._held_up())
+        self._end()
+        return settled - QUIET_AFTER
+
+    def _held_up(self) -> float:
+        """What torch's own time-outs may add, where words in its c10d store were forgotten."""
+        held = any(host.agent in (Agent.EXCHANGING, Agent.BARRIER) for host in self.hosts)
+        return TORCH_TIMEOUT / self.plan.rates[0] if held else 0.0
+
+    def _stand_still(self, limit: float) -> float:
+        """Run until nothing changes any more; returns since when."""
+        kernel, began = self.kernel, self.kernel.now
+        still = (self.plan.rules.lease + 2) / self.plan.rates[0]
+        since, place = kernel.now, ("", -1, 0)
         # A document that keeps changing is no end, even if each is a good one.
         while kernel.now < since + still:
             kernel.run(kernel.now + _LOOK)
             document = self.document
-            was, place = place, document.place if document else (-1, 0)
+            was = place
+            place = (document.incarnation, *document.place) if document else ("", -1, 0)
             why = self._unsettled() or ("" if was == place else "the round still changes")
             if why:
                 since = kernel.now
-            if since > QUIET_AFTER + limit:
+            if since > began + limit:
                 raise InvariantError("gets going", f"after {limit:.0f} s without faults {why}")
-        return since - QUIET_AFTER
+        return since
+
+    def _end(self) -> None:
+        """What becomes of a run that stands still: all agents end, and its keys."""
+        plan, document = self.plan, self.document
+        running = document is not None and document.phase is Phase.RUNNING
+        members = [
+            host
+            for host in self.hosts
+            if document is not None and host.agent is Agent.RUNNING and host.id in document.ranks
+        ]
+        if plan.ending == "fails":
+            members = [host for host in members if not host.wedged]
+        if running and members and plan.ending != "is left":
+            self.note(f"-- the run {plan.ending} --")
+            if plan.ending == "fails":
+                self.chance.choice(members).fail_workers(for_good=True)
+            else:
+                for host in members:
+                    self.kernel.after(self.chance.uniform(0, plan.stop), host.succeed)
+            self._all_end(document, members)
+        if self.store.entries and self.store.deadline is None:
+            # Whoever leads does not know that the store lost the deadline; it soon sets another.
+            self.kernel.run(self.kernel.now + plan.rules.abandoned / 4 / plan.rates[0] + 3)
+        for host in self.hosts:
+            if host.alive:
+                host.crash()
+        self.kernel.run(self.kernel.now + plan.rules.abandoned + plan.rules.sweep_after + 1)
+        dead_long = max((host.changed for host in self.hosts), default=0.0) < QUIET_AFTER + 5
+        if self.store.entries and not (dead_long and STATE_KEY in self.store.entries):
+            # Who died before it had led for an interval could not see to it.
+            left = " ".join(sorted(self.store.entries))
+            raise InvariantError("keys end", f"all are gone, and these keys stay: {left}")
+
+    def _all_end(self, document: RoundDocument, members: list[Host]) -> None:
+        plan, began = self.plan, self.kernel.now
+        limit = (plan.rules.lease + 10) / plan.rates[0] + 2 * plan.stop
+        if any(host.wedged for host in members):
+            limit += TORCH_TIMEOUT / plan.rates[0]  # Their words in the exit barrier never come.
+        while self.kernel.now < began + limit:
+            self.kernel.run(self.kernel.now + _LOOK)
+            left = [host for host in self.hosts if host.alive and not self._may_stay(host)]
+            after = self.document
+            hangs = any(host.wedged for host in members)
+            closes = after is not None and not (after.closed or hangs)
+            if not left and not closes:
+                break
+        else:
+            who = ", ".join(f"{host.id} is {host.agent}" for host in left)
+            found = show(after) if after else "there is no document"
+            raise InvariantError(
+                "all end", f"the run {plan.ending}, after {limit:.0f} s {who or 'all ended'}, {found}"
+            )
+
+    def _may_stay(self, host: Host) -> bool:
+        return host.wedged or self._runs_on(host)
 
     def _befall(self, kind: str) -> None:
         self.inject(kind)
@@ -190,38 +331,47 @@ class World:
     def _unsettled(self) -> str:
         """What keeps the run from standing still; empty: nothing."""
         document = self.document
-        alive = self.concerned
-        if document is not None and document.phase is Phase.CLOSED:
-            waiting = [host.id for host in self.hosts if host.agent is Agent.JOINING]
-            return f"{' '.join(waiting)} still join a closed run" if waiting else ""
+        alive = [host for host in self.hosts if host.alive and not host.wedged]
+        alive = [host for host in alive if not self._runs_on(host)]
+        for host in alive:
+            if host.agent not in (Agent.RUNNING, Agent.JOINING):
+                return f"{host.id} is {host.agent}"
         if not alive:
             return ""
         if document is None:
             return "there is no document"
         if document.phase is not Phase.RUNNING:
             return f"there is only {show(document)}"
-        present = {node for node in document.participants if node not in document.lost}
-        world = document.round, document.participants
         if document.lost and self.plan.rules.restart_on_loss:
             return f"{show(document)} goes on"
+        present = {node for node in document.participants if node not in document.lost}
+        by_id = {host.id: host for host in self.hosts}
         for host in alive:
             if host.id in present:
-                if host.agent is not Agent.RUNNING or host.track.world != world:
+                if host.agent is not Agent.RUNNING or host.track.world != world_of(document):
                     return f"{host.id} is {host.agent} in {show(document)}"
             elif host.agent is not Agent.JOINING or host.node.record.wants is not Wants.SPARE:
                 return f"{host.id} is {host.agent} outside {show(document)}"
-        dead = present - {host.id for host in alive}
+        dead = [
+            node
+            for node in sorted(present)
+            if not (by_id[node].alive or (by_id[node].succeeded and by_id[node].node.done))
+        ]
         if dead:
-            return f"{' '.join(sorted(dead))} is dead in {show(document)}"
-        if len(alive) > len(present) and len(present) < document.max_nodes:
+            return f"{' '.join(dead)} is dead in {show(document)}"
+        done = [node for node in present if by_id[node].succeeded]
+        if len(alive) > len(present) and len(present) < document.max_nodes and not done:
             return f"there is room for spares in {show(document)}"
+        leader = by_id.get(document.leader or "")
+        if leader is None or not leader.alive:
+            return f"nobody leads {show(document)}"
+        if leader.grey and any(not host.grey for host in alive):
+            return f"{leader.id}, whose listings fail, leads {show(document)}"
         return ""
 
 
-def _knows_the_end(host: Host) -> bool:
-    """It has seen a run of this id closed, which has been submitted again since."""
-    latest = host.node.latest
-    return latest is not None and latest.phase is Phase.CLOSED and host.agent is not Agent.JOINING
+def _has(plan: Plan, kind: str) -> bool:
+    return plan.ambush == kind or any(fault.kind == kind for fault in plan.faults)
 
 
 def simulate(

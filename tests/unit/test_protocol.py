@@ -570,6 +570,6 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
 
 def test_every_action_is_one_of_the_module() -> None:
     assert {kind.__name__ for kind in decisions.Action.__args__} == {
-        "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate",
+        "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate", "Close",
         "Wait",
     }  # fmt: skip

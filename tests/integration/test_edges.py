@@ -1,0 +1,350 @@
+"""Where jobs die: real torchrun agents, signals, ends, and ids that are used twice.
+
+The workers import no torch and do as they are told, so that what is measured is the rendezvous.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+
+from rdzv_plugins.documents import STATE_KEY, Wants
+from rdzv_plugins.handler import StoreRendezvousHandler
+from tests import Measure
+from tests.integration.agents import Run as Handlers
+from tests.integration.agents import crash
+from tests.integration.jobs import Job
+from tests.integration.stores import RunningStore, every_store
+from tests.integration.torchrun import LEASE
+
+pytestmark = pytest.mark.timeout(240)
+
+Submit = Callable[..., Job]
+
+# A lease of 1.5 s, for tests that wait for many.
+SHORT = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": 3}
+SHORT_LEASE = 1.5
+
+soak = pytest.mark.soak
+
+
+@pytest.fixture
+def submit(store: RunningStore, tmp_path: Path) -> Iterator[Submit]:
+    """Makes a job on the store, or on another."""
+    jobs: list[Job] = []
+
+    def make(store: RunningStore = store, **options: object) -> Job:
+        jobs.append(Job(tmp_path / str(len(jobs)), store, **options))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+
+
+@every_store
+def test_spare_of_a_job_that_succeeds(submit: Submit, record_property: Measure) -> None:
+    job = submit(nodes="1:1")
+    job.begin("a")
+    job.start_at("b")
+    job.await_record("b", Wants.SPARE)
+    done = job.finish("a")
+    assert job.await_ends("ab", 30) == {"a": 0, "b": 0}
+    record_property("all agents ended, s", round(time.monotonic() - done, 2))
+    assert job.noted("b") == []
+
+
+@every_store
+@pytest.mark.parametrize("who", ["a", pytest.param("b", marks=soak)])
+def test_workers_that_fail_for_good_while_the_others_hang(
+    submit: Submit, who: str, record_property: Measure
+) -> None:
+    job = submit(nodes="2:2", max_restarts=0)
+    job.begin("ab")
+    failed = job.finish(who, 1)
+    statuses = job.await_ends("ab", LEASE + 10)
+    record_property("all agents ended, s", round(time.monotonic() - failed, 2))
+    assert 0 not in statuses.values(), statuses
+
+
+@every_store
+@pytest.mark.parametrize(("done", "works"), [("a", "b"), pytest.param("b", "a", marks=soak)])
+def test_a_node_that_is_done_lets_nobody_disturb_the_others(
+    submit: Submit, done: str, works: str, record_property: Measure
+) -> None:
+    job = submit(nodes="1:3")
+    began = min(job.begin("ab").began.values())
+    job.finish(done)
+    job.start_at("c")
+    job.await_record("c")
+    job.assert_noted(works, ["begin"], began, 2 * LEASE)
+    finished = job.finish(works)
+    assert job.await_ends("abc", 30) == {"a": 0, "b": 0, "c": 0}
+    record_property("all agents ended, s", round(time.monotonic() - finished, 2))
+    assert [job.noted(name, began) for name in "abc"] == [["begin", "end"], ["begin", "end"], []]
+
+
+@every_store
+@pytest.mark.parametrize(
+    ("nodes", "who"),
+    [
+        ("3:3", "leader"),
+        ("3:3", "other"),
+        # Within the last call.
+        pytest.param("2:3", "leader", marks=soak),
+        pytest.param("2:3", "other", marks=soak),
+    ],
+)
+def test_sigterm_while_nodes_gather(
+    submit: Submit, nodes: str, who: str, record_property: Measure
+) -> None:
+    # So long a lease that waiting for it is no mistake of measurement, and a shorter interval.
+    lease = 60
+    job = submit(
+        nodes=nodes, keep_alive_interval=3, keep_alive_max_attempt=20, last_call_timeout=100
+    )
+    for name in "ab":
+        job.start_at(name)
+        job.await_record(name)
+    leader = job.leader().name
+    leaves, stays = "ab" if (leader == "a") == (who == "leader") else "ba"
+    told = job.agents[leaves].signal(signal.SIGTERM)
+    job.start_at("c")
+    job.start_at("d")
+    for name in "cd":
+        job.await_record(name)
+    came = time.monotonic()
+    world = job.await_begun([stays, "c", "d"], timeout=lease + 30)
+    ran = max(world.began.values())
+    record_property("the others run, s after the signal", round(ran - told, 2))
+    record_property("s after the last came", round(ran - came, 2))
+    assert ran - told < lease - 20, "the others waited for the lease of a node that was told to go"
+    assert job.await_ends(leaves, 10)[leaves] != 0
+
+
+@every_store
+@pytest.mark.parametrize("who", ["b", pytest.param("a", marks=soak)])
+def test_sigterm_to_a_node_that_saves_for_long(
+    submit: Submit, who: str, record_property: Measure
+) -> None:
+    saving = 10
+    job = submit()
+    others = sorted(set("abc") - {who})
+    job.begin(others)
+    # Last, so that its workers are not told to end when another comes.
+    job.start_at(who, training={"saving": saving})
+    job.await_begun("abc")
+    told = job.agents[who].signal(signal.SIGTERM)
+    world = job.await_begun(others, after=told, timeout=saving + 30)
+    ran = max(world.began.values())
+    record_property("the others run, s after the signal", round(ran - told, 2))
+    assert ran - told < 6
+    # Its workers have the time that they need, and its end is no news.
+    assert job.await_event(who, "saved", saving + 20) - told > saving
+    assert job.await_ends(who, 20)[who] != 0
+    job.assert_noted(others[0], ["sigterm", "saved", "begin"], told, LEASE)
+
+
+@every_store
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_run_that_nobody_leads_any_more_leaves_nothing(
+    submit: Submit, number: signal.Signals, record_property: Measure
+) -> None:
+    seconds = 15  # Ten leases.
+    job = submit(nodes="2:2", **SHORT, abandoned_ttl=seconds)
+    world = job.begin("ab")
+    if number is signal.SIGKILL:
+        # It lives longer than that, and loses nothing.
+        alive, first = set(job.stored()), job.round()
+        deadline = time.monotonic() + seconds + 2 * SHORT_LEASE
+        while time.monotonic() < deadline:
+            lost = alive - set(job.stored())
+            assert not lost or job.round() > first, lost
+            time.sleep(0.1)
+        killed = job.agents["b"].signal_workers(signal.SIGKILL)
+        world = job.await_begun("ab", after=killed)
+    before = job.stored()
+    assert STATE_KEY in before
+    for agent in job.agents.values():
+        agent.signal(number, workers=number is signal.SIGKILL)
+    assert 0 not in job.await_ends("ab", 30).values()
+    ended = time.monotonic()
+    job.await_that(lambda: job.stored() == [], f"the end of {before}", seconds + 10)
+    record_property("no key is left, s", round(time.monotonic() - ended, 2))
+    job.start_at("c", 1)
+    job.start_at("d", 2)
+    job.await_begun("cd", after=max(world.began.values()))
+    for name in "cd":
+        job.finish(name)
+    assert job.await_ends("cd", 30) == {"c": 0, "d": 0}
+
+
+@every_store
+def test_two_jobs_without_an_id(
+    store: RunningStore, submit: Submit, record_property: Measure
+) -> None:
+    shared = replace(store, config={**store.config, "prefix": f"edges-{secrets.token_hex(4)}"})
+    first, second = (submit(shared, nodes="1:2", run_id="none") for _ in range(2))
+    first.begin("a")
+    second.start_at("b")
+    second.await_record("b")
+    line = second.await_line("b", "none", "default", first.label("a"))
+    record_property("told", line)
+
+
+@every_store
+def test_an_id_that_a_full_run_holds(submit: Submit, record_property: Measure) -> None:
+    job = submit(nodes="1:1")
+    job.begin("a")
+    job.start_at("b")
+    job.await_record("b", Wants.SPARE)
+    record_property("told", job.await_line("b", job.run_id, "full", "spare", job.label("a")))
+
+
+@every_store
+@pytest.mark.parametrize("who", ["b", pytest.param("a", marks=soak)])
+def test_a_lost_node_is_named_though_the_others_fail_first(
+    submit: Submit, who: str, record_property: Measure
+) -> None:
+    job = submit(nodes="2:3")
+    job.begin("abc")
+    number = job.round()
+    others = sorted(set("abc") - {who})
+    workers = [pid for name in others for pid in job.agents[name].workers()]
+    killed = job.agents[who].kill()
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    world = job.await_begun(others, after=killed)
+    record_property("the others run, s", round(max(world.began.values()) - killed, 2))
+    reason = job.await_cause(number)
+    record_property("reason", reason)
+    parts = reason.split(";")
+    lost = " ".join(part for part in parts if "lost" in part)
+    failed = " ".join(part for part in parts if "failed" in part)
+    assert [name for name in "abc" if job.label(name) in lost] == [who], reason
+    assert [name for name in "abc" if job.label(name) in failed] == others, reason
+
+
+@every_store
+@pytest.mark.parametrize("fourth", [False, True], ids=["with 3", "with the fourth in time"])
+def test_killed_job_that_is_submitted_again(
+    submit: Submit, fourth: bool, record_property: Measure
+) -> None:
+    join_timeout = 15
+    job = submit(nodes="4:4", **SHORT)
+    job.begin("abcd")
+    for agent in job.agents.values():
+        agent.kill()
+    for place, name in enumerate("efg", 1):
+        job.start_at(name, place, join_timeout=60 if fourth else join_timeout)
+    for name in "efg":
+        job.await_record(name)
+    came = time.monotonic()
+    if fourth:
+        job.start_at("h", 4)
+        world = job.await_begun("efgh")
+        record_property("all run, s after three came", round(max(world.began.values()) - came, 2))
+        return
+    statuses = job.await_ends("efg", SHORT_LEASE + join_timeout + 10)
+    record_property("all ended, s after they came", round(time.monotonic() - came, 2))
+    assert 0 not in statuses.values()
+    for name in "efg":
+        assert "RendezvousTimeoutError" in job.agents[name].log.read_text()
+
+
+class TorchAgent(SimpleElasticAgent):
+    """torch's own agent in a thread, whose workers run until they are told that they are done."""
+
+    def __init__(self, handler: StoreRendezvousHandler) -> None:
+        spec = WorkerSpec(
+            role="role",
+            local_world_size=1,
+            rdzv_handler=handler,
+            entrypoint="played",
+            max_restarts=3,
+            monitor_interval=0.05,
+        )
+        super().__init__(spec, exit_barrier_timeout=30)
+        self.handler = handler
+        self.world: tuple[Any, ...] = ()
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._launch, daemon=True)
+        self.thread.start()
+
+    def _launch(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            # As torch's launcher does.
+            self.handler.shutdown()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.world = worker_group.group_world_size, worker_group.master_port
+        return {0: 0}
+
+    def _stop_workers(self, *_: object, **__: object) -> None:
+        self.world = ()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        state = WorkerState.SUCCEEDED if self.done.is_set() else WorkerState.HEALTHY
+        ranks = {worker.global_rank: None for worker in worker_group.workers}
+        return RunResult(state=state, return_values=ranks)
+
+    def _shutdown(self, *_: object, **__: object) -> None:
+        pass
+
+
+@every_store
+@pytest.mark.parametrize("rank", [0, 1])
+def test_death_just_after_release(
+    store: RunningStore, run_id: str, rank: int, record_property: Measure
+) -> None:
+    # The agents of a round wait for a word of each other before they start workers.
+    run = Handlers(store, run_id)
+    handlers = [run.handler((2, 3), rank_order="hint", rank=str(place)) for place in range(4)]
+    victim = handlers.pop(rank)
+    replacement = handlers.pop()
+    released = threading.Thread(target=victim.next_rendezvous, daemon=True)
+    released.start()
+    agents = [TorchAgent(handler) for handler in handlers]
+    try:
+        released.join(30)
+        crash(victim)
+        died = time.monotonic()
+        agents.append(TorchAgent(replacement))
+
+        deadline = died + SHORT_LEASE + 10
+        while len(worlds := {agent.world for agent in agents}) > 1 or 3 not in next(iter(worlds)):
+            # () is the world of an agent that waits for one, or for a word of the others.
+            states = [(agent.world, agent.error) for agent in agents]
+            assert all(agent.thread.is_alive() for agent in agents), states
+            assert time.monotonic() < deadline, states
+            time.sleep(0.02)
+        record_property("the others run, s", round(time.monotonic() - died, 2))
+        for agent in agents:
+            agent.done.set()
+        for agent in agents:
+            agent.thread.join(10)
+        assert [(agent.thread.is_alive(), agent.error) for agent in agents] == [(False, None)] * 3
+    finally:
+        for handler in [*handlers, replacement]:
+            handler.shutdown()

@@ -1,0 +1,308 @@
+"""``rdzv run`` on a real redis: what counts against --max-restarts; else it is torchrun."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
+from rdzv_plugins.testing.harness import until
+from tests import Measure
+from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.torchrun import LEASE, Pause, Run
+
+pytestmark = pytest.mark.timeout(240)
+
+Begin = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[RunningStore]:
+    with running(next(kind for kind in KINDS if kind.name == "redis")) as started:
+        yield started
+
+
+@pytest.fixture
+def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
+    """Makes a run of agents of ``rdzv run``, without --max-restarts unless told otherwise."""
+    runs: list[Run] = []
+
+    def make(max_restarts: int | None = None, **config: object) -> Run:
+        folder = tmp_path / str(len(runs))
+        run = Run(
+            folder,
+            store,
+            launcher=RDZV_RUN,
+            max_restarts=max_restarts,
+            **config,  # type: ignore[arg-type]
+        )
+        runs.append(run)
+        return run
+
+    try:
+        yield make
+    finally:
+        for run in runs:
+            run.close()
+    assert [run.split() for run in runs] == [None] * len(runs)
+
+
+def kill_rank_0(run: Run) -> tuple[list[str], Pause]:
+    """``kill -9`` of rank 0 and its workers; the others' fail long before the lease runs out."""
+    before = run.worlds()[-1]
+    names = [before.nodes[rank] for rank in sorted(before.nodes)]
+    logs = {name: run.agents[name].log.stat().st_size for name in names}
+    killed = run.agents[names[0]].kill()
+    world = run.await_world(names[1:], after=killed, by_rank=True)
+    for name in names[1:]:
+        log = run.agents[name].log.read_bytes()[logs[name] :].decode()
+        assert "waiting up to" in log, "its workers did not fail before the lease"
+    return names, Pause.of(world, killed)
+
+
+def test_survivors_train_on_though_their_workers_fail_at_once(
+    begin: Begin, record_property: Measure
+) -> None:
+    run = begin()
+    before = run.begin("abc")
+    _, pause = kill_rank_0(run)
+    record_property("trained, s", round(pause.trained, 2))
+    assert run.worlds()[-1].resumed <= before.last_step
+    run.stop_training()
+    assert run.await_ends("bc") == {"b": 0, "c": 0}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_survivors_train_on_ten_times(begin: Begin, record_property: Measure) -> None:
+    run = begin(last_call_timeout=0.02)
+    run.begin("abc")
+    for turn in range(10):
+        names, pause = kill_rank_0(run)
+        record_property(f"trained {turn + 1}, s", round(pause.trained, 2))
+        names[0] = f"a{turn + 1}"
+        run.start_at(names[0], 1)
+        run.await_world(names, after=time.monotonic(), by_rank=True)
+
+
+def test_what_a_leave_does_to_the_others_counts_against_nothing(begin: Begin) -> None:
+    run = begin()
+    run.begin("abc")
+    told = run.agents["a"].signal(signal.SIGTERM)
+    run.await_world("bc", after=told, by_rank=True)
+    assert run.await_ends("a") == {"a": 1}
+
+
+def test_a_killed_worker_counts_on_its_node_alone(begin: Begin) -> None:
+    run = begin(max_restarts=1)
+    run.begin("abc")
+    for name in "bac":
+        killed = run.agents[name].signal_workers(signal.SIGKILL)
+        run.await_world("abc", after=killed + 1, by_rank=True)
+    run.agents["a"].signal_workers(signal.SIGKILL)
+    assert run.await_ends("abc") == {"a": 1, "b": 1, "c": 1}
+    for agent in run.agents.values():
+        assert "ChildFailedError" in agent.log.read_text()
+
+
+class Launch:
+    """One agent of any launcher with any arguments; its output goes to a file."""
+
+    def __init__(self, log: Path, launcher: Sequence[str], *arguments: str) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *launcher, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def end(self, timeout: float = 60) -> int:
+        return self.process.wait(timeout)
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def of_a_run(store: RunningStore, run_id: str, nodes: str, lease: float, script: str) -> list[str]:
+    options = {**store.config, "keep_alive_interval": lease / 3, "last_call_timeout": 0.1}
+    return [
+        f"--nnodes={nodes}",
+        f"--rdzv-backend={store.backend}",
+        f"--rdzv-endpoint={store.endpoint}",
+        f"--rdzv-id={run_id}",
+        f"--rdzv-conf={','.join(f'{name}={value}' for name, value in options.items())}",
+        "--local-addr=127.0.0.1",
+        "--no-python",
+        "/bin/sh",
+        "-c",
+        script,
+    ]
+
+
+def test_a_script_that_always_fails_ends_the_job_at_once(
+    store: RunningStore, tmp_path: Path, run_id: str, record_property: Measure
+) -> None:
+    script = f"touch {tmp_path}/failed.$GROUP_RANK; exit 3"
+    arguments = of_a_run(store, run_id, "3:3", 60, script)
+    with (
+        Launch(tmp_path / "a", RDZV_RUN, *arguments) as a,
+        Launch(tmp_path / "b", RDZV_RUN, *arguments) as b,
+        Launch(tmp_path / "c", RDZV_RUN, *arguments) as c,
+    ):
+        assert [launch.end() for launch in (a, b, c)] == [1, 1, 1]
+        ended = time.time()
+        for launch in (a, b, c):
+            assert "ChildFailedError" in launch.log.read_text()
+            assert "exitcode  : 3" in launch.log.read_text()
+    failed = max(file.stat().st_mtime for file in tmp_path.glob("failed.*"))
+    record_property("ended after the last failure, s", round(ended - failed, 2))
+    assert ended - failed < 20, "somebody waited for a lease"
+
+
+def test_a_script_that_fails_on_one_node_ends_its_agent_after_the_lease(
+    store: RunningStore, tmp_path: Path, run_id: str, record_property: Measure
+) -> None:
+    script = f'[ "$GROUP_RANK" = 0 ] && exec sleep 600; touch {tmp_path}/failed; exit 3'
+    arguments = of_a_run(store, run_id, "2:2", LEASE, script)
+    with (
+        Launch(tmp_path / "a", RDZV_RUN, *arguments) as a,
+        Launch(tmp_path / "b", RDZV_RUN, *arguments) as b,
+    ):
+        assert until(lambda: a.process.poll() is not None or b.process.poll() is not None, 60)
+        ended = time.time()
+        failing = a if a.process.poll() is not None else b
+        assert failing.end() == 1
+        assert "ChildFailedError" in failing.log.read_text()
+    waited = ended - (tmp_path / "failed").stat().st_mtime
+    record_property("waited, s", round(waited, 2))
+    assert LEASE <= waited < LEASE + 10
+
+
+def test_a_signal_ends_an_agent_that_waits_for_an_explanation(
+    store: RunningStore, tmp_path: Path, run_id: str
+) -> None:
+    script = '[ "$GROUP_RANK" = 0 ] && exec sleep 600; exit 3'
+    arguments = of_a_run(store, run_id, "2:2", 60, script)
+    logs = tmp_path / "a", tmp_path / "b"
+    with Launch(logs[0], RDZV_RUN, *arguments) as a, Launch(logs[1], RDZV_RUN, *arguments) as b:
+        assert until(lambda: said(a, "waiting up to") or said(b, "waiting up to"), 60)
+        waits = a if said(a, "waiting up to") else b
+        waits.process.send_signal(signal.SIGTERM)
+        assert waits.end(20) == 1
+        assert said(waits, "SignalException")
+
+
+def said(launch: Launch, words: str) -> bool:
+    return words in launch.log.read_text()
+
+
+# Each with what the worker prints: its rank, its arguments and how it was started.
+SCRIPT = """
+import os, sys
+print("worker", os.environ["RANK"], os.environ["WORLD_SIZE"], __name__, sys.argv[1:], flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        pytest.param("--standalone --nproc-per-node=2 {script} 0 --nnodes=5 -- -x", 0, id="script"),
+        pytest.param("--standalone {script} 7", 1, id="failing script"),
+        pytest.param("--standalone -m {module} 0 --help", 0, id="module"),
+        pytest.param("--standalone --no-python /bin/sh -c exit 0", 0, id="no python"),
+        pytest.param(
+            "--nnodes 1 --rdzv-backend c10d -- {script} 0", 0, id="c10d", marks=pytest.mark.soak
+        ),
+        pytest.param("{script} 0", 0, id="no backend", marks=pytest.mark.soak),
+        pytest.param("--nnodes=1 {redis} -m {module} 0", 0, id="redis"),
+        pytest.param("--nnodes=1 {redis} --max-restarts=1 {script} 7", 1, id="redis, failing"),
+        pytest.param(
+            "--nnodes=1 {redis} --run-path {script} 0",
+            0,
+            id="redis, in process",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param("--no-such-option", 2, id="unknown option", marks=pytest.mark.soak),
+        pytest.param("--nnodes=1", 2, id="no script"),
+    ],
+)
+def test_it_ends_as_torchrun_does(
+    store: RunningStore,
+    tmp_path: Path,
+    arguments: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = tmp_path / "script_of_the_test.py"
+    script.write_text(SCRIPT)
+    # For -m.
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    def launch(launcher: Sequence[str]) -> Launch:
+        redis = (
+            f"--rdzv-backend={store.backend} --rdzv-endpoint={store.endpoint} "
+            f"--rdzv-id=run-{secrets.token_hex(4)} --local-addr=127.0.0.1"
+        )
+        filled = arguments.replace("{redis}", redis).split()
+        filled = [argument.format(script=script, module=script.stem) for argument in filled]
+        return Launch(tmp_path / launcher[1], launcher, *filled)
+
+    with launch(TORCHRUN) as theirs, launch(RDZV_RUN) as ours:
+        assert (theirs.end(), ours.end()) == (status, status)
+    workers = [
+        sorted(line for line in log.log.read_text().splitlines() if line.startswith("worker"))
+        for log in (theirs, ours)
+    ]
+    assert workers[0] == workers[1]
+    for error in ("ChildFailedError", "error: unrecognized", "error: the following arguments"):
+        assert said(ours, error) == said(theirs, error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_as_torchrun(
+    store: RunningStore, tmp_path: Path, number: signal.Signals
+) -> None:
+    def launch(launcher: Sequence[str]) -> Launch:
+        began = tmp_path / f"{launcher[1]}.began"
+        script = f"touch {began}; exec sleep 600"
+        arguments = of_a_run(store, f"run-{secrets.token_hex(4)}", "1:1", LEASE, script)
+        return Launch(tmp_path / launcher[1], launcher, *arguments)
+
+    with launch(TORCHRUN) as theirs, launch(RDZV_RUN) as ours:
+        for each in (theirs, ours):
+            began = each.log.with_name(each.log.name + ".began")
+            assert until(began.exists, 60)
+            each.process.send_signal(number)
+        assert theirs.end() == ours.end() != 0
+        assert said(ours, "SignalException") == said(theirs, "SignalException")
+
+
+def test_help_is_torchruns() -> None:
+    shown = subprocess.run(
+        [sys.executable, *RDZV_RUN, "--help"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert shown.stdout.startswith("usage: rdzv run ")
+    assert "--rdzv-backend" in shown.stdout
+    assert "training_script" in shown.stdout

@@ -1,0 +1,60 @@
+"""Where DNS swallows every query: no round is lost, and beats go on.
+
+c10d looks up the name of whatever address it connects to, or is connected from, for a line of its
+log. torch 2.13 asks no more in a process in which that failed once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests import Measure
+from tests.integration.silent_dns import INTERVAL, RESOLVER_SECONDS
+from tests.integration.stores import absent
+
+# A mount namespace has its own /etc/resolv.conf, a network namespace a port 53 to listen at.
+_NAMESPACES = ["unshare", "--mount", "--net"]
+if os.geteuid() != 0:
+    _NAMESPACES.insert(1, "--map-root-user")
+
+
+def play(scenario: str, handler: str, amount: float, seconds: float = 100) -> Any:
+    try:
+        subprocess.run([*_NAMESPACES, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        absent(f"no namespaces of our own: {error}")
+    command = [*_NAMESPACES, sys.executable, "-m", "tests.integration.silent_dns"]
+    played = subprocess.run(
+        [*command, scenario, handler, str(amount)], stdout=subprocess.PIPE, timeout=seconds
+    )
+    assert played.returncode == 0
+    return json.loads(played.stdout)
+
+
+def test_no_round_asks_dns_and_none_is_lost(record_property: Measure) -> None:
+    seen = play("rounds", "rdzv", 50)
+    record_property("slowest", round(seen["slowest"], 1))
+    assert seen["lost"] == []
+    assert seen["names"] == []
+
+
+def test_torchs_handler_waits_for_the_resolver_and_loses_no_round() -> None:
+    seen = play("rounds", "torch", 2)
+    assert seen["lost"] == []
+
+
+@pytest.mark.parametrize("lease", [1.5 * RESOLVER_SECONDS, 0.3 * RESOLVER_SECONDS])
+def test_beats_go_on_while_a_look_up_hangs(lease: float, record_property: Measure) -> None:
+    # /etc/hosts does not have ::1 here. With the shorter lease, rank 0 is given up meanwhile.
+    seen = play("beats", "rdzv", lease)
+    record_property("seconds", round(seen["seconds"], 1))
+    record_property("longest gap", round(max(seen["gaps"]), 2))
+    assert seen["names"] != [], "DNS was not asked: this test tells nothing"
+    assert len(seen["gaps"]) == 3
+    assert max(seen["gaps"]) < 3 * INTERVAL

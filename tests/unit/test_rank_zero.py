@@ -1,0 +1,130 @@
+"""A rank 0 that cannot open its TCPStore gives the rank up; real handlers, an in-memory store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+
+from rdzv_plugins.config import Settings
+from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
+from rdzv_plugins.kv import (
+    MemoryClient,
+    MemoryServer,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
+from rdzv_plugins.testing.harness import until
+from rdzv_plugins.testing.threads import Background
+from rdzv_plugins.tombstones import Tombstones
+
+SETTINGS = Settings(keep_alive_interval=0.2, last_call_timeout=0, join_timeout=20)
+NODES = 3
+
+Make = Callable[..., StoreRendezvousHandler]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    server = MemoryServer()
+    made: list[StoreRendezvousHandler] = []
+
+    def open_handler(address: str = "127.0.0.1") -> StoreRendezvousHandler:
+        handler = StoreRendezvousHandler(
+            MemoryClient(server, "run"),
+            Tombstones(lambda: MemoryClient(server, "ended")),
+            "run",
+            rules_of(SETTINGS, NODES, NODES),
+            SETTINGS,
+            address,
+        )
+        made.append(handler)
+        return handler
+
+    yield open_handler
+    for handler in made:
+        handler.shutdown()
+
+
+def begin(handlers: list[StoreRendezvousHandler]) -> list[Background[RendezvousInfo]]:
+    return [Background(handler.next_rendezvous) for handler in handlers]
+
+
+def never(_: str) -> str:
+    raise RendezvousConnectionError("nothing opens here")
+
+
+def test_one_that_fails_for_a_lease_lets_another_be_rank_0(make: Make) -> None:
+    unable, *able = handlers = [make(f"127.0.0.{place}") for place in (1, 2, 3)]
+    unable._driver._open_master = never
+    infos = [joined.result(20) for joined in begin(handlers)]
+    assert sorted(info.rank for info in infos) == [0, 1, 2]
+    assert infos[0].rank != 0, "it was rank 0 all the same"
+    assert able[0]._servers or able[1]._servers
+
+
+def test_one_that_hangs_lets_another_be_rank_0_and_beats(make: Make) -> None:
+    hung, go_on = threading.Event(), threading.Event()
+
+    def hang(_: str) -> str:
+        hung.set()
+        go_on.wait(20)
+        return "127.0.0.1:1"
+
+    handlers = [make(f"127.0.0.{place}") for place in (1, 2, 3)]
+    handlers[0]._driver._open_master = hang
+    joined = begin(handlers)
+    assert hung.wait(10)
+    before = handlers[0]._node.record.beat
+    assert until(lambda: handlers[0]._node.record.beat >= before + 2, 5), "its beat stands still"
+    assert not go_on.is_set()
+    infos = [each.result(20) for each in joined]
+    go_on.set()
+    assert infos[0].rank != 0
+    assert {info.world_size for info in infos} == {NODES}
+
+
+def test_where_none_can_they_are_asked_again(make: Make) -> None:
+    """Each has its turn, and none is out for good: the fault may pass."""
+    tries: list[str] = []
+    handlers = [make(f"127.0.0.{place}") for place in (1, 2, 3)]
+    for handler in handlers:
+        real = handler._driver._open_master
+
+        def late(naming: str, real: Callable[[str], str] = real) -> str:
+            tries.append(naming)
+            if len(set(tries)) <= NODES:
+                raise RendezvousConnectionError("not yet")
+            return real(naming)
+
+        handler._driver._open_master = late
+    infos = [joined.result(20) for joined in begin(handlers)]
+    assert {info.world_size for info in infos} == {NODES}
+    assert len(set(tries)) == NODES + 1
+
+
+def test_an_address_of_another_host_ends_the_join_at_once(make: Make) -> None:
+    # A link's address without the link is nobody's.
+    handlers = [make(f"fe80::{place}") for place in (1, 2, 3)]
+    joined = begin(handlers)
+    with pytest.raises(RendezvousStateError, match="--local-addr"):
+        joined[0].result(5)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_the_server_is_reached_under_every_kind_of_address(make: Make, address: str) -> None:
+    if ":" in address:
+        try:
+            socket.create_server((address, 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this host has no IPv6")
+    handlers = [make(address) for _ in range(NODES)]
+    infos = [joined.result(20) for joined in begin(handlers)]
+    for info in infos:
+        master = info.bootstrap_store_info
+        assert master is not None
+        assert master.master_addr == address
+        socket.create_connection((master.master_addr, master.master_port), 5).close()
