@@ -42,6 +42,9 @@ class AgentStore(KeyValueStore):
         all_done: the workers of all agents of the round succeeded, as far as this agent knows.
     """
 
+    # The word that the round is over may come just before the client parks, and then wakes nobody.
+    _longest_wait = 3.0
+
     def __init__(
         self,
         client: KeyValueClient,

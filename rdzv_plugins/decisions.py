@@ -63,8 +63,8 @@ class View:
         document_age: seconds since ``document`` was first seen as it is.
         round_age: seconds since its round was first seen.
         latest: the document of the highest place that this node has seen of its run.
-        asked_tombstone: the incarnation that was last looked for among those that ended, and had
-            not; None since ``document`` was last as it should be.
+        asked_tombstones: incarnations that were looked for among those that ended, and had not;
+            none since ``document`` was last as it should be.
         own: the incarnation in which this node was named last.
         member: the round that the agent runs in, or ran in last.
         confirmed: the round that this node last said it has seen, as it stood then.
@@ -89,7 +89,7 @@ class View:
     document_age: float
     round_age: float
     latest: RoundDocument | None
-    asked_tombstone: str | None
+    asked_tombstones: frozenset[str]
     own: str | None
     member: RoundDocument | None
     confirmed: RoundDocument | None

@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from rdzv_plugins import history, steps
@@ -35,7 +37,7 @@ class Driver:
         tombstones: of the run's id.
         open_master: opens a TCPStore for the round of a naming and returns its ``address:port``;
             called in a thread of its own. `RendezvousStateError`: it is of no use to try again.
-        name: of the thread.
+        run_id: after which the threads are named.
     """
 
     def __init__(
@@ -44,19 +46,20 @@ class Driver:
         client: KeyValueClient,
         tombstones: Tombstones,
         open_master: Callable[[str], str],
-        name: str,
+        run_id: str,
     ) -> None:
         self._node = node
         self._client = client
         self._tombstones = tombstones
         self._open_master = open_master
-        self._name = name
+        self._run = f"run '{run_id}'"
+        self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
         self._opener: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._nudged = threading.Event()
-        self._delivered = threading.Condition()
-        self._outcome: steps.Outcome | None = None
+        # Not conditions: a signal's exception in the main thread could leave their locks held.
+        self._nudges: SimpleQueue[None] = SimpleQueue()
+        self._outcomes: SimpleQueue[steps.Outcome] = SimpleQueue()
         self._outage_since: float | None = None
         self._told: str | None = None
 
@@ -70,22 +73,21 @@ class Driver:
         One caller at a time. It only waits: torch raises an exception in it at a signal, which a
         store's client might swallow. Whatever ends the wait early withdraws the join.
         """
-        self._outcome = None
+        _empty(self._outcomes)
+        if self._stopping.is_set():
+            return steps.Outcome()
         self._node.order_join(failed)
         if not self.running:
-            self._stopping.clear()
             self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
             self._thread.start()
         else:
-            self._nudge_until(lambda: not self._node.ordered, time.monotonic() + 5)
+            self._nudge_until(lambda: not self._node.ordered, 5)
         try:
-            with self._delivered:
-                self._delivered.wait_for(lambda: self._outcome or self._stopping.is_set())
+            return self._outcomes.get()
         except BaseException:
             self._node.order_withdrawal()
-            self._nudge_until(lambda: not self._node.ordered, time.monotonic() + 1)
+            self._nudge_until(lambda: not self._node.ordered, 1)
             raise
-        return self._outcome or steps.Outcome()
 
     def report_done(self) -> None:
         """The workers of this node succeeded."""
@@ -93,19 +95,19 @@ class Driver:
         self._nudge()
 
     def stop(self, seconds: float) -> None:
-        """End the thread; after ``seconds`` it is left to end by itself."""
+        """End the thread, for good; after ``seconds`` it is left to end by itself."""
         self._stopping.set()
-        with self._delivered:
-            self._delivered.notify_all()
-        self._nudge_until(lambda: not self.running, time.monotonic() + seconds)
+        self._outcomes.put(steps.Outcome())
+        self._nudge_until(lambda: not self.running, seconds)
 
     def await_opener(self, seconds: float) -> None:
         """Wait until no TCPStore is being opened: C++ that outlives the interpreter aborts."""
         if self._opener is not None:
             self._opener.join(seconds)
 
-    def _nudge_until(self, done: Callable[[], bool], deadline: float) -> None:
+    def _nudge_until(self, done: Callable[[], bool], seconds: float) -> None:
         # An interrupt may come just before the thread parks, and then wakes nobody: repeat it.
+        deadline = time.monotonic() + seconds
         pause = 0.001
         while not done() and time.monotonic() < deadline:
             self._nudge()
@@ -115,7 +117,7 @@ class Driver:
 
     def _nudge(self) -> None:
         """End the thread's `Park` or `Rest`, and whatever else waits in the store."""
-        self._nudged.set()
+        self._nudges.put(None)
         self._client.interrupt()
 
     def _live(self) -> None:
@@ -150,12 +152,13 @@ class Driver:
             case steps.OpenMaster(naming):
                 return self._begin_to_open_master(naming)
             case steps.Tell(_, text):
-                return log.warning("%s", text)
+                return log.warning("%s: %s", self._run, text)
             case steps.Rest(seconds, because):
                 if because is not None:
                     self._note_failure(because)
-                self._nudged.clear()
-                self._nudged.wait(seconds)
+                _empty(self._nudges)
+                with suppress(Empty):
+                    self._nudges.get(timeout=seconds)
                 return None
         return perform(self._client, self._tombstones, request)
 
@@ -169,7 +172,9 @@ class Driver:
                 self._node.master_opened(naming, None, error)
             tried.set()
             if late.is_set():
-                self._nudge()
+                self._nudge_until(
+                    lambda: self._stopping.is_set() or self._node.record.naming == naming, 1
+                )
 
         self._opener = threading.Thread(target=open_it, name=f"{self._name}-master", daemon=True)
         self._opener.start()
@@ -177,9 +182,7 @@ class Driver:
             late.set()
 
     def _deliver(self, outcome: steps.Outcome) -> None:
-        with self._delivered:
-            self._outcome = outcome
-            self._delivered.notify_all()
+        self._outcomes.put(outcome)
 
     def _note_failure(self, error: Exception) -> None:
         """Say once what fails, however often it does."""
@@ -244,6 +247,12 @@ def carry_out(
             result: T = end.value
             return result
         answer = perform(client, tombstones, request)
+
+
+def _empty(queue: SimpleQueue[Any]) -> None:
+    with suppress(Empty):
+        while True:
+            queue.get_nowait()
 
 
 def _stores(client: KeyValueClient, incarnation: str, before: int) -> list[str]:

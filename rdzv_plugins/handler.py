@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -61,6 +62,8 @@ log = logging.getLogger(__name__)
 _STOP_SECONDS = 2.0
 # How long the exit of the process waits for a farewell that is under way.
 _FAREWELL_SECONDS = 10.0
+# How many more signals of those that ask for it do not cut that short.
+_SIGNALS_BORNE = 5
 
 # How long a TCPStore may take to open, at least: where DNS is asked and does not answer, 10.
 _MASTER_SECONDS = 30.0
@@ -120,17 +123,16 @@ class StoreRendezvousHandler(RendezvousHandler):
             time.monotonic,
             random.Random(secrets.randbits(64)),
         )
-        name = f"rdzv-{run_id}"
-        self._driver = Driver(self._node, client, tombstones, self._open_master, name)
+        self._driver = Driver(self._node, client, tombstones, self._open_master, run_id)
         self._ending = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
         # torch's launcher does not call shutdown() after a signal, lest it close the run; but the
         # others must not wait for this node's lease. Weak, or the handler would never be freed.
         itself = weakref.ref(self)
-        self._at_exit = lambda: handler._leave() if (handler := itself()) is not None else None
+        self._at_exit = lambda: handler._leave_at_exit() if (handler := itself()) else None
         atexit.register(self._at_exit)
-        self._signals = SignalWatch(self._at_exit, f"{name}-signals")
+        self._signals = SignalWatch(self._at_exit, f"rdzv-{run_id}-signals")
         if run_id == _DEFAULT_RUN_ID:
             log.warning(
                 "the run id is '%s', torch's default: every job on this store that has none is in "
@@ -256,25 +258,19 @@ class StoreRendezvousHandler(RendezvousHandler):
         only_leaves = isinstance(error, SignalException | KeyboardInterrupt) or waits_for_others
         if only_leaves or not self._node.in_round:
             return self._leave()
-        if not self._begin_to_end():
-            return True
         outcome = Outcome.SUCCEEDED if error is None else Outcome.FAILED
         why = "its workers succeeded" if error is None else "its agent failed"
 
         def close() -> bool:
             return self._close(self._node.latest, outcome, why, members_only=True)
 
-        try:
+        def end() -> None:
             timeout = self._settings.close_timeout
             if not retry(close, timeout=timeout, passing=store_is_away):
                 # It was replaced meanwhile.
                 carry_out(self._client, self._tombstones, self._node.farewell())
-            return True
-        except (RendezvousConnectionError, RendezvousStateError) as failure:
-            log.warning("run '%s' could not be closed: %s", self._run_id, failure)
-            return False
-        finally:
-            self._release()
+
+        return self._end(end, "the run could not be closed")
 
     def _close(
         self, latest: RoundDocument | None, outcome: Outcome, why: str, *, members_only: bool
@@ -291,36 +287,62 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _leave(self) -> bool:
         """Tell the others that this node is gone, without closing the run."""
-        if not self._begin_to_end():
-            return True
-        try:
+
+        def leave() -> None:
             if self._node.latest is None or not self._node.latest.closed:
                 carry_out(self._client, self._tombstones, self._node.farewell())
-            return True
-        except (RendezvousConnectionError, RendezvousStateError) as error:
-            log.warning("this node could not announce that it leaves: %s", error)
-            return False
-        finally:
-            self._release()
 
-    def _begin_to_end(self) -> bool:
-        """Stop the node; False if another thread ends it, after waiting for that, or has."""
+        return self._end(leave, "this node could not announce that it leaves")
+
+    def _leave_at_exit(self) -> None:
+        for _ in range(_SIGNALS_BORNE):
+            try:
+                self._leave()
+                return
+            except SignalException:
+                continue  # What this process already does; the next call waits for it.
+
+    def _end(self, last_word: Callable[[], None], failed: str) -> bool:
+        """Stop the node and say its last word, once; False if the store could not be told.
+
+        In a thread: a signal's exception in this one must not cut the word short. If another thread
+        ends the node already, wait for it, as the exit of the process does.
+        """
         if os.getpid() != self._pid:
-            return False  # A forked child has a copy of this object, and no node.
+            return True  # A forked child has a copy of this object, and no node.
         with self._ending:
             first, self._ended = not self._ended, True
         if not first:
             self._gone.wait(_FAREWELL_SECONDS)
-            return False
-        atexit.unregister(self._at_exit)
-        self._driver.stop(_STOP_SECONDS)
-        return True
+            return True
+        told: list[bool] = []
+
+        def end() -> None:
+            try:
+                self._driver.stop(_STOP_SECONDS)
+                last_word()
+                told.append(True)
+            except (RendezvousConnectionError, RendezvousStateError) as error:
+                log.warning("run '%s': %s: %s", self._run_id, failed, error)
+            finally:
+                self._release()
+
+        thread = threading.Thread(target=end, name=f"rdzv-{self._run_id}-end", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            end()  # From Python 3.12 on no thread starts while the process exits.
+        else:
+            thread.join()
+        self._signals.release()
+        return bool(told)
 
     def _release(self) -> None:
         self._client.close()
         self._driver.await_opener(_STOP_SECONDS)
         self._servers.clear()
         self._signals.release()
+        atexit.unregister(self._at_exit)
         self._gone.set()
 
     def _name_the_others(self, document: RoundDocument) -> None:
@@ -333,7 +355,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         labels = [record.label for record in found if record is not None]
         shown = Names().plus(labels)
         log.warning(
-            "run '%s', of which any job may be part, has these nodes: %s", self._run_id, shown
+            "the run id is '%s', torch's default, so that these nodes are in one run, of whatever "
+            "jobs they are: %s",
+            self._run_id,
+            shown,
         )
 
     def _open_master(self, naming: str) -> str:

@@ -327,7 +327,7 @@ class Node:
             document_age=now - seen.document_since,
             round_age=now - seen.forming_since,
             latest=seen.latest,
-            asked_tombstone=seen.asked_tombstone,
+            asked_tombstones=seen.asked_tombstones,
             own=seen.named.incarnation if seen.named else None,
             member=self._member,
             confirmed=self._confirmed,

@@ -42,8 +42,8 @@ class Observer:
         token: the version under which it was read.
         document_since: when it was first seen as it is.
         latest: the document of the highest place that was seen of this node's run.
-        asked_tombstone: the incarnation that was looked for among those that ended, and had not;
-            None since a document of it was seen.
+        asked_tombstones: incarnations that were looked for among those that ended, and had not;
+            none since a later document was seen.
         forming_since: when the document's round was first seen.
         leader: the leader's record, where another node leads; None: it was not read.
         leases: of the nodes that were looked at.
@@ -67,7 +67,7 @@ class Observer:
         self.token: Version | None = None
         self.document_since = clock()
         self.latest: RoundDocument | None = None
-        self.asked_tombstone: str | None = None
+        self.asked_tombstones: frozenset[str] = frozenset()
         self.forming_since = clock()
         self.leader: NodeRecord | None = None
         self.leases = Leases()
@@ -127,7 +127,7 @@ class Observer:
             self.minimum_since = None
         if self._is_later(document):
             self.latest = document
-            self.asked_tombstone = None
+            self.asked_tombstones = frozenset()
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
         try:
@@ -167,7 +167,7 @@ class Observer:
 
     def hear_of_the_end(self, incarnation: str, outcome: Outcome | None) -> None:
         """Note what the tombstone of a run says that this node remembers; None: there is none."""
-        self.asked_tombstone = incarnation
+        self.asked_tombstones |= {incarnation}
         for run in (self.latest, self.named):
             if outcome is not None and run is not None and run.incarnation == incarnation:
                 self.latest = replace(run, phase=Phase.CLOSED, outcome=outcome, expires=True)

@@ -47,7 +47,7 @@ def nodes_waiting(view: View) -> int:
     if document is None or document.closed:
         return 0
     if not document.is_of(member):
-        return int(view.asked_tombstone == member.incarnation)
+        return int(member.incarnation in view.asked_tombstones)
     if document.place < latest.place:
         return 0  # A store that forgot; the living round is being written back.
     if document.round > member.round or document.participants != member.participants:
@@ -115,7 +115,7 @@ def _on_closed(view: View) -> Action:
 
 def _is_strange(view: View, document: RoundDocument) -> bool:
     """Whether another run of this id stands there, and it is not known whether ours has ended."""
-    return document.incarnation != view.own and view.asked_tombstone != view.own
+    return document.incarnation != view.own and view.own not in view.asked_tombstones
 
 
 def _is_behind(document: RoundDocument | None, latest: RoundDocument | None) -> bool:
@@ -148,7 +148,7 @@ def _write_back(view: View) -> Action:
     patience = 0.0 if latest.leader == view.me else view.share * view.rules.interval
     if view.document_age < patience:
         return Wait(patience - view.document_age)
-    if view.asked_tombstone != latest.incarnation:
+    if latest.incarnation not in view.asked_tombstones:
         # It may have been swept because it was over.
         return AskTombstone(latest.incarnation)
     return Write(replace(latest, leader=view.me))
@@ -282,8 +282,9 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         yield (
             "spare",
             this_round,
-            f"this node waits as a spare of round {number}, {why}: {len(document.participants)} "
-            f"nodes, led by {view.leader.label}. If that is another job, give each an --rdzv-id",
+            f"this node waits as a spare of round {number}, {why}: {len(document.participants)} of "
+            f"{document.max_nodes} nodes, led by {view.leader.label}. If that is another job, give "
+            "this one an --rdzv-id of its own",
         )
     evicted = document.cause.evicted
     if evicted and view.record.label in evicted and not document.names(view.me):

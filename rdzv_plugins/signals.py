@@ -39,6 +39,7 @@ class SignalWatch:
         # Its put() may be called in a signal handler, whatever the thread was doing.
         self._signals: SimpleQueue[int | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._released = False
         self._previous: dict[int, Any] = {}
         self._handler = self._on_signal
 
@@ -49,6 +50,8 @@ class SignalWatch:
         thread may do this; in another nothing happens.
         """
         if threading.current_thread() is not threading.main_thread():
+            return
+        if self._released or os.getpid() != self._pid:
             return
         for number in (*_FATAL, signal.SIGINT):
             current = signal.getsignal(number)
@@ -67,6 +70,7 @@ class SignalWatch:
 
     def release(self) -> None:
         """Put the handlers back that stood before, where the caller may, and end the thread."""
+        self._released = True
         self._signals.put(None)
         if threading.current_thread() is threading.main_thread():
             for number, previous in self._previous.items():

@@ -45,6 +45,9 @@ class KeyValueStore(Store):
         DistNetworkError: the store could not be reached; its cause is attached.
     """
 
+    # Seconds after which a read that waits looks again whether there is something to give.
+    _longest_wait = float("inf")
+
     def __init__(
         self, client: KeyValueClient, prefix: str, timeout: timedelta = timedelta(seconds=300)
     ) -> None:
@@ -168,7 +171,8 @@ class KeyValueStore(Store):
             if given := self._missing(missing):
                 found.update(given)
                 return True
-            entry = self._client.wait(self._prefix + missing[0], None, remaining)
+            pause = min(remaining, self._longest_wait)
+            entry = self._client.wait(self._prefix + missing[0], None, pause)
             if entry is not None:
                 found[missing[0]] = entry
             # An early None (somebody interrupted the client) is no answer yet.

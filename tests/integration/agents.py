@@ -16,7 +16,7 @@ from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.testing import harness
 from tests.integration.stores import RunningStore
 
-__all__ = ["QUICK", "Agent", "Run", "crash", "one_world", "until"]
+__all__ = ["QUICK", "Agent", "Run", "crash", "exchange_roles", "one_world", "until"]
 
 # Long enough for a busy machine to beat three times in, short enough to wait for.
 QUICK = {"keep_alive_interval": "0.5", "last_call_timeout": "0.2", "join_timeout": "30"}
@@ -44,7 +44,7 @@ class Agent:
         try:
             while not self._quit.is_set():
                 info = self.handler.next_rendezvous()
-                _exchange_roles(self.handler, info)
+                exchange_roles(self.handler, info)
                 self.rounds.append(info)
                 while self.handler.num_nodes_waiting() == 0 and not self._quit.is_set():
                     if self._failed.wait(0.01):
@@ -89,7 +89,7 @@ def crash(handler: StoreRendezvousHandler) -> None:
     handler._release()
 
 
-def _exchange_roles(handler: StoreRendezvousHandler, info: RendezvousInfo) -> None:
+def exchange_roles(handler: StoreRendezvousHandler, info: RendezvousInfo) -> None:
     """Every agent of a round waits for a word of every other, as torch's do before they go on."""
     key = "torchelastic/role_info/"
     info.store.set(f"{key}{info.rank}", str(info.rank))
@@ -108,10 +108,17 @@ class Run:
         self.agents: list[Agent] = []
 
     def handler(self, nnodes: tuple[int, int], **config: str) -> StoreRendezvousHandler:
+        """Made as torch makes it."""
+        return self.handler_through(None, nnodes, **config)
+
+    def handler_through(
+        self, proxy: tuple[str, int] | None, nnodes: tuple[int, int], **config: str
+    ) -> StoreRendezvousHandler:
+        """One that reaches the store by a proxy at this address; None: straight."""
         options: dict[str, Any] = {**QUICK, **self._store.config, **config}
         params = RendezvousParameters(
             self._store.backend,
-            self._store.endpoint,
+            self._store.endpoint_at(proxy),
             self._run_id,
             *nnodes,
             local_addr="127.0.0.1",

@@ -146,13 +146,20 @@ class RunningStore:
         request_timeout: float = 5.0,
     ) -> KeyValueClient:
         """Connect, straight or through a proxy at ``address``."""
-        endpoint = self.endpoint
-        if address is not None:
-            old, new = ("{}:{}".format(*pair) for pair in (self.address, address))
-            endpoint = endpoint.replace(old, new)
         return open_client(
-            self.backend, endpoint, namespace, self.config, request_timeout=request_timeout
+            self.backend,
+            self.endpoint_at(address),
+            namespace,
+            self.config,
+            request_timeout=request_timeout,
         )
+
+    def endpoint_at(self, address: tuple[str, int] | None) -> str:
+        """The endpoint, straight or through a proxy at ``address``."""
+        if address is None:
+            return self.endpoint
+        old, new = ("{}:{}".format(*pair) for pair in (self.address, address))
+        return self.endpoint.replace(old, new)
 
     def restart(self, *, empty: bool) -> None:
         assert self.server is not None

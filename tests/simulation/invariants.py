@@ -561,7 +561,6 @@ class Checker:
                 f"{read - since:.3f} s at {read:.3f}, it needs {least:.3f} s",
             )
 
-
     @staticmethod
     def _own(track: Track) -> float:
         return track.lease
@@ -609,7 +608,9 @@ def show(document: RoundDocument) -> str:
     run = document.incarnation[:4]
     people = " ".join(document.participants) or "previous " + " ".join(document.previous)
     lost = f" lost {' '.join(document.lost)}" if document.lost else ""
-    return f"{run} round {document.round} {document.phase.value} of {document.leader} [{people}]{lost}"
+    return (
+        f"{run} round {document.round} {document.phase.value} of {document.leader} [{people}]{lost}"
+    )
 
 
 def _show_world(world: World) -> str:

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 from rdzv_plugins.decisions import Rules
 
-__all__ = ["FASTEST", "KINDS", "OTHER_SETTINGS", "QUIET_AFTER", "SLOWEST", "TORCH_TIMEOUT", "Fault", "Plan", "settling"]
+__all__ = [
+    "FASTEST",
+    "KINDS",
+    "OTHER_SETTINGS",
+    "QUIET_AFTER",
+    "SLOWEST",
+    "TORCH_TIMEOUT",
+    "Fault",
+    "Plan",
+    "settling",
+]
 
 FASTEST, SLOWEST = 2.0, 0.5
 """Rates of the hosts' clocks against virtual time."""

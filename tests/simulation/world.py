@@ -158,9 +158,7 @@ class World:
 
     def start_again(self, address: str, rules: Rules | None = None) -> None:
         """The launcher restarts a process that ended."""
-        self.kernel.after(
-            self.chance.uniform(0.0, 1.0), self._start_unless_closed, address, rules
-        )
+        self.kernel.after(self.chance.uniform(0.0, 1.0), self._start_unless_closed, address, rules)
 
     def _start_unless_closed(self, address: str, rules: Rules | None) -> None:
         if not self.closed and not (rules and self.network.quiet):
@@ -326,7 +324,8 @@ class World:
             who = ", ".join(f"{host.id} is {host.agent}" for host in left)
             found = show(after) if after else "there is no document"
             raise InvariantError(
-                "all end", f"the run {plan.ending}, after {limit:.0f} s {who or 'all ended'}, {found}"
+                "all end",
+                f"the run {plan.ending}, after {limit:.0f} s {who or 'all ended'}, {found}",
             )
 
     def _may_stay(self, host: Host) -> bool:

@@ -133,7 +133,7 @@ def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
         noted.append("open")
         return "host:1"
 
-    return Driver(node, client, tombstones(noted), open_master, "rdzv-test")
+    return Driver(node, client, tombstones(noted), open_master, "test")
 
 
 def test_every_request_is_carried_out() -> None:

@@ -126,13 +126,17 @@ class TestFinishedRuns:
         before = site.document
         cut.down = False
         site.await_that(away.is_closed)
-        with pytest.raises(RendezvousClosedError):
-            site.join(away)
         assert site.document == before
         assert ended is not None
         assert before is not None
         assert ended.round > before.round
         assert [handler.num_nodes_waiting() for handler in pair] == [0, 0]
+        # Nor later, when the next job has gone on to another round.
+        site.join(*pair)
+        site.await_that(lambda: away._node.document == site.document)
+        assert away.is_closed()
+        with pytest.raises(RendezvousClosedError):
+            site.join(away)
 
     def test_two_runs_of_an_id_never_share_a_c10d_store(self, site: Site) -> None:
         """Rounds of both have the number 0: nothing that the first left behind is met again."""

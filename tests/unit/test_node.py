@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,12 @@ from rdzv_plugins.closing import close_run
 from rdzv_plugins.decisions import Failure
 from rdzv_plugins.documents import (
     BELL_KEY,
+    NODES_PREFIX,
+    NodeRecord,
     Outcome,
     Phase,
     RoundDocument,
+    Wants,
 )
 from rdzv_plugins.driver import perform
 from rdzv_plugins.kv import (
@@ -154,6 +158,28 @@ def test_a_participant_that_says_farewell_rings(pair: tuple[Life, Life]) -> None
     assert joiner.carry_out(joiner.node.farewell()) == ["PutRecord", "Read state", "Read nodes/n2"]
     leader.go()
     assert stored(leader).reason == "n2[1] left"
+
+
+def test_a_beat_that_lands_after_the_farewell_is_written_over(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    joiner.life.close()
+    late = joiner.node.record
+    work = joiner.node.farewell()
+    request: steps.Request = next(work)
+    asked: list[steps.Request] = []
+    with contextlib.suppress(StopIteration):
+        while True:
+            answer = perform(joiner.client, joiner.tombstones, request)
+            if not asked:
+                # The one that its thread hung in when it was stopped.
+                perform(joiner.client, joiner.tombstones, steps.PutRecord("n2", late, ring=False))
+            asked.append(request)
+            request = work.send(answer)
+    entry = joiner.client.get(NODES_PREFIX + "n2")
+    assert entry is not None
+    assert NodeRecord.decode(entry.value).wants is Wants.LEFT
+    assert len([each for each in asked if isinstance(each, steps.PutRecord)]) == 2
 
 
 NEVER_SEEN = RoundDocument(

@@ -395,7 +395,7 @@ class TestAnotherRun:
         assert nodes_waiting(self.look(self.THEIRS)) == 0
 
     def test_it_is_not_written_over(self) -> None:
-        here = self.look(self.THEIRS, asked_tombstone=RUN)
+        here = self.look(self.THEIRS, asked_tombstones=frozenset({RUN}))
         assert isinstance(decide(here), Wait)
         # Its agent is told to join: there it is a newcomer.
         assert nodes_waiting(here) == 1
@@ -404,11 +404,11 @@ class TestAnotherRun:
         over = document(Phase.CLOSED, incarnation="theirs")
         here = replace(self.look(over), latest=self.MINE)
         assert decide(here) == AskTombstone(RUN)
-        assert written(decide(replace(here, asked_tombstone=RUN))) == self.MINE
+        assert written(decide(replace(here, asked_tombstones=frozenset({RUN})))) == self.MINE
 
     def test_who_was_in_a_run_that_ended_is_in_no_other(self) -> None:
         ended = replace(self.MINE, phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED)
-        here = replace(self.look(self.THEIRS, asked_tombstone=RUN), latest=ended)
+        here = replace(self.look(self.THEIRS, asked_tombstones=frozenset({RUN})), latest=ended)
         assert decide(here) == Wait()
         assert nodes_waiting(here) == 0
         assert decide(replace(here, joining=True)) == Fail(Failure.CLOSED)
@@ -421,19 +421,19 @@ class TestAmnesia:
         lost = view(running("n1", self.RAN), None, joining=False, latest=self.RAN)
         # Not before it has looked whether the run ended, and was swept for that.
         assert decide(lost) == AskTombstone(RUN)
-        assert written(decide(replace(lost, asked_tombstone=RUN))) == self.RAN
+        assert written(decide(replace(lost, asked_tombstones=frozenset({RUN})))) == self.RAN
 
     def test_the_others_do_so_in_turn(self) -> None:
         lost = view(running("n2", self.RAN), None, joining=False, latest=self.RAN)
         assert decide(lost) == Wait(0.5)
-        after = written(decide(replace(lost, document_age=0.5, asked_tombstone=RUN)))
+        after = written(decide(replace(lost, document_age=0.5, asked_tombstones=frozenset({RUN}))))
         assert after == replace(self.RAN, leader="n2")
 
     def test_an_older_round_gives_way(self) -> None:
         older = document(Phase.RUNNING, round_=0, leader="n9", participants=("n9", "n8"))
         late = view(running("n1", self.RAN), older, joining=False, latest=self.RAN)
         assert decide(late) == AskTombstone(RUN)
-        assert written(decide(replace(late, asked_tombstone=RUN))) == self.RAN
+        assert written(decide(replace(late, asked_tombstones=frozenset({RUN})))) == self.RAN
 
     def test_a_newcomers_round_waits_for_those_that_run_and_is_numbered_above(self) -> None:
         founded = document(Phase.FORMING, round_=0, leader="n9")

@@ -66,7 +66,7 @@ def view(
         document_age=0.0,
         round_age=0.0,
         latest=latest or now,
-        asked_tombstone=None,
+        asked_tombstones=frozenset(),
         own=own,
         member=None,
         confirmed=as_named(now) if now and me.naming == now.naming else None,

@@ -1,0 +1,237 @@
+"""Agents that get a signal at each point of their lives; processes forked from one.
+
+Run as a program with an endpoint of Redis, its server's process id, and names of cases; prints what
+became of each as JSON. The forked process plays torch's agent: its handlers of signals are torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as torchs
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
+
+from rdzv_plugins.backends import open_client
+from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, RoundDocument
+from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.testing.threads import Background
+
+# A lease of a minute: what is seen earlier was announced.
+CONFIG = {"keep_alive_interval": 20, "join_timeout": 60, "last_call_timeout": 0}
+SAVING = 4.0
+# The exit status of a process that torch's handler of signals ends, by an exception.
+RAISED = 1
+
+
+def make(endpoint: str, run_id: str, nodes: int) -> StoreRendezvousHandler:
+    params = RendezvousParameters(
+        "redis", endpoint, run_id, nodes, nodes, local_addr="127.0.0.1", **CONFIG
+    )
+    handler = create_handler("redis", params)
+    assert isinstance(handler, StoreRendezvousHandler)
+    return handler
+
+
+def install_torchs_handlers() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, torchs._terminate_process_handler)
+
+
+def begin(case: str) -> None:
+    """The parent waits for this line, and then sends the signal."""
+    os.write(1, b"%d at %s\n" % (os.getpid(), case.encode()))
+
+
+def poll(handler: StoreRendezvousHandler, case: str) -> NoReturn:
+    install_torchs_handlers()
+    handler.num_nodes_waiting()
+    begin(case)
+    while True:
+        handler.num_nodes_waiting()
+        time.sleep(0.05)
+
+
+def joining(handler: StoreRendezvousHandler) -> None:
+    threading.Timer(0.3, begin, ["joining"]).start()
+    handler.next_rendezvous()
+
+
+def exchanging_roles(handler: StoreRendezvousHandler) -> None:
+    info = handler.next_rendezvous()
+    begin("roles")
+    info.store.get("torchelastic/role_info/7")
+
+
+def released(handler: StoreRendezvousHandler) -> None:
+    handler.next_rendezvous()
+    install_torchs_handlers()
+    begin("released")
+    time.sleep(60)
+
+
+def saving(handler: StoreRendezvousHandler) -> None:
+    handler.next_rendezvous()
+    try:
+        poll(handler, "saving")
+    except SignalException:
+        time.sleep(SAVING)
+        raise
+
+
+def ending(handler: StoreRendezvousHandler) -> None:
+    handler.next_rendezvous()
+    install_torchs_handlers()
+    handler.num_nodes_waiting()
+    begin("ending")
+    time.sleep(0.5)  # The store goes away meanwhile.
+    handler.shutdown()
+
+
+def in_the_exit_barrier(handler: StoreRendezvousHandler) -> None:
+    info = handler.next_rendezvous()
+    install_torchs_handlers()
+    handler.num_nodes_waiting()
+    info.store.add("torchelastic/agent/terminal_state/num_members", 1)
+    begin("barrier")
+    info.store.wait(["torchelastic/agent/terminal_state/last_member"], timedelta(seconds=60))
+
+
+def with_a_handler_of_its_own(handler: StoreRendezvousHandler) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    handler.next_rendezvous()
+    handler.num_nodes_waiting()
+    begin("own")
+    time.sleep(60)
+
+
+def joining_in_a_thread(handler: StoreRendezvousHandler) -> None:
+    Background(handler.next_rendezvous).result(30)
+    handler.num_nodes_waiting()
+    begin("thread")
+    time.sleep(60)
+
+
+def forking(handler: StoreRendezvousHandler) -> None:
+    """Its children end in every way; then it gets the signal itself."""
+    handler.next_rendezvous()
+    install_torchs_handlers()
+    handler.num_nodes_waiting()
+
+    def wait_for_the_signal() -> None:
+        os.write(ready, b"x")
+        time.sleep(60)
+
+    lives: list[Callable[[], object]] = [
+        sys.exit,
+        handler.shutdown,
+        handler.num_nodes_waiting,
+        wait_for_the_signal,
+    ]
+    for life in lives:
+        read, ready = os.pipe()
+        child = os.fork()
+        if child == 0:
+            life()
+            sys.exit(0)
+        if life is wait_for_the_signal:
+            os.read(read, 1)  # What comes before the child is ready, Python forgets.
+            os.kill(child, signal.SIGTERM)
+        ended = Background(lambda child=child: os.waitpid(child, 0)[1])  # type: ignore[misc]
+        status = os.waitstatus_to_exitcode(ended.result(20))
+        assert status == (RAISED if life is wait_for_the_signal else 0), status
+    assert handler._client.get(NODES_PREFIX + handler._node.id) is not None
+    record = handler._node.record
+    assert (record.wants, handler._ended) == ("run", False)
+    poll(handler, "forking")
+
+
+CASES: dict[str, tuple[Callable[[StoreRendezvousHandler], None], int]] = {
+    # How it lives until the signal comes, and nodes in its round.
+    "joining": (joining, 2),
+    "roles": (exchanging_roles, 1),
+    "released": (released, 1),
+    "saving": (saving, 1),
+    "ending": (ending, 1),
+    "barrier": (in_the_exit_barrier, 2),
+    "own": (with_a_handler_of_its_own, 1),
+    "thread": (joining_in_a_thread, 1),
+    "forking": (forking, 1),
+}
+
+
+def play(endpoint: str, server: int, name: str, how: str) -> dict[str, Any]:
+    """``how``: signals, each with the seconds before it; ``away``, ``back``: of the store."""
+    run_id = f"{name}-{how}"
+    lives, nodes = CASES[name]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, 1)
+        lives(make(endpoint, run_id, nodes))
+        sys.exit(0)
+    os.close(write)
+    client = open_client("redis", endpoint, run_id)
+    peer: Background[RendezvousInfo] | None = None
+    if name == "barrier":
+        other = make(endpoint, run_id, nodes)
+        peer = Background(other.next_rendezvous)
+    with os.fdopen(read, "rb") as lines:
+        assert Background(lines.readline).result(30).startswith(b"%d at" % child)
+        began: float | None = None
+        for word in how.split():
+            seconds, _, what = word.rpartition("+")
+            time.sleep(float(seconds or 0))
+            if what in ("away", "back"):
+                os.kill(server, signal.SIGSTOP if what == "away" else signal.SIGCONT)
+            else:
+                began = began or time.monotonic()
+                os.kill(child, getattr(signal, what))
+        assert began is not None
+        waited = Background(lambda: os.waitpid(child, 0)[1])
+        left = None
+        while not waited.done(0.01):
+            with contextlib.suppress(Exception):
+                if "away" not in how and left is None and _wants(client, child) == "left":
+                    left = time.monotonic() - began
+            if time.monotonic() - began > 40:
+                os.kill(child, signal.SIGKILL)
+        status, took = os.waitstatus_to_exitcode(waited.result(5)), time.monotonic() - began
+    os.kill(server, signal.SIGCONT)
+    entry = client.get(STATE_KEY)
+    document = RoundDocument.decode(entry.value) if entry else None
+    seen = {
+        "status": status,
+        "seconds": took,
+        "announced": left,
+        "wants": _wants(client, child),
+        "phase": document.phase if document else None,
+    }
+    if peer is not None:
+        other.shutdown()
+    client.close()
+    return seen
+
+
+def _wants(client: Any, pid: int) -> str | None:
+    records = (NodeRecord.decode(entry.value) for entry in client.list(NODES_PREFIX).values())
+    return next((str(record.wants.value) for record in records if record.pid == pid), None)
+
+
+if __name__ == "__main__":
+    endpoint, server, *cases = sys.argv[1:]
+    seen = {}
+    for case in cases:
+        name, _, how = case.partition(" ")
+        seen[case] = play(endpoint, int(server), name, how)
+        print(case, seen[case], file=sys.stderr)  # noqa: T201
+    print(json.dumps(seen))  # noqa: T201
