@@ -84,17 +84,25 @@ class Network:
                     world.inject("done late")
                     after(timeout, host.fails, turn, "timed out")
                     late = timeout + chance.uniform(0, _LATEST)
-                    after(late, host.perform, -1, request, back, evidence)
+                    after(late, self._land, host, request, back, evidence, world.store.expired)
                     return
         if out + back > timeout and not isinstance(request, steps.Park):
             world.inject("timed out")
             after(timeout, host.fails, turn, "timed out")
             if out > timeout:
-                turn = -1  # Done, but for nobody.
+                # Done, but for nobody.
+                after(out, self._land, host, request, back, evidence, world.store.expired)
+                return
         after(out, self._reach, host, turn, request, back, evidence)
 
     def answer(self, host: Host, turn: int, answer: Any, seconds: float) -> None:
         self._world.kernel.after(seconds, self._arrive, host, turn, answer)
+
+    def _land(self, host: Host, request: steps.Request, back: float, evidence: Any,
+              expired: int) -> None:  # fmt: skip
+        """A request that its sender gave up; no run is swept as soon as that after its end."""
+        if expired == self._world.store.expired:
+            host.perform(-1, request, back, evidence)
 
     def _reach(self, host: Host, turn: int, request: steps.Request, back: float,
                evidence: Any) -> None:  # fmt: skip

@@ -287,30 +287,36 @@ class World:
             else:
                 for host in members:
                     self.kernel.after(self.chance.uniform(0, plan.stop), host.succeed)
-            self._all_end(document, members)
+            self._all_end(document)
         if self.store.entries and self.store.deadline is None:
             # Whoever leads does not know that the store lost the deadline; it soon sets another.
             self.kernel.run(self.kernel.now + plan.rules.abandoned / 4 / plan.rates[0] + 3)
+        document = self.document
+        # Who died before it had led for an interval could not see to it.
+        ends = (
+            document is None
+            or document.expires
+            or any(host.alive and host.id == document.leader for host in self.hosts)
+            or max(host.changed for host in self.hosts) > QUIET_AFTER + 5
+        )
         for host in self.hosts:
             if host.alive:
                 host.crash()
         self.kernel.run(self.kernel.now + plan.rules.abandoned + plan.rules.sweep_after + 1)
-        dead_long = max((host.changed for host in self.hosts), default=0.0) < QUIET_AFTER + 5
-        if self.store.entries and not (dead_long and STATE_KEY in self.store.entries):
-            # Who died before it had led for an interval could not see to it.
+        if self.store.entries and ends:
             left = " ".join(sorted(self.store.entries))
             raise InvariantError("keys end", f"all are gone, and these keys stay: {left}")
 
-    def _all_end(self, document: RoundDocument, members: list[Host]) -> None:
+    def _all_end(self, document: RoundDocument) -> None:
         plan, began = self.plan, self.kernel.now
         limit = (plan.rules.lease + 10) / plan.rates[0] + 2 * plan.stop
-        if any(host.wedged for host in members):
+        hangs = any(host.alive and host.wedged and host.id in document.ranks for host in self.hosts)
+        if hangs:
             limit += TORCH_TIMEOUT / plan.rates[0]  # Their words in the exit barrier never come.
         while self.kernel.now < began + limit:
             self.kernel.run(self.kernel.now + _LOOK)
             left = [host for host in self.hosts if host.alive and not self._may_stay(host)]
             after = self.document
-            hangs = any(host.wedged for host in members)
             closes = after is not None and not (after.closed or hangs)
             if not left and not closes:
                 break
