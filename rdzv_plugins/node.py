@@ -104,7 +104,8 @@ class Node:
         self._abdicated = False
         self._expiry_due = clock()
         # As rank 0: the TCPStore of the round of a naming, and since when it is being opened.
-        self._opened: tuple[str, str | None, Exception | None] | None = None
+        # Answers by naming: one that was given up may come later than its successor's.
+        self._opened: dict[str, tuple[str | None, Exception | None]] = {}
         self._opening: tuple[str, float] | None = None
         self._told: set[tuple[str, object]] = set()
 
@@ -160,7 +161,7 @@ class Node:
 
     def master_opened(self, naming: str, address: str | None, error: Exception | None) -> None:
         """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
-        self._opened = naming, address, error
+        self._opened[naming] = address, error
 
     def run(self) -> Steps:
         """Live until the driver stops driving."""
@@ -386,14 +387,14 @@ class Node:
         """The address of this round's TCPStore; None: not yet, and this node has waited."""
         now = self._clock()
         if self._opening is None or self._opening[0] != naming:
-            self._opening, self._opened = (naming, now), None
+            self._opening = naming, now
+            self._opened.clear()
             yield OpenMaster(naming)
         since = self._opening[1]
-        if self._opened is not None and self._opened[0] == naming:
-            _, address, error = self._opened
+        if (answer := self._opened.pop(naming, None)) is not None:
+            address, error = answer
             if address is not None:
                 return address
-            self._opened = None
             if isinstance(error, RendezvousStateError):
                 raise error  # Of no use to try again.
             yield Tell("master", str(error))
@@ -411,7 +412,7 @@ class Node:
             )  # fmt: skip
             self._record_due = self._ring = True
             return None
-        if self._opened is None:
+        if naming not in self._opened:
             yield from self._wait(max(0.0, since + self._rules.lease - now))
         return None
 
@@ -456,7 +457,7 @@ class Node:
 
     def _wait(self, seconds: float | None) -> Steps:
         seen = self._seen
-        if self.ordered or (self._opening and self._opened):
+        if self.ordered or (self._opening and self._opening[0] in self._opened):
             return  # Its driver may have given up ending waits for it before this one began.
         if self._untidy is not None:
             (released, took), self._untidy = self._untidy, None
