@@ -107,6 +107,7 @@ class Node:
         # Answers by naming: one that was given up may come later than its successor's.
         self._opened: dict[str, tuple[str | None, Exception | None]] = {}
         self._opening: tuple[str, float] | None = None
+        self._answered = False
         self._told: set[tuple[str, object]] = set()
 
     @property
@@ -162,6 +163,7 @@ class Node:
     def master_opened(self, naming: str, address: str | None, error: Exception | None) -> None:
         """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
         self._opened[naming] = address, error
+        self._answered = True
 
     def run(self) -> Steps:
         """Live until the driver stops driving."""
@@ -457,7 +459,8 @@ class Node:
 
     def _wait(self, seconds: float | None) -> Steps:
         seen = self._seen
-        if self.ordered or (self._opening and self._opening[0] in self._opened):
+        if self.ordered or self._answered:
+            self._answered = False  # Once: the round that asked may be over.
             return  # Its driver may have given up ending waits for it before this one began.
         if self._untidy is not None:
             (released, took), self._untidy = self._untidy, None
