@@ -7,6 +7,7 @@ thread, which announces the leave, and an exception in the agent, wherever it wa
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,12 +50,22 @@ class Agent:
         self.play = play
         self.name = name
         self.handler = play.make(name)
-        self.last = play.random.choice(("succeed", "succeed", "leave", "leave", "fail", "crash"))
+        self.last = play.random.choice(
+            ("succeed", "succeed", "leave", "leave", "fail", "crash", "close")
+        )
         self.last_at = play.random.choice((0.0, 0.001, 1.0, 7.0))
         self.rounds: list[Any] = []
         self.longest_join = 0.0
         self.signalled = False
         self.closed = False
+        self.farewells = 0
+        farewell = self.handler._node.farewell
+
+        def counted() -> Any:
+            self.farewells += 1
+            return farewell()
+
+        self.handler._node.farewell = counted  # type: ignore[method-assign]
 
     def live(self) -> None:
         """As the process of a launcher and its agent does."""
@@ -84,6 +95,9 @@ class Agent:
                 if self.play.scheduler.now >= end_at:
                     if self.last == "fail":
                         raise FailedError
+                    if self.last == "close":
+                        self.handler.set_closed()
+                        return
                     if self.last == "crash":
                         self.handler._driver.stop(5)
                         self.handler._ended = True
@@ -114,11 +128,16 @@ class Agent:
             return
 
     def be_told_to_leave(self, agent: Callable[[], Task]) -> None:
-        """What a signal does: the handler's thread announces, the main one gets an exception."""
+        """What a signal does: the handler's thread announces, the main one gets an exception.
+
+        Or none: whoever waits in a join that another thread ends must be told by the join itself.
+        """
         self.play.scheduler.time.sleep(self.last_at)
         self.signalled = True
-        self.play.scheduler.interrupt(agent(), SignalException("got a signal", 15))  # type: ignore[arg-type]
-        self.handler._at_exit()
+        if self.play.random.random() < 0.6:
+            error = SignalException("got a signal", signal.SIGTERM)
+            self.play.scheduler.interrupt(agent(), error)
+        self.handler._leave_at_exit()
 
 
 class FailedError(Exception):
@@ -217,12 +236,14 @@ class Play:
             assert not made._driver.running, f"the thread of {agent.name} lives on"
             assert made._driver._opener is None or not made._driver._opener.is_alive()
             assert made._gone.is_set()
+            assert agent.farewells <= 1, f"{agent.name} said farewell {agent.farewells} times"
             found = client.get(NODES_PREFIX + made._node.id)
             if found is not None and agent.signalled and not closed:
                 wants = NodeRecord.decode(found.value).wants
                 assert wants in ("left", "done"), f"{agent.name} left, and its record says {wants}"
         if closed and document is not None and document.outcome is Outcome.FAILED:
-            assert any(agent.closed for agent in self.agents), document.reason
+            # Only a member's failure closes a run as failed.
+            assert any(agent.closed and agent.rounds for agent in self.agents), document.reason
         if self.is_calm:
             for agent in self.agents:
                 assert agent.rounds, f"{agent.name} was in no round"

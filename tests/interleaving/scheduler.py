@@ -46,7 +46,7 @@ class Task(threading.Thread):
         daemon: bool = True,
     ) -> None:
         super().__init__(name=name or "task", daemon=True)
-        self.call = lambda: target(*args)
+        self.call: Callable[[], object] = lambda: target(*args)
         self.turn = threading.Semaphore(0)
         self.ready: Callable[[], bool] | None = None
         self.wakes: float | None = None

@@ -15,7 +15,7 @@ from tests import Measure
 from tests.interleaving.plays import play
 from tests.interleaving.scheduler import StuckError
 
-SEEDS = 400
+SEEDS = 1500
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,15 @@ def deliver_nothing(self: Any, outcome: Any) -> None:
         self._outcomes.put(outcome)
 
 
+def end_whenever_asked(self: Any, last_word: Any, failed: str) -> bool:
+    self._ended = False
+    return bool(END(self, last_word, failed))
+
+
 END = StoreRendezvousHandler._end
 MUTANTS: dict[str, tuple[type, str, Any]] = {
     "the farewell is never said": (StoreRendezvousHandler, "_end", end_without_a_last_word),
+    "it is said by all who end the node": (StoreRendezvousHandler, "_end", end_whenever_asked),
     "a stop tells no waiting agent": (Driver, "stop", stop_without_an_outcome),
     "the first round's outcome is lost": (Driver, "_deliver", deliver_nothing),
 }
