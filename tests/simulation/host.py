@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Generator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rdzv_plugins import steps
-from rdzv_plugins.closing import close_run
 from rdzv_plugins.decisions import Failure, Rules
 from rdzv_plugins.documents import (
     BELL_KEY,
@@ -251,6 +251,7 @@ class Host:
             elif not closed:
                 self._say_farewell()  # It was replaced meanwhile.
 
+        close_run = sys.modules[self.world.build.__module__].close_run  # A mutant has its own.
         work = close_run(
             self.id, self.node.latest, outcome, "closed", self.rules.sweep_after, members_only=True
         )

@@ -144,7 +144,7 @@ class Track:
         awaits: the naming that it confirmed last, until it is given that round or gives up.
         last_rounds: the last round that it was given, by incarnation.
         member: the incarnation in which it was last given a round.
-        done: namings of rounds in which its workers succeeded, as its record says.
+        done: namings of rounds in which its workers succeeded, as its record says, and the epoch.
         evicted: a round goes on without it, that was not to wait for it any longer.
     """
 
@@ -160,7 +160,7 @@ class Track:
     awaits: tuple[str, int] | None = None
     last_rounds: dict[str, int] = field(default_factory=dict)
     member: str | None = None
-    done: set[str] = field(default_factory=set)
+    done: dict[str, int] = field(default_factory=dict)
     world: World | None = None
     lease_lost: bool = False
     evicted: bool = False
@@ -237,7 +237,7 @@ class Checker:
             # It hides the last beat, perhaps before anybody saw that.
             track.shown = track.shown[:1]
         if record.wants is Wants.DONE and record.naming:
-            track.done.add(record.naming)
+            track.done[record.naming] = epoch
         if record.wants is Wants.RUN and record.naming and record.naming not in track.confirmed:
             track.confirmed[record.naming] = record
             track.lease_lost = late
@@ -327,7 +327,7 @@ class Checker:
             for lost in _declared_lost(before, after, evidence.seen):
                 self._judge_evidence(node, track, evidence, lost, after)
             self._judge_evictions(node, track, before, after)
-            self._judge_done(node, before, after, evidence)
+            self._judge_done(node, before, after, evidence, epoch)
         self._stood.add(image)
         if after.phase is Phase.FORMING:
             self._forming.setdefault((after.incarnation, after.round), self._now())
@@ -435,14 +435,19 @@ class Checker:
             raise InvariantError("evidence", f"{node} evicted {evicted} in {show(after)} at once")
 
     def _judge_done(
-        self, node: str, before: RoundDocument, after: RoundDocument, evidence: Evidence
+        self,
+        node: str,
+        before: RoundDocument,
+        after: RoundDocument,
+        evidence: Evidence,
+        epoch: int,
     ) -> None:
         done = {
             person
             for person in before.participants
             if (record := evidence.seen.get(person)) is not None
             and record.wants is Wants.DONE
-            and record.naming == before.naming
+            and self._tracks[person].done.get(before.naming) == epoch
         }
         if not done:
             return
