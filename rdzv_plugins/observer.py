@@ -194,7 +194,9 @@ class Observer:
         self.leader_due = False
         asked = self._clock()
         entry = yield from self.read_record(leader)
-        record = self.leader = readable(entry)
+        record = readable(entry)
+        if record is None or self.leader is None or record.beat >= self.leader.beat:
+            self.leader = record
         beat, looks = (record.beat, record.looks) if record else (None, None)
         self.leases.observe(leader, beat, asked, self._clock())
         self.idle.observe(leader, looks, asked, self._clock())

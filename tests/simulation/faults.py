@@ -185,6 +185,7 @@ def _amnesia(world: World) -> None:
 def _fail_over(world: World) -> None:
     seconds = world.chance.choice((0.01, 0.05, 0.3, 1.0, 2.0, 5.0))
     lost = world.store.fail_over(seconds)
+    world.checker.beats_lost(world.kernel.now - seconds)
     world.note(f"a fail-over: the last {seconds} s are lost, {lost} writes")
     for host in world.hosts:
         if host.alive:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Generator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rdzv_plugins import steps
-from rdzv_plugins.closing import close_run
 from rdzv_plugins.decisions import Failure, Rules
 from rdzv_plugins.documents import (
     BELL_KEY,
@@ -73,6 +73,7 @@ class Host:
         low, high = world.plan.rates
         self.clock = Clock(world.kernel, chance.uniform(0, 1000), chance.uniform(low, high))
         self.agent = Agent.JOINING
+        self.started = world.kernel.now
         self.changed = world.kernel.now
         self.restarts_left = world.plan.max_restarts
         self.wedged = False
@@ -162,8 +163,12 @@ class Host:
         now = self.world.kernel.now
         if now < self.stalled_until or self._stalled_at is None:
             return
-        # Certainly later than an interval, wherever in a wait of 1.1 the stall began.
-        if self.clock() - self._stalled_at > 2.2 * self.rules.interval:
+        # Certainly later than an interval, wherever in a wait of 1.1 the stall began; in a request
+        # it is no lateness but beyond the longest that one may take.
+        unseen = 2.2 * self.rules.interval
+        if not isinstance(self._request, steps.Park | steps.Rest):
+            unseen += self.rules.request
+        if self.clock() - self._stalled_at > unseen:
             self.track.evidence.disturbed = now
         self._stalled_at = None
         self.clock.set()
@@ -246,6 +251,7 @@ class Host:
             elif not closed:
                 self._say_farewell()  # It was replaced meanwhile.
 
+        close_run = sys.modules[self.world.build.__module__].close_run  # A mutant has its own.
         work = close_run(
             self.id, self.node.latest, outcome, "closed", self.rules.sweep_after, members_only=True
         )
@@ -450,7 +456,7 @@ class Host:
             if clock - self._trouble > self.rules.interval:
                 evidence = self.track.evidence
                 evidence.disturbed = evidence.outage = self.world.kernel.now
-                evidence.known = frozenset(evidence.read)
+                evidence.known = frozenset(evidence.seen)
             self._trouble = None
 
     def _step(self, answer: Any, error: Exception | None) -> None:

@@ -33,7 +33,7 @@ moment at which all are there.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -139,11 +139,12 @@ class Track:
         nodes: its ``--nnodes``.
         lease: its own.
         beats, arrivals: the beats that reached the store, when each was new.
+        shown: of the last two of these, those that were not hidden since by an older write.
         confirmed: namings that its record has confirmed, with the first record that did.
         awaits: the naming that it confirmed last, until it is given that round or gives up.
         last_rounds: the last round that it was given, by incarnation.
         member: the incarnation in which it was last given a round.
-        done: namings of rounds in which its workers succeeded, as its record says.
+        done: namings of rounds in which its workers succeeded, as its record says, and the epoch.
         evicted: a round goes on without it, that was not to wait for it any longer.
     """
 
@@ -154,11 +155,12 @@ class Track:
     evidence: Evidence = field(default_factory=Evidence)
     beats: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+    shown: list[float] = field(default_factory=list)
     confirmed: dict[str, NodeRecord] = field(default_factory=dict)
     awaits: tuple[str, int] | None = None
     last_rounds: dict[str, int] = field(default_factory=dict)
     member: str | None = None
-    done: set[str] = field(default_factory=set)
+    done: dict[str, int] = field(default_factory=dict)
     world: World | None = None
     lease_lost: bool = False
     evicted: bool = False
@@ -228,14 +230,24 @@ class Checker:
             self._judge_lease(track)
             track.beats.append(record.beat)
             track.arrivals.append(now)
+            track.shown = [*track.shown[-1:], now]
             if track.awaits is not None and record.wants in (Wants.JOIN, Wants.SPARE):
                 self._judge_missed(node, track, epoch)
+        else:
+            # It hides the last beat, perhaps before anybody saw that.
+            track.shown = track.shown[:1]
         if record.wants is Wants.DONE and record.naming:
-            track.done.add(record.naming)
+            track.done[record.naming] = epoch
         if record.wants is Wants.RUN and record.naming and record.naming not in track.confirmed:
             track.confirmed[record.naming] = record
             track.lease_lost = late
             track.awaits = record.naming, epoch
+
+    def beats_lost(self, since: float) -> None:
+        """The store lost what was written since then."""
+        for track in self._tracks.values():
+            known = bisect_left(track.arrivals, since)
+            track.shown = track.arrivals[max(0, known - 1) : known] or track.arrivals[:1]
 
     def stopped(self, node: str) -> None:
         """Its workers have stopped or succeeded, or its agent gave up."""
@@ -315,7 +327,7 @@ class Checker:
             for lost in _declared_lost(before, after, evidence.seen):
                 self._judge_evidence(node, track, evidence, lost, after)
             self._judge_evictions(node, track, before, after)
-            self._judge_done(node, before, after, evidence)
+            self._judge_done(node, before, after, evidence, epoch)
         self._stood.add(image)
         if after.phase is Phase.FORMING:
             self._forming.setdefault((after.incarnation, after.round), self._now())
@@ -423,14 +435,19 @@ class Checker:
             raise InvariantError("evidence", f"{node} evicted {evicted} in {show(after)} at once")
 
     def _judge_done(
-        self, node: str, before: RoundDocument, after: RoundDocument, evidence: Evidence
+        self,
+        node: str,
+        before: RoundDocument,
+        after: RoundDocument,
+        evidence: Evidence,
+        epoch: int,
     ) -> None:
         done = {
             person
             for person in before.participants
             if (record := evidence.seen.get(person)) is not None
             and record.wants is Wants.DONE
-            and record.naming == before.naming
+            and self._tracks[person].done.get(before.naming) == epoch
         }
         if not done:
             return
@@ -481,13 +498,14 @@ class Checker:
             if person in after.ranks or last.naming in track.done:
                 continue
             named = (cause.lost, cause.left, cause.evicted)
-            if not any(track.label in names or names.more for names in named):
+            # One whose record was forgotten has no other name.
+            if not any(track.label in it or person in it or it.more for it in named):
                 raise InvariantError(
                     "causes", f"{person} is missing from {show(after)}: {after.reason}"
                 )
 
     def _judge_lease(self, track: Track) -> None:
-        last = track.arrivals[-1] if track.arrivals else self._now()
+        last = track.shown[-1] if track.shown else self._now()
         if self._now() - last >= self._shortest - _ROUNDING:
             track.lease_lost = True
 

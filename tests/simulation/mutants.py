@@ -18,7 +18,7 @@ from rdzv_plugins.node import Node
 __all__ = ["MUTANTS", "Edit", "Mutant", "build"]
 
 
-_MODULES = ("leases", "leading", "protocol", "observer", "node")
+_MODULES = ("leases", "listing", "leading", "protocol", "observer", "closing", "node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ def _in(module: str, old: str, new: str) -> Edit:
 MUTANTS: dict[str, Mutant] = {
     "no-exclusivity": Mutant(
         "rule 5: a round does not wait for the participants of the last",
-        (_in("leading", "    if pending:  # Rule 5.\n", "    if False:\n"),),
+        (_in("leading", "    if pending := without(awaited, gone):  # Rule 5.\n", "    if pending := ():\n"),),
     ),
     "stale-join": Mutant(
         "rule 5: a join asked for before the round counts as one after it",
-        (_in("leading", "    return record.round >= ended_round\n", "    return True\n"),),
+        (_in("leading", "    return _round_in(document, record) >= ended_round\n", "    return True\n"),),
     ),
     "no-compare": Mutant(
         "rule 1: a leader takes a refused write for done",
@@ -66,10 +66,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "        self.record = replace(self.record, beat=self.record.beat + 1)\n"
-                "        ring, self._record_due",
-                "        self.record = replace(self.record, beat=int(self._clock() * 1000))\n"
-                "        ring, self._record_due",
+                "beat=self.record.beat + 1, looks=self._seen.looks)",
+                "beat=int(self._clock() * 1000), looks=self._seen.looks)",
             ),
             _in(
                 "leases",
@@ -83,23 +81,19 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "leading",
-                "    return view.age(node) >= view.rules.lease\n",
-                "    return view.age(node) >= view.rules.lease / 2\n",
+                "    return view.age(node) >= view.lease(node)\n",
+                "    return view.age(node) >= view.lease(node) / 2\n",
             ),
         ),
     ),
     "coup": Mutant(
         "rule 4: the leader is deposed without waiting for its lease",
         (
+            _in("protocol", "    if view.age(leader) < lease and view", "    if False and view"),
             _in(
                 "protocol",
-                "    if leader is not None and view.age(leader) < rules.lease:\n",
-                "    if False:\n",
-            ),
-            _in(
-                "protocol",
-                "    if view.age(leader) < rules.lease + turn:\n",
-                "    if view.age(leader) < turn:\n",
+                "    if view.age(leader) >= lease + turn:\n",
+                "    if view.age(leader) >= turn:\n",
             ),
         ),
     ),
@@ -108,9 +102,19 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "protocol",
-                "    if leader is not None and view.age(leader) < rules.lease:\n"
-                "        return Wait(max(0.0, rules.lease - view.silence(leader)))\n",
-                "    if leader is not None:\n        return Wait(None)\n",
+                "    if view.age(leader) < lease and view.idle_age < idle:\n",
+                "    if True:\n",
+            ),
+        ),
+    ),
+    "never-mind-leading": Mutant(
+        "rule 4: a leader that beats, and cannot read all records, goes on leading",
+        (
+            _in("protocol", "    idle = lease + (", "    idle = 1e9 + ("),
+            _in(
+                "observer",
+                "        return self._clock() - self.listed_since >= self._rules.lease\n",
+                "        return False\n",
             ),
         ),
     ),
@@ -166,25 +170,26 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "observer",
-                "        self.leases.restart(self._clock())\n        self.minimum_since = None\n",
-                "        self.minimum_since = None\n",
+                "        if now - since > self._rules.interval:\n",
+                "        if False:\n",
             ),
         ),
     ),
+    "no-grace-after-outage": Mutant(
+        "rule 11: after an outage all are to beat within a lease, whenever they are back",
+        (_in("observer", "grace=self._rules.lease)", "grace=0.0)"),),
+    ),
     "no-window-after-stall": Mutant(
         "rule 11: windows go on over this node's own lateness",
-        (_in("observer", "            self.leases.restart(now)\n", "            pass\n"),),
-        seed=86,
+        (_in("observer", "            self._void(now, grace=0.0)\n", "            pass\n"),),
     ),
     "no-window-at-takeover": Mutant(
         "a new leader judges by what it saw before it led",
-        (_in("observer", "            self.leases.restart(self._clock(), unless=deposed)\n", ""),),
-        seed=110,
+        (_in("observer", "        self.leases.restart(now, unless=deposed)\n", ""),),
     ),
     "answer-time": Mutant(
         "a slow answer counts as a look at the time when it came",
         (_in("leases", "            seen.looked = asked\n", "            seen.looked = now\n"),),
-        seed=34,
     ),
     "documents-are-no-beats": Mutant(
         "two amnesias within a lease hide the beats of a leader whose documents are seen",
@@ -195,7 +200,6 @@ MUTANTS: dict[str, Mutant] = {
                 "            pass\n",
             ),
         ),
-        seed=524426700844,
     ),
     "no-write-back": Mutant(
         "rule 12: nobody writes the document back to a store that forgot",
@@ -206,26 +210,18 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "newcomer-rules": Mutant(
-        "rule 12: a document that a newcomer founded is taken although it is behind",
-        (
-            _in(
-                "protocol",
-                "document is None or (latest is not None and document.place < latest.place):\n",
-                "document is None:\n",
-            ),
-        ),
-        seed=969,
+        "rule 12: a document that is behind what this node remembers is taken",
+        (_in("protocol", "    return document.place < latest.place\n", "    return False\n"),),
     ),
     "no-memory": Mutant(
         "rule 12: a node forgets that it has seen a later round",
         (
             _in(
                 "observer",
-                "(latest.phase is not Phase.CLOSED and document.place >= latest.place)\n",
-                "latest.phase is not Phase.CLOSED\n",
+                "(not latest.closed and document.place >= latest.place)\n",
+                "not latest.closed\n",
             ),
         ),
-        seed=2879,
     ),
     "strays-unseen": Mutant(
         "rule 12: a leader does not look for nodes that run in a round it does not know",
@@ -236,7 +232,6 @@ MUTANTS: dict[str, Mutant] = {
                 "    strays = []\n    if highest >= document.round:\n",
             ),
         ),
-        seed=220,
     ),
     "numbers-from-zero": Mutant(
         "rule 12: rounds are numbered without looking at the records",
@@ -244,7 +239,6 @@ MUTANTS: dict[str, Mutant] = {
             _in("leading", "    if strays or highest >= document.round:\n", "    if strays:\n"),
             _in("leading", "round=max(document.round, highest + 1),", "round=document.round,"),
         ),
-        seed=29,
     ),
     "numbers-alike": Mutant(
         "rounds of one number are taken for the same round",
@@ -256,15 +250,14 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in("leading", "or record.naming != naming", "or record.round != document.round"),
         ),
-        seed=3708,
     ),
     "closed-reopens": Mutant(
         "rule 14: a closed run goes on",
         (
             _in(
                 "protocol",
-                "    if latest is not None and latest.phase is Phase.CLOSED:\n",
-                "    if False:\n",
+                "    if latest is not None and latest.closed:\n        return _on_closed(view)\n",
+                "",
             ),
         ),
     ),
@@ -292,7 +285,6 @@ MUTANTS: dict[str, Mutant] = {
                 "    return True\n",
             ),
         ),
-        seed=117,
     ),
     "lost-for-good": Mutant(
         "a participant that comes back to a round that went on stays lost",
@@ -308,18 +300,6 @@ MUTANTS: dict[str, Mutant] = {
                 "            except ZeroDivisionError:\n                # The others",
             ),
         ),
-        seed=100,
-    ),
-    "last-word-unheard": Mutant(
-        "an outage at the end of a failed join does not void what was seen before",
-        (
-            _in(
-                "node",
-                " its agent is told all the same.\n                self._seen.void()\n",
-                " its agent is told all the same.\n                pass\n",
-            ),
-        ),
-        seed=526606901873,
     ),
     "missed-round": Mutant(
         "a round that was over before a participant saw it run is never started there",
@@ -330,7 +310,194 @@ MUTANTS: dict[str, Mutant] = {
                 "    if latest.phase is not Phase.RUNNING or latest.ran != confirmed.naming:\n",
             ),
         ),
-        seed=97,
+    ),
+    "swept-runs-again": Mutant(
+        "a round is written back to an empty store without a look for the tombstone",
+        (
+            _in(
+                "protocol",
+                "    if latest.incarnation not in view.asked_tombstones:\n",
+                "    if False:\n",
+            ),
+        ),
+    ),
+    "no-tombstone": Mutant(
+        "who closes a run leaves no tombstone",
+        (_in("closing", "    yield PutTombstone(closed)\n", ""),),
+    ),
+    "older-run-wins": Mutant(
+        "another run of this id that lives is written over by the nodes of an older one",
+        (
+            _in(
+                "observer",
+                "return not document.closed and not (latest.closed and self._member_of(latest))",
+                "return False",
+            ),
+        ),
+    ),
+    "anybody-closes": Mutant(
+        "rule 14: a node that was replaced closes the run of the others",
+        (
+            _in(
+                "closing",
+                "        if members_only and not document.names(node_id):\n            return False\n",
+                "",
+            ),
+        ),
+    ),
+    "closes-any-run": Mutant(
+        "rule 14: a node closes whatever run of its id it finds",
+        (_in("closing", "not document.is_of(latest)):\n", "False):\n"),),
+    ),
+    "nobody-told-of-failure": Mutant(
+        "rule 14: a run closed as failed disturbs nobody",
+        (_in("protocol", "int(latest.outcome is Outcome.FAILED)\n", "0\n"),),
+    ),
+    "done-is-gone": Mutant(
+        "a node whose workers succeeded is lost like any other",
+        (
+            _in(
+                "leading",
+                "    return record.naming == document.naming\n",
+                "    return False\n",
+            ),
+        ),
+    ),
+    "done-is-disturbed": Mutant(
+        "newcomers are let in although a node's workers have succeeded",
+        (_in("leading", "room = 0 if done else ", "room = "),),
+    ),
+    "nobody-closes-what-is-done": Mutant(
+        "those that are done wait for the lost in torch's exit barrier",
+        (_in("leading", "    if gone and done == set", "    if not gone and done == set"),),
+    ),
+    "one-lease-for-all": Mutant(
+        "each node is judged by the leader's lease",
+        (
+            _in(
+                "leading",
+                "    return view.age(node) >= view.lease(node)\n",
+                "    return view.age(node) >= view.rules.lease\n",
+            ),
+        ),
+    ),
+    "beats-go-back": Mutant(
+        "a beat that was held up on its way undoes what its node said later",
+        (
+            _in(
+                "listing",
+                "late = known is not None and known[1].beat > record.beat",
+                "late = False",
+            ),
+        ),
+    ),
+    "stray-founds-at-once": Mutant(
+        "a node with other --nnodes founds a run while the nodes of another live",
+        (
+            _in("protocol", "    if any(view.moved(str(node)) for node in holders):\n", "    if False:\n"),
+            _in("protocol", "    if alive:\n", "    if False:\n"),
+        ),
+    ),
+    "evicted-at-once": Mutant(
+        "who has not asked for the next round yet is left out",
+        (_in("leading", "        if view.round_age >= patience:\n", "        if True:\n"),),
+    ),
+    "never-evicted": Mutant(
+        "a node whose agent hangs is waited for as long as it beats",
+        (_in("leading", "        if view.round_age >= patience:\n", "        if False:\n"),),
+    ),
+    "spare-for-ever": Mutant(
+        "a spare waits on when its round is over",
+        (
+            _in(
+                "protocol",
+                "document is None or document.phase is not Phase.RUNNING:\n",
+                "document is None:\n",
+            ),
+        ),
+    ),
+    "withdrawal-after-join": Mutant(
+        "an abandoned join takes the next one with it",
+        (
+            _in(
+                "node",
+                "        self._withdraw_ordered, self._join_ordered = False, True\n",
+                "        self._join_ordered = True\n",
+            ),
+        ),
+    ),
+    "join-goes-on": Mutant(
+        "an abandoned join takes a rank",
+        (
+            _in(
+                "node",
+                "            self._withdraw_ordered = self._joining = False\n"
+                "            yield from self._leave()\n",
+                "            self._withdraw_ordered = False\n",
+            ),
+        ),
+    ),
+    "no-expiry": Mutant(
+        "nobody sees to it that the keys of a run end",
+        (_in("node", "        if leads and self._clock() >= self._expiry_due:\n", "        if False:\n"),),
+    ),
+    "zombie-leaves-its-record": Mutant(
+        "a node that hears of its run's end leaves what it wrote since",
+        (_in("node", "                if outcome is not None:\n", "                if False:\n"),),
+    ),
+    "old-master-is-taken": Mutant(
+        "a TCPStore that opens too late is taken for that of the next round",
+        (
+            _in(
+                "node",
+                "        if self._opening is not None and self._opening[0] == naming:\n",
+                "        if True:\n",
+            ),
+        ),
+    ),
+    "one-tombstone-at-a-time": Mutant(
+        "a node that was in two runs asks for the one, then for the other, for ever",
+        (
+            _in(
+                "observer",
+                "        self.asked_tombstones |= {incarnation}\n",
+                "        self.asked_tombstones = frozenset({incarnation})\n",
+            ),
+        ),
+    ),
+    "cause-forgotten": Mutant(
+        "a round that breaks up before it runs forgets why it was",
+        (
+            _in(
+                "leading",
+                "        cause = _amended(document.cause, records, lost)\n",
+                "        cause = _amended(Cause(), records, lost)\n",
+            ),
+        ),
+    ),
+    "loss-unnamed": Mutant(
+        "who is lost while a round forms is not named",
+        (
+            _in(
+                "leading",
+                "    cause = _amended(document.cause, records, missing).plus(",
+                "    cause = document.cause.plus(",
+            ),
+        ),
+    ),
+    "rubbish-stays": Mutant(
+        "a document that nobody can read is not written anew",
+        (_in("observer", "            if self.latest is None:\n                raise\n", "            raise\n"),),
+    ),
+    "waits-for-the-dead": Mutant(
+        "what an agent waits for in the c10d store of a round that is over never comes",
+        (
+            _in(
+                "node",
+                "        return self.waiting > 0 or self._seen.closed\n",
+                "        return False\n",
+            ),
+        ),
     ),
     "no-rest": Mutant(
         "a node that left waits for a beat that is never due",
@@ -341,7 +508,6 @@ MUTANTS: dict[str, Mutant] = {
                 "        if seen.closed:\n",
             ),
         ),
-        seed=53,
     ),
 }
 
@@ -363,8 +529,15 @@ def build(name: str) -> type[Node]:
         modules[module] = _load(f"mutant_{name}_{module}".replace("-", "_"), source)
     modules["protocol"].__dict__.update(leading=modules["leading"])
     observer, node = modules["observer"], modules["node"]
-    observer.__dict__.update(Leases=modules["leases"].Leases)
-    node.__dict__.update(protocol=modules["protocol"], Observer=observer.Observer)
+    observer.__dict__.update(Leases=modules["leases"].Leases, Listing=modules["listing"].Listing)
+    closing = modules["closing"]
+    node.__dict__.update(
+        protocol=modules["protocol"],
+        Observer=observer.Observer,
+        close_run=closing.close_run,
+        let_expire=closing.let_expire,
+        tidy_up=closing.tidy_up,
+    )
     mutant: type[Node] = node.Node
     return mutant
 

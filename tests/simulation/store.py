@@ -51,7 +51,8 @@ class Store:
         self.epoch = 0
         """How often it has lost what was written; what expires is not lost."""
         self.expired = 0
-        """How often its deadline came."""
+        """How often its deadline came, and when it last did."""
+        self.expired_at = 0.0
 
     def put(self, key: str, value: bytes) -> Entry:
         self._versions += 1
@@ -121,6 +122,7 @@ class Store:
         if self.deadline is not None and self._now() >= self.deadline:
             self._clear()
             self.expired += 1
+            self.expired_at = self._now()
 
     def forget(self) -> None:
         """Restart empty. Nobody who is parked hears of it."""

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from rdzv_plugins.decisions import Failure, Rules
-from rdzv_plugins.documents import STATE_KEY, NodeRecord, Phase, RoundDocument, Wants
+from rdzv_plugins.documents import (
+    BELL_KEY,
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Wants,
+)
 from rdzv_plugins.documents import Outcome as Ended
 from rdzv_plugins.kv import Entry, RendezvousStateError
 from rdzv_plugins.node import Node
@@ -298,12 +306,15 @@ class World:
             or document.expires
             or any(host.alive and host.id == document.leader for host in self.hosts)
             or max(host.changed for host in self.hosts) > QUIET_AFTER + 5
-        )
+        ) and not any(host.grey for host in self.hosts)
         for host in self.hosts:
             if host.alive:
                 host.crash()
         self.kernel.run(self.kernel.now + plan.rules.abandoned + plan.rules.sweep_after + 1)
-        if self.store.entries and ends:
+        # So it is with nodes that came after the sweep, and left before anybody led.
+        young = {host.id for host in self.hosts if host.started > self.store.expired_at}
+        kept = {key for key in self.store.entries if key.removeprefix(NODES_PREFIX) not in young}
+        if kept - {BELL_KEY} and ends:
             left = " ".join(sorted(self.store.entries))
             raise InvariantError("keys end", f"all are gone, and these keys stay: {left}")
 
