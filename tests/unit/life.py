@@ -68,7 +68,7 @@ class Life:
         self.request: steps.Request = next(self.life)
 
     def join_again(self) -> None:
-        """What the driver does: order, and end the wait. Its workers failed if nobody told it to."""
+        """What the driver does; the workers of this node failed if nobody told it to."""
         self.outcomes.clear()
         self.node.order_join(failed=self.node.waiting == 0)
         self.send(None)
