@@ -67,10 +67,10 @@ class Life:
         self.life = self.node.run()
         self.request: steps.Request = next(self.life)
 
-    def join_again(self) -> None:
+    def join_again(self, *, failed: bool = False) -> None:
         """What the driver does: order, and end the wait."""
         self.outcomes.clear()
-        self.node.order_join()
+        self.node.order_join(failed)
         self.send(None)
 
     def go(self) -> list[str]:
