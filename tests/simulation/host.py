@@ -431,7 +431,6 @@ class Host:
 
     def receive(self, turn: int, answer: Any, error: Exception | None = None) -> None:
         """An answer arrives, unless the request has been given up."""
-        now = self.world.kernel.now
         if turn != self._turn:
             return
         if self._is_late(self.receive, turn, answer, error):

@@ -352,7 +352,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "closing",
-                "        if members_only and not document.names(node_id):\n            return False\n",
+                "        if members_only and not document.names(node_id):\n"
+                "            return False\n",
                 "",
             ),
         ),

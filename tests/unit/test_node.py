@@ -103,7 +103,7 @@ def test_a_node_that_nobody_asked_again_stays_in_its_round(pair: tuple[Life, Lif
 def test_a_failed_worker_brings_the_others_to_join_again(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
-    joiner.join_again(failed=True)
+    joiner.join_again()
     joiner.go()
     leader.go()
     assert leader.node.waiting > 0
