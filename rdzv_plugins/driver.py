@@ -135,7 +135,7 @@ class Driver:
     def _drive(self, life: steps.Steps) -> None:
         request = next(life)
         over = False
-        while not self._stopping.is_set():
+        while self._node.closing or not self._stopping.is_set():
             try:
                 answer = self._perform(request)
             except (RendezvousConnectionError, RendezvousStateError) as error:
