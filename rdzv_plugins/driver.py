@@ -81,12 +81,12 @@ class Driver:
             self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
             self._thread.start()
         else:
-            self._nudge_until(lambda: not self._node.ordered, 5)
+            self._nudge_until(self._has_taken_up, 5)
         try:
             return self._outcomes.get()
         except BaseException:
             self._node.order_withdrawal()
-            self._nudge_until(lambda: not self._node.ordered, 1)
+            self._nudge_until(self._has_taken_up, 1)
             raise
 
     def report_done(self) -> None:
@@ -104,6 +104,9 @@ class Driver:
         """Wait until no TCPStore is being opened: C++ that outlives the interpreter aborts."""
         if self._opener is not None:
             self._opener.join(seconds)
+
+    def _has_taken_up(self) -> bool:
+        return self._stopping.is_set() or not self._node.ordered
 
     def _nudge_until(self, done: Callable[[], bool], seconds: float) -> None:
         # An interrupt may come just before the thread parks, and then wakes nobody: repeat it.

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -437,10 +438,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         return outcome.error or RendezvousStateError(f"{run} ended without an outcome")
 
     def _whom_it_misses(self) -> str:
+        """Who was lost or left since the last round, or came for this one and left."""
         document = self._node.document
         cause = document.cause if document is not None else Cause()
+        with suppress(RendezvousConnectionError):
+            records = map(readable, self._client.list(NODES_PREFIX).values())
+            left = [it.label for it in records if it is not None and it.wants is Wants.LEFT]
+            cause = cause.plus(left={*left} - {self._node.record.label})
         missed = [f"{name} {names}" for name in ("lost", "left") if (names := getattr(cause, name))]
-        return f"; missing since the last round: {', '.join(missed)}" if missed else ""
+        return f"; missing: {', '.join(missed)}" if missed else ""
 
 
 def _listen() -> socket.socket:

@@ -83,12 +83,8 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
     )
     chosen = [*survivors, *newcomers][: rules.max_nodes]
     failed = [records[node].label for node in survivors if records[node].failed]
-    # Also who asked again, and was lost after that.
-    missing = [
-        node
-        for node in document.previous
-        if node not in chosen and _is_gone(view, node, records.get(node))
-    ]
+    # Some had asked for this round, and were lost since.
+    missing = [node for node in document.previous if _is_gone(view, node, records.get(node))]
     cause = _amended(document.cause, records, missing).plus(failed=failed)
     if document.round > 0:
         cause = cause.plus(joined=[records[node].label for node in newcomers if node in chosen])

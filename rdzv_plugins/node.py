@@ -171,7 +171,8 @@ class Node:
 
     def master_opened(self, naming: str, address: str | None, error: Exception | None) -> None:
         """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
-        if self._opening is not None and self._opening[0] == naming:
+        opening = self._opening  # Another thread may give it up meanwhile.
+        if opening is not None and opening[0] == naming:
             self._opened = naming, address, error
 
     def run(self) -> Steps:

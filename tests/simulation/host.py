@@ -311,7 +311,8 @@ class Host:
         """Say a word in the c10d store of the round, then wait for those of all others."""
         assert self._round is not None
         prefix = store_prefix(self._round.incarnation, self._round.round) + what + "/"
-        self._say(self._shift, prefix + self.id)
+        if not self.node.over:
+            self._say(self._shift, prefix + self.id)
         look = self.clock() + TORCH_TIMEOUT
         pause = 2 * self.world.network.latency()
         self.world.kernel.after(pause, self._look, self._shift, prefix, look)
@@ -431,7 +432,6 @@ class Host:
 
     def receive(self, turn: int, answer: Any, error: Exception | None = None) -> None:
         """An answer arrives, unless the request has been given up."""
-        now = self.world.kernel.now
         if turn != self._turn:
             return
         if self._is_late(self.receive, turn, answer, error):

@@ -72,8 +72,8 @@ INVARIANTS = {
     "causes": "a round that runs names those of the last that are not in it, as lost, left or "
     "evicted, but for those that are done (unless the store lost something)",
     "done": "nobody is restarted for newcomers while a participant is done, as far as was listed",
-    "closed": "the document of a closed run is never written again, but by the same with `expires`, "
-    "or by the nodes of a run that lives",
+    "closed": "the document of a closed run is never written again, but by the same with "
+    "`expires`, or by the nodes of a run that lives",
     "members close": "who closes a run was named in its last round, and in that incarnation",
     "finished": "nothing of a run that is closed or has a tombstone is written again (unless the "
     "store lost something, or the writer looked for the tombstone before)",

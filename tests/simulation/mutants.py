@@ -44,11 +44,23 @@ def _in(module: str, old: str, new: str) -> Edit:
 MUTANTS: dict[str, Mutant] = {
     "no-exclusivity": Mutant(
         "rule 5: a round does not wait for the participants of the last",
-        (_in("leading", "    if pending := without(awaited, gone):  # Rule 5.\n", "    if pending := ():\n"),),
+        (
+            _in(
+                "leading",
+                "    if pending := without(awaited, gone):  # Rule 5.\n",
+                "    if pending := ():\n",
+            ),
+        ),
     ),
     "stale-join": Mutant(
         "rule 5: a join asked for before the round counts as one after it",
-        (_in("leading", "    return _round_in(document, record) >= ended_round\n", "    return True\n"),),
+        (
+            _in(
+                "leading",
+                "    return _round_in(document, record) >= ended_round\n",
+                "    return True\n",
+            ),
+        ),
     ),
     "no-compare": Mutant(
         "rule 1: a leader takes a refused write for done",
@@ -340,8 +352,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "closing",
-                "        if members_only and not document.names(node_id):\n            return False\n",
-                "",
+                "        if members_only and not document.names(node_id):\n",
+                "        if False:\n",
             ),
         ),
     ),
@@ -394,7 +406,11 @@ MUTANTS: dict[str, Mutant] = {
     "stray-founds-at-once": Mutant(
         "a node with other --nnodes founds a run while the nodes of another live",
         (
-            _in("protocol", "    if any(view.moved(str(node)) for node in holders):\n", "    if False:\n"),
+            _in(
+                "protocol",
+                "    if any(view.moved(str(node)) for node in holders):\n",
+                "    if False:\n",
+            ),
             _in("protocol", "    if alive:\n", "    if False:\n"),
         ),
     ),
@@ -439,7 +455,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-expiry": Mutant(
         "nobody sees to it that the keys of a run end",
-        (_in("node", "        if leads and self._clock() >= self._expiry_due:\n", "        if False:\n"),),
+        (
+            _in(
+                "node",
+                "        if leads and self._clock() >= self._expiry_due:\n",
+                "        if False:\n",
+            ),
+        ),
     ),
     "zombie-leaves-its-record": Mutant(
         "a node that hears of its run's end leaves what it wrote since",
@@ -450,7 +472,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "        if self._opening is not None and self._opening[0] == naming:\n",
+                "        if opening is not None and opening[0] == naming:\n",
                 "        if True:\n",
             ),
         ),
@@ -487,7 +509,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "rubbish-stays": Mutant(
         "a document that nobody can read is not written anew",
-        (_in("observer", "            if self.latest is None:\n                raise\n", "            raise\n"),),
+        (
+            _in(
+                "observer",
+                "            if self.latest is None:\n                raise\n",
+                "            raise\n",
+            ),
+        ),
     ),
     "waits-for-the-dead": Mutant(
         "what an agent waits for in the c10d store of a round that is over never comes",

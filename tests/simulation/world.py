@@ -288,7 +288,7 @@ class World:
         ]
         if plan.ending == "fails":
             members = [host for host in members if not host.wedged]
-        if running and members and plan.ending != "is left":
+        if document is not None and running and members and plan.ending != "is left":
             self.note(f"-- the run {plan.ending} --")
             if plan.ending == "fails":
                 self.chance.choice(members).fail_workers(for_good=True)

@@ -12,6 +12,7 @@ from rdzv_plugins.decisions import (
     Abdicate,
     Action,
     AskTombstone,
+    Close,
     Confirm,
     Fail,
     Failure,
@@ -22,8 +23,8 @@ from rdzv_plugins.decisions import (
     View,
     Wait,
 )
-from rdzv_plugins.documents import NodeRecord, Outcome, Phase, RoundDocument, Wants
-from rdzv_plugins.protocol import decide, nodes_waiting
+from rdzv_plugins.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Wants
+from rdzv_plugins.protocol import decide, nodes_waiting, waits_for_a_living_round
 
 from .views import (
     RULES,
@@ -243,6 +244,46 @@ class TestRunning:
         assert isinstance(self.lead({"n3": record("n3", round_=3)}), Wait)
 
 
+class TestCauses:
+    """Why a round: amended while it forms, and each node under what became of it."""
+
+    NOW = document(Phase.FORMING, previous=("n1", "n2", "n3"), cause=Cause().plus(failed=["n1[1]"]))
+
+    def lead(self, others: dict[str, NodeRecord], **silent: float) -> RoundDocument:
+        everybody = joining("n1", "n2", round_=3) | others
+        return written(decide(view(everybody["n1"], self.NOW, everybody, silent=silent)))
+
+    def test_who_was_lost_is_named_though_the_others_workers_failed_first(self) -> None:
+        after = self.lead({"n3": record("n3", Wants.RUN, 3)}, n3=3.0)
+        assert after.cause == Cause().plus(failed=["n1[1]"], lost=["n3[1]"])
+        assert after.reason == "lost n3[1]: lease ran out; n1[1] joined again (its workers failed)"
+
+    def test_who_left_is_named_so(self) -> None:
+        after = self.lead({"n3": record("n3", Wants.LEFT, 3)})
+        assert after.cause == Cause().plus(failed=["n1[1]"], left=["n3[1]"])
+
+    def test_who_came_in_the_meantime_is_named_when_it_is_let_in(self) -> None:
+        others = {"n3": record("n3", Wants.LEFT, 3), "n4": record("n4")}
+        named = self.lead(others)
+        assert named.phase is Phase.CONFIRMING
+        assert named.cause == Cause().plus(failed=["n1[1]"], left=["n3[1]"], joined=["n4[1]"])
+
+    def test_each_whose_workers_failed_is_named_and_who_was_told_to_join_is_not(self) -> None:
+        others = {
+            "n2": record("n2", round_=3, failed=True),
+            "n3": record("n3", round_=3),
+        }
+        assert self.lead(others).cause == Cause().plus(failed=["n1[1]", "n2[1]"])
+
+    def test_what_ended_the_last_round_is_told_of_the_next_that_runs(self) -> None:
+        """A round that was named, but never ran, is no cause of its own."""
+        named = replace(self.NOW, phase=Phase.CONFIRMING, participants=("n1", "n2", "n3"),
+                        previous=())  # fmt: skip
+        others = all_running(named)
+        again = written(decide(view(others["n1"], named, others, silent={"n3": 3.0})))
+        assert again.cause == Cause().plus(failed=["n1[1]"], lost=["n3[1]"])
+
+
 class TestLeadership:
     def test_the_heir_takes_over_first(self) -> None:
         now = document(Phase.RUNNING)
@@ -325,6 +366,26 @@ class TestDone:
 
     def test_it_is_not_lost_when_it_ends(self) -> None:
         assert isinstance(self.lead(self.done("n3"), n3=99.0), Wait)
+
+    def test_when_all_that_are_left_are_done_the_run_is_closed(self) -> None:
+        """They wait in torch's exit barrier, also for those that are gone."""
+        now = replace(self.NOW, lost=("n3",))
+        everybody = {name: self.wide(one) for name, one in all_running(now).items()}
+        everybody |= {name: self.wide(one) for name, one in self.done("n2").items()}
+        rules = replace(RULES, max_nodes=4, restart_on_loss=False)
+
+        def lead() -> Action:
+            return decide(
+                view(everybody["n1"], now, everybody, joining=False, silent={"n3": 9.0},
+                     rules=rules)
+            )  # fmt: skip
+
+        assert isinstance(lead(), Wait)
+        everybody |= {name: self.wide(one) for name, one in self.done("n1").items()}
+        assert lead() == Close(now)
+
+    def test_while_none_is_gone_they_pass_the_barrier_themselves(self) -> None:
+        assert isinstance(self.lead(self.done("n1") | self.done("n2") | self.done("n3")), Wait)
 
     def test_a_newcomer_disturbs_nobody(self) -> None:
         after = written(self.lead(self.done("n3") | joining("n4")))
@@ -497,6 +558,28 @@ class TestMismatch:
         return view(self.OTHER, self.NOW, records, rules=self.OTHERS, **more)
 
 
+class TestSpares:
+    NOW = document(Phase.RUNNING)
+
+    def waits(self, now: RoundDocument = NOW, wants: Wants = Wants.SPARE, **silent: float) -> bool:
+        return waits_for_a_living_round(view(record("n4", wants), now, silent=silent))
+
+    def test_one_waits_while_its_round_lives(self) -> None:
+        assert self.waits()
+        assert self.waits(n2=99.0, n1=2.9)
+
+    def test_not_for_one_whose_leader_is_silent_or_that_has_none(self) -> None:
+        assert not self.waits(n1=3.0)
+        assert not self.waits(replace(self.NOW, leader=None))
+
+    def test_not_for_one_that_only_forms(self) -> None:
+        assert not self.waits(document(Phase.FORMING))
+        assert not self.waits(document(Phase.CLOSED))
+
+    def test_who_is_no_spare_does_not(self) -> None:
+        assert not self.waits(wants=Wants.JOIN)
+
+
 class TestNodesWaiting:
     NOW = document(Phase.RUNNING)
 
@@ -548,6 +631,6 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
 
 def test_every_action_is_one_of_the_module() -> None:
     assert {kind.__name__ for kind in decisions.Action.__args__} == {
-        "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate", "Close",
-        "Wait",
+        "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate",
+        "Close", "Wait",
     }  # fmt: skip
