@@ -68,6 +68,15 @@ def close_run(
             document = latest
         if document is None or (latest is not None and not document.is_of(latest)):
             return False
+        by_hand = document.closed and document.outcome is Outcome.CLOSED
+        if by_hand and outcome is Outcome.FAILED and document.names(node_id):
+            # Those that went on to work after that wait for this node's workers, for ever.
+            failed = replace(document, outcome=outcome, cause=Cause(note=why))
+            expected = entry.version if entry else None
+            entry, written = yield CompareAndSet(STATE_KEY, failed.encode(), expected)
+            if written:
+                return True
+            continue
         if document.closed:
             if not document.expires and entry is not None and document.cause.note == why:
                 # This node closed it just now, and could not do the rest. Not for others: thousands

@@ -150,14 +150,20 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     room = 0 if done else document.max_nodes - len(document.participants) + len(gone)
     if rejoined or (lost and view.rules.restart_on_loss) or (newcomers and room > 0):
         cause = _amended(Cause(), records, gone).plus(
-            failed=[records[node].label for node in rejoined],
-            joined=[records[node].label for node in newcomers],
+            failed=[records[node].label for node in rejoined if records[node].failed],
+            # Some have been in it and were told to join anew: the store forgot the round.
+            joined=[
+                records[node].label
+                for node in (*newcomers, *rejoined)
+                if node in newcomers or not records[node].failed
+            ],
         )
         return Write(next_round(view, document, gone | done, len(newcomers), cause))
     if gone != set(document.lost):
         return Write(replace(document, lost=tuple(sorted(gone))))
-    if gone and done == set(document.participants) - gone:
-        # They wait for each other, and for those that are gone, in torch's exit barrier.
+    if done and done == set(document.participants) - gone:
+        # They may wait in torch's exit barrier: for those that are gone, or, in a store that forgot
+        # who had come, for each other.
         return Close(document)
     if done and newcomers and not document.finishing:
         return Write(replace(document, finishing=True))

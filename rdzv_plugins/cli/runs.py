@@ -92,7 +92,10 @@ def close(
         why = "closed by the command rdzv close"
         work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, members_only=False)
         carry_out(client, tombstones, work)
-        typer.echo(f"closed run '{run_id}'; its id can be used again in {ttl:g} s")
+        typer.echo(
+            f"closed run '{run_id}': what trains goes on, no further round forms; "
+            f"its id can be used again in {ttl:g} s"
+        )
 
 
 def clean(

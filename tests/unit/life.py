@@ -68,9 +68,9 @@ class Life:
         self.request: steps.Request = next(self.life)
 
     def join_again(self) -> None:
-        """What the driver does: order, and end the wait."""
+        """What the driver does; the workers of this node failed if nobody told it to."""
         self.outcomes.clear()
-        self.node.order_join()
+        self.node.order_join(failed=self.node.waiting == 0)
         self.send(None)
 
     def go(self) -> list[str]:
