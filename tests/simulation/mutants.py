@@ -396,7 +396,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nobody-closes-what-is-done": Mutant(
         "those that are done wait for the lost in torch's exit barrier",
-        (_in("leading", "    if gone and done == set", "    if not gone and done == set"),),
+        (_in("leading", "    if done and done == set", "    if not gone and done == set"),),
         seed=171,
     ),
     "one-lease-for-all": Mutant(
