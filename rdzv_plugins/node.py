@@ -367,10 +367,15 @@ class Node:
                 yield from self._end_join(Outcome(failure=failure))
             case decisions.Close(document):
                 why = "the workers of all that are left succeeded"
-                work = close_run(
-                    self.id, document, RunOutcome.SUCCEEDED, why, self._rules.sweep_after
+                # Also as a spare: it leads.
+                yield from close_run(
+                    self.id,
+                    document,
+                    RunOutcome.SUCCEEDED,
+                    why,
+                    self._rules.sweep_after,
+                    members_only=False,
                 )
-                yield from work
                 self._seen.document_due = True
             case decisions.ListRecords():
                 self._seen.lists = self._seen.list_due = True
