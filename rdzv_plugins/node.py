@@ -375,8 +375,14 @@ class Node:
                 why = f"its workers succeeded: closed by {self.record.label}"
                 self.closing = True
                 try:
+                    # Also by a spare: it leads.
                     yield from close_run(
-                        self.id, document, RunOutcome.SUCCEEDED, why, self._rules.sweep_after
+                        self.id,
+                        document,
+                        RunOutcome.SUCCEEDED,
+                        why,
+                        self._rules.sweep_after,
+                        members_only=False,
                     )
                 finally:
                     self.closing = False

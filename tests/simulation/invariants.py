@@ -74,7 +74,8 @@ INVARIANTS = {
     "done": "nobody is restarted for newcomers while a participant is done, as far as was listed",
     "closed": "the document of a closed run is never written again, but by the same with "
     "`expires`, or by the nodes of a run that lives",
-    "members close": "who closes a run was named in its last round, and in that incarnation",
+    "members close": "who closes a run was named in its last round, and in that incarnation; or "
+    "leads it",
     "finished": "nothing of a run that is closed or has a tombstone is written again (unless the "
     "store lost something, or the writer looked for the tombstone before)",
     "join ends": "an agent's call ends in a round, or with a reason",
@@ -383,7 +384,8 @@ class Checker:
         if before is not None and after.place < (before.round, 0):
             raise InvariantError("rounds of a run", f"{show(before)} became {show(after)}")
         was = before or after
-        if track.member != after.incarnation or not was.names(node):
+        member = track.member == after.incarnation and was.names(node)
+        if not member and was.leader != node:
             raise InvariantError("members close", f"{node} of {track.member}: {show(after)}")
         outcome = after.outcome or Outcome.CLOSED
         self._ended.setdefault(after.incarnation, _Ended(self._now(), epoch, outcome))

@@ -129,6 +129,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        return False\n",
             ),
         ),
+        seed=21,
     ),
     "own-ranks": Mutant(
         "rule 6: a node puts itself first instead of reading its rank",
@@ -172,10 +173,12 @@ MUTANTS: dict[str, Mutant] = {
     "loss-unseen": Mutant(
         "rule 9: the loss of a participant changes nothing",
         (_in("leading", " or (lost and view.rules.restart_on_loss)", ""),),
+        seed=144,
     ),
     "failure-unseen": Mutant(
         "a participant that joins again changes nothing for the others",
         (_in("leading", "    if rejoined or (lost and", "    if (lost and"),),
+        seed=24,
     ),
     "no-window-after-outage": Mutant(
         "rule 11: windows go on over an outage of the store",
@@ -194,10 +197,12 @@ MUTANTS: dict[str, Mutant] = {
     "no-window-after-stall": Mutant(
         "rule 11: windows go on over this node's own lateness",
         (_in("observer", "            self._void(now, grace=0.0)\n", "            pass\n"),),
+        seed=30,
     ),
     "no-window-at-takeover": Mutant(
         "a new leader judges by what it saw before it led",
         (_in("observer", "        self.leases.restart(now, unless=deposed)\n", ""),),
+        seed=98,
     ),
     "answer-time": Mutant(
         "a slow answer counts as a look at the time when it came",
@@ -212,6 +217,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            pass\n",
             ),
         ),
+        seed=120,
     ),
     "no-write-back": Mutant(
         "rule 12: nobody writes the document back to a store that forgot",
@@ -244,6 +250,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    strays = []\n    if highest >= document.round:\n",
             ),
         ),
+        seed=299,
     ),
     "numbers-from-zero": Mutant(
         "rule 12: rounds are numbered without looking at the records",
@@ -262,6 +269,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in("leading", "or record.naming != naming", "or record.round != document.round"),
         ),
+        seed=42,
     ),
     "closed-reopens": Mutant(
         "rule 14: a closed run goes on",
@@ -280,6 +288,7 @@ MUTANTS: dict[str, Mutant] = {
     "confirming-blind": Mutant(
         "a participant that dies while the round is confirmed is waited for",
         (_in("leading", "    if lost or rejoined:\n", "    if rejoined:\n"),),
+        seed=38,
     ),
     "mixed-nodes": Mutant(
         "a node with other --nnodes is let in",
@@ -301,6 +310,7 @@ MUTANTS: dict[str, Mutant] = {
     "lost-for-good": Mutant(
         "a participant that comes back to a round that went on stays lost",
         (_in("leading", "- {*rejoined, *back}", "- {*rejoined}"),),
+        seed=50,
     ),
     "silent-failure": Mutant(
         "a join that failed is not reported when the store is away",
@@ -312,6 +322,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            except ZeroDivisionError:\n                # The others",
             ),
         ),
+        seed=226,
     ),
     "missed-round": Mutant(
         "a round that was over before a participant saw it run is never started there",
@@ -322,6 +333,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    if latest.phase is not Phase.RUNNING or latest.ran != confirmed.naming:\n",
             ),
         ),
+        seed=134,
     ),
     "swept-runs-again": Mutant(
         "a round is written back to an empty store without a look for the tombstone",
@@ -332,6 +344,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    if False:\n",
             ),
         ),
+        seed=173,
     ),
     "no-tombstone": Mutant(
         "who closes a run leaves no tombstone",
@@ -352,11 +365,11 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "closing",
-                "        if members_only and not document.names(node_id):\n"
-                "            return False\n",
-                "",
+                "        if members_only and not document.names(node_id):\n",
+                "        if False:\n",
             ),
         ),
+        seed=240,
     ),
     "closes-any-run": Mutant(
         "rule 14: a node closes whatever run of its id it finds",
@@ -382,7 +395,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nobody-closes-what-is-done": Mutant(
         "those that are done wait for the lost in torch's exit barrier",
-        (_in("leading", "    if gone and done == set", "    if not gone and done == set"),),
+        (_in("leading", "    if done and done == set", "    if not gone and done == set"),),
+        seed=171,
     ),
     "one-lease-for-all": Mutant(
         "each node is judged by the leader's lease",
@@ -393,6 +407,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    return view.age(node) >= view.rules.lease\n",
             ),
         ),
+        seed=50,
     ),
     "beats-go-back": Mutant(
         "a beat that was held up on its way undoes what its node said later",
@@ -432,6 +447,7 @@ MUTANTS: dict[str, Mutant] = {
                 "document is None:\n",
             ),
         ),
+        seed=73,
     ),
     "withdrawal-after-join": Mutant(
         "an abandoned join takes the next one with it",
@@ -442,6 +458,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        self._join_ordered = True\n",
             ),
         ),
+        seed=5249,
     ),
     "join-goes-on": Mutant(
         "an abandoned join takes a rank",
@@ -453,6 +470,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            self._withdraw_ordered = False\n",
             ),
         ),
+        seed=61,
     ),
     "no-expiry": Mutant(
         "nobody sees to it that the keys of a run end",
@@ -467,16 +485,18 @@ MUTANTS: dict[str, Mutant] = {
     "zombie-leaves-its-record": Mutant(
         "a node that hears of its run's end leaves what it wrote since",
         (_in("node", "                if outcome is not None:\n", "                if False:\n"),),
+        seed=5437,
     ),
     "old-master-is-taken": Mutant(
         "a TCPStore that opens too late is taken for that of the next round",
         (
             _in(
                 "node",
-                "        if self._opening is not None and self._opening[0] == naming:\n",
+                "        if opening is not None and opening[0] == naming:\n",
                 "        if True:\n",
             ),
         ),
+        seed=269,
     ),
     "one-tombstone-at-a-time": Mutant(
         "a node that was in two runs asks for the one, then for the other, for ever",
@@ -497,6 +517,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        cause = _amended(Cause(), records, lost)\n",
             ),
         ),
+        seed=77,
     ),
     "loss-unnamed": Mutant(
         "who is lost while a round forms is not named",
@@ -517,6 +538,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            raise\n",
             ),
         ),
+        seed=188,
     ),
     "waits-for-the-dead": Mutant(
         "what an agent waits for in the c10d store of a round that is over never comes",
@@ -527,6 +549,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        return False\n",
             ),
         ),
+        seed=171,
     ),
     "no-rest": Mutant(
         "a node that left waits for a beat that is never due",

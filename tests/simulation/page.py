@@ -22,13 +22,21 @@ _HEAD = """\
 
 Written by `python -m tests.simulation --page docs/simulation.md`; do not edit.
 
-The real code of `protocol.py`, `node.py` and all below them runs unchanged, as it does under
-`handler.py`: a node is a generator of requests, and the simulator carries them out on an
-in-memory store with real compare-and-set, over a network that delays and loses, for hosts with
-clocks of their own rate (0.5 to 2), on virtual time. One seed draws the run's settings, its hosts,
-their agents' manners and all its faults; the same seed and code give the same run, step by step.
-An agent behaves as torch's does: it waits for a round, polls `num_nodes_waiting()` every 0.1 s,
-takes its time to stop its workers, and asks again.
+The real code of `protocol.py`, `node.py`, `closing.py` and all below them runs unchanged, as it
+does under `handler.py`: a node is a generator of requests, and the simulator carries them out on an
+in-memory store with real compare-and-set and expiry, over a network that delays and loses, for
+hosts with clocks of their own rate (0.5 to 2), on virtual time. One seed draws the run's settings,
+its hosts, their agents' manners and all its faults; the same seed and code give the same run, step
+by step.
+
+An agent behaves as torch's does: it waits for a round, exchanges roles with the agents of all other
+participants over the c10d store, polls `num_nodes_waiting()` every 0.1 s, takes its time to stop
+its workers, and asks again; when its workers fail once too often it fails, and when they succeed it
+waits for the others in the exit barrier. It ends as `handler.shutdown()` decides. Both waits have
+torch's time-out, 300 s, here 60 intervals. Launchers start again what failed, submit the run again,
+or do not. Once the run stands still, its workers succeed, or fail for good, or all hosts vanish.
+
+Not simulated: threads, signals, forks and the clients of real stores.
 
 ```
 make simulate SEEDS=100000 FIRST_SEED=1   # progress, and a summary
@@ -87,10 +95,12 @@ def _runs(small: Totals, large: Totals) -> str:
     median, most = statistics.median(small.settled), max(small.settled)
     lines += [
         "",
-        "After the last fault a run must stand still, and stay so for a lease and two intervals of "
-        "the slowest clock, within `8 x lease + last_call` on the slowest clock, plus twice the "
-        "time to stop workers, plus 10 intervals; where nodes that joined before have a short "
-        f"`join_timeout`, plus that. It took {median:.1f} s in the median and "
+        "After the last fault a run of enough nodes must stand still, and stay so for a lease "
+        "and two intervals of the slowest clock, within `8 x lease + last_call` on the slowest "
+        "clock, plus twice the time to stop workers, plus 10 intervals, plus the time to ask for "
+        "the next round where an agent hangs; the joins of one that has too few must end by their "
+        "time-out. "
+        f"It took {median:.1f} s in the median and "
         f"{most:.1f} s at most; the seed that came closest to its bound, {seed}, took {share:.0%} "
         f"of it. The amnesia exception was used for {small.excused:,} pairs of hosts.\n",
     ]

@@ -300,11 +300,12 @@ class World:
             # Whoever leads does not know that the store lost the deadline; it soon sets another.
             self.kernel.run(self.kernel.now + plan.rules.abandoned / 4 / plan.rates[0] + 3)
         document = self.document
+        leader = document.leader if document is not None else None
         # Who died before it had led for an interval could not see to it.
         ends = (
-            document is None
-            or document.expires
-            or any(host.alive and host.id == document.leader for host in self.hosts)
+            STATE_KEY not in self.store.entries
+            or (document is not None and document.expires)
+            or any(host.alive and host.id == leader for host in self.hosts)
             or max(host.changed for host in self.hosts) > QUIET_AFTER + 5
         ) and not any(host.grey for host in self.hosts)
         for host in self.hosts:
