@@ -17,7 +17,7 @@ from rdzv_plugins.documents import (
     RoundDocument,
     Wants,
 )
-from rdzv_plugins.kv import Entry, Version
+from rdzv_plugins.kv import Entry, RendezvousConnectionError, Version
 from rdzv_plugins.steps import (
     Chronicle,
     CompareAndSet,
@@ -30,6 +30,7 @@ from rdzv_plugins.steps import (
     Request,
     Ring,
     Steps,
+    Tell,
 )
 
 __all__ = ["close_run", "let_expire", "tidy_up"]
@@ -112,7 +113,12 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
 
     The tombstone first: from the sweep on only it tells a node that comes back that its run ended.
     """
-    yield PutTombstone(closed)
+    try:
+        yield PutTombstone(closed)
+    except RendezvousConnectionError as error:
+        # If the store is away, so it is to the next request. If it refuses us here, the id is to be
+        # free all the same.
+        yield Tell("tombstone", f"it cannot be noted that this run ended: {error}")
     yield Expire(sweep_after)
     done = replace(closed, expires=True)
     yield CompareAndSet(STATE_KEY, done.encode(), version)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import types
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -133,6 +133,10 @@ class Names:
         fresh = sorted(set(labels) - set(self.first))
         room = _NAMES_KEPT - len(self.first)
         return Names((*self.first, *fresh[:room]), self.more + max(0, len(fresh) - room))
+
+    def without(self, labels: Collection[str]) -> Names:
+        """These but for some of the first."""
+        return replace(self, first=tuple(label for label in self.first if label not in labels))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,7 @@ class Driver:
     def _drive(self, life: steps.Steps) -> None:
         request = next(life)
         over = False
-        while not self._stopping.is_set():
+        while self._node.closing or not self._stopping.is_set():
             try:
                 answer = self._perform(request)
             except (RendezvousConnectionError, RendezvousStateError) as error:
@@ -233,6 +233,8 @@ def perform(client: KeyValueClient, tombstones: Tombstones, request: steps.Reque
             return tombstones.put(document)
         case steps.ReadTombstone(incarnation):
             return tombstones.get(incarnation)
+        case steps.Tell(_, text):
+            return log.warning("%s", text)
         case steps.Chronicle(document, seconds, members):
             return history.append(client, document, seconds, members)
     raise TypeError(f"{request!r} is not for a store")
@@ -241,15 +243,20 @@ def perform(client: KeyValueClient, tombstones: Tombstones, request: steps.Reque
 def carry_out(
     client: KeyValueClient, tombstones: Tombstones, work: Generator[steps.Request, Any, T]
 ) -> T:
-    """Drive ``work`` to its end in the calling thread; raises what a request raises."""
+    """Drive ``work`` to its end in the calling thread; raises what it makes of a failed request."""
     answer: Any = None
+    error: Exception | None = None
     while True:
         try:
-            request = work.send(answer)
+            request = work.send(answer) if error is None else work.throw(error)
         except StopIteration as end:
             result: T = end.value
             return result
-        answer = perform(client, tombstones, request)
+        answer = error = None
+        try:
+            answer = perform(client, tombstones, request)
+        except (RendezvousConnectionError, RendezvousStateError) as failure:
+            error = failure
 
 
 def _empty(queue: SimpleQueue[Any]) -> None:

@@ -87,6 +87,9 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
     missing = [node for node in document.previous if _is_gone(view, node, records.get(node))]
     cause = _amended(document.cause, records, missing).plus(failed=failed)
     if document.round > 0:
+        # All that asked were named when the last round ended; some stay spares.
+        spares = [records[node].label for node in newcomers if node not in chosen]
+        cause = replace(cause, joined=cause.joined.without(spares))
         cause = cause.plus(joined=[records[node].label for node in newcomers if node in chosen])
     return Write(
         replace(

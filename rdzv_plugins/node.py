@@ -64,6 +64,10 @@ class Node:
         chance: the source of its random share and of incarnations.
 
     Public members may be used from other threads; the generators are driven by one.
+
+    Attributes:
+        closing: it closes the run, and must not be stopped before its keys have an end: the first
+            step of that ends the other agents, and this node's too.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Node:
         self.id = node_id
         self.record = record
         self.waiting = 0
+        self.closing = False
         self._rules = rules
         self._join_timeout = join_timeout
         self._clock = clock
@@ -366,16 +371,21 @@ class Node:
             case decisions.Fail(failure):
                 yield from self._end_join(Outcome(failure=failure))
             case decisions.Close(document):
-                why = "the workers of all that are left succeeded"
-                # Also as a spare: it leads.
-                yield from close_run(
-                    self.id,
-                    document,
-                    RunOutcome.SUCCEEDED,
-                    why,
-                    self._rules.sweep_after,
-                    members_only=False,
-                )
+                # As shutdown() says it, which does the rest should this be cut off.
+                why = f"its workers succeeded: closed by {self.record.label}"
+                self.closing = True
+                try:
+                    # Also by a spare: it leads.
+                    yield from close_run(
+                        self.id,
+                        document,
+                        RunOutcome.SUCCEEDED,
+                        why,
+                        self._rules.sweep_after,
+                        members_only=False,
+                    )
+                finally:
+                    self.closing = False
                 self._seen.document_due = True
             case decisions.ListRecords():
                 self._seen.lists = self._seen.list_due = True

@@ -201,6 +201,29 @@ class TestClosing:
         assert ends.result(20.0)
         site.await_sweep()
 
+    def test_a_leader_that_closes_the_run_is_not_stopped_half_way(self, site: Site) -> None:
+        """What it writes first lets its own agent end, which stops it."""
+        goes_on, expire = threading.Event(), site.client()
+        at_once = expire.expire
+
+        def hold(seconds: float) -> None:
+            # The leader moves the end of a living run on, too.
+            if site.document is not None and site.document.closed:
+                assert goes_on.wait(10)
+            at_once(seconds)
+
+        expire.expire = hold  # type: ignore[method-assign]
+        leader = site.handler(1, 1, expire)
+        site.join(leader)
+        leader._driver.report_done()
+        site.await_that(lambda: site.document is None or site.document.closed)
+        ends = Background(leader.shutdown)
+        assert not ends.done(0.2)
+        goes_on.set()
+        assert ends.result(20.0)
+        assert site.document is None or site.document.expires
+        site.await_sweep()
+
     def test_a_damaged_document_is_written_anew_by_those_of_the_run(self, site: Site) -> None:
         pair = [site.handler(1, 2) for _ in range(2)]
         site.join(*pair)

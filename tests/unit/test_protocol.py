@@ -273,6 +273,15 @@ class TestCauses:
         assert named.phase is Phase.CONFIRMING
         assert named.cause == Cause().plus(failed=["n1[1]"], left=["n3[1]"], joined=["n4[1]"])
 
+    def test_who_stays_a_spare_has_not_joined(self) -> None:
+        """When the last round ended, nobody knew who of those that wait would be let in."""
+        named = Cause().plus(lost=["n3[1]"], joined=["n4[1]", "n5[1]"])
+        now = replace(self.NOW, previous=("n1", "n2"), cause=named)
+        everybody = joining("n1", "n2", round_=3) | joining("n4", "n5")
+        after = written(decide(view(everybody["n1"], now, everybody)))
+        assert after.participants == ("n1", "n2", "n4")
+        assert after.cause == Cause().plus(lost=["n3[1]"], joined=["n4[1]"])
+
     def test_each_whose_workers_failed_is_named_and_who_was_told_to_join_is_not(self) -> None:
         others = {
             "n2": record("n2", round_=3, failed=True),
