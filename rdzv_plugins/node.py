@@ -538,6 +538,7 @@ class Node:
 
     def _bear(self, error: Exception, failures: int) -> Steps:
         """Rule 11: an outage stops nobody; nobody is judged by what could not be read."""
+        self._seen.judge_punctuality()  # A node that stood still may wake to a broken connection.
         self._seen.document_due = self._seen.leader_due = self._seen.list_due = True
         because: Exception | None = error
         if self._joining and self._is_hopeless(error):

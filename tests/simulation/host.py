@@ -321,7 +321,8 @@ class Host:
         if shift != self._shift or self._is_late(self._say, shift, key):
             return
         if self.world.network.reaches(self):
-            self.world.kernel.after(self.world.network.latency(), self._said, key)
+            expired = self.world.store.expired
+            self.world.kernel.after(self.world.network.latency(), self._said, key, expired)
         elif self.agent is Agent.BARRIER:
             # torch's barrier counts there, and takes a failure for its end.
             self.world.kernel.after(0.2, self._give_up_barrier, shift)
@@ -332,8 +333,10 @@ class Host:
         if shift == self._shift and not self._is_late(self._give_up_barrier, shift):
             self._end_well()
 
-    def _said(self, key: str) -> None:
-        self.world.store.put(key, b"")
+    def _said(self, key: str, expired: int) -> None:
+        # No run is swept as soon as that after its end.
+        if expired == self.world.store.expired:
+            self.world.store.put(key, b"")
 
     def _look(self, shift: int, prefix: str, deadline: float) -> None:
         if shift != self._shift or self._is_late(self._look, shift, prefix, deadline):

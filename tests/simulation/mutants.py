@@ -392,6 +392,7 @@ MUTANTS: dict[str, Mutant] = {
     "done-is-disturbed": Mutant(
         "newcomers are let in although a node's workers have succeeded",
         (_in("leading", "room = 0 if done else ", "room = "),),
+        seed=902,
     ),
     "nobody-closes-what-is-done": Mutant(
         "those that are done wait for the lost in torch's exit barrier",
