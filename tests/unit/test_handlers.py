@@ -282,6 +282,27 @@ class TestAbandonedJoin:
         site.join(gives_up)
         assert joins.result(20.0).world_size == 2
 
+    def test_also_while_its_thread_starts(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The caller waits for the start, and that is when the signal's exception comes."""
+        gives_up, start = site.handler(2, 2), threading.Thread.start
+
+        def be_told(thread: threading.Thread) -> None:
+            start(thread)
+            if thread is gives_up._driver._thread:
+                site.await_that(lambda: site.document is not None)
+                raise SignalError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", be_told)
+            with pytest.raises(SignalError):
+                gives_up.next_rendezvous()
+        late = Background(site.handler(2, 2).next_rendezvous)
+        assert not late.done(3 * LEASE), site.document
+        site.join(gives_up)
+        assert late.result(20.0).world_size == 2
+
 
 class TestWhoIsMissing:
     def test_the_time_out_names_who_gave_up_and_who_was_lost(self, site: Site) -> None:
