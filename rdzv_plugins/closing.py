@@ -65,6 +65,8 @@ def close_run(
         document = _readable(entry, latest)
         if document is None and latest is not None:
             if (yield ReadTombstone(latest.incarnation)):
+                # What this node wrote since the sweep would have no end.
+                yield Drop((NODES_PREFIX + node_id,))
                 return True
             document = latest
         if document is None or (latest is not None and not document.is_of(latest)):

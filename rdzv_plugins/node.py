@@ -276,7 +276,7 @@ class Node:
             self.record = replace(
                 self.record, wants=Wants.JOIN, master=None, hosts=True, failed=self._failed
             )
-            self._fresh = f"{self._chance.getrandbits(64):016x}"
+            self._fresh = self._new_incarnation()
             self._record_due = self._ring = True
             self._seen.document_due = True
             # Who joins again may have lost the leader: its last beat is seen now, not at our next.
@@ -288,6 +288,9 @@ class Node:
                 # Nobody waits for this word: no bell.
                 self.record = replace(self.record, wants=Wants.DONE)
                 self._record_due = True
+
+    def _new_incarnation(self) -> str:
+        return f"{self._chance.getrandbits(64):016x}"
 
     def _is_late(self) -> bool:
         if not self._joining or self._clock() < self._join_deadline:
@@ -490,6 +493,8 @@ class Node:
         self._seen.document_due = False
         if not written:
             return False
+        if document.incarnation == self._fresh:
+            self._fresh = self._new_incarnation()  # Should this node found another run.
         if before is None or before.leader != self.id:
             self._expiry_due = self._clock()  # A store that forgot has forgotten the deadline too.
         if before is not None and before.leader not in (document.leader, None):

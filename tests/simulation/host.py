@@ -466,7 +466,7 @@ class Host:
             if clock - self._trouble > self.rules.interval:
                 evidence = self.track.evidence
                 evidence.disturbed = evidence.outage = self.world.kernel.now
-                evidence.known = frozenset(evidence.seen)
+                evidence.known = {node: it.beat for node, it in evidence.seen.items()}
             self._trouble = None
 
     def _step(self, answer: Any, error: Exception | None) -> None:

@@ -110,7 +110,7 @@ class Evidence:
     Attributes:
         disturbed: when all of it last became void.
         outage: when it last became void because the store had been away.
-        known: whom it had looked at before that.
+        known: whom it had looked at before that, and their beats.
         leads_since, leads_after: when it last took the lead, and from whom.
         read: when the record that it last read of each node stood in the store.
         seen: the records that it last read.
@@ -119,7 +119,7 @@ class Evidence:
 
     disturbed: float = 0.0
     outage: float = 0.0
-    known: frozenset[str] = frozenset()
+    known: Mapping[str, int] = field(default_factory=dict)
     leads_since: float = 0.0
     leads_after: str | None = None
     read: dict[str, float] = field(default_factory=dict)
@@ -572,9 +572,9 @@ class Checker:
             since = max(since, evidence.leads_since)
         lease = theirs.lease if lost in evidence.seen else min(theirs.lease, self._own(track))
         least = lease / track.rate - self._staleness
-        in_grace = evidence.outage and since == evidence.outage and lost in evidence.known
-        # A stale listing may show a beat of before the outage for one that came after it.
-        if in_grace and not self._staleness:
+        # Until another beat is seen, which may have been written before the outage.
+        same = shown is None or evidence.known.get(lost) == shown.beat
+        if evidence.outage and since == evidence.outage and lost in evidence.known and same:
             least += self._own(track) / track.rate  # Nobody knows when it was back.
         if read - since < least - _ROUNDING:
             raise InvariantError(

@@ -359,6 +359,8 @@ class World:
         document = self.document
         alive = [host for host in self.hosts if host.alive and not host.wedged]
         alive = [host for host in alive if not self._runs_on(host)]
+        if all(host.grey for host in alive):
+            return ""  # None of them can lead; that their joins end is looked at elsewhere.
         for host in alive:
             if host.agent not in (Agent.RUNNING, Agent.JOINING):
                 return f"{host.id} is {host.agent}"
