@@ -650,9 +650,12 @@ class Host:
             evidence.read.update(dict.fromkeys({*records, *named}, now))
         else:
             node = key.removeprefix(NODES_PREFIX)
-            was = evidence.seen.get(node)
-            if was is None or not records or was.beat <= records[node].beat:
-                evidence.seen = {**evidence.seen, **records}
+            was, record = evidence.seen.get(node), records.get(node)
+            if record is None:
+                # Its lease is not known any more either.
+                evidence.seen = {name: it for name, it in evidence.seen.items() if name != node}
+            elif was is None or was.beat <= record.beat:
+                evidence.seen = {**evidence.seen, node: record}
             evidence.read[node] = now
 
 

@@ -572,8 +572,9 @@ class Checker:
             since = max(since, evidence.leads_since)
         lease = theirs.lease if lost in evidence.seen else min(theirs.lease, self._own(track))
         least = lease / track.rate - self._staleness
-        if evidence.outage and since == evidence.outage and lost in evidence.known:
-            least += self._own(track) / track.rate  # Nobody knows when it was back.
+        if since == evidence.outage and lost in evidence.known and not self._staleness:
+            # Nobody knows when it was back. A second listing, if stale, may show an older beat.
+            least += self._own(track) / track.rate
         if read - since < least - _ROUNDING:
             raise InvariantError(
                 "evidence",
