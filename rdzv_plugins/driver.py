@@ -76,13 +76,14 @@ class Driver:
         _empty(self._outcomes)
         if self._stopping.is_set():
             return steps.Outcome()
-        self._node.order_join(failed)
-        if not self.running:
-            self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
-            self._thread.start()
-        else:
-            self._nudge_until(self._has_taken_up, 5)
         try:
+            # In here too: a thread's start waits for it, and the exception may come meanwhile.
+            self._node.order_join(failed)
+            if not self.running:
+                self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
+                self._thread.start()
+            else:
+                self._nudge_until(self._has_taken_up, 5)
             return self._outcomes.get()
         except BaseException:
             self._node.order_withdrawal()

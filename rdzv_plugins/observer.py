@@ -142,7 +142,9 @@ class Observer:
 
         Every window begins now, but for the leader that this node deposed on good evidence.
         """
-        self.records = self.leader = None
+        self.records = None
+        if self.latest is None or self.latest.leader != document.leader:
+            self.leader = None
         self.minimum_since = None
         self.list_due, self.lists = True, False
         now = self._clock()
@@ -195,7 +197,8 @@ class Observer:
         asked = self._clock()
         entry = yield from self.read_record(leader)
         record = readable(entry)
-        if record is None or self.leader is None or record.beat >= self.leader.beat:
+        # One that is missing or goes back says no more than what is known.
+        if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record
         beat, looks = (record.beat, record.looks) if record else (None, None)
         self.leases.observe(leader, beat, asked, self._clock())

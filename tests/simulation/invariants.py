@@ -572,9 +572,10 @@ class Checker:
             since = max(since, evidence.leads_since)
         lease = theirs.lease if lost in evidence.seen else min(theirs.lease, self._own(track))
         least = lease / track.rate - self._staleness
-        if since == evidence.outage and lost in evidence.known and not self._staleness:
-            # Nobody knows when it was back. A second listing, if stale, may show an older beat.
-            least += self._own(track) / track.rate
+        in_grace = evidence.outage and since == evidence.outage and lost in evidence.known
+        # A stale listing may show a beat of before the outage for one that came after it.
+        if in_grace and not self._staleness:
+            least += self._own(track) / track.rate  # Nobody knows when it was back.
         if read - since < least - _ROUNDING:
             raise InvariantError(
                 "evidence",

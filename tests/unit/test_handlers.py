@@ -157,20 +157,6 @@ class TestFinishedRuns:
 
 
 class TestClosing:
-    @pytest.mark.parametrize("by_hand", [False, True])
-    def test_an_agent_that_fails_for_good_ends_the_others(self, site: Site, by_hand: bool) -> None:
-        """Their workers wait for its, also where somebody wanted no further round."""
-        fails, hangs = site.handler(2, 2, closed_ttl=30.0), site.handler(2, 2, closed_ttl=30.0)
-        site.join(fails, hangs)
-        if by_hand:
-            hangs.set_closed()
-            site.await_that(lambda: fails.is_closed() and hangs.is_closed())
-            assert hangs.num_nodes_waiting() == 0
-        assert say_that_the_agent_failed(fails)
-        site.await_that(lambda: hangs.num_nodes_waiting() > 0)
-        with pytest.raises(RendezvousClosedError, match="its agent failed"):
-            site.join(hangs)
-
     def test_a_closed_run_whose_expiry_failed_is_freed_by_whoever_meets_it(
         self, site: Site
     ) -> None:
@@ -295,6 +281,27 @@ class TestAbandonedJoin:
         # And it may ask again.
         site.join(gives_up)
         assert joins.result(20.0).world_size == 2
+
+    def test_also_while_its_thread_starts(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The caller waits for the start, and that is when the signal's exception comes."""
+        gives_up, start = site.handler(2, 2), threading.Thread.start
+
+        def be_told(thread: threading.Thread) -> None:
+            start(thread)
+            if thread is gives_up._driver._thread:
+                site.await_that(lambda: site.document is not None)
+                raise SignalError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", be_told)
+            with pytest.raises(SignalError):
+                gives_up.next_rendezvous()
+        late = Background(site.handler(2, 2).next_rendezvous)
+        assert not late.done(3 * LEASE), site.document
+        site.join(gives_up)
+        assert late.result(20.0).world_size == 2
 
 
 class TestWhoIsMissing:
