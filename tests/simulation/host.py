@@ -648,6 +648,8 @@ class Host:
                 for node, record in records.items()
             }
             evidence.read.update(dict.fromkeys({*records, *named}, now))
+            # Whoever is in no listing is forgotten; it would be seen as if for the first time.
+            evidence.known &= {*records, *named}
         else:
             node = key.removeprefix(NODES_PREFIX)
             was, record = evidence.seen.get(node), records.get(node)

@@ -348,7 +348,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-tombstone": Mutant(
         "who closes a run leaves no tombstone",
-        (_in("closing", "    yield PutTombstone(closed)\n", ""),),
+        (_in("closing", "yield PutTombstone(closed)", "pass"),),
     ),
     "older-run-wins": Mutant(
         "another run of this id that lives is written over by the nodes of an older one",
