@@ -648,11 +648,17 @@ class Host:
                 for node, record in records.items()
             }
             evidence.read.update(dict.fromkeys({*records, *named}, now))
+            # Whoever is in no listing is forgotten; it would be seen as if for the first time.
+            listed = {*records, *named}
+            evidence.known = {node: it for node, it in evidence.known.items() if node in listed}
         else:
             node = key.removeprefix(NODES_PREFIX)
-            was = evidence.seen.get(node)
-            if was is None or not records or was.beat <= records[node].beat:
-                evidence.seen = {**evidence.seen, **records}
+            was, record = evidence.seen.get(node), records.get(node)
+            if record is None:
+                # Its lease is not known any more either.
+                evidence.seen = {name: it for name, it in evidence.seen.items() if name != node}
+            elif was is None or was.beat <= record.beat:
+                evidence.seen = {**evidence.seen, node: record}
             evidence.read[node] = now
 
 

@@ -66,8 +66,9 @@ def write_page(
     hunted = []
     for name, survived, invariant in first_caught(list(MUTANTS), first, _MUTANT_SEEDS, processes):
         say(f"{name}: {survived}")
-        if survived is None:
-            ((_, own, invariant),) = first_caught([name], MUTANTS[name].seed, 1, processes)
+        seed = MUTANTS[name].seed
+        if survived is None and seed is not None:
+            ((_, own, invariant),) = first_caught([name], seed, 1, processes)
             if own is None:
                 say(f"no seed catches {name}")
                 return 1
@@ -124,6 +125,8 @@ def _killed(hunted: list[tuple[str, int | None, str]]) -> str:
     rows = []
     for name, survived, invariant in hunted:
         fate = f"seed {MUTANTS[name].seed}" if survived is None else f"{survived + 1:,}"
+        if survived is None and MUTANTS[name].seed is None:
+            fate, invariant = "none known", "unit tests only"
         rows.append(f"| `{name}` | {MUTANTS[name].breaks} | {fate} | {invariant} |")
     return "\n".join(
         [

@@ -334,7 +334,7 @@ class World:
             limit += TORCH_TIMEOUT / plan.rates[0]  # Their words in the exit barrier never come.
         while self.kernel.now < began + limit:
             self.kernel.run(self.kernel.now + _LOOK)
-            left = [host for host in self.hosts if host.alive and not self._may_stay(host)]
+            left = [host for host in self.hosts if host.alive and not self._may_stay(host, hangs)]
             after = self.document
             closes = after is not None and not (after.closed or hangs)
             if not left and not closes:
@@ -347,8 +347,10 @@ class World:
                 f"the run {plan.ending}, after {limit:.0f} s {who or 'all ended'}, {found}",
             )
 
-    def _may_stay(self, host: Host) -> bool:
-        return host.wedged or self._runs_on(host)
+    def _may_stay(self, host: Host, hangs: bool) -> bool:
+        """Also a spare, as long as the agent of a participant hangs."""
+        waits = hangs and host.agent is Agent.JOINING
+        return host.wedged or waits or self._runs_on(host)
 
     def _befall(self, kind: str) -> None:
         self.inject(kind)
