@@ -221,6 +221,10 @@ class Observer:
         now = self._clock()
         records = self.records = self._listing.decode(entries)
         named = {*document.participants, *document.previous}
+        if document.leader is not None:
+            named.add(
+                document.leader
+            )  # It may have no record, and is to be found dead all the same.
         self.leases.keep({*records, *named})
         for node in {*records, *named}:
             record = records.get(node)
