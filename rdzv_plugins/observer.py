@@ -222,9 +222,8 @@ class Observer:
         records = self.records = self._listing.decode(entries)
         named = {*document.participants, *document.previous}
         if document.leader is not None:
-            named.add(
-                document.leader
-            )  # It may have no record, and is to be found dead all the same.
+            # It may have no record, and is to be found dead all the same.
+            named.add(document.leader)
         self.leases.keep({*records, *named})
         for node in {*records, *named}:
             record = records.get(node)

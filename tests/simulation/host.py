@@ -642,6 +642,8 @@ class Host:
         if key is None:
             document = self.node.document
             named = {*document.participants, *document.previous} if document else set()
+            if document is not None and document.leader is not None:
+                named.add(document.leader)
             # A record never goes back.
             evidence.seen = {
                 node: was if (was := evidence.seen.get(node)) and was.beat > record.beat else record
