@@ -54,6 +54,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    if pending := ():\n",
             ),
         ),
+        seed=3,
     ),
     "stale-join": Mutant(
         "rule 5: a join asked for before the round counts as one after it",
@@ -75,6 +76,7 @@ MUTANTS: dict[str, Mutant] = {
                 "self._seen.adopt(entry, document)",
             ),
         ),
+        seed=2,
     ),
     "wall-clocks": Mutant(
         "rule 2: a beat is its writer's clock, and age its distance from the reader's",
@@ -100,6 +102,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    return view.age(node) >= view.lease(node) / 2\n",
             ),
         ),
+        seed=2,
     ),
     "coup": Mutant(
         "rule 4: the leader is deposed without waiting for its lease",
@@ -121,6 +124,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    if True:\n",
             ),
         ),
+        seed=6,
     ),
     "never-mind-leading": Mutant(
         "rule 4: a leader that beats, and cannot read all records, goes on leading",
@@ -132,7 +136,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        return False\n",
             ),
         ),
-        seed=21,
+        seed=None,
     ),
     "own-ranks": Mutant(
         "rule 6: a node puts itself first instead of reading its rank",
@@ -156,10 +160,12 @@ MUTANTS: dict[str, Mutant] = {
                 "    enough = len(ready) >= 1\n",
             ),
         ),
+        seed=9,
     ),
     "above-maximum": Mutant(
         "rule 7: everybody is taken",
         (_in("leading", "newcomers][: rules.max_nodes]", "newcomers]"),),
+        seed=4,
     ),
     "no-last-call": Mutant(
         "rule 7: the minimum is enough at once",
@@ -168,6 +174,7 @@ MUTANTS: dict[str, Mutant] = {
     "spares-disturb": Mutant(
         "rule 8: a node that waits restarts a round that is full",
         (_in("leading", "or (newcomers and room > 0)", "or newcomers"),),
+        seed=2,
     ),
     "newcomers-wait": Mutant(
         "rule 8: a node that waits is not let in where there is room",
@@ -192,10 +199,12 @@ MUTANTS: dict[str, Mutant] = {
                 "        if False:\n",
             ),
         ),
+        seed=7,
     ),
     "no-grace-after-outage": Mutant(
         "rule 11: after an outage all are to beat within a lease, whenever they are back",
         (_in("observer", "grace=self._rules.lease)", "grace=0.0)"),),
+        seed=30,
     ),
     "no-window-after-stall": Mutant(
         "rule 11: windows go on over this node's own lateness",
@@ -205,7 +214,7 @@ MUTANTS: dict[str, Mutant] = {
     "no-window-at-takeover": Mutant(
         "a new leader judges by what it saw before it led",
         (_in("observer", "        self.leases.restart(now, unless=deposed)\n", ""),),
-        seed=98,
+        seed=104,
     ),
     "answer-time": Mutant(
         "a slow answer counts as a look at the time when it came",
@@ -221,7 +230,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            pass\n",
             ),
         ),
-        seed=120,
+        seed=None,
     ),
     "no-write-back": Mutant(
         "rule 12: nobody writes the document back to a store that forgot",
@@ -230,6 +239,7 @@ MUTANTS: dict[str, Mutant] = {
                 "protocol", "    if latest is None:\n        if not", "    if True:\n        if not"
             ),
         ),
+        seed=13,
     ),
     "newcomer-rules": Mutant(
         "rule 12: a document that is behind what this node remembers is taken",
@@ -276,7 +286,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in("leading", "or record.naming != naming", "or record.round != document.round"),
         ),
-        seed=42,
+        seed=64,
     ),
     "closed-reopens": Mutant(
         "rule 14: a closed run goes on",
@@ -291,6 +301,7 @@ MUTANTS: dict[str, Mutant] = {
     "no-confirmation": Mutant(
         "a round runs before its participants have seen it",
         (_in("leading", "    if missing:\n", "    if False:\n"),),
+        seed=2,
     ),
     "confirming-blind": Mutant(
         "a participant that dies while the round is confirmed is waited for",
@@ -313,6 +324,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    return True\n",
             ),
         ),
+        seed=6,
     ),
     "lost-for-good": Mutant(
         "a participant that comes back to a round that went on stays lost",
@@ -329,7 +341,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            except ZeroDivisionError:\n                # The others",
             ),
         ),
-        seed=226,
+        seed=238,
     ),
     "missed-round": Mutant(
         "a round that was over before a participant saw it run is never started there",
@@ -351,7 +363,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    if False:\n",
             ),
         ),
-        seed=173,
+        seed=240,
     ),
     "no-tombstone": Mutant(
         "who closes a run leaves no tombstone",
@@ -367,6 +379,7 @@ MUTANTS: dict[str, Mutant] = {
                 "return False",
             ),
         ),
+        seed=10,
     ),
     "anybody-closes": Mutant(
         "rule 14: a node that was replaced closes the run of the others",
@@ -377,7 +390,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if False:\n",
             ),
         ),
-        seed=240,
+        seed=None,
     ),
     "closes-any-run": Mutant(
         "rule 14: a node closes whatever run of its id it finds",
@@ -397,11 +410,12 @@ MUTANTS: dict[str, Mutant] = {
                 "    return False\n",
             ),
         ),
+        seed=2,
     ),
     "done-is-disturbed": Mutant(
         "newcomers are let in although a node's workers have succeeded",
         (_in("leading", "room = 0 if done else ", "room = "),),
-        seed=902,
+        seed=None,
     ),
     "nobody-closes-what-is-done": Mutant(
         "those that are done wait for the lost in torch's exit barrier",
@@ -440,6 +454,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in("protocol", "    if alive:\n", "    if False:\n"),
         ),
+        seed=6,
     ),
     "evicted-at-once": Mutant(
         "who has not asked for the next round yet is left out",
@@ -448,6 +463,7 @@ MUTANTS: dict[str, Mutant] = {
     "never-evicted": Mutant(
         "a node whose agent hangs is waited for as long as it beats",
         (_in("leading", "        if view.round_age >= patience:\n", "        if False:\n"),),
+        seed=14,
     ),
     "spare-for-ever": Mutant(
         "a spare waits on when its round is over",
@@ -492,11 +508,12 @@ MUTANTS: dict[str, Mutant] = {
                 "        if False:\n",
             ),
         ),
+        seed=4,
     ),
     "zombie-leaves-its-record": Mutant(
         "a node that hears of its run's end leaves what it wrote since",
         (_in("node", "                if outcome is not None:\n", "                if False:\n"),),
-        seed=5437,
+        seed=None,
     ),
     "old-master-is-taken": Mutant(
         "a TCPStore that opens too late is taken for that of the next round",
@@ -540,6 +557,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    cause = document.cause.plus(",
             ),
         ),
+        seed=7,
     ),
     "rubbish-stays": Mutant(
         "a document that nobody can read is not written anew",
@@ -572,6 +590,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if seen.closed:\n",
             ),
         ),
+        seed=3,
     ),
 }
 

@@ -15,7 +15,7 @@ from .mutants import MUTANTS
 __all__ = ["write_page"]
 
 _LARGE_SEEDS, _LARGE_NODES = 24, 200
-_MUTANT_SEEDS = 1000
+_MUTANT_SEEDS = 30
 
 _HEAD = """\
 # The simulator: the protocol under faults

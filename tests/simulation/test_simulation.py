@@ -80,7 +80,7 @@ def test_a_broken_rule_is_caught(name: str) -> None:
     """Its seed holds on the package's own code, and not on the mutant's."""
     mutant = MUTANTS[name]
     if mutant.seed is None:
-        # No seed of some hundreds notices it; unit tests hold on to the rule.
+        # No seed of a few hundred notices it; unit tests hold on to the rule.
         build(name)
         return
     assert simulate(mutant.seed).violation is None
