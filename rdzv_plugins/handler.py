@@ -335,6 +335,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             end()  # From Python 3.12 on no thread starts while the process exits.
         else:
             thread.join()
+        # Again: only the main thread can put handlers of signals back.
         self._signals.release()
         return bool(told)
 

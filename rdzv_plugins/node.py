@@ -131,11 +131,6 @@ class Node:
         return self._seen.latest
 
     @property
-    def member(self) -> RoundDocument | None:
-        """The round that the agent runs in, or ran in last."""
-        return self._member
-
-    @property
     def done(self) -> bool:
         """Whether this node's workers succeeded in the round that it was given last."""
         return self.record.wants is Wants.DONE or self._done_reported
@@ -152,11 +147,6 @@ class Node:
         if self._member is None or self.record.wants is Wants.LEFT:
             return False  # What it gave up on is the business of the others.
         return latest is None or (latest.is_of(self._member) and latest.names(self.id))
-
-    @property
-    def leader(self) -> NodeRecord | None:
-        """The leader's record, where another node leads and it was read."""
-        return self._seen.leader
 
     def order_join(self, failed: bool = False) -> None:
         """Ask to be in the next round; the driver ends its `Park` or `Rest` early for it.
