@@ -8,8 +8,8 @@ import threading
 import time
 import uuid
 
-from rdzv_plugins.backends import open_client
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.stores import open_client
 
 __all__ = ["measure"]
 

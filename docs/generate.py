@@ -12,8 +12,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from rdzv_plugins.backends import BACKENDS
 from rdzv_plugins.config import ServerOptions, Settings, StoreOptions
+from rdzv_plugins.stores import STORES, client_class
 
 HERE = Path(__file__).parent
 GENERATED = "<!-- Generated from the docstrings by `make docs`; edit those. -->\n\n"
@@ -53,7 +53,8 @@ def markdown_table(cls: type) -> str:
 
 
 def options_page() -> str:
-    served = [name for name, row in BACKENDS.items() if issubclass(row.options, ServerOptions)]
+    options = {name: client_class(name).options for name in STORES}
+    served = [name for name, cls in options.items() if issubclass(cls, ServerOptions)]
     parts = [
         GENERATED,
         "# Options\n\n",
@@ -69,15 +70,15 @@ def options_page() -> str:
         f"\n## {', '.join(served)}\n\n",
         markdown_table(ServerOptions),
     ]
-    for name, backend in BACKENDS.items():
-        parts += [f"\n## {name}\n\n", markdown_table(backend.options)]
+    for name, cls in options.items():
+        parts += [f"\n## {name}\n\n", markdown_table(cls)]
     return "".join(parts)
 
 
 def stores_page() -> str:
     parts = [GENERATED, "# The stores and their limits\n"]
-    for name, backend in BACKENDS.items():
-        text = inspect.getdoc(import_module(backend.module)) or ""
+    for name in STORES:
+        text = inspect.getdoc(import_module(client_class(name).__module__)) or ""
         parts.append(f"\n## {name}\n\n{text.replace('``', '`').replace('::', ':')}\n")
     return "".join(parts)
 

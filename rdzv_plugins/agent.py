@@ -45,8 +45,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api
 
-from rdzv_plugins.backends import BACKENDS
 from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.stores import is_store
 
 __all__ = ["RunAgent", "torchrun"]
 
@@ -244,7 +244,7 @@ def torchrun(arguments: Sequence[str]) -> None:
     `SystemExit`, and what a rendezvous raises.
     """
     options = run.parse_args(arguments)  # type: ignore[no-untyped-call]
-    if options.standalone or options.rdzv_backend not in BACKENDS:
+    if options.standalone or not is_store(options.rdzv_backend):
         run.main(arguments)
         return
     with _in_the_place_of_torchs_agent():

@@ -8,6 +8,7 @@ is wanted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -16,38 +17,48 @@ if TYPE_CHECKING:
 
     Creator = Callable[[RendezvousParameters], RendezvousHandler]
 
+__all__ = ["HandlerFactory", "handler_factory"]
+
+
+@dataclass(frozen=True)
+class HandlerFactory:
+    """What an entry point of ``torchrun.handlers`` names.
+
+    Attributes:
+        client: ``"<module>:<class>"`` of a `rdzv_plugins.kv.KeyValueClient`, or the name of a store
+            of this package.
+    """
+
+    client: str
+
+    def __call__(self) -> Creator:
+        return _creator(self.client)
+
 
 # torch's registry takes a second registration of a name only if it is the same object.
 @cache
-def _creator(backend: str) -> Creator:
+def _creator(client: str) -> Creator:
     def create(params: RendezvousParameters) -> RendezvousHandler:
         from rdzv_plugins.handler import create_handler
 
-        return create_handler(backend, params)
+        return create_handler(client, params)
 
     return create
 
 
-def redis() -> Creator:
-    """``--rdzv-backend=redis``."""
-    return _creator("redis")
+def handler_factory(client: str) -> HandlerFactory:
+    """An entry point for the store of ``client``, in this package or another.
+
+    In a module that imports nothing else, named in ``pyproject.toml`` under
+    ``[project.entry-points."torchrun.handlers"]``::
+
+        mystore = handler_factory("mypackage.mystore:Client")
+    """
+    return HandlerFactory(client)
 
 
-def zookeeper() -> Creator:
-    """``--rdzv-backend=zookeeper``."""
-    return _creator("zookeeper")
-
-
-def dynamodb() -> Creator:
-    """``--rdzv-backend=dynamodb``."""
-    return _creator("dynamodb")
-
-
-def consul() -> Creator:
-    """``--rdzv-backend=consul``."""
-    return _creator("consul")
-
-
-def etcd_v3() -> Creator:
-    """``--rdzv-backend=etcd-v3``."""
-    return _creator("etcd-v3")
+redis = handler_factory("redis")
+zookeeper = handler_factory("zookeeper")
+dynamodb = handler_factory("dynamodb")
+consul = handler_factory("consul")
+etcd_v3 = handler_factory("etcd-v3")

@@ -31,7 +31,6 @@ from torch.distributed.elastic.rendezvous.api import (
 from rdzv_plugins import steps
 from rdzv_plugins.addresses import loopback, node_address, store_hosts
 from rdzv_plugins.agent_store import AgentStore
-from rdzv_plugins.backends import BACKENDS, open_client
 from rdzv_plugins.closing import close_run
 from rdzv_plugins.config import Settings, option_names, parse_options, redact
 from rdzv_plugins.decisions import Failure, Rules
@@ -49,10 +48,11 @@ from rdzv_plugins.documents import (
 )
 from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.listing import readable
 from rdzv_plugins.node import Node
-from rdzv_plugins.retry import retry, store_is_away
 from rdzv_plugins.signals import SignalWatch
+from rdzv_plugins.stores import load, open_run
 from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
@@ -463,45 +463,45 @@ def _free_port() -> int:
         return port
 
 
-def create_handler(backend: str, params: RendezvousParameters) -> RendezvousHandler:
-    """What ``--rdzv-backend`` stands for; see `rdzv_plugins.entry_points`.
+def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandler:
+    """What ``--rdzv-backend`` stands for.
+
+    Args:
+        client: as `rdzv_plugins.entry_points.HandlerFactory.client`.
+        params: of torchrun.
 
     Raises:
         ValueError: a bad endpoint or option, or a missing client package.
         RendezvousConnectionError: the store cannot be reached or refuses us.
     """
-    store_options = option_names(BACKENDS[backend].load().Options)
+    store = load(client)
+    store_options = option_names(store.options)
     settings = parse_options(Settings, params.config, os.environ, also_allowed=store_options)
     own = option_names(Settings)
     rest = {name: value for name, value in params.config.items() if name not in own}
-    open_run = partial(
-        open_client,
-        backend,
-        params.endpoint,
-        config=rest,
-        request_timeout=settings.heartbeat_timeout,
+    connect = partial(
+        open_run, store, params.endpoint, config=rest, request_timeout=settings.heartbeat_timeout
     )
-    client = open_run(params.run_id)
-    log.debug("connected to %s at '%s'", backend, redact(params.endpoint))
+    opened = connect(params.run_id)
+    log.debug("connected to %s at '%s'", store.name, redact(params.endpoint))
     try:
-        tombstones = Tombstones(partial(open_run, tombstone_run_id(params.run_id)))
-        return _over(client, tombstones, backend, params, settings)
+        tombstones = Tombstones(partial(connect, tombstone_run_id(params.run_id)))
+        return _over(opened, tombstones, params, settings)
     except BaseException:
-        client.close()
+        opened.close()
         raise
 
 
 def _over(
     client: KeyValueClient,
     tombstones: Tombstones,
-    backend: str,
     params: RendezvousParameters,
     settings: Settings,
 ) -> RendezvousHandler:
     if settings.handler == "torch":
         from rdzv_plugins.torch_handler import create_torch_handler
 
-        return create_torch_handler(backend, params, settings, client)
+        return create_torch_handler(params, settings, client)
     rules = rules_of(settings, params.min_nodes, params.max_nodes)
     address = node_address(params.local_addr, store_hosts(params.endpoint))
     return StoreRendezvousHandler(client, tombstones, params.run_id, rules, settings, address)

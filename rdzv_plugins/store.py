@@ -22,7 +22,7 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from rdzv_plugins.retry import retry, store_is_away
+from rdzv_plugins.kv.retry import retry, store_is_away
 
 __all__ = ["KeyValueStore"]
 

@@ -89,7 +89,7 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
 
 
 def create_torch_handler(
-    backend_name: str, params: RendezvousParameters, settings: Settings, client: KeyValueClient
+    params: RendezvousParameters, settings: Settings, client: KeyValueClient
 ) -> MendedDynamicRendezvousHandler:
     """What ``--rdzv-conf handler=torch`` stands for; the handler owns ``client`` and closes it.
 
@@ -100,7 +100,7 @@ def create_torch_handler(
     handler: MendedDynamicRendezvousHandler = MendedDynamicRendezvousHandler.from_backend(
         params.run_id,
         KeyValueStore(client, _STORE_PREFIX),
-        KeyValueBackend(client, backend_name),
+        KeyValueBackend(client, params.backend),
         params.min_nodes,
         params.max_nodes,
         node_address(params.local_addr, store_hosts(params.endpoint)),

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rdzv_plugins.backends import BACKENDS, open_client
 from rdzv_plugins.config import Settings, option_names, parse_options
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.stores import STORES, open_client
 
 __all__ = [
     "BackendOption",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 BackendOption = Annotated[
-    str, typer.Option("--rdzv-backend", "-b", help=f"one of: {', '.join(BACKENDS)}")
+    str, typer.Option("--rdzv-backend", "-b", help=f"one of: {', '.join(STORES)}")
 ]
 EndpointOption = Annotated[
     str,

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rdzv_plugins import history, servers
-from rdzv_plugins.backends import open_client
 from rdzv_plugins.config import redact
 from rdzv_plugins.demo.agents import Fleet, TrainingError, World
 from rdzv_plugins.documents import Phase
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.stores import open_client
 
 __all__ = ["show"]
 

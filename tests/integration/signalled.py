@@ -21,9 +21,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as torchs
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 
-from rdzv_plugins.backends import open_client
 from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, RoundDocument
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.threads import Background
 
 # A lease of a minute: what is seen earlier was announced.

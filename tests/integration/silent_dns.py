@@ -26,9 +26,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from rdzv_plugins import servers
 from rdzv_plugins.addresses import loopback
-from rdzv_plugins.backends import open_client
 from rdzv_plugins.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.handler import create_handler
+from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.threads import Background, together
 
 _DNS = "127.53.0.1"

@@ -23,8 +23,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils import store as elastic
 
 from rdzv_plugins import servers
-from rdzv_plugins.backends import open_client
 from rdzv_plugins.store import KeyValueStore
+from rdzv_plugins.stores import open_client
 from tests.integration.stores import RunningStore
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from rdzv_plugins.backends import open_client
+from rdzv_plugins.stores import open_client
 from rdzv_plugins.store import KeyValueStore
 
 backend, endpoint, config, run = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]

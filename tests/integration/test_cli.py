@@ -15,11 +15,11 @@ from rich.table import Table
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
 from rdzv_plugins import servers
-from rdzv_plugins.backends import open_client
 from rdzv_plugins.cli import runs, stores
 from rdzv_plugins.cli.options import plain_console
 from rdzv_plugins.handler import create_handler
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError, Version
+from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import together
 

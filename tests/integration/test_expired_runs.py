@@ -9,8 +9,8 @@ from http.client import HTTPConnection
 import pytest
 from kazoo.client import KazooClient
 
-from rdzv_plugins.backends import open_client
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from tests.integration.stores import KINDS, Kind, running
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import redis
 
-from rdzv_plugins.backends import open_client
-from rdzv_plugins.backends import redis as backend
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.stores import open_client
+from rdzv_plugins.stores import redis as backend
 from rdzv_plugins.testing import KeyValueConformance, Store
 from rdzv_plugins.testing.harness import SLACK
 from tests.integration import topologies

@@ -13,8 +13,8 @@ import redis
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins import servers
-from rdzv_plugins.backends._redis_lines import DIGESTS
 from rdzv_plugins.handler import create_handler
+from rdzv_plugins.stores._redis_lines import DIGESTS
 from rdzv_plugins.testing.threads import together
 
 INTERVAL = 0.5

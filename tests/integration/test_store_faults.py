@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins.backends import open_client
-from rdzv_plugins.backends._counting import outlast
-from rdzv_plugins.backends._etcd_gateway import GatewayError, explain, is_undone
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.stores import open_client
+from rdzv_plugins.stores._counting import outlast
+from rdzv_plugins.stores._etcd_gateway import GatewayError, explain, is_undone
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import SLACK, present
 from rdzv_plugins.testing.threads import Background, together
@@ -199,7 +199,7 @@ def test_a_proxys_error_before_dynamodb_is_passing(
 
 CROWDED = """
 import os, resource, sys
-from rdzv_plugins.backends import open_client
+from rdzv_plugins.stores import open_client
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from rdzv_plugins import backends, servers
+from rdzv_plugins import servers, stores
 from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import KeyValueClient, MemoryClient, MemoryServer
@@ -73,7 +73,7 @@ class Run:
         backend: RendezvousBackend
         if self.kind.startswith("mended"):
             params = RendezvousParameters("redis", "", self.id, least, most, local_addr=ADDRESS)
-            return create_torch_handler("redis", params, settings, self._client())
+            return create_torch_handler(params, settings, self._client())
         store: TCPStore | KeyValueStore
         if self.kind == "stock, c10d":
             port = self.tcp[0].port if self.tcp else 0
@@ -129,7 +129,7 @@ def run(
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1" if stock else "0")
     open_client: Callable[[str], KeyValueClient] = partial(MemoryClient, MemoryServer())
     if request.param.endswith("redis"):
-        open_client = partial(backends.open_client, "redis", server.endpoint)
+        open_client = partial(stores.open_client, "redis", server.endpoint)
     opened = Run(request.param, open_client)
     yield opened
     opened.end()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.backends import BACKENDS
+from rdzv_plugins.stores import STORES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,7 +90,7 @@ def test_its_extras_name_each_client(wheel: Path) -> None:
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     lines = archive.read(name).decode().splitlines()
     extras = {line.removeprefix("Provides-Extra: ") for line in lines if "Provides-Extra" in line}
-    assert extras == {backend.extra for backend in BACKENDS.values()} | {"embedded", "all"}
+    assert extras == {name.removesuffix("-v3") for name in STORES} | {"embedded", "all"}
     unconditional = [line for line in lines if line.startswith("Requires-Dist") and ";" not in line]
     assert [line.split()[1].split(">")[0] for line in unconditional] == ["torch", "typer", "rich"]
 
@@ -99,7 +99,7 @@ def test_torch_finds_all_backends_in_the_installed_wheel(wheel: Path, tmp_path: 
     target = tmp_path / "site"
     pip("install", "--no-deps", "--no-index", "--target", str(target), str(wheel))
     result = subprocess.run(
-        [sys.executable, "-c", CHECK, str(target), *BACKENDS],
+        [sys.executable, "-c", CHECK, str(target), *STORES],
         capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(target)},
     )  # fmt: skip

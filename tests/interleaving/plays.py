@@ -23,11 +23,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins import driver, handler, kv, retry, signals, store
+from rdzv_plugins import driver, handler, signals, store
 from rdzv_plugins.config import Settings
 from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Outcome, RoundDocument
 from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
-from rdzv_plugins.kv import MemoryClient, MemoryServer
+from rdzv_plugins.kv import MemoryClient, MemoryServer, memory, retry
 from rdzv_plugins.tombstones import Tombstones
 from tests.interleaving.scheduler import Queue, Scheduler, Task
 
@@ -209,7 +209,7 @@ class Play:
             (handler, "TCPStore", self.open_server),
             (retry, "random", drawn),
         ]
-        for module in (driver, handler, kv, retry, signals, store):
+        for module in (driver, handler, memory, retry, signals, store):
             for name, value in (
                 ("threading", scheduler.threading),
                 ("time", scheduler.time),

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import MISSING, dataclass, fields
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from docs.generate import option_rows
-from rdzv_plugins.backends import BACKENDS
 from rdzv_plugins.config import (
     ServerOptions,
     Settings,
@@ -18,6 +16,7 @@ from rdzv_plugins.config import (
     parse_endpoint,
     parse_options,
 )
+from rdzv_plugins.stores import STORES, client_class
 
 
 @pytest.mark.parametrize(
@@ -166,14 +165,14 @@ def shown(default: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["Settings", "StoreOptions", "ServerOptions", *(f"{name}'s" for name in BACKENDS)]
+    "name", ["Settings", "StoreOptions", "ServerOptions", *(f"{name}'s" for name in STORES)]
 )
 def test_the_documented_options_are_the_options(name: str) -> None:
     own = {"Settings": Settings, "StoreOptions": StoreOptions, "ServerOptions": ServerOptions}
     if name in own:
         cls: type = own[name]
     else:
-        cls = import_module(BACKENDS[name.removesuffix("'s")].module).Options
+        cls = client_class(name.removesuffix("'s")).options
     inherited = {item.name for base in cls.__mro__[1:-1] for item in fields(base)}
     defaults = {
         item.name: "none" if item.default is MISSING else shown(item.default)

@@ -7,9 +7,9 @@ from importlib.metadata import entry_points, requires
 
 import pytest
 
-from rdzv_plugins.backends import BACKENDS, Backend
+from rdzv_plugins.stores import STORES
 
-NEED_A_PACKAGE = [name for name, backend in BACKENDS.items() if backend.requires is not None]
+NEED_A_PACKAGE = {"redis": "redis", "zookeeper": "kazoo", "dynamodb": "boto3"}
 CLIENT_LIBRARIES = ["redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "requests"]
 
 
@@ -32,14 +32,14 @@ def run(program: str) -> str:
 
 def test_each_backend_has_its_entry_point() -> None:
     names = {point.name for point in entry_points(group="torchrun.handlers")}
-    assert names == set(BACKENDS)
+    assert names == set(STORES)
 
 
-@pytest.mark.parametrize("backend", BACKENDS.values(), ids=list(BACKENDS))
-def test_an_extra_brings_a_package_if_the_backend_needs_one(backend: Backend) -> None:
-    marker = f'extra == "{backend.extra}"'
+@pytest.mark.parametrize("backend", STORES)
+def test_an_extra_brings_a_package_if_the_backend_needs_one(backend: str) -> None:
+    marker = f'extra == "{backend.removesuffix("-v3")}"'
     brought = [line for line in requires("rdzv-plugins") or () if line.endswith(marker)]
-    assert bool(brought) == (backend.requires is not None), brought
+    assert bool(brought) == (backend in NEED_A_PACKAGE), brought
 
 
 def test_loading_them_imports_nothing_of_ours_nor_torch() -> None:
@@ -48,7 +48,7 @@ import sys
 from importlib.metadata import entry_points
 factories = [point.load() for point in entry_points(group="torchrun.handlers")]
 creators = [factory() for factory in factories]
-assert len(creators) == {len(BACKENDS)} and all(callable(creator) for creator in creators)
+assert len(creators) == {len(STORES)} and all(callable(creator) for creator in creators)
 assert [factory() for factory in factories] == creators
 ours = [name for name in sys.modules if name.startswith("rdzv_plugins")]
 assert sorted(ours) == ["rdzv_plugins", "rdzv_plugins.entry_points"], ours
@@ -59,10 +59,10 @@ assert not set(sys.modules) & set({["torch", *CLIENT_LIBRARIES]!r})
 
 @pytest.mark.parametrize("backend", NEED_A_PACKAGE)
 def test_a_missing_extra_names_the_install_that_mends_it(backend: str) -> None:
-    requires, extra = BACKENDS[backend].requires, BACKENDS[backend].extra
+    package = NEED_A_PACKAGE[backend]
     program = f"""
 import sys
-sys.modules[{requires!r}] = None  # makes its import fail as if it were not installed
+sys.modules[{package!r}] = None  # makes its import fail as if it were not installed
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from rdzv_plugins import entry_points
 creator = entry_points.{backend.replace("-", "_")}()
@@ -72,5 +72,5 @@ except ValueError as error:
     print(error)
 """
     printed = run(program)
-    assert printed.startswith(f"the {extra} backend needs the package '{requires}'"), printed
-    assert printed.endswith(f'pip install "rdzv-plugins[{extra}]"\n'), printed
+    assert printed.startswith(f"the {backend} backend needs the package '{package}"), printed
+    assert printed.endswith(f'pip install "rdzv-plugins[{backend}]"\n'), printed

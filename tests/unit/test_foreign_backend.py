@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv_plugins.backends import BACKENDS
 from rdzv_plugins.config import StoreOptions
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 
@@ -18,6 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
 
 
 class Client(MemoryClient):
+    options = StoreOptions
     server = MemoryServer()
 
     def __init__(self, endpoint: str, namespace: str, options: StoreOptions, patience: float):
@@ -27,9 +27,8 @@ class Client(MemoryClient):
 def test_the_pages_entry_point_makes_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     snippet = PAGE.read_text().rpartition("```python\n")[2].partition("```")[0]
     module: Any = types.ModuleType("mypackage.mystore")
-    module.Options, module.Client = StoreOptions, Client
+    module.Client = Client
     monkeypatch.setitem(sys.modules, "mypackage.mystore", module)
-    monkeypatch.setitem(BACKENDS, "mystore", BACKENDS["redis"])  # So that it is taken back.
     names: dict[str, Any] = {}
     exec(snippet, names)
     params = RendezvousParameters("mystore", "", "run", 1, 1, local_addr="127.0.0.1")

@@ -6,7 +6,7 @@ import pytest
 from redis._parsers.base import BaseParser
 from redis.exceptions import ConnectionError, ResponseError
 
-from rdzv_plugins.backends._redis_errors import LostAnswerError, is_passing, is_refusal, not_now
+from rdzv_plugins.stores._redis_errors import LostAnswerError, is_passing, is_refusal, not_now
 
 # As Redis 6.2 passes on what a script met.
 SCRIPT_MET = (

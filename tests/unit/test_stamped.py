@@ -8,9 +8,9 @@ from email.utils import formatdate
 
 import pytest
 
-from rdzv_plugins.backends._consul_api import _time_of
-from rdzv_plugins.backends._consul_http import Answer
-from rdzv_plugins.backends._stamped import entry_of, segments, stamped
+from rdzv_plugins.kv.base import Stored, segments, stamped
+from rdzv_plugins.stores._consul_api import _time_of
+from rdzv_plugins.stores._consul_http import Answer
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_runs_have_segments_of_their_own() -> None:
 
 
 def test_equal_values_have_different_versions() -> None:
-    one, two = entry_of(stamped(b"same")), entry_of(stamped(b"same"))
+    one, two = Stored.parse(stamped(b"same")), Stored.parse(stamped(b"same"))
     assert one.value == two.value == b"same"
     assert one.version != two.version
 

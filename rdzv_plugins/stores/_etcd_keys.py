@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from rdzv_plugins.backends._etcd_gateway import decoded, encoded
 from rdzv_plugins.kv import Entry, RendezvousStateError, Version
+from rdzv_plugins.stores._etcd_gateway import decoded, encoded
 
 __all__ = ["NO_LEASE", "Keys", "entry_of", "first_entry", "stamped"]
 

@@ -23,14 +23,14 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from redis.retry import Retry
 
-from rdzv_plugins.backends._aside import aside
-from rdzv_plugins.backends._redis_errors import LostAnswerError, not_now
-from rdzv_plugins.backends._redis_scripts import SCRIPTS
-from rdzv_plugins.backends._tls import tls_context, unheard_alert
 from rdzv_plugins.config import parse_endpoint
+from rdzv_plugins.stores._aside import aside
+from rdzv_plugins.stores._redis_errors import LostAnswerError, not_now
+from rdzv_plugins.stores._redis_scripts import SCRIPTS
+from rdzv_plugins.stores._tls import tls_context, unheard_alert
 
 if TYPE_CHECKING:
-    from rdzv_plugins.backends.redis import Options
+    from rdzv_plugins.stores.redis import Options
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 

@@ -46,16 +46,6 @@ from kazoo.exceptions import (
 from kazoo.protocol.serialization import Sync
 from kazoo.security import CREATOR_ALL_ACL
 
-from rdzv_plugins.backends._stamped import (
-    Seen,
-    StampedClient,
-    entry_of,
-    segments,
-    stamped,
-)
-from rdzv_plugins.backends._tls import tls_context, tls_failure
-from rdzv_plugins.backends._zookeeper_run import BATCH, RunZnode
-from rdzv_plugins.backends._zookeeper_session import NotConnectedError, ReadMany, Session
 from rdzv_plugins.config import Endpoint, ServerOptions, option, parse_endpoint, redact
 from rdzv_plugins.kv import (
     Capabilities,
@@ -64,6 +54,16 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
 )
+from rdzv_plugins.stores._stamped import (
+    Seen,
+    StampedClient,
+    entry_of,
+    segments,
+    stamped,
+)
+from rdzv_plugins.stores._tls import tls_context, tls_failure
+from rdzv_plugins.stores._zookeeper_run import BATCH, RunZnode
+from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, Session
 
 __all__ = ["Client", "Options"]
 
@@ -89,6 +89,7 @@ class Client(StampedClient):
     """One run on ZooKeeper: one session for requests and watches."""
 
     name = "zookeeper"
+    options = Options
     capabilities = Capabilities(
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=1_046_528
     )

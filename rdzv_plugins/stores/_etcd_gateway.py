@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rdzv_plugins.backends._tls import unheard_alert
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.stores._tls import unheard_alert
 
 __all__ = ["Gateway", "GatewayError", "decoded", "encoded", "explain", "is_passing", "is_undone"]
 

@@ -20,7 +20,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from rdzv_plugins.backends._tls import stays_refused
+from rdzv_plugins.stores._tls import stays_refused
 
 __all__ = ["LostAnswerError", "is_passing", "is_refusal", "not_now"]
 

@@ -26,9 +26,6 @@ from typing import Any, TypeVar
 from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError
 from redis.sentinel import MasterNotFoundError
 
-from rdzv_plugins.backends._redis_errors import LostAnswerError, is_passing, is_refusal, not_now
-from rdzv_plugins.backends._redis_lines import DIGESTS, LONGEST_PARK, Bell, Lines
-from rdzv_plugins.backends._tls import tls_failure
 from rdzv_plugins.config import ServerOptions, option, redact
 from rdzv_plugins.kv import (
     Capabilities,
@@ -39,7 +36,10 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
 )
-from rdzv_plugins.retry import retry
+from rdzv_plugins.kv.retry import retry
+from rdzv_plugins.stores._redis_errors import LostAnswerError, is_passing, is_refusal, not_now
+from rdzv_plugins.stores._redis_lines import DIGESTS, LONGEST_PARK, Bell, Lines
+from rdzv_plugins.stores._tls import tls_failure
 
 __all__ = ["Client", "Options"]
 
@@ -71,6 +71,7 @@ class Client(KeyValueClient):
     """One run on Redis, over connections that requests and parked waiters take in turns."""
 
     name = "redis"
+    options = Options
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=512 * 1024 * 1024
     )

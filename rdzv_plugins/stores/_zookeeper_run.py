@@ -18,8 +18,8 @@ from kazoo.exceptions import KazooException, NoNodeError
 from kazoo.protocol.serialization import GetChildren, Sync
 from kazoo.security import OPEN_ACL_UNSAFE
 
-from rdzv_plugins.backends._zookeeper_session import ReadMany, Session
 from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.stores._zookeeper_session import ReadMany, Session
 
 __all__ = ["BATCH", "Run", "RunZnode"]
 

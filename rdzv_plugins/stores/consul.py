@@ -36,10 +36,6 @@ from ssl import SSLEOFError, SSLError, SSLSyscallError, SSLZeroReturnError
 from typing import Any
 from urllib.parse import quote, unquote
 
-from rdzv_plugins.backends._consul_api import Api, Item, RefusedError
-from rdzv_plugins.backends._consul_http import Http, InterruptedRequest
-from rdzv_plugins.backends._stamped import Seen, StampedClient, entry_of, segments, stamped
-from rdzv_plugins.backends._tls import tls_context, tls_failure
 from rdzv_plugins.config import ServerOptions, first_line, option, parse_endpoint, redact
 from rdzv_plugins.kv import (
     Capabilities,
@@ -48,6 +44,10 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
 )
+from rdzv_plugins.stores._consul_api import Api, Item, RefusedError
+from rdzv_plugins.stores._consul_http import Http, InterruptedRequest
+from rdzv_plugins.stores._stamped import Seen, StampedClient, entry_of, segments, stamped
+from rdzv_plugins.stores._tls import tls_context, tls_failure
 
 __all__ = ["Client", "Options"]
 
@@ -91,6 +91,7 @@ class Client(StampedClient):
     """One run on Consul: a pool of connections for requests, and one a parked waiter."""
 
     name = "consul"
+    options = Options
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
     )

@@ -20,7 +20,6 @@ from urllib.parse import quote
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from rdzv_plugins.backends._counting import outlast, uncounted
 from rdzv_plugins.kv import (
     ClientClosedError,
     Entry,
@@ -28,7 +27,8 @@ from rdzv_plugins.kv import (
     Version,
     parse_counter,
 )
-from rdzv_plugins.retry import retry
+from rdzv_plugins.kv.retry import retry
+from rdzv_plugins.stores._counting import outlast, uncounted
 
 __all__ = ["STAMP_BYTES", "Seen", "StampedClient", "entry_of", "segments"]
 

@@ -1,4 +1,4 @@
-"""The key-value contract that every store implements, and its in-memory reference.
+"""The key-value contract that every store implements.
 
 A client is bound to one namespace, ``<prefix>/<run id>/``; its keys are relative to it. Keys are
 non-empty ``str``, values ``bytes``. Every method but `wait` ends within the client's request
@@ -13,12 +13,10 @@ allowed).
 
 from __future__ import annotations
 
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
@@ -30,11 +28,10 @@ __all__ = [
     "ClientClosedError",
     "Entry",
     "KeyValueClient",
-    "MemoryClient",
-    "MemoryServer",
     "RendezvousConnectionError",
     "RendezvousStateError",
     "Version",
+    "parse_counter",
 ]
 
 Version = Hashable
@@ -83,7 +80,11 @@ class KeyValueClient(ABC):
     """
 
     name: ClassVar[str]
-    """The backend's name, as in ``--rdzv-backend``."""
+    """The store's name in messages, as a rule that of ``--rdzv-backend``."""
+
+    options: ClassVar[type[Any]]
+    """Its options, a `rdzv_plugins.config.StoreOptions`. A client that is opened by a name is made
+    from ``(endpoint, namespace, options, request_timeout)``, the last in seconds."""
 
     capabilities: ClassVar[Capabilities]
 
@@ -181,113 +182,6 @@ class KeyValueClient(ABC):
                 f"the value of '{key}' has {len(value):,} bytes; "
                 f"{self.name} holds at most {limit:,}"
             )
-
-
-@dataclass(slots=True)
-class MemoryServer:
-    """What the clients of one in-memory store share: the reference for every other store."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    namespaces: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    deadlines: dict[str, float] = field(default_factory=dict)
-    writes: int = 0
-
-    def keys(self, namespace: str) -> dict[str, Entry]:
-        """The live namespace; call it with ``changed`` held."""
-        if time.monotonic() >= self.deadlines.get(namespace, float("inf")):
-            del self.deadlines[namespace]
-            self.namespaces.pop(namespace, None)
-        return self.namespaces.setdefault(namespace, {})
-
-
-class MemoryClient(KeyValueClient):
-    """The contract in its shortest form; also the store of single-process tests."""
-
-    name = "memory"
-    capabilities = Capabilities(
-        push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=512 * 1024 * 1024
-    )
-
-    def __init__(self, server: MemoryServer, namespace: str) -> None:
-        self._server = server
-        self._namespace = namespace
-        self._interrupts = 0
-        self._closed = False
-
-    def _keys(self) -> dict[str, Entry]:
-        if self._closed:
-            raise ClientClosedError("memory")
-        return self._server.keys(self._namespace)
-
-    def _write(self, key: str, value: bytes) -> Entry:
-        self.check_size(key, value)
-        self._server.writes += 1
-        # A str: among numbers, a token of True would equal version 1.
-        entry = Entry(bytes(value), str(self._server.writes))
-        self._keys()[key] = entry
-        self._server.changed.notify_all()
-        return entry
-
-    def get(self, key: str) -> Entry | None:
-        with self._server.changed:
-            return self._keys().get(key)
-
-    def compare_and_set(
-        self, key: str, value: bytes, expected: Version | None
-    ) -> tuple[Entry | None, bool]:
-        with self._server.changed:
-            current = self._keys().get(key)
-            if (current.version if current else None) != expected:
-                return current, False
-            return self._write(key, value), True
-
-    def put(self, key: str, value: bytes) -> Version:
-        with self._server.changed:
-            return self._write(key, value).version
-
-    def delete(self, key: str) -> None:
-        with self._server.changed:
-            self._keys().pop(key, None)
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        with self._server.changed:
-            return {key: entry for key, entry in self._keys().items() if key.startswith(prefix)}
-
-    def add(self, key: str, delta: int) -> int:
-        with self._server.changed:
-            current = self._keys().get(key)
-            total = parse_counter(key, current.value if current else b"0") + delta
-            self._write(key, str(total).encode())
-            return total
-
-    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
-        deadline = time.monotonic() + timeout
-        with self._server.changed:
-            interrupts = self._interrupts
-            while not self._closed and self._interrupts == interrupts:
-                entry = self._keys().get(key)
-                if entry is not None and entry.version != version:
-                    return entry
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    return None
-                self._server.changed.wait(remaining)
-        return None
-
-    def interrupt(self) -> None:
-        with self._server.changed:
-            self._interrupts += 1
-            self._server.changed.notify_all()
-
-    def expire(self, seconds: float) -> None:
-        with self._server.changed:
-            self._keys()
-            self._server.deadlines[self._namespace] = time.monotonic() + seconds
-
-    def close(self) -> None:
-        with self._server.changed:
-            self._closed = True
-            self._server.changed.notify_all()
 
 
 def parse_counter(key: str, value: bytes) -> int:

@@ -30,10 +30,10 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rdzv_plugins.config import redact
 from rdzv_plugins.kv import ClientClosedError, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.retry import retry
+from rdzv_plugins.kv.retry import retry
 
 if TYPE_CHECKING:
-    from rdzv_plugins.backends.dynamodb import Options
+    from rdzv_plugins.stores.dynamodb import Options
 
 __all__ = ["INDEX", "RefusedError", "Table", "not_done"]
 

@@ -34,18 +34,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from rdzv_plugins.backends._batches import batches
-from rdzv_plugins.backends._counting import outlast, uncounted
-from rdzv_plugins.backends._etcd_gateway import (
-    Gateway,
-    decoded,
-    explain,
-    is_passing,
-    is_undone,
-)
-from rdzv_plugins.backends._etcd_keys import NO_LEASE, Keys, entry_of, first_entry, stamped
-from rdzv_plugins.backends._stamped import segments
-from rdzv_plugins.backends._tls import tls_context
 from rdzv_plugins.config import ServerOptions, parse_endpoint, redact
 from rdzv_plugins.kv import (
     Capabilities,
@@ -56,7 +44,19 @@ from rdzv_plugins.kv import (
     Version,
     parse_counter,
 )
-from rdzv_plugins.retry import retry
+from rdzv_plugins.kv.retry import retry
+from rdzv_plugins.stores._batches import batches
+from rdzv_plugins.stores._counting import outlast, uncounted
+from rdzv_plugins.stores._etcd_gateway import (
+    Gateway,
+    decoded,
+    explain,
+    is_passing,
+    is_undone,
+)
+from rdzv_plugins.stores._etcd_keys import NO_LEASE, Keys, entry_of, first_entry, stamped
+from rdzv_plugins.stores._stamped import segments
+from rdzv_plugins.stores._tls import tls_context
 
 __all__ = ["Client", "Options"]
 
@@ -80,6 +80,7 @@ class Client(KeyValueClient):
     """One run on etcd: kept connections for requests and one connection a parked waiter."""
 
     name = "etcd-v3"
+    options = Options
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=_LARGEST
     )

@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
-from rdzv_plugins.backends._consul_http import Answer, Http
+from rdzv_plugins.stores._consul_http import Answer, Http
 
 __all__ = ["Api", "Item", "RefusedError"]
 

@@ -26,7 +26,7 @@ from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.serialization import GetData, MultiHeader, int_struct
 from kazoo.protocol.states import KazooState, KeeperState
 
-from rdzv_plugins.backends._tls import stays_refused
+from rdzv_plugins.stores._tls import stays_refused
 
 __all__ = ["NotConnectedError", "ReadMany", "Session"]
 

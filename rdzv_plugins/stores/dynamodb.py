@@ -36,9 +36,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from rdzv_plugins.backends._aside import aside
-from rdzv_plugins.backends._batches import batches
-from rdzv_plugins.backends._dynamodb_table import INDEX, RefusedError, Table, not_done
 from rdzv_plugins.config import StoreOptions, option
 from rdzv_plugins.kv import (
     Capabilities,
@@ -48,6 +45,9 @@ from rdzv_plugins.kv import (
     Version,
     parse_counter,
 )
+from rdzv_plugins.stores._aside import aside
+from rdzv_plugins.stores._batches import batches
+from rdzv_plugins.stores._dynamodb_table import INDEX, RefusedError, Table, not_done
 
 __all__ = ["Client", "Options"]
 
@@ -94,6 +94,7 @@ class Client(KeyValueClient):
     """One run in a DynamoDB table."""
 
     name = "dynamodb"
+    options = Options
     capabilities = Capabilities(
         push=False, linearizable=True, batch=True, ttl=True, max_value_bytes=400_000
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from rdzv_plugins.kv import ClientClosedError, RendezvousConnectionError
+from rdzv_plugins.kv.contract import ClientClosedError, RendezvousConnectionError
 
 __all__ = ["retry", "store_is_away"]
 
@@ -17,13 +17,20 @@ _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.5
 
 
-def retry(request: Callable[[], T], *, timeout: float, passing: Callable[[Exception], bool]) -> T:
+def retry(
+    request: Callable[[], T],
+    *,
+    timeout: float,
+    passing: Callable[[Exception], bool],
+    sleep: Callable[[float], None] | None = None,
+) -> T:
     """Call ``request`` until it returns, at most ``timeout`` seconds long.
 
     Args:
         request: raises what the store's client raises.
         timeout: seconds; no attempt starts afterwards.
         passing: whether an exception may be gone at the next attempt; any other is raised at once.
+        sleep: pauses so many seconds; what it raises ends the attempts. None: ``time.sleep``.
 
     Raises:
         Exception: the last one that ``request`` raised.
@@ -38,7 +45,7 @@ def retry(request: Callable[[], T], *, timeout: float, passing: Callable[[Except
             delay = random.uniform(pause / 2, pause)
             if not passing(error) or time.monotonic() + delay >= deadline:
                 raise
-        time.sleep(delay)
+        (sleep or time.sleep)(delay)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 

@@ -1,0 +1,26 @@
+"""What a store promises (`contract`), in memory (`memory`), and from a few hooks (`base`)."""
+
+from rdzv_plugins.kv.contract import (
+    Capabilities,
+    ClientClosedError,
+    Entry,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    Version,
+    parse_counter,
+)
+from rdzv_plugins.kv.memory import MemoryClient, MemoryServer
+
+__all__ = [
+    "Capabilities",
+    "ClientClosedError",
+    "Entry",
+    "KeyValueClient",
+    "MemoryClient",
+    "MemoryServer",
+    "RendezvousConnectionError",
+    "RendezvousStateError",
+    "Version",
+    "parse_counter",
+]

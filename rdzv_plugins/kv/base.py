@@ -1,0 +1,525 @@
+"""A client of the whole contract from a few hooks that a store gives.
+
+A store's client library reads, writes and waits; all that stores have in common is here: versions,
+lost answers, retries within one deadline, `add`, `wait` and its end, batches, sizes, closing, and
+the one place where a library's error becomes the contract's.
+
+Every stored value begins with its stamp: eight random bytes, new with each write, and "=". The
+stamp is the version. So a version never comes back, neither after a delete nor in a server that
+lost its memory; two equal values are two writes; and a write whose answer was lost is recognized by
+its stamp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import secrets
+import select
+import socket
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NoReturn, TypeVar
+from urllib.parse import quote
+
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from rdzv_plugins.kv.contract import (
+    ClientClosedError,
+    Entry,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    Version,
+    parse_counter,
+)
+from rdzv_plugins.kv.retry import retry
+
+__all__ = [
+    "STAMP_BYTES",
+    "Limit",
+    "Problem",
+    "StoreClient",
+    "Stored",
+    "Wake",
+    "WokenError",
+    "segments",
+    "stamped",
+]
+
+T = TypeVar("T")
+
+STAMP_BYTES = 9
+"""Of a stamp with its "="."""
+
+# Pauses of `add` between two attempts, and of `wait` after a failure; in seconds.
+_FIRST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.5
+
+# `add` gives up after so many request timeouts: the store answers, but others are faster.
+_ADD_TIMEOUTS = 12
+
+# A store that cannot push is asked this often, in seconds.
+_POLL = (0.05, 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value as it was read.
+
+    Attributes:
+        value: without its stamp.
+        version: what `Entry.version` becomes.
+        guard: what the store needs to replace or to watch exactly this, for example its own index.
+    """
+
+    value: bytes
+    version: str
+    guard: Any = None
+
+    @classmethod
+    def parse(cls, data: bytes, guard: Any = None) -> Stored:
+        """What `stamped` made; raises `RendezvousStateError` for anything else."""
+        if data[STAMP_BYTES - 1 : STAMP_BYTES] != b"=":
+            raise RendezvousStateError(
+                "a value in the store was not written by this package: use another prefix"
+            )
+        return cls(data[STAMP_BYTES:], data[: STAMP_BYTES - 1].hex(), guard)
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.value, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What an error of the client library means.
+
+    Attributes:
+        text: continues "<store> at <endpoint> ..."; says what failed and what to do.
+        retryable: the next attempt may succeed.
+        undone: the request has certainly changed nothing.
+        state: the store answered, and what it holds or was asked is at fault:
+            `RendezvousStateError` instead of `RendezvousConnectionError`.
+        secret: the library's error may show a password: it is not chained.
+    """
+
+    text: str
+    retryable: bool = False
+    undone: bool = False
+    state: bool = False
+    secret: bool = False
+
+
+class WokenError(Exception):
+    """The wait was ended by `StoreClient.interrupt` or `StoreClient.close`."""
+
+
+class Wake:
+    """Ends a wait from another thread. A store's `_park` polls ``fd`` beside its own socket."""
+
+    def __init__(self) -> None:
+        self._receive, self._send = socket.socketpair()
+        self._receive.setblocking(False)
+        self._send.setblocking(False)
+
+    @property
+    def fd(self) -> int:
+        """Readable from `ring` on."""
+        return self._receive.fileno()
+
+    def ring(self) -> None:
+        with contextlib.suppress(OSError):
+            self._send.send(b"!")
+
+    def clear(self) -> None:
+        """Forget that it rang."""
+        with contextlib.suppress(OSError):
+            while self._receive.recv(1024):
+                pass
+
+    def wait(self, seconds: float, *others: int) -> set[int]:
+        """Those of ``fd`` and ``others`` that are readable within ``seconds``."""
+        # Not select.select: it cannot take descriptors above 1023.
+        poll = select.poll()
+        for fd in (self.fd, *others):
+            poll.register(fd, select.POLLIN)
+        return {fd for fd, _ in poll.poll(max(0, math.ceil(seconds * 1000)))}
+
+    @property
+    def rung(self) -> bool:
+        return bool(self.wait(0))
+
+    def close(self) -> None:
+        self._receive.close()
+        self._send.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """When a request must have ended.
+
+    Attributes:
+        deadline: on the monotonic clock, in seconds.
+        wake: of the `wait` that asks; the request is of no use once it rings.
+    """
+
+    deadline: float
+    wake: Wake | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What is left. Raises TimeoutError if nothing is, and `WokenError`."""
+        if self.wake is not None and self.wake.rung:
+            raise WokenError
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer in time")
+        return left
+
+    def await_readable(self, fd: int) -> None:
+        """Wait until ``fd`` can be read. Raises TimeoutError and `WokenError`."""
+        if self.wake is None:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            if not poll.poll(math.ceil(self.seconds * 1000)):
+                raise TimeoutError("no answer in time")
+            return
+        ready = self.wake.wait(self.seconds, fd)
+        if self.wake.fd in ready:
+            raise WokenError
+        if not ready:
+            raise TimeoutError("no answer in time")
+
+    def sleep(self, seconds: float) -> None:
+        """Pause; raises `WokenError`."""
+        if self.wake is None:
+            time.sleep(seconds)
+        elif self.wake.wait(seconds):
+            raise WokenError
+
+
+class StoreClient(KeyValueClient):
+    """The contract over the hooks below. A hook makes one attempt and raises its library's errors.
+
+    Attributes:
+        where: names the store in errors: "<store> at <endpoint>", without secrets.
+        timeout: seconds that a request may take with its retries.
+    """
+
+    batch: ClassVar[tuple[int, int]] = (100, 1 << 20)
+    """The most keys, and bytes of values, that one `_put`, `_read` or `_delete` is given."""
+
+    def __init__(self, where: str, request_timeout: float) -> None:
+        self.where = where
+        self.timeout = request_timeout
+        self._closed = False
+        self._wakes: set[Wake] = set()
+        self._wakes_lock = threading.Lock()
+
+    # What a store gives.
+
+    @abstractmethod
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        """The values of those keys that exist; linearizable."""
+
+    @abstractmethod
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        """The values of all keys that begin with ``prefix``; linearizable."""
+
+    @abstractmethod
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        """Write if the key is still as `_read` saw it (None: absent); False: it was not."""
+
+    @abstractmethod
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        """Write unconditionally; doing it twice is as good as once."""
+
+    @abstractmethod
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        """Delete; absent keys are no error."""
+
+    @abstractmethod
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        """See `KeyValueClient.expire`."""
+
+    @abstractmethod
+    def _problem(self, error: Exception) -> Problem | None:
+        """What an error means; None: it is none of the client library's, and is raised as it is."""
+
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        """Return when the key may differ from what `_read` saw, with its value if that is known.
+
+        A change since `_read` must not be missed. Ends at the latest at the limit, by `WokenError`
+        or TimeoutError too. This default is for stores that cannot push: they are polled.
+        """
+        limit.sleep(min(limit.seconds, random.uniform(*_POLL)))
+        return None
+
+    def _disconnect(self) -> None:
+        """Release all connections; called once or more, also when the constructor fails."""
+
+    # The contract.
+
+    def get(self, key: str) -> Entry | None:
+        return self.get_many([key]).get(key)
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for part in self._parts(dict.fromkeys(keys, b"")):
+            read = self._call(partial(self._read, [*part]))
+            found |= {key: stored.entry for key, stored in read.items()}
+        return found
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        found = self._call(partial(self._scan, prefix))
+        return {key: stored.entry for key, stored in found.items()}
+
+    def put(self, key: str, value: bytes) -> Version:
+        self.check_size(key, value)
+        data = stamped(value)
+        self._call(partial(self._put, {key: data}))
+        return Stored.parse(data).version
+
+    def put_many(self, values: Mapping[str, bytes]) -> None:
+        for key, value in values.items():
+            self.check_size(key, value)
+        for part in self._parts({key: stamped(value) for key, value in values.items()}):
+            self._call(partial(self._put, part))
+
+    def delete(self, key: str) -> None:
+        self._call(partial(self._delete, [key]))
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for part in self._parts(dict.fromkeys(keys, b"")):
+            self._call(partial(self._delete, [*part]))
+
+    def compare_and_set(
+        self, key: str, value: bytes, expected: Version | None
+    ) -> tuple[Entry | None, bool]:
+        self.check_size(key, value)
+        data = stamped(value)
+        ours = Stored.parse(data).entry
+
+        def request(limit: Limit) -> tuple[Entry | None, bool]:
+            while True:
+                seen = self._read([key], limit).get(key)
+                entry = seen.entry if seen is not None else None
+                version = entry.version if entry is not None else None
+                if version == ours.version:
+                    return ours, True  # An earlier attempt was done, and its answer lost.
+                if version != expected:
+                    return entry, False
+                if self._replace(key, data, seen, limit):
+                    return ours, True
+
+        return self._call(request)
+
+    def add(self, key: str, delta: int) -> int:
+        seconds = _ADD_TIMEOUTS * self.timeout
+        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        while (total := self._add_once(key, delta)) is None:
+            if time.monotonic() >= deadline:
+                raise RendezvousConnectionError(
+                    f"'{key}' in {self.where} was changed by others all through {seconds:g} s and "
+                    "nothing was counted: they are too many for it, or it is too slow"
+                )
+            # Growing pauses, or hundreds that begin at once keep the store busy with refusals.
+            time.sleep(random.uniform(0, pause))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return total
+
+    def _add_once(self, key: str, delta: int) -> int | None:
+        """One compare-and-set, repeated where it fails; None: another client was faster."""
+        doubtful: tuple[bytes, str | None] | None = None
+
+        def request(limit: Limit) -> int | None:
+            nonlocal doubtful
+            while True:
+                seen = self._read([key], limit).get(key)
+                version = seen.version if seen is not None else None
+                if doubtful is None:
+                    total = parse_counter(key, seen.value if seen is not None else b"0") + delta
+                    data = stamped(b"%d" % total)
+                else:
+                    # The same stamp again: of all the attempts at most one can be applied.
+                    data, base = doubtful
+                    if version == Stored.parse(data).version:
+                        return int(Stored.parse(data).value)
+                    if version != base:
+                        raise self._uncounted(key)
+                try:
+                    written = self._replace(key, data, seen, limit)
+                except Exception as error:
+                    problem = self._problem(error)
+                    if problem is not None and not problem.undone:
+                        doubtful = data, version
+                    raise
+                if written:
+                    return int(Stored.parse(data).value)
+                if doubtful is None:
+                    return None
+
+        return self._call(request)
+
+    def _uncounted(self, key: str) -> RendezvousConnectionError:
+        return RendezvousConnectionError(
+            f"the answer of {self.where} was lost: whether '{key}' was counted is unknown"
+        )
+
+    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
+        deadline = time.monotonic() + timeout
+        with self._waking() as wake, contextlib.suppress(WokenError):
+            pause = _FIRST_PAUSE
+            while True:
+                seen = self._call(lambda limit: self._read([key], limit).get(key), wake)
+                if seen is None or seen.version == version:
+                    if time.monotonic() >= deadline:
+                        return None
+                    try:
+                        seen = self._park(key, seen, Limit(deadline, wake))
+                        pause = _FIRST_PAUSE
+                    except TimeoutError:
+                        continue
+                    except Exception as error:
+                        self._raise_unless_retryable(error, wake)
+                        # The next read raises if the store stays away.
+                        wake.wait(random.uniform(0, pause))
+                        pause = min(2 * pause, _LONGEST_PAUSE)
+                        continue
+                if seen is not None and seen.version != version:
+                    return seen.entry
+        return None
+
+    def interrupt(self) -> None:
+        with self._wakes_lock:
+            for wake in self._wakes:
+                wake.ring()
+
+    def expire(self, seconds: float) -> None:
+        self._call(partial(self._expire, seconds))
+
+    def close(self) -> None:
+        self._closed = True
+        self.interrupt()
+        self._disconnect()
+
+    # For the stores.
+
+    def _connect(self, request: Callable[[Limit], Any]) -> None:
+        """The first request of a constructor; what is open is closed if it fails."""
+        try:
+            self._call(request)
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(self, request: Callable[[Limit], T], wake: Wake | None = None) -> T:
+        """Repeat ``request`` within the request timeout; the contract's errors come from here.
+
+        ``wake``: of the `wait` that asks; raises `WokenError` soon after it rang.
+        """
+        if self._closed:
+            raise ClientClosedError(self.where) if wake is None else WokenError
+        limit = Limit(time.monotonic() + self.timeout, wake)
+
+        def retryable(error: Exception) -> bool:
+            if self._closed or (wake is not None and wake.rung):
+                return False
+            problem = self._problem(error)
+            return problem is not None and problem.retryable
+
+        try:
+            return retry(
+                partial(request, limit), timeout=self.timeout, passing=retryable, sleep=limit.sleep
+            )
+        except WokenError:
+            raise
+        except Exception as error:
+            if wake is not None and wake.rung:
+                raise WokenError from None
+            self._fail(error)
+
+    def _raise_unless_retryable(self, error: Exception, wake: Wake) -> None:
+        if isinstance(error, WokenError) or self._closed or wake.rung:
+            raise WokenError from None
+        problem = self._problem(error)
+        if problem is None or not problem.retryable:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise the contract's error for one of the client library's."""
+        # ssl's error for a certificate is a ValueError too.
+        ours = isinstance(error, RendezvousError | ValueError)
+        if ours and not isinstance(error, OSError):
+            raise error
+        if self._closed:
+            raise ClientClosedError(self.where) from error
+        if (problem := self._problem(error)) is None:
+            raise error
+        kind = RendezvousStateError if problem.state else RendezvousConnectionError
+        raise kind(f"{self.where} {problem.text}") from (None if problem.secret else error)
+
+    def _unreachable(self, error: Exception, *, undone: bool = False, hint: str = "") -> Problem:
+        """What most errors mean; ``hint`` continues the question what may be wrong."""
+        return Problem(
+            f"could not be reached within {self.timeout:g} s "
+            f"({str(error) or type(error).__name__}); "
+            f"is it running, and does --rdzv-endpoint name it{hint}?",
+            retryable=True,
+            undone=undone,
+        )
+
+    @contextlib.contextmanager
+    def _waking(self) -> Iterator[Wake]:
+        wake = Wake()
+        with self._wakes_lock:
+            self._wakes.add(wake)
+        try:
+            if self._closed:
+                wake.ring()
+            yield wake
+        finally:
+            with self._wakes_lock:
+                self._wakes.discard(wake)
+            wake.close()
+
+    def _parts(self, values: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
+        """``values`` in portions that fit `batch`."""
+        most_keys, most_bytes = self.batch
+        part: dict[str, bytes] = {}
+        size = 0
+        for key, data in values.items():
+            if part and (len(part) == most_keys or size + len(data) > most_bytes):
+                yield part
+                part, size = {}, 0
+            part[key] = data
+            size += len(data)
+        if part:
+            yield part
+
+
+def stamped(value: bytes) -> bytes:
+    """The value as it is stored, under a new stamp."""
+    return secrets.token_bytes(STAMP_BYTES - 1) + b"=" + value
+
+
+def segments(namespace: str, prefix: str) -> list[str]:
+    """The parts of a path for a namespace: those of the prefix, then one for the run.
+
+    Each is percent-encoded, so that whatever stands in a run id cannot reach another run.
+    """
+    if not namespace.startswith(f"{prefix}/"):
+        prefix = namespace.partition("/")[0]
+    run = namespace[len(prefix) + 1 :]
+    return [*(_segment(part) for part in prefix.split("/")), _segment(run)]
+
+
+def _segment(part: str) -> str:
+    encoded = quote(part, safe="")
+    return encoded if encoded.strip(".") else "%" + encoded.replace(".", "%2E")

@@ -1,0 +1,121 @@
+"""One module a store, and how a run on a store is opened.
+
+A new store is one module here with a class ``Client``, one row in `STORES`, and an entry point and
+an extra in ``pyproject.toml``; see ``docs/writing-a-backend.md``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from rdzv_plugins.config import parse_options, redact
+from rdzv_plugins.kv import KeyValueClient
+
+__all__ = ["STORES", "client_class", "is_store", "load", "open_client", "open_run"]
+
+STORES = {
+    "redis": "rdzv_plugins.stores.redis:Client",
+    "zookeeper": "rdzv_plugins.stores.zookeeper:Client",
+    "dynamodb": "rdzv_plugins.stores.dynamodb:Client",
+    "consul": "rdzv_plugins.stores.consul:Client",
+    "etcd-v3": "rdzv_plugins.stores.etcd:Client",
+}
+"""The stores of this package, by ``--rdzv-backend``."""
+
+
+def load(client: str) -> type[KeyValueClient]:
+    """Import a client class: one of `STORES`, or ``"<module>:<class>"``.
+
+    Raises:
+        ValueError: a package that it needs is missing; names the ``pip install`` that mends it.
+    """
+    module, _, name = STORES.get(client, client).partition(":")
+    try:
+        found: type[KeyValueClient] = getattr(import_module(module), name)
+    except ImportError as error:
+        # A module of ours has the name of its extra.
+        package, _, store = module.rpartition(".")
+        extra = f"rdzv-plugins[{store}]" if package == __name__ else module.partition(".")[0]
+        raise ValueError(
+            f"the {store} backend needs the package '{error.name}', which cannot be imported "
+            f'({error}). Install it with: pip install "{extra}"'
+        ) from error
+    return found
+
+
+def client_class(name: str) -> type[KeyValueClient]:
+    """The client of ``--rdzv-backend=<name>``, of this package or of another.
+
+    Raises:
+        ValueError: no such backend, or a package that it needs is missing.
+    """
+    client = _registered(name)
+    if client is None:
+        raise ValueError(f"unknown backend '{name}'; there are: {', '.join(STORES)}")
+    return load(client)
+
+
+def is_store(name: str) -> bool:
+    """Whether ``--rdzv-backend=<name>`` is a store behind this package's handler."""
+    return _registered(name) is not None
+
+
+def _registered(name: str) -> str | None:
+    """What `load` takes for it; another package registers with `entry_points.handler_factory`."""
+    if name in STORES:
+        return name
+    for point in entry_points(group="torchrun.handlers", name=name):
+        client = getattr(point.load(), "client", None)
+        if isinstance(client, str):
+            return client
+    return None
+
+
+def open_client(
+    name: str,
+    endpoint: str,
+    run_id: str,
+    config: Mapping[str, object] | None = None,
+    *,
+    request_timeout: float = 5.0,
+) -> KeyValueClient:
+    """Connect to a run's namespace.
+
+    Args:
+        name: as in ``--rdzv-backend``.
+        endpoint: as in ``--rdzv-endpoint``; "" means the store's usual port on this host.
+        run_id: as in ``--rdzv-id``.
+        config: as in ``--rdzv-conf``, the store's own options only.
+        request_timeout: seconds that one request may take, its retries included.
+
+    Raises:
+        ValueError: an unknown backend, a bad endpoint or option, or a missing client package.
+        RendezvousConnectionError: the store cannot be reached or refuses us.
+    """
+    return open_run(
+        client_class(name), endpoint, run_id, config or {}, request_timeout=request_timeout
+    )
+
+
+def open_run(
+    client: type[KeyValueClient],
+    endpoint: str,
+    run_id: str,
+    config: Mapping[str, object],
+    *,
+    request_timeout: float,
+) -> KeyValueClient:
+    """As `open_client`, with a class in place of its name."""
+    options = parse_options(client.options, config, os.environ)
+    connect: Any = client
+    try:
+        opened: KeyValueClient = connect(
+            endpoint, f"{options.prefix}/{run_id}", options, request_timeout
+        )
+    except ValueError as error:
+        raise ValueError(f"{client.name} at '{redact(endpoint)}': {error}") from error
+    return opened

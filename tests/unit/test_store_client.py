@@ -1,0 +1,144 @@
+"""The base of all stores, on hooks over a `MemoryClient`: lost answers, errors, waking."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+import pytest
+
+from rdzv_plugins.kv import (
+    Capabilities,
+    MemoryServer,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, WokenError
+from rdzv_plugins.kv.memory import MemoryClient
+
+
+class DictClient(StoreClient):
+    """Hooks over a `MemoryClient`; polls, as a store does that cannot push."""
+
+    name = "dict"
+    capabilities = Capabilities(
+        push=False, linearizable=True, batch=True, ttl=True, max_value_bytes=64 << 20
+    )
+
+    def __init__(self, server: MemoryServer, namespace: str, request_timeout: float = 5.0) -> None:
+        super().__init__("dict at localhost", request_timeout)
+        self.inner = MemoryClient(server, namespace)
+        self.failures: list[tuple[Exception, bool]] = []
+        """What the next calls of `_replace` raise, and whether they are done all the same."""
+
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        found = self.inner.get_many(keys)
+        return {key: Stored.parse(it.value, it.version) for key, it in found.items()}
+
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        return {k: Stored.parse(it.value) for k, it in self.inner.list(prefix).items()}
+
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        error, done = self.failures.pop(0) if self.failures else (None, True)
+        guard = seen.guard if seen is not None else None
+        written = done and self.inner.compare_and_set(key, data, guard)[1]
+        if error is not None:
+            raise error
+        return written
+
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        self.inner.put_many(values)
+
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        self.inner.delete_many(keys)
+
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        self.inner.expire(seconds)
+
+    def _problem(self, error: Exception) -> Problem | None:
+        if isinstance(error, ConnectionRefusedError):
+            return self._unreachable(error, undone=True)
+        if isinstance(error, PermissionError):
+            return Problem(f"refused: {error}", state=True)
+        return self._unreachable(error) if isinstance(error, OSError) else None
+
+
+@pytest.fixture
+def client() -> DictClient:
+    return DictClient(MemoryServer(), "run", 0.5)
+
+
+def test_a_write_whose_answer_is_lost_is_known_by_its_stamp(client: DictClient) -> None:
+    client.failures = [(ConnectionResetError("cut"), True)]
+    entry, written = client.compare_and_set("key", b"one", None)
+    assert written
+    assert client.get("key") == entry
+
+
+def test_an_addition_whose_answer_is_lost_counts_once(client: DictClient) -> None:
+    client.failures = [(ConnectionResetError("cut"), True)]
+    assert client.add("count", 2) == 2
+    client.failures = [(ConnectionResetError("cut"), False)]
+    assert client.add("count", 2) == 4
+    client.failures = [(ConnectionRefusedError("away"), False)]
+    assert client.add("count", 2) == 6
+
+
+def test_an_addition_that_a_rival_wrote_over_is_in_doubt(
+    client: DictClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = client._read
+
+    def overtaken(keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        if not client.failures:
+            client.put("count", b"9")
+        return read(keys, limit)
+
+    client.failures = [(ConnectionResetError("cut"), True)]
+    monkeypatch.setattr(client, "_read", overtaken)
+    with pytest.raises(RendezvousConnectionError, match="whether 'count' was counted is unknown"):
+        client.add("count", 1)
+
+
+def test_errors_are_the_contracts(client: DictClient) -> None:
+    client.failures = [(PermissionError("no"), False)]
+    with pytest.raises(RendezvousStateError, match=r"^dict at localhost refused: no$"):
+        client.compare_and_set("key", b"", None)
+    client.failures = [(ZeroDivisionError("a bug"), False)]
+    with pytest.raises(ZeroDivisionError):
+        client.compare_and_set("key", b"", None)
+    client.failures = [(OSError("away"), False)] * 1000
+    began = time.monotonic()
+    with pytest.raises(RendezvousConnectionError, match=r"within 0\.5 s \(away\)"):
+        client.compare_and_set("key", b"", None)
+    assert time.monotonic() - began < 2
+
+
+def test_values_that_are_not_ours_are_refused(client: DictClient) -> None:
+    client.inner.put("key", b"somebody else's")
+    with pytest.raises(RendezvousStateError, match="was not written by this package"):
+        client.get("key")
+
+
+def test_a_wake_rings_until_it_is_cleared() -> None:
+    wake = Wake()
+    assert not wake.rung
+    wake.ring()
+    assert wake.rung
+    with pytest.raises(WokenError):
+        Limit(time.monotonic() + 9, wake).seconds  # noqa: B018
+    wake.clear()
+    assert not wake.rung
+    wake.close()
+    wake.ring()
+
+
+def test_a_limit_ends() -> None:
+    with pytest.raises(TimeoutError):
+        Limit(time.monotonic() - 1).seconds  # noqa: B018
+
+
+def test_portions_fit_the_batch(client: DictClient) -> None:
+    client.batch = 3, 10  # type: ignore[misc]
+    parts = [*client._parts({"a": b"12345678", "b": b"123", "c": b"", "d": b"", "e": b"x" * 20})]
+    assert [[*part] for part in parts] == [["a"], ["b", "c", "d"], ["e"]]
