@@ -52,6 +52,9 @@ _LONGEST_LEASE = 1e12
 _NAMES_KEPT = 16
 _NAMES_SHOWN = 4
 
+# One for all: json.dumps makes another encoder for each call.
+_JSON = json.JSONEncoder(separators=(",", ":"))
+
 T = TypeVar("T")
 
 
@@ -180,7 +183,7 @@ class Cause:
         for name in _CAUSES:
             if names := getattr(self, name):
                 fields[name] = [names.more, *names.first]
-        return json.dumps(fields, separators=(",", ":"))
+        return _JSON.encode(fields)
 
     @classmethod
     def decode(cls, text: str) -> Cause:
@@ -304,7 +307,7 @@ class RoundDocument:
             "ran": self.ran,
             "master": self.master,
         }
-        plain = json.dumps(fields, separators=(",", ":")).encode()
+        plain = _JSON.encode(fields).encode()
         if len(plain) <= _COMPRESS_ABOVE:
             return plain
         return _COMPRESSED + zlib.compress(plain, 1)
@@ -411,7 +414,7 @@ class NodeRecord:
             fields["hosts"] = 0
         if self.failed:
             fields["failed"] = 1
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return _JSON.encode(fields).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> NodeRecord:

@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 # After an error that nobody foresaw the node starts over; not in a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
-# A TCPStore is open within a few milliseconds, unless name resolution hangs.
-_MASTER_SECONDS = 0.05
 
 
 class Driver:
@@ -55,7 +53,7 @@ class Driver:
         self._run = f"run '{run_id}'"
         self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
-        self._opener: threading.Thread | None = None
+        self._opener: _Opener | None = None
         self._stopping = threading.Event()
         # Not conditions: a signal's exception in the main thread could leave their locks held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
@@ -104,7 +102,7 @@ class Driver:
     def await_opener(self, seconds: float) -> None:
         """Wait until no TCPStore is being opened: C++ that outlives the interpreter aborts."""
         if self._opener is not None:
-            self._opener.join(seconds)
+            self._opener.thread.join(seconds)
 
     def _has_taken_up(self) -> bool:
         return self._stopping.is_set() or not self._node.ordered
@@ -153,8 +151,8 @@ class Driver:
         match request:
             case steps.Deliver(outcome):
                 return self._deliver(outcome)
-            case steps.OpenMaster(naming):
-                return self._begin_to_open_master(naming)
+            case steps.OpenMaster(naming, seconds):
+                return self._open_master_within(naming, seconds)
             case steps.Tell(_, text):
                 return log.warning("%s: %s", self._run, text)
             case steps.Rest(seconds, because):
@@ -166,24 +164,24 @@ class Driver:
                 return None
         return perform(self._client, self._tombstones, request)
 
-    def _begin_to_open_master(self, naming: str) -> None:
-        tried, late = threading.Event(), threading.Event()
+    def _open_master_within(self, naming: str, seconds: float) -> None:
+        opener = self._opener
+        if opener is None or opener.naming != naming or opener.tried.is_set():
+            opener = self._opener = _Opener(naming, self._open_in_a_thread, self._name)
+        if seconds and not opener.tried.wait(seconds):
+            opener.late.set()
 
-        def open_it() -> None:
-            try:
-                self._node.master_opened(naming, self._open_master(naming), None)
-            except Exception as error:
-                self._node.master_opened(naming, None, error)
-            tried.set()
-            if late.is_set():
-                self._nudge_until(
-                    lambda: self._stopping.is_set() or self._node.record.naming == naming, 1
-                )
-
-        self._opener = threading.Thread(target=open_it, name=f"{self._name}-master", daemon=True)
-        self._opener.start()
-        if not tried.wait(_MASTER_SECONDS):
-            late.set()
+    def _open_in_a_thread(self, opener: _Opener) -> None:
+        naming = opener.naming
+        try:
+            self._node.master_opened(naming, self._open_master(naming), None)
+        except Exception as error:
+            self._node.master_opened(naming, None, error)
+        opener.tried.set()
+        if opener.late.is_set():
+            self._nudge_until(
+                lambda: self._stopping.is_set() or self._node.record.naming == naming, 1
+            )
 
     def _deliver(self, outcome: steps.Outcome) -> None:
         self._outcomes.put(outcome)
@@ -204,6 +202,23 @@ class Driver:
             return
         log.warning("the store is back after %.1f s", time.monotonic() - self._outage_since)
         self._outage_since = None
+
+
+class _Opener:
+    """A TCPStore that is being opened.
+
+    Attributes:
+        tried: it is open, or cannot be opened.
+        late: the node does something else meanwhile.
+    """
+
+    def __init__(self, naming: str, work: Callable[[_Opener], None], name: str) -> None:
+        self.naming = naming
+        self.tried, self.late = threading.Event(), threading.Event()
+        self.thread = threading.Thread(
+            target=work, args=(self,), name=f"{name}-master", daemon=True
+        )
+        self.thread.start()
 
 
 def perform(client: KeyValueClient, tombstones: Tombstones, request: steps.Request) -> Any:

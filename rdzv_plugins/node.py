@@ -46,6 +46,12 @@ from rdzv_plugins.steps import (
 
 __all__ = ["Node"]
 
+# A TCPStore is open within a few milliseconds, unless name resolution hangs.
+_MASTER_SECONDS = 0.05
+
+_PAUSES = (Rest, Park)
+_LOCAL = (Rest, OpenMaster, Tell, Deliver)
+
 _LONGEST_OUTAGE_PAUSE = 0.5
 # A leader moves the run's end on so many times before it would come.
 _RENEWALS = 4
@@ -213,7 +219,7 @@ class Node:
             except StopIteration:
                 return
             answer, error, asked = None, None, self._clock()
-            local = isinstance(request, Rest | OpenMaster | Tell | Deliver)
+            local = isinstance(request, _LOCAL)
             try:
                 answer = yield request
             except RendezvousConnectionError as failure:
@@ -225,7 +231,9 @@ class Node:
             else:
                 if not local:
                     seen.succeeded()
-            if not isinstance(request, Rest | Park):
+            if isinstance(request, _PAUSES):
+                seen.paused()
+            else:
                 seen.spent(self._clock() - asked)
 
     def _turn(self) -> Steps:
@@ -247,6 +255,14 @@ class Node:
                 self._told.add((about, key))
                 yield Tell(about, text)
         action = protocol.decide(view)
+        writes = isinstance(action, decisions.Write | decisions.Abdicate)
+        if view.records is not None and not (seen.document_is_fresh or writes):
+            # The records may be newer than the document. A write is guarded by its version; any
+            # other action is for the document as it is now.
+            token = seen.token
+            yield from seen.read_document()
+            if seen.token != token:
+                return
         self.waiting = protocol.nodes_waiting(view)
         if protocol.waits_for_a_living_round(view):
             # A spare waits for as long as the round lasts, as torch's redundant nodes do.
@@ -347,6 +363,8 @@ class Node:
     def _act(self, action: decisions.Action) -> Steps:
         match action:
             case decisions.Write(document):
+                if document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0:
+                    yield from self._begin_to_open_master(document.naming)
                 yield from self._write(document)
             case decisions.Abdicate(document):
                 if (yield from self._write(document)):
@@ -418,13 +436,19 @@ class Node:
         self._record_due = self._ring = True
         self._confirmed = document
 
+    def _begin_to_open_master(self, naming: str) -> Steps:
+        self._opening, self._opened = (naming, self._clock()), None
+        yield OpenMaster(naming, 0.0)
+
     def _open_master(self, naming: str) -> Generator[Request, Any, str | None]:
         """The address of this round's TCPStore; None: not yet, and this node has waited."""
         now = self._clock()
         if self._opening is None or self._opening[0] != naming:
-            self._opening, self._opened = (naming, now), None
-            yield OpenMaster(naming)
+            yield from self._begin_to_open_master(naming)
+        assert self._opening is not None
         since = self._opening[1]
+        if self._opened is None and now - since < _MASTER_SECONDS:
+            yield OpenMaster(naming, _MASTER_SECONDS)
         if self._opened is not None and self._opened[0] == naming:
             _, address, error = self._opened
             if address is not None:
@@ -434,7 +458,7 @@ class Node:
                 raise error  # Of no use to try again.
             yield Tell("master", str(error))
             if now - since < self._rules.lease:
-                yield OpenMaster(naming)
+                yield OpenMaster(naming, _MASTER_SECONDS)
         if now - since >= self._rules.lease:
             # Another is to be rank 0: this node asks for another round.
             yield Tell("master", "no TCPStore within the lease: another node is to be rank 0")
@@ -486,7 +510,8 @@ class Node:
         if document.incarnation == self._fresh:
             self._fresh = self._new_incarnation()  # Should this node found another run.
         if before is None or before.leader != self.id:
-            self._expiry_due = self._clock()  # A store that forgot has forgotten the deadline too.
+            # A store that forgot has forgotten the deadline too. Soon, but not while others wait.
+            self._expiry_due = self._clock() + self._rules.interval
         if before is not None and before.leader not in (document.leader, None):
             # The leader of before waits for its bell, not for the document.
             yield Ring(self.id)

@@ -56,6 +56,7 @@ class Observer:
         idle_until: when the node was last where it should be.
         trouble_since: since when no request has succeeded; None: the last one did.
         document_due, leader_due, list_due: what is to be read before the next decision.
+        document_is_fresh: it was read or written since this node last paused.
         named: the round that this node was last named in.
     """
 
@@ -85,6 +86,7 @@ class Observer:
         self.named: RoundDocument | None = None
         self._listing = Listing()
         self._listed_at = float("-inf")
+        self.document_is_fresh = False
 
     @property
     def closed(self) -> bool:
@@ -106,6 +108,7 @@ class Observer:
 
     def adopt(self, entry: Entry | None, known: RoundDocument | None = None) -> None:
         """Make what stands in the store the document; ``known`` saves decoding our own."""
+        self.document_is_fresh = True
         token = entry.version if entry else None
         if token == self.token and (entry is None) == (self.document is None):
             return
@@ -211,11 +214,8 @@ class Observer:
         if rest > _SHORTEST_REST:
             self.idle_until = self._clock() + rest
             yield Rest(rest)
-        # The document first: records may be newer than it, never older. Its token then guards us.
-        yield from self.read_document()
         document = self.document
-        if document is None or not (document.leader == self._me or self.lists):
-            return
+        assert document is not None
         asked = self._clock()
         entries: dict[str, Entry] = yield List(NODES_PREFIX)
         now = self._clock()
@@ -242,6 +242,10 @@ class Observer:
         if now - self.idle_until > self._rules.interval:
             self._void(now, grace=0.0)
         self.idle_until = now
+
+    def paused(self) -> None:
+        """Time passed in which the document may have changed."""
+        self.document_is_fresh = False
 
     def spent(self, seconds: float) -> None:
         """A request took so long; what is beyond its time-out, the node stood still."""

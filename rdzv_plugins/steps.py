@@ -100,13 +100,15 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class OpenMaster:
-    """Begin to open a fresh TCPStore for the round of this naming.
+    """Open a fresh TCPStore for the round of this naming, unless that has begun already.
 
-    Answered at once. The driver calls `Node.master_opened` when it is open or cannot be opened, and
-    ends the node's `Park` or `Rest`: name resolution may hang, and the node must go on beating.
+    Answered when it is open, but after ``seconds`` at the latest: name resolution may hang, and the
+    node must go on beating. The driver calls `Node.master_opened` when it is open or cannot be
+    opened; if the answer came first, it ends the node's `Park` or `Rest` too.
     """
 
     naming: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,11 +188,11 @@ def test_a_script_that_fails_on_one_node_ends_its_agent_after_the_lease(
         Launch(tmp_path / "a", RDZV_RUN, *arguments) as a,
         Launch(tmp_path / "b", RDZV_RUN, *arguments) as b,
     ):
-        assert until(lambda: a.process.poll() is not None or b.process.poll() is not None, 60)
+        # The other ends too, for the run is closed, and may be faster.
+        assert until(lambda: said(a, "ChildFailedError") or said(b, "ChildFailedError"), 60)
         ended = time.time()
-        failing = a if a.process.poll() is not None else b
+        failing = a if said(a, "ChildFailedError") else b
         assert failing.end() == 1
-        assert "ChildFailedError" in failing.log.read_text()
     waited = ended - (tmp_path / "failed").stat().st_mtime
     record_property("waited, s", round(waited, 2))
     assert LEASE <= waited < LEASE + 10

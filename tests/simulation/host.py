@@ -122,6 +122,7 @@ class Host:
         self._round: RoundDocument | None = None
         self._polling = False
         self._masters = 0
+        self._opening = "", 0.0
         self._close_until = 0.0
         self._closes = False
         self._requests = 0
@@ -517,7 +518,7 @@ class Host:
             seconds = 0.001 if self.node.ordered else self.clock.real(request.seconds)
             world.kernel.after(seconds, self.receive, turn, None)
         elif isinstance(request, steps.OpenMaster):
-            self._open_master(turn, request.naming)
+            self._open_master(turn, request)
         elif isinstance(request, steps.Park):
             if self.node.ordered:
                 world.kernel.after(0.001, self.receive, turn, None)
@@ -529,8 +530,17 @@ class Host:
         else:
             world.network.carry(self, turn, request)
 
-    def _open_master(self, turn: int, naming: str) -> None:
+    def _open_master(self, turn: int, request: steps.OpenMaster) -> None:
         """At once as a rule; else the node is told later, in the midst of whatever it does."""
+        now, naming = self.world.kernel.now, request.naming
+        if self._opening[0] != naming or self._opening[1] <= now:
+            self._opening = naming, now + self._begin_to_open(naming)
+        ends = min(self._opening[1], now + request.seconds)
+        # Not before the node was told that it is open.
+        self.world.kernel.at(max(ends, now + 0.0001) + 1e-6, self.receive, turn, None)
+
+    def _begin_to_open(self, naming: str) -> float:
+        """Seconds until the node is told."""
         world, address = self.world, None
         self._masters += 1
         plan, chance, error = world.plan, world.chance, None
@@ -545,12 +555,8 @@ class Host:
                 error = kind("cannot open a TCPStore")
         if not fails:
             address = f"{self.id}:{self._masters}"
-        if pause > 0.05:
-            world.kernel.after(0.05, self.receive, turn, None)
-            world.kernel.after(pause, self._opened, naming, address, error, True)
-        else:
-            world.kernel.after(pause, self._opened, naming, address, error, False)
-            world.kernel.after(pause, self.receive, turn, None)
+        world.kernel.after(pause, self._opened, naming, address, error, pause > 0.05)
+        return pause
 
     def _opened(
         self, naming: str, address: str | None, error: Exception | None, nudge: bool

@@ -126,7 +126,7 @@ class Life:
                 return self.outcomes.append(outcome)
             case steps.Tell(_, text):
                 return self.told.append(text)
-            case steps.OpenMaster(naming):
+            case steps.OpenMaster(naming, _):
                 if isinstance(self.master, Exception):
                     return self.node.master_opened(naming, None, self.master)
                 if self.master is not None:

@@ -109,7 +109,7 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     steps.Drop: (steps.Drop(("nodes/n2",)), ["delete_many"]),
     steps.Park: (steps.Park("state", None, 0.001), ["wait"]),
     steps.Rest: (steps.Rest(0.001), []),
-    steps.OpenMaster: (steps.OpenMaster("1-naming"), ["open"]),
+    steps.OpenMaster: (steps.OpenMaster("1-naming", 0.05), ["open"]),
     steps.DropStores: (steps.DropStores("the-run", 1), ["list", "delete_many"]),
     steps.Expire: (steps.Expire(60.0), ["expire"]),
     steps.PutTombstone: (steps.PutTombstone(RUNNING), ["put", "expire", "list", "close"]),
