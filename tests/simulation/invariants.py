@@ -68,7 +68,8 @@ INVARIANTS = {
     "deciding node's clock, counted from the latest of: the last new beat, the end of an outage of "
     "the decider (no request of it answered for more than an interval; then with a lease more), "
     "the end of a stall of more than two intervals, its taking the lead; nobody that is done is "
-    "lost or left; nobody is evicted sooner than a tenth of the time to join again",
+    "lost or left; nobody that was listed as left or done is waited for, or counted on, because of "
+    "an older record; nobody is evicted sooner than a tenth of the time to join again",
     "causes": "a round that runs names those of the last that are not in it, as lost, left or "
     "evicted, but for those that are done (unless the store lost something)",
     "done": "nobody is restarted for newcomers while a participant is done, as far as was listed",
@@ -79,7 +80,8 @@ INVARIANTS = {
     "finished": "nothing of a run that is closed or has a tombstone is written again (unless the "
     "store lost something, or the writer looked for the tombstone before)",
     "join ends": "an agent's call ends in a round, or with a reason",
-    "rests": "no host makes more than 2,000 requests in a second, or decides for ever without one",
+    "rests": "no host makes more than 2,000 requests in a second, or decides for ever without one, "
+    "or asks for the same tombstone again though it has read no other document since the answer",
     "gets going": "after the faults stop every live host is in one world or a spare within a "
     "bounded time, if there are enough of them, or else its join has ended; nobody dead and nobody "
     "whose listings fail leads; and then nothing changes any more",
@@ -114,6 +116,7 @@ class Evidence:
         leads_since, leads_after: when it last took the lead, and from whom.
         read: when the record that it last read of each node stood in the store.
         seen: the records that it last read.
+        listed: those of the nodes in its last listing; none goes back to an older one.
         asked: when it last looked whether an incarnation has a tombstone.
     """
 
@@ -124,6 +127,7 @@ class Evidence:
     leads_after: str | None = None
     read: dict[str, float] = field(default_factory=dict)
     seen: Mapping[str, NodeRecord] = field(default_factory=dict)
+    listed: Mapping[str, NodeRecord] = field(default_factory=dict)
     asked: dict[str, float] = field(default_factory=dict)
 
     def copy(self) -> Evidence:
@@ -328,6 +332,7 @@ class Checker:
             for lost in _declared_lost(before, after, evidence.seen):
                 self._judge_evidence(node, track, evidence, lost, after)
             self._judge_evictions(node, track, before, after)
+            self._judge_farewells(node, before, after, evidence)
             self._judge_done(node, before, after, evidence, epoch)
         self._stood.add(image)
         if after.phase is Phase.FORMING:
@@ -435,6 +440,20 @@ class Checker:
         patience = 0.1 * self._rules.rejoin / track.rate
         if self._now() - began < patience - _ROUNDING:
             raise InvariantError("evidence", f"{node} evicted {evicted} in {show(after)} at once")
+
+    @staticmethod
+    def _judge_farewells(
+        node: str, before: RoundDocument, after: RoundDocument, evidence: Evidence
+    ) -> None:
+        counted = {*after.previous, *after.participants} - {*before.previous, *before.participants}
+        if after.round == before.round:
+            counted |= {*before.lost} - {*after.lost}
+        for person in counted - {node}:
+            record = evidence.listed.get(person)
+            if record is not None and record.wants in (Wants.LEFT, Wants.DONE):
+                raise InvariantError(
+                    "evidence", f"{node} counts on {person}, who {record.wants}, in {show(after)}"
+                )
 
     def _judge_done(
         self,
