@@ -239,7 +239,17 @@ MUTANTS: dict[str, Mutant] = {
                 "            pass\n",
             ),
         ),
-        seed=None,
+        seed=116,
+        focus=Focus(
+            kinds=("amnesia",),
+            settings={
+                "rates": (0.84, 1.2),
+                "lease": 2.0,
+                "latency": 0.3,
+                "request_timeout": 3.0,
+                "other_settings": 0.0,
+            },
+        ),
     ),
     "no-write-back": Mutant(
         "rule 12: nobody writes the document back to a store that forgot",

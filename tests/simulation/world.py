@@ -41,6 +41,8 @@ __all__ = ["Result", "World", "bound", "simulate"]
 
 _AMBUSHED, _MOST_AMBUSHES = 0.2, 6
 _MOST_LAUNCHES = 3
+_CLOSING = 5.0
+"""Longest time in which a run is closed, when nothing fails."""
 _LOOK = 0.5
 """Seconds between two looks at whether the run has settled."""
 
@@ -349,7 +351,7 @@ class World:
                         host.succeed()
                 self._all_end(document)
             # One that was closed refuses them; they see to its end.
-            self.kernel.run(self.kernel.now + plan.rules.sweep_after + 1)
+            self.kernel.run(self.kernel.now + _CLOSING + plan.rules.sweep_after)
             if not self.store.entries:
                 return
         left = " ".join(sorted(self.store.entries))
