@@ -392,8 +392,10 @@ class Checker:
         member = track.member == after.incarnation and was.names(node)
         if not member and was.leader != node:
             raise InvariantError("members close", f"{node} of {track.member}: {show(after)}")
-        outcome = after.outcome or Outcome.CLOSED
-        self._ended.setdefault(after.incarnation, _Ended(self._now(), epoch, outcome))
+        ended = self._ended.get(after.incarnation)
+        if ended is None or ended.epoch != epoch:  # A store that forgot may see it closed again.
+            outcome = after.outcome or Outcome.CLOSED
+            self._ended[after.incarnation] = _Ended(self._now(), epoch, outcome)
 
     def _judge_finished(
         self, node: str, evidence: Evidence, after: RoundDocument, epoch: int

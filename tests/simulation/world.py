@@ -318,8 +318,9 @@ class World:
         document = self.document
         for host in self.hosts:
             latest = host.node.latest
-            heard = host.alive and latest is not None and latest.closed
-            if heard and NODES_PREFIX + host.id in store.entries and not latest.is_of(document):
+            if not host.alive or latest is None or not latest.closed or latest.is_of(document):
+                continue
+            if NODES_PREFIX + host.id in store.entries:
                 self.violated("keys end", f"{host.id} knows of its run's end, its record stays")
         # Who died before it had led for long could not see to it.
         leads = document is not None and any(
