@@ -26,6 +26,11 @@ be the second; and the run must still end in one world within the bound.
 A run is *finished* when its document was closed. Hosts that run it on, because it was not closed as
 failed, are in nobody's way; nor are they part of a later run of that id.
 
+A host *leads* a run, as far as its keys are concerned, if it does so when the run stands still, and
+its listings do not fail. Who is killed sooner may not have come to set when the keys end: they stay
+until the id is used again. The next run, of as many nodes as a round needs, starts then, succeeds
+and is swept; one that is refused, since the last was closed, is started again after the sweep.
+
 A launcher that gives up a join early, and starts another node in its place, is one of the faults
 and ends with them: where a run needs all its nodes, and each is away now and then, there may be no
 moment at which all are there.
@@ -88,7 +93,10 @@ INVARIANTS = {
     "all end": "once all workers of a run have succeeded, or those of one host have failed for "
     "good, all its agents have ended within a lease and 10 intervals, its spares too, and it is "
     "closed or gone",
-    "keys end": "when all hosts are gone, the run reads as empty in the end",
+    "keys end": "when all hosts are gone, the run reads as empty in the end, where somebody led it "
+    "or it was closed; what else stays, the next run of the id sweeps, unless the document was "
+    "damaged and nobody alive has read another; and a node that knows of its run's end has no "
+    "record in the store once the run is swept",
 }
 
 World: TypeAlias = tuple[str, int, tuple[str, ...]]

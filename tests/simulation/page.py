@@ -41,6 +41,7 @@ Not simulated: threads, signals, forks and the clients of real stores.
 ```
 make simulate SEEDS=100000 FIRST_SEED=1   # progress, and a summary
 python -m tests.simulation --seed 4711    # one seed, with all that happens in it
+python -m tests.simulation --kinds amnesia crash --settings lease=3.0    # narrowed plans
 python -m tests.simulation --mutants      # how many seeds each mutant survives
 ```
 
