@@ -11,7 +11,7 @@ from pathlib import Path
 from .campaign import Totals, failure_report, first_caught, new_first_seed, run_seeds
 from .mutants import MUTANTS
 from .page import write_page
-from .plan import Focus, Plan
+from .plan import KINDS, Focus, Plan
 from .world import simulate
 
 
@@ -22,7 +22,9 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=12, help="most nodes that start a run")
     parser.add_argument("--processes", type=int, default=None, help="else one a core")
     parser.add_argument("--seed", type=int, help="only this one, with all that happens in it")
-    parser.add_argument("--kinds", nargs="+", default=(), help="the only kinds of planned faults")
+    parser.add_argument(
+        "--kinds", nargs="+", default=(), choices=KINDS, metavar="KIND", help="no other faults"
+    )
     parser.add_argument(
         "--settings", nargs="+", default=(), metavar="NAME=VALUE", help="what is not to be drawn"
     )

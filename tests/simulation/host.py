@@ -475,7 +475,7 @@ class Host:
             self._trouble = None
 
     def _note_news(self, answer: Any) -> None:
-        """Whether the document has changed since a tombstone was asked for."""
+        """A tombstone is worth another look once the document is another."""
         match self._request:
             case steps.ReadTombstone(incarnation) if answer is None:
                 self._no_tombstone.add(incarnation)

@@ -103,9 +103,9 @@ class Focus:
     def __str__(self) -> str:
         """As options of ``python -m tests.simulation``."""
         given = [f"{name}={value!r}" for name, value in self.settings.items()]
-        options = [*(["--kinds", *self.kinds] if self.kinds else [])]
-        options += ["--settings", *given] if given else []
-        return shlex.join(options)
+        kinds = ["--kinds", *self.kinds] if self.kinds else []
+        settings = ["--settings", *given] if given else []
+        return shlex.join([*kinds, *settings])
 
 
 EVERYTHING = Focus()
@@ -244,8 +244,11 @@ def settling(plan: Plan) -> float:
     return settling
 
 
-def _ambushes(kinds: tuple[str, ...]) -> tuple[str | None, ...]:
-    return tuple(kind for kind in _AMBUSHES if kind in kinds) or (None,) if kinds else _AMBUSHES
+def _ambushes(named: tuple[str, ...]) -> tuple[str | None, ...]:
+    """Those of the kinds that are named; all where none is."""
+    if not named:
+        return _AMBUSHES
+    return tuple(kind for kind in _AMBUSHES if kind in named) or (None,)
 
 
 def _faults(chance: random.Random, named: tuple[str, ...]) -> tuple[Fault, ...]:
