@@ -39,7 +39,7 @@ moment at which all are there.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -449,7 +449,9 @@ class Checker:
         began = self._forming.get((after.incarnation, after.round), self._now())
         patience = 0.1 * self._rules.rejoin / track.rate
         if self._now() - began < patience - _ROUNDING:
-            raise InvariantError("evidence", f"{node} evicted {evicted} in {show(after)} at once")
+            raise InvariantError(
+                "evidence", f"{node} evicted {_names(evicted)} in {show(after)} at once"
+            )
 
     @staticmethod
     def _judge_farewells(
@@ -493,10 +495,12 @@ class Checker:
                 or self._tracks[person].label in cause.left
             }
         if named:
-            raise InvariantError("evidence", f"{node} takes {named}, who are done, for lost")
+            raise InvariantError(
+                "evidence", f"{node} takes {_names(named)}, who are done, for lost"
+            )
         restarts = before.phase is Phase.RUNNING and after.round > before.round
         if restarts and not (cause.lost or cause.left or cause.failed):
-            raise InvariantError("done", f"{node} wrote {show(after)}, and {done} are done")
+            raise InvariantError("done", f"{node} wrote {show(after)}, and {_names(done)} are done")
 
     def _check_running(
         self, before: RoundDocument | None, after: RoundDocument, epoch: int
@@ -662,6 +666,10 @@ def show(document: RoundDocument) -> str:
     return (
         f"{run} round {document.round} {document.phase.value} of {document.leader} [{people}]{lost}"
     )
+
+
+def _names(nodes: Collection[str]) -> str:
+    return " ".join(sorted(nodes))
 
 
 def _show_world(world: World) -> str:
