@@ -402,10 +402,11 @@ class Node:
                 self._seen.lists = self._seen.list_due = True
             case decisions.AskTombstone(incarnation):
                 outcome = yield ReadTombstone(incarnation)
-                self._seen.hear_of_the_end(incarnation, outcome)
                 if outcome is not None:
-                    # What this node wrote since the sweep would have no end.
+                    # What this node wrote since the sweep would have no end. If it fails, the node
+                    # asks again: once it has heard of the end it does nothing more.
                     yield Drop((NODES_PREFIX + self.id,))
+                self._seen.hear_of_the_end(incarnation, outcome)
             case decisions.Wait(seconds, minimum_reached):
                 if not minimum_reached:
                     self._seen.minimum_since = None

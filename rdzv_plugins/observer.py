@@ -84,6 +84,7 @@ class Observer:
         self.leader_due = False
         self.list_due = True
         self.named: RoundDocument | None = None
+        self._leader_is: str | None = None  # Whose record `leader` is.
         self._listing = Listing()
         self._listed_at = float("-inf")
         self.document_is_fresh = False
@@ -146,7 +147,7 @@ class Observer:
         Every window begins now, but for the leader that this node deposed on good evidence.
         """
         self.records = None
-        if self.latest is None or self.latest.leader != document.leader:
+        if self._leader_is != document.leader:
             self.leader = None
         self.minimum_since = None
         self.list_due, self.lists = True, False
@@ -200,6 +201,7 @@ class Observer:
         asked = self._clock()
         entry = yield from self.read_record(leader)
         record = readable(entry)
+        self._leader_is = leader
         # One that is missing or goes back says no more than what is known.
         if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from .campaign import Totals, failure_report, first_caught, new_first_seed, run_seeds
 from .mutants import MUTANTS
 from .page import write_page
-from .plan import Plan
+from .plan import KINDS, Focus, Plan
 from .world import simulate
 
 
@@ -21,21 +22,28 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=12, help="most nodes that start a run")
     parser.add_argument("--processes", type=int, default=None, help="else one a core")
     parser.add_argument("--seed", type=int, help="only this one, with all that happens in it")
+    parser.add_argument(
+        "--kinds", nargs="+", default=(), choices=KINDS, metavar="KIND", help="no other faults"
+    )
+    parser.add_argument(
+        "--settings", nargs="+", default=(), metavar="NAME=VALUE", help="what is not to be drawn"
+    )
     parser.add_argument("--mutants", action="store_true", help="how many seeds each survives")
     parser.add_argument("--page", type=Path, help="write the docs' page here")
     options = parser.parse_args()
+    focus = Focus(kinds=tuple(options.kinds), settings=dict(map(_setting, options.settings)))
     if options.seed is not None:
-        return _show(options.seed, options.nodes)
+        return _show(options.seed, options.nodes, focus)
     first = new_first_seed() if options.first is None else options.first
     if options.mutants:
         return _hunt(first, options.seeds, options.processes)
     if options.page:
         return write_page(options.page, first, options.seeds, options.processes, _say)
     _say(f"seeds {first} to {first + options.seeds - 1}")
-    totals = run_seeds(first, options.seeds, options.nodes, options.processes, _Progress())
+    totals = run_seeds(first, options.seeds, options.nodes, options.processes, _Progress(), focus)
     _say(str(totals))
     for result in totals.failed:
-        _say(failure_report(result, options.nodes))
+        _say(failure_report(result, options.nodes, focus))
     return 1 if totals.failed else 0
 
 
@@ -55,9 +63,9 @@ class _Progress:
             _say(f"{totals.seeds:,} seeds, {len(totals.failed)} failed, {totals.seconds:.0f} s")
 
 
-def _show(seed: int, nodes: int) -> int:
-    _say(str(Plan.draw(seed, nodes)))
-    result = simulate(seed, nodes, traced=True)
+def _show(seed: int, nodes: int, focus: Focus) -> int:
+    _say(str(Plan.draw(seed, nodes, focus)))
+    result = simulate(seed, nodes, traced=True, focus=focus)
     _say("\n".join(result.trace))
     _say(result.violation or f"all held; it stood still {result.settled:.1f} s after the faults")
     return 1 if result.violation else 0
@@ -70,6 +78,11 @@ def _hunt(first: int, seeds: int, processes: int | None) -> int:
         fate = "SURVIVED" if survived is None else f"{survived + 1:,} by {invariant}"
         _say(f"{name:24} {fate:40} {MUTANTS[name].breaks}")
     return 1 if survivors else 0
+
+
+def _setting(text: str) -> tuple[str, object]:
+    name, _, value = text.partition("=")
+    return name, ast.literal_eval(value)
 
 
 def _seed(text: str) -> int | None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from rdzv_plugins.documents import NodeRecord, RoundDocument
 
-from .mutants import build
+from .mutants import MUTANTS, build
+from .plan import EVERYTHING, Focus
 from .world import Result, simulate
 
 __all__ = ["Totals", "failure_report", "first_caught", "new_first_seed", "run_seeds"]
@@ -74,11 +75,12 @@ def run_seeds(
     most_nodes: int = 12,
     processes: int | None = None,
     progress: Callable[[Totals], None] | None = None,
+    focus: Focus = EVERYTHING,
 ) -> Totals:
     """Simulate ``count`` seeds from ``first``; a few failures end it early."""
     totals, began = Totals(first, most_nodes), time.monotonic()
     tasks = (
-        (range(seed, min(seed + size, first + count)), most_nodes)
+        (range(seed, min(seed + size, first + count)), most_nodes, focus)
         for size in [_SEEDS_PER_TASK if most_nodes <= 12 else 1]
         for seed in range(first, first + count, size)
     )
@@ -99,21 +101,23 @@ def first_caught(
 ) -> Iterator[tuple[str, int | None, str]]:
     """For each mutant: its name, how many seeds it survived until it was caught, and by what.
 
-    None instead of a number: it outlived all ``limit`` seeds.
+    The plans are narrowed to what the mutant needs. None instead of a number: it outlived all
+    ``limit`` seeds.
     """
     tasks = ((name, range(first, first + limit)) for name in names)
     with _pool(processes) as pool:
         yield from pool.imap(_hunt, tasks)
 
 
-def failure_report(result: Result, most_nodes: int) -> str:
+def failure_report(result: Result, most_nodes: int, focus: Focus = EVERYTHING) -> str:
     """What happened, in the last lines before the violation, and how to see it again."""
-    traced = simulate(result.seed, most_nodes, traced=True).trace
-    nodes = f" --nodes {most_nodes}" if most_nodes != 12 else ""
+    traced = simulate(result.seed, most_nodes, traced=True, focus=focus).trace
+    options = f" --nodes {most_nodes}" if most_nodes != 12 else ""
+    options += f" {focus}" if str(focus) else ""
     shown = "\n".join(line[:200] for line in traced[-_TRACE_LINES:])
     return (
         f"seed {result.seed}: {result.violation}\n{shown}\n"
-        f"reproduce: python -m tests.simulation --seed {result.seed}{nodes}"
+        f"reproduce: python -m tests.simulation --seed {result.seed}{options}"
     )
 
 
@@ -129,20 +133,20 @@ def _prepare() -> None:
         kind.decode = functools.lru_cache(4096)(kind.decode)  # type: ignore[method-assign, assignment]
 
 
-def _simulate_all(task: tuple[range, int]) -> list[Result]:
-    seeds, most_nodes = task
-    results = [simulate(seed, most_nodes) for seed in seeds]
+def _simulate_all(task: tuple[range, int, Focus]) -> list[Result]:
+    seeds, most_nodes, focus = task
+    results = [simulate(seed, most_nodes, focus=focus) for seed in seeds]
     gc.collect()  # A world and its hosts hold one another.
     return results
 
 
 def _hunt(task: tuple[str, range]) -> tuple[str, int | None, str]:
     name, seeds = task
-    mutant = build(name)
+    mutant, focus = build(name), MUTANTS[name].focus
     for survived, seed in enumerate(seeds):
         if survived % _SEEDS_PER_TASK == 0:
             gc.collect()
-        violation = simulate(seed, build=mutant).violation
+        violation = simulate(seed, build=mutant, focus=focus).violation
         if violation:
             return name, survived, violation.partition(":")[0]
     return name, None, ""

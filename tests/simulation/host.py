@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from rdzv_plugins.documents import (
     store_prefix,
 )
 from rdzv_plugins.documents import Outcome as Ended
-from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
 from rdzv_plugins.steps import Outcome, Request
 
 from .invariants import Evidence
@@ -127,6 +127,9 @@ class Host:
         self._closes = False
         self._requests = 0
         self._second_ends = 0.0
+        # The version of the document that it was told last, and tombstones not found since then.
+        self._version: Version | None = None
+        self._no_tombstone: set[str] = set()
         self.node.order_join()
         self._live(self.node.run())
 
@@ -454,6 +457,8 @@ class Host:
             self._note_read(*self._delivery[1:])
         self._delivery = None
         self._note_trouble(error)
+        if error is None:
+            self._note_news(answer)
         self._step(answer, error)
 
     def _note_trouble(self, error: Exception | None) -> None:
@@ -469,6 +474,25 @@ class Host:
                 evidence.disturbed = evidence.outage = self.world.kernel.now
                 evidence.known = {node: it.beat for node, it in evidence.seen.items()}
             self._trouble = None
+
+    def _note_news(self, answer: Any) -> None:
+        """A tombstone is worth another look once the document is another."""
+        match self._request:
+            case steps.ReadTombstone(incarnation) if answer is None:
+                self._no_tombstone.add(incarnation)
+                return
+            case steps.CompareAndSet():
+                entry = answer[0]
+            case steps.Read(key) if key == STATE_KEY:
+                entry = answer
+            case steps.Park(key) if key == STATE_KEY and answer is not None:
+                entry = answer
+            case _:
+                return
+        version = entry.version if entry else None
+        if version != self._version:
+            self._version = version
+            self._no_tombstone.clear()
 
     def _step(self, answer: Any, error: Exception | None) -> None:
         life = self._life
@@ -511,6 +535,11 @@ class Host:
             self._requests, self._second_ends = 0, world.kernel.now + 1.0
         elif self._requests > _MOST_REQUESTS:
             world.violated("rests", f"{self.id} asks without a pause: {request}")
+        again = isinstance(request, steps.ReadTombstone) and (
+            request.incarnation in self._no_tombstone
+        )
+        if again and self.alive:  # Who closes a run asks anew at each try.
+            world.violated("rests", f"{self.id} asks again: {request}")
         if self._closes and not world.network.quiet and world.cuts_short():
             world.note(f"{self.id} dies while it closes the run, before {request}"[:160])
             self._end_life()
@@ -650,11 +679,8 @@ class Host:
             named = {*document.participants, *document.previous} if document else set()
             if document is not None and document.leader is not None:
                 named.add(document.leader)
-            # A record never goes back.
-            evidence.seen = {
-                node: was if (was := evidence.seen.get(node)) and was.beat > record.beat else record
-                for node, record in records.items()
-            }
+            evidence.seen = _never_back(evidence.seen, records)
+            evidence.listed = _never_back(evidence.listed, records)
             evidence.read.update(dict.fromkeys({*records, *named}, now))
             # Whoever is in no listing is forgotten; it would be seen as if for the first time.
             listed = {*records, *named}
@@ -668,6 +694,16 @@ class Host:
             elif was is None or was.beat <= record.beat:
                 evidence.seen = {**evidence.seen, node: record}
             evidence.read[node] = now
+
+
+def _never_back(
+    known: Mapping[str, NodeRecord], records: Mapping[str, NodeRecord]
+) -> dict[str, NodeRecord]:
+    """What is known once ``records`` are listed; an older one is a write that was held up."""
+    return {
+        node: was if (was := known.get(node)) and was.beat > record.beat else record
+        for node, record in records.items()
+    }
 
 
 _LOCAL = steps.Rest | steps.OpenMaster | steps.Tell | steps.Deliver

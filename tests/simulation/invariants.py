@@ -26,6 +26,11 @@ be the second; and the run must still end in one world within the bound.
 A run is *finished* when its document was closed. Hosts that run it on, because it was not closed as
 failed, are in nobody's way; nor are they part of a later run of that id.
 
+A host *leads* a run, as far as its keys are concerned, if it does so when the run stands still, and
+its listings do not fail. Who is killed sooner may not have come to set when the keys end: they stay
+until the id is used again. The next run, of as many nodes as a round needs, starts then, succeeds
+and is swept; one that is refused, since the last was closed, is started again after the sweep.
+
 A launcher that gives up a join early, and starts another node in its place, is one of the faults
 and ends with them: where a run needs all its nodes, and each is away now and then, there may be no
 moment at which all are there.
@@ -34,7 +39,7 @@ moment at which all are there.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -68,7 +73,8 @@ INVARIANTS = {
     "deciding node's clock, counted from the latest of: the last new beat, the end of an outage of "
     "the decider (no request of it answered for more than an interval; then with a lease more), "
     "the end of a stall of more than two intervals, its taking the lead; nobody that is done is "
-    "lost or left; nobody is evicted sooner than a tenth of the time to join again",
+    "lost or left; nobody that was listed as left or done is waited for, or counted on, because of "
+    "an older record; nobody is evicted sooner than a tenth of the time to join again",
     "causes": "a round that runs names those of the last that are not in it, as lost, left or "
     "evicted, but for those that are done (unless the store lost something)",
     "done": "nobody is restarted for newcomers while a participant is done, as far as was listed",
@@ -79,14 +85,18 @@ INVARIANTS = {
     "finished": "nothing of a run that is closed or has a tombstone is written again (unless the "
     "store lost something, or the writer looked for the tombstone before)",
     "join ends": "an agent's call ends in a round, or with a reason",
-    "rests": "no host makes more than 2,000 requests in a second, or decides for ever without one",
+    "rests": "no host makes more than 2,000 requests in a second, or decides for ever without one, "
+    "or asks for the same tombstone again though it has read no other document since the answer",
     "gets going": "after the faults stop every live host is in one world or a spare within a "
     "bounded time, if there are enough of them, or else its join has ended; nobody dead and nobody "
     "whose listings fail leads; and then nothing changes any more",
     "all end": "once all workers of a run have succeeded, or those of one host have failed for "
     "good, all its agents have ended within a lease and 10 intervals, its spares too, and it is "
     "closed or gone",
-    "keys end": "when all hosts are gone, the run reads as empty in the end",
+    "keys end": "when all hosts are gone, the run reads as empty in the end, where somebody led it "
+    "or it was closed; what else stays, the next run of the id sweeps, unless the document was "
+    "damaged and nobody alive has read another; and a node that knows of its run's end has no "
+    "record in the store once the run is swept",
 }
 
 World: TypeAlias = tuple[str, int, tuple[str, ...]]
@@ -114,6 +124,7 @@ class Evidence:
         leads_since, leads_after: when it last took the lead, and from whom.
         read: when the record that it last read of each node stood in the store.
         seen: the records that it last read.
+        listed: those of the nodes in its last listing; none goes back to an older one.
         asked: when it last looked whether an incarnation has a tombstone.
     """
 
@@ -124,6 +135,7 @@ class Evidence:
     leads_after: str | None = None
     read: dict[str, float] = field(default_factory=dict)
     seen: Mapping[str, NodeRecord] = field(default_factory=dict)
+    listed: Mapping[str, NodeRecord] = field(default_factory=dict)
     asked: dict[str, float] = field(default_factory=dict)
 
     def copy(self) -> Evidence:
@@ -328,6 +340,7 @@ class Checker:
             for lost in _declared_lost(before, after, evidence.seen):
                 self._judge_evidence(node, track, evidence, lost, after)
             self._judge_evictions(node, track, before, after)
+            self._judge_farewells(node, before, after, evidence)
             self._judge_done(node, before, after, evidence, epoch)
         self._stood.add(image)
         if after.phase is Phase.FORMING:
@@ -387,8 +400,10 @@ class Checker:
         member = track.member == after.incarnation and was.names(node)
         if not member and was.leader != node:
             raise InvariantError("members close", f"{node} of {track.member}: {show(after)}")
-        outcome = after.outcome or Outcome.CLOSED
-        self._ended.setdefault(after.incarnation, _Ended(self._now(), epoch, outcome))
+        ended = self._ended.get(after.incarnation)
+        if ended is None or ended.epoch != epoch:  # A store that forgot may see it closed again.
+            outcome = after.outcome or Outcome.CLOSED
+            self._ended[after.incarnation] = _Ended(self._now(), epoch, outcome)
 
     def _judge_finished(
         self, node: str, evidence: Evidence, after: RoundDocument, epoch: int
@@ -434,7 +449,23 @@ class Checker:
         began = self._forming.get((after.incarnation, after.round), self._now())
         patience = 0.1 * self._rules.rejoin / track.rate
         if self._now() - began < patience - _ROUNDING:
-            raise InvariantError("evidence", f"{node} evicted {evicted} in {show(after)} at once")
+            raise InvariantError(
+                "evidence", f"{node} evicted {_names(evicted)} in {show(after)} at once"
+            )
+
+    @staticmethod
+    def _judge_farewells(
+        node: str, before: RoundDocument, after: RoundDocument, evidence: Evidence
+    ) -> None:
+        counted = {*after.previous, *after.participants} - {*before.previous, *before.participants}
+        if after.round == before.round:
+            counted |= {*before.lost} - {*after.lost}
+        for person in counted - {node}:
+            record = evidence.listed.get(person)
+            if record is not None and record.wants in (Wants.LEFT, Wants.DONE):
+                raise InvariantError(
+                    "evidence", f"{node} counts on {person}, who {record.wants}, in {show(after)}"
+                )
 
     def _judge_done(
         self,
@@ -464,10 +495,12 @@ class Checker:
                 or self._tracks[person].label in cause.left
             }
         if named:
-            raise InvariantError("evidence", f"{node} takes {named}, who are done, for lost")
+            raise InvariantError(
+                "evidence", f"{node} takes {_names(named)}, who are done, for lost"
+            )
         restarts = before.phase is Phase.RUNNING and after.round > before.round
         if restarts and not (cause.lost or cause.left or cause.failed):
-            raise InvariantError("done", f"{node} wrote {show(after)}, and {done} are done")
+            raise InvariantError("done", f"{node} wrote {show(after)}, and {_names(done)} are done")
 
     def _check_running(
         self, before: RoundDocument | None, after: RoundDocument, epoch: int
@@ -633,6 +666,10 @@ def show(document: RoundDocument) -> str:
     return (
         f"{run} round {document.round} {document.phase.value} of {document.leader} [{people}]{lost}"
     )
+
+
+def _names(nodes: Collection[str]) -> str:
+    return " ".join(sorted(nodes))
 
 
 def _show_world(world: World) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from rdzv_plugins.node import Node
 
+from .plan import EVERYTHING, Focus
+
 __all__ = ["MUTANTS", "Edit", "Mutant", "build"]
 
 
@@ -32,12 +34,14 @@ class Edit:
 class Mutant:
     """What it breaks, in words, and how.
 
-    ``seed`` is near one that notices; None: none is known, and only unit tests hold on to the rule.
+    ``seed`` is near one that notices. Where what it takes is too rare in plans of all kinds,
+    ``focus`` narrows them.
     """
 
     breaks: str
     edits: tuple[Edit, ...]
-    seed: int | None = 1
+    seed: int = 1
+    focus: Focus = EVERYTHING
 
 
 def _in(module: str, old: str, new: str) -> Edit:
@@ -136,7 +140,8 @@ MUTANTS: dict[str, Mutant] = {
                 "        return False\n",
             ),
         ),
-        seed=None,
+        seed=18,
+        focus=Focus(kinds=("grey host",), settings={"stays_grey": True}),
     ),
     "own-ranks": Mutant(
         "rule 6: a node puts itself first instead of reading its rank",
@@ -219,7 +224,11 @@ MUTANTS: dict[str, Mutant] = {
     "answer-time": Mutant(
         "a slow answer counts as a look at the time when it came",
         (_in("leases", "            seen.looked = asked\n", "            seen.looked = now\n"),),
-        seed=None,
+        seed=6,
+        focus=Focus(
+            kinds=("slow store", "crash", "stall"),
+            settings={"rates": (1.0, 1.0), "lease": 3.0, "latency": 0.3},
+        ),
     ),
     "documents-are-no-beats": Mutant(
         "two amnesias within a lease hide the beats of a leader whose documents are seen",
@@ -230,7 +239,17 @@ MUTANTS: dict[str, Mutant] = {
                 "            pass\n",
             ),
         ),
-        seed=None,
+        seed=116,
+        focus=Focus(
+            kinds=("amnesia",),
+            settings={
+                "rates": (0.84, 1.2),
+                "lease": 2.0,
+                "latency": 0.3,
+                "request_timeout": 3.0,
+                "other_settings": 0.0,
+            },
+        ),
     ),
     "no-write-back": Mutant(
         "rule 12: nobody writes the document back to a store that forgot",
@@ -244,7 +263,10 @@ MUTANTS: dict[str, Mutant] = {
     "newcomer-rules": Mutant(
         "rule 12: a document that is behind what this node remembers is taken",
         (_in("protocol", "    return document.place < latest.place\n", "    return False\n"),),
-        seed=None,
+        seed=4,
+        focus=Focus(
+            kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
+        ),
     ),
     "no-memory": Mutant(
         "rule 12: a node forgets that it has seen a later round",
@@ -255,7 +277,10 @@ MUTANTS: dict[str, Mutant] = {
                 "not latest.closed\n",
             ),
         ),
-        seed=None,
+        seed=4,
+        focus=Focus(
+            kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
+        ),
     ),
     "strays-unseen": Mutant(
         "rule 12: a leader does not look for nodes that run in a round it does not know",
@@ -274,7 +299,11 @@ MUTANTS: dict[str, Mutant] = {
             _in("leading", "    if strays or highest >= document.round:\n", "    if strays:\n"),
             _in("leading", "round=max(document.round, highest + 1),", "round=document.round,"),
         ),
-        seed=None,
+        seed=47,
+        focus=Focus(
+            kinds=("amnesia", "amnesia", "partition", "worker failure"),
+            settings={"stop": 0.05, "max_restarts": 100, "last_call": 0.0, "min_nodes": 1},
+        ),
     ),
     "numbers-alike": Mutant(
         "rounds of one number are taken for the same round",
@@ -368,7 +397,8 @@ MUTANTS: dict[str, Mutant] = {
     "no-tombstone": Mutant(
         "who closes a run leaves no tombstone",
         (_in("closing", "yield PutTombstone(closed)", "pass"),),
-        seed=None,
+        seed=10,
+        focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
     "older-run-wins": Mutant(
         "another run of this id that lives is written over by the nodes of an older one",
@@ -390,12 +420,20 @@ MUTANTS: dict[str, Mutant] = {
                 "        if False:\n",
             ),
         ),
-        seed=None,
+        seed=104,
+        focus=Focus(
+            kinds=("partition", "partition", "close", "close", "crash"),
+            settings={"rates": (1.0, 1.0), "lease": 2.0},
+        ),
     ),
     "closes-any-run": Mutant(
         "rule 14: a node closes whatever run of its id it finds",
         (_in("closing", "not document.is_of(latest)):\n", "False):\n"),),
-        seed=None,
+        seed=33,
+        focus=Focus(
+            kinds=("amnesia", "partition", "close", "close"),
+            settings={"rates": (1.0, 1.0), "lease": 6.0, "poll": 0.5},
+        ),
     ),
     "nobody-told-of-failure": Mutant(
         "rule 14: a run closed as failed disturbs nobody",
@@ -415,7 +453,8 @@ MUTANTS: dict[str, Mutant] = {
     "done-is-disturbed": Mutant(
         "newcomers are let in although a node's workers have succeeded",
         (_in("leading", "room = 0 if done else ", "room = "),),
-        seed=None,
+        seed=112,
+        focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
     ),
     "nobody-closes-what-is-done": Mutant(
         "those that are done wait for the lost in torch's exit barrier",
@@ -442,7 +481,8 @@ MUTANTS: dict[str, Mutant] = {
                 "late = False",
             ),
         ),
-        seed=None,
+        seed=1,
+        focus=Focus(kinds=("leave", "workers succeed", "worker failure"), settings={"late": 0.3}),
     ),
     "stray-founds-at-once": Mutant(
         "a node with other --nnodes founds a run while the nodes of another live",
@@ -513,7 +553,8 @@ MUTANTS: dict[str, Mutant] = {
     "zombie-leaves-its-record": Mutant(
         "a node that hears of its run's end leaves what it wrote since",
         (_in("node", "                if outcome is not None:\n", "                if False:\n"),),
-        seed=None,
+        seed=48,
+        focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
     "old-master-is-taken": Mutant(
         "a TCPStore that opens too late is taken for that of the next round",
@@ -535,7 +576,8 @@ MUTANTS: dict[str, Mutant] = {
                 "        self.asked_tombstones = frozenset({incarnation})\n",
             ),
         ),
-        seed=None,
+        seed=94,
+        focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
     ),
     "cause-forgotten": Mutant(
         "a round that breaks up before it runs forgets why it was",

@@ -7,11 +7,15 @@ kinds of fault only, so that each kind also meets runs in which little else goes
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from rdzv_plugins.decisions import Rules
 
 __all__ = [
+    "EVERYTHING",
     "FASTEST",
     "KINDS",
     "OTHER_SETTINGS",
@@ -19,6 +23,7 @@ __all__ = [
     "SLOWEST",
     "TORCH_TIMEOUT",
     "Fault",
+    "Focus",
     "Plan",
     "settling",
 ]
@@ -84,6 +89,30 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Focus:
+    """What plans are narrowed to, so that a rare combination comes often.
+
+    Attributes:
+        kinds: the only kinds of planned faults, each as often as it is named; none: all of them.
+        settings: fields of `Plan` and of its `Rules` by name, that are not to be drawn.
+    """
+
+    kinds: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """As options of ``python -m tests.simulation``."""
+        given = [f"{name}={value!r}" for name, value in self.settings.items()]
+        kinds = ["--kinds", *self.kinds] if self.kinds else []
+        settings = ["--settings", *given] if given else []
+        return shlex.join([*kinds, *settings])
+
+
+EVERYTHING = Focus()
+"""Plans as they are drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Drawn by `draw`, the same for the same seed.
 
@@ -142,7 +171,7 @@ class Plan:
         return (QUIET_AFTER + settling(self) + 5) * self.rates[1]
 
     @classmethod
-    def draw(cls, seed: int, most_nodes: int) -> Plan:
+    def draw(cls, seed: int, most_nodes: int, focus: Focus = EVERYTHING) -> Plan:
         chance = random.Random(seed)
         # Few hosts get into as much trouble as many, in less time.
         fewest, usual = (1, 3) if most_nodes <= 12 else (most_nodes // 2, most_nodes)
@@ -172,7 +201,7 @@ class Plan:
         def sometimes(share: float, low: float, high: float) -> float:
             return chance.uniform(low, high) if chance.random() < share else 0.0
 
-        return cls(
+        plan = cls(
             seed=seed,
             rules=rules,
             nodes=nodes,
@@ -197,9 +226,13 @@ class Plan:
             strays_return=chance.random() < 0.7,
             stays_grey=chance.random() < 0.5,
             ending=chance.choice(("succeeds", "fails", "is left")),
-            ambush=chance.choice(_AMBUSHES) if chance.random() < 0.4 else None,
-            faults=_faults(chance),
+            ambush=chance.choice(_ambushes(focus.kinds)) if chance.random() < 0.4 else None,
+            faults=_faults(chance, focus.kinds),
         )
+        of_rules = {item.name for item in fields(Rules)}
+        given = {name: value for name, value in focus.settings.items() if name in of_rules}
+        others = {name: value for name, value in focus.settings.items() if name not in of_rules}
+        return replace(plan, rules=replace(rules, **given), **others)
 
 
 def settling(plan: Plan) -> float:
@@ -211,11 +244,18 @@ def settling(plan: Plan) -> float:
     return settling
 
 
-def _faults(chance: random.Random) -> tuple[Fault, ...]:
+def _ambushes(named: tuple[str, ...]) -> tuple[str | None, ...]:
+    """Those of the kinds that are named; all where none is."""
+    if not named:
+        return _AMBUSHES
+    return tuple(kind for kind in _AMBUSHES if kind in named) or (None,)
+
+
+def _faults(chance: random.Random, named: tuple[str, ...]) -> tuple[Fault, ...]:
     kinds = list(KINDS)
     weights = [KINDS[kind] for kind in kinds]
     drawn = set(chance.choices(kinds, weights, k=chance.randint(1, _MOST_KINDS)))
-    chosen = [kind for kind in kinds if kind in drawn]
+    chosen = named or [kind for kind in kinds if kind in drawn]
     # Close together they meet in the middle of one another's rounds.
     centres = [chance.uniform(0.0, QUIET_AFTER - 1) for _ in range(chance.randint(1, 5))]
     spread = chance.choice((0.05, 0.5, 3.0))

@@ -9,10 +9,8 @@ from typing import NoReturn
 
 from rdzv_plugins.decisions import Failure, Rules
 from rdzv_plugins.documents import (
-    BELL_KEY,
     NODES_PREFIX,
     STATE_KEY,
-    STORE_PREFIX,
     NodeRecord,
     Phase,
     RoundDocument,
@@ -27,12 +25,24 @@ from .host import Agent, Host
 from .invariants import Checker, Evidence, InvariantError, show, world_of
 from .kernel import Kernel
 from .network import Network
-from .plan import FASTEST, OTHER_SETTINGS, QUIET_AFTER, TORCH_TIMEOUT, Plan, settling
+from .plan import (
+    EVERYTHING,
+    FASTEST,
+    OTHER_SETTINGS,
+    QUIET_AFTER,
+    TORCH_TIMEOUT,
+    Focus,
+    Plan,
+    settling,
+)
 from .store import Store
 
 __all__ = ["Result", "World", "bound", "simulate"]
 
 _AMBUSHED, _MOST_AMBUSHES = 0.2, 6
+_MOST_LAUNCHES = 3
+_CLOSING = 5.0
+"""Longest time in which a run is closed, when nothing fails."""
 _LOOK = 0.5
 """Seconds between two looks at whether the run has settled."""
 
@@ -297,34 +307,56 @@ class World:
                 for host in members:
                     self.kernel.after(self.chance.uniform(0, plan.stop), host.succeed)
             self._all_end(document)
-        if self.store.entries and self.store.deadline is None:
+        self._keys_end()
+
+    def _keys_end(self) -> None:
+        """All hosts vanish, and what they leave goes too."""
+        plan, store = self.plan, self.store
+        if store.entries and store.deadline is None:
             # Whoever leads does not know that the store lost the deadline; it soon sets another.
             self.kernel.run(self.kernel.now + plan.rules.abandoned / 4 / plan.rates[0] + 3)
         document = self.document
-        leader = document.leader if document is not None else None
-        # Who died before it had led for an interval could not see to it.
-        ends = (
-            STATE_KEY not in self.store.entries
-            or (document is not None and document.expires)
-            or any(host.alive and host.id == leader for host in self.hosts)
-            or max(host.changed for host in self.hosts) > QUIET_AFTER + 5
-        ) and not any(host.grey for host in self.hosts)
+        for host in self.hosts:
+            latest = host.node.latest
+            if not host.alive or latest is None or not latest.closed or latest.is_of(document):
+                continue
+            if NODES_PREFIX + host.id in store.entries:
+                self.violated("keys end", f"{host.id} knows of its run's end, its record stays")
+        # Who died before it had led for long could not see to it.
+        leads = document is not None and any(
+            host.alive and not host.grey and host.id == document.leader for host in self.hosts
+        )
+        ends = leads or (document is not None and document.expires)
         for host in self.hosts:
             if host.alive:
                 host.crash()
         self.kernel.run(self.kernel.now + plan.rules.abandoned + plan.rules.sweep_after + 1)
-        # So it is with nodes that came after the sweep, and left before anybody led.
-        young = {host.id for host in self.hosts if host.started > self.store.expired_at}
-        # A host that stood still over the sweep may say a word before its node hears of the end.
-        kept = {
-            key
-            for key in self.store.entries
-            if key.removeprefix(NODES_PREFIX) not in young
-            and not (self.store.expired and key.startswith(STORE_PREFIX))
-        }
-        if kept - {BELL_KEY} and ends:
-            left = " ".join(sorted(self.store.entries))
-            raise InvariantError("keys end", f"all are gone, and these keys stay: {left}")
+        if store.entries and ends:
+            left = " ".join(sorted(store.entries))
+            self.violated("keys end", f"all are gone, and these keys stay: {left}")
+        if store.entries and self._is_readable:
+            self._sweep_by_the_next_run()
+
+    def _sweep_by_the_next_run(self) -> None:
+        """The id is used again, by as many nodes as a run needs, until nothing is left of it."""
+        plan = self.plan
+        for _ in range(_MOST_LAUNCHES):
+            self.note("-- the id is used again --")
+            self.inject("id used again")
+            for _ in range(plan.rules.min_nodes):
+                self.start()
+            self._stand_still(bound(plan))
+            if (document := self.document) is not None and not document.closed:
+                for host in self.hosts:
+                    if host.alive:
+                        host.succeed()
+                self._all_end(document)
+            # One that was closed refuses them; they see to its end.
+            self.kernel.run(self.kernel.now + _CLOSING + plan.rules.sweep_after)
+            if not self.store.entries:
+                return
+        left = " ".join(sorted(self.store.entries))
+        self.violated("keys end", f"the id was used again, and these keys stay: {left}")
 
     def _all_end(self, document: RoundDocument) -> None:
         plan, began = self.plan, self.kernel.now
@@ -405,7 +437,11 @@ def _has(plan: Plan, kind: str) -> bool:
 
 
 def simulate(
-    seed: int, most_nodes: int = 12, build: type[Node] = Node, traced: bool = False
+    seed: int,
+    most_nodes: int = 12,
+    build: type[Node] = Node,
+    traced: bool = False,
+    focus: Focus = EVERYTHING,
 ) -> Result:
     """Live through one seed.
 
@@ -414,8 +450,9 @@ def simulate(
         most_nodes: upper bound of the hosts that start the run.
         build: whose code it is.
         traced: whether to write down what happens.
+        focus: what the plan is narrowed to.
     """
-    plan = Plan.draw(seed, most_nodes)
+    plan = Plan.draw(seed, most_nodes, focus)
     world = World(plan, build, traced)
     result = Result(seed, bound=bound(plan))
     try:

@@ -13,6 +13,7 @@ from rdzv_plugins.documents import (
     STATE_KEY,
     CorruptDocumentError,
     NodeRecord,
+    Outcome,
     Phase,
     Wants,
 )
@@ -22,7 +23,7 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from tests.unit.life import RULES, Life, Time, finish, stored
+from tests.unit.life import RULES, Life, Time, finish, stored, sweep
 
 
 def test_an_outage_ends_no_round_and_delivers_nothing(pair: tuple[Life, Life]) -> None:
@@ -187,3 +188,20 @@ def test_an_unreadable_record_is_silence(pair: tuple[Life, Life]) -> None:
         leader.wake()
     assert stored(leader).round == 1
     assert stored(leader).reason == "lost n2: lease ran out"
+
+
+def test_who_comes_back_after_the_sweep_leaves_no_record(
+    pair: tuple[Life, Life], server: MemoryServer
+) -> None:
+    """Also where the store is away when it is to be deleted."""
+    leader, joiner = pair
+    finish(leader, joiner)
+    leader.tombstones.put(replace(stored(leader), phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED))
+    sweep(server)
+    failures = iter((True, True))
+    joiner.fails = lambda request: isinstance(request, steps.Drop) and next(failures, False)
+    for _ in range(20):
+        joiner.wake()
+    assert joiner.node.latest is not None
+    assert joiner.node.latest.closed
+    assert joiner.client.list("") == {}

@@ -11,7 +11,7 @@ from rdzv_plugins.kv import Entry
 from rdzv_plugins.observer import Observer
 
 from .life import Time
-from .views import RULES, RUN, document
+from .views import RULES, RUN, document, record
 
 MINE = document(Phase.RUNNING)
 THEIRS = document(Phase.RUNNING, incarnation="theirs", round_=0, leader="n9",
@@ -74,6 +74,22 @@ def test_a_damaged_document_is_none_to_whoever_has_a_valid_one(time: Time) -> No
     assert seen.token == "later", "it could not be written over"
     with pytest.raises(CorruptDocumentError):
         observer(time).adopt(Entry(b"garbage", "1"))
+
+
+def test_a_leader_is_judged_by_its_own_record(time: Time) -> None:
+    """And not by that of another, who led for a moment while the store forgot."""
+    running = replace(MINE, leader="n3")
+    seen = observer(time, running)
+    for version, leader, beat in (("a", "n1", 9), ("b", "n3", 4)):
+        older = replace(MINE, phase=Phase.CONFIRMING, ran=None, master=None)
+        seen.adopt(entry(running if leader == "n3" else older, version))
+        seen.leader_due = True
+        observing = seen.observe()
+        next(observing)
+        written = record(leader, beat=beat, lease=float(beat))
+        with pytest.raises(StopIteration):
+            observing.send(Entry(written.encode(), version))
+    assert seen.leader == written
 
 
 @pytest.mark.parametrize("away", [0.5, 0.9, 1.5])
