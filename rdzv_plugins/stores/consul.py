@@ -41,7 +41,7 @@ from consul import ConsulException
 from rdzv_plugins.config import ServerOptions, first_line, option, parse_endpoint, redact
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, segments
 from rdzv_plugins.kv.contract import Capabilities
-from rdzv_plugins.stores._http import Http, http_problem
+from rdzv_plugins.stores._http import Http, Request, http_problem
 from rdzv_plugins.stores._tls import tls_context
 
 __all__ = ["Client", "Options"]
@@ -332,7 +332,8 @@ class _Transport(consul.base.HTTPClient):  # type: ignore[misc]
     ) -> Any:
         target = self.uri(path, [*(params or ()), *self._query])
         now = self._thread
-        answer = self._http.ask(method, target, body, self._headers, now.limit, now.held)
+        request = Request(method, target, self._headers, body)
+        answer = self._http.ask(request, now.limit, now.held)
         now.headers = answer.headers
         if answer.status != 200 and (answer.status, method) != (404, "GET"):
             raise RefusedError(answer.status, answer.body)

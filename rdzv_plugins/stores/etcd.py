@@ -29,14 +29,15 @@ prefix ``<prefix>/``.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import random
+import re
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from rdzv_plugins.config import ServerOptions, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
@@ -49,7 +50,7 @@ from rdzv_plugins.kv.base import (
     stamped,
 )
 from rdzv_plugins.kv.contract import Capabilities, Entry, Version
-from rdzv_plugins.stores._http import Http, http_problem
+from rdzv_plugins.stores._http import Http, Request, http_problem
 from rdzv_plugins.stores._tls import tls_context
 
 __all__ = ["Client", "Options"]
@@ -59,6 +60,7 @@ _LARGEST = 1024 * 1024
 _OPERATIONS = 128
 # A watch is begun anew this often, in case its member hangs.
 _LONGEST_PARK = 15.0
+_VERSION = re.compile(f"[0-9a-f]{{{2 * (STAMP_BYTES - 1)}}}")
 # As etcd writes it.
 _NO_LEASE = "0"
 
@@ -118,15 +120,14 @@ class Client(StoreClient):
         self, key: str, value: bytes, expected: Version | None
     ) -> tuple[Entry | None, bool]:
         self.check_size(key, value)
-        version = _stamp(expected)
-        if expected is not None and version is None:
+        if not (expected is None or (isinstance(expected, str) and _VERSION.fullmatch(expected))):
             return self.get(key), False
         data = stamped(value)
         ours = Stored.parse(data).entry
 
         def request(limit: Limit) -> tuple[Entry | None, bool]:
             # In one request, where the base's way takes two.
-            written, there = self._write({key: data}, self._holds(key, version), limit)
+            written, there = self._write({key: data}, self._holds(key, expected), limit)
             entry = there.entry if there is not None else None
             if written or (entry is not None and entry.version == ours.version):
                 return ours, True
@@ -136,14 +137,19 @@ class Client(StoreClient):
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         names = [*keys]
+        if len(names) == 1:
+            # A tenth less than the transaction.
+            found = self._ask("kv/range", self._one(names[0]), limit)
+            first = _first(found, found)
+            return {names[0]: first} if first is not None else {}
         answer = self._transact([], [{"request_range": self._one(key)} for key in names], limit)
-        found = (_first(response["response_range"], answer) for response in answer["responses"])
-        return {key: it for key, it in zip(names, found, strict=True) if it is not None}
+        firsts = (_first(response["response_range"], answer) for response in answer["responses"])
+        return {key: it for key, it in zip(names, firsts, strict=True) if it is not None}
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         found = self._ask("kv/range", self._range(prefix), limit).get("kvs", [])
         return {
-            key: Stored.parse(_decoded(item["value"]))
+            key: Stored.parse(b64decode(item["value"]))
             for item in found
             if (key := self._relative(item))
         }
@@ -209,7 +215,8 @@ class Client(StoreClient):
         body = json.dumps({"create_request": {**self._one(key), **start}}).encode()
         headers = self._authorised(limit)
         until = Limit(min(limit.deadline, time.monotonic() + _LONGEST_PARK), limit.wake)
-        with self._http.stream("POST", "/v3/watch", body, headers, until) as (response, member):
+        watch = Request("POST", "/v3/watch", headers, body)
+        with self._http.stream(watch, until) as (response, member):
             if response.status != 200:
                 self._refuse(member, response.status, response.read(), headers)
             for line in response:
@@ -219,7 +226,7 @@ class Client(StoreClient):
                 if message["result"].get("canceled"):
                     break
                 for event in reversed(message["result"].get("events", [])):
-                    stored = Stored.parse(_decoded(event["kv"]["value"]))
+                    stored = Stored.parse(b64decode(event["kv"]["value"]))
                     if seen is None or stored.version != seen.version:
                         return stored
         return None
@@ -277,7 +284,7 @@ class Client(StoreClient):
         return {"key": _encoded(path), "range_end": _encoded(path[:-1] + bytes([path[-1] + 1]))}
 
     def _relative(self, item: Mapping[str, Any]) -> str:
-        return _decoded(item["key"]).decode()[len(self._path) :]
+        return b64decode(item["key"]).decode()[len(self._path) :]
 
     def _holds(self, key: str, version: str | None) -> list[Json]:
         """What holds while the key's version is ``version`` (None: while it is absent)."""
@@ -384,8 +391,8 @@ class Client(StoreClient):
         return self._post(path, body, self._authorised(limit), limit)
 
     def _post(self, path: str, body: Json, headers: Mapping[str, str], limit: Limit) -> Json:
-        data = json.dumps(body).encode()
-        answer = self._http.ask("POST", f"/v3/{path}", data, headers, limit)
+        request = Request("POST", f"/v3/{path}", headers, json.dumps(body).encode())
+        answer = self._http.ask(request, limit)
         if answer.status != 200:
             self._refuse(answer.server, answer.status, answer.body, headers)
         return _parsed(answer.body)
@@ -404,7 +411,7 @@ class Client(StoreClient):
         self, member: int, status: int, body: bytes, headers: Mapping[str, str]
     ) -> NoReturn:
         """Raise what a member answered; what it says decides whether the next one is asked."""
-        error = _refusal(status, body)
+        error = RefusedError(status, body)
         if error.of_token:
             if self._token == headers.get("Authorization"):
                 self._token = None
@@ -419,65 +426,44 @@ class RefusedError(Exception):
     Attributes:
         code: gRPC's status code; _UNKNOWN where the answer was not etcd's.
         status: HTTP's.
+        of_token: a new token mends it.
+        passing: the next attempt, perhaps at another member, may succeed.
     """
 
-    def __init__(self, code: int, status: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+    def __init__(self, status: int, body: bytes) -> None:
+        try:
+            answer = json.loads(body)
+            # In a stream it is one level deeper.
+            answer = answer["error"] if isinstance(answer.get("error"), dict) else answer
+            self.code = int(answer.get("grpc_code", answer.get("code", _UNKNOWN)))
+            text = str(answer.get("message") or answer.get("error"))
+        except (ValueError, AttributeError):
+            self.code = _UNKNOWN
+            text = f"HTTP {status}, not of etcd: " + " ".join(
+                body[:200].decode("utf-8", "replace").split()
+            )
+        super().__init__(text)
         self.status = status
-
-    @property
-    def of_token(self) -> bool:
-        """Whether a new token mends it."""
-        return self.code == _UNAUTHENTICATED or "revision of auth store is old" in str(self)
-
-    @property
-    def passing(self) -> bool:
-        """Whether the next attempt, perhaps at another member, may succeed."""
-        if self.code == _EXHAUSTED:
-            return "too many requests" in str(self)
+        self.of_token = self.code == _UNAUTHENTICATED or "revision of auth store is old" in text
         codes = (_CANCELLED, _DEADLINE, _INTERNAL, _UNAVAILABLE)
-        return self.of_token or self.status >= 500 or self.code in codes
-
-
-def _refusal(status: int, body: bytes) -> RefusedError:
-    try:
-        answer = json.loads(body)
-        # In a stream it is one level deeper.
-        inner = answer["error"] if isinstance(answer.get("error"), dict) else answer
-        code = inner.get("grpc_code", inner.get("code", _UNKNOWN))
-        return RefusedError(int(code), status, str(inner.get("message") or inner.get("error")))
-    except (ValueError, AttributeError):
-        text = " ".join(body[:200].decode(errors="replace").split())
-        return RefusedError(_UNKNOWN, status, f"HTTP {status}: {text}")
+        self.passing = self.of_token or status >= 500 or self.code in codes
+        if self.code == _EXHAUSTED:
+            self.passing = "too many requests" in text
 
 
 def _parsed(data: bytes) -> Json:
     try:
         return dict(json.loads(data))
-    except ValueError as error:
-        raise RefusedError(_UNKNOWN, 200, "the answer is not etcd's: no JSON") from error
-
-
-def _stamp(version: Version | None) -> str | None:
-    """The version as it is stored; None: no version of ours."""
-    try:
-        stamp = bytes.fromhex(cast(str, version))
-    except (TypeError, ValueError):
-        return None
-    return stamp.hex() if len(stamp) == STAMP_BYTES - 1 and stamp.hex() == version else None
+    except ValueError:
+        raise RefusedError(200, data) from None
 
 
 def _first(found: Mapping[str, Any], answer: Mapping[str, Any]) -> Stored | None:
     """The first of what a range found; it is watched from the revision of the whole answer."""
     for item in found.get("kvs", []):
-        return Stored.parse(_decoded(item["value"]), int(answer["header"]["revision"]))
+        return Stored.parse(b64decode(item["value"]), int(answer["header"]["revision"]))
     return None
 
 
 def _encoded(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _decoded(text: str) -> bytes:
-    return base64.b64decode(text)
+    return b64encode(data).decode()

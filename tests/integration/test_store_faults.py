@@ -115,8 +115,11 @@ def test_what_was_never_sent_is_not_in_doubt(
 @only("etcd-v3")
 def test_etcd_without_a_leader_has_done_nothing(client: Any) -> None:
     # The text and the codes of a member whose two peers were killed.
-    assert client._problem(RefusedError(14, 503, "etcdserver: no leader")).undone
-    assert not client._problem(RefusedError(14, 503, "etcdserver: request timed out")).undone
+    refusals = [
+        RefusedError(503, b'{"code": 14, "message": "etcdserver: %s"}' % text)
+        for text in (b"no leader", b"request timed out")
+    ]
+    assert [client._problem(error).undone for error in refusals] == [True, False]
     assert not client._problem(ConnectionResetError()).undone
 
 
@@ -166,9 +169,10 @@ def test_a_run_has_one_lease_however_often_it_is_renewed(
 
 @only("etcd-v3")
 def test_a_lost_lease_is_no_missing_gateway(client: Any) -> None:
-    assert client._problem(RefusedError(5, 404, "etcdserver: requested lease not found")).state
-    for refusal in (RefusedError(2, 404, "HTTP 404: 404 page"), RefusedError(5, 404, "Not Found")):
-        assert "no v3 gateway" in client._problem(refusal).text
+    lost = b'{"code": 5, "message": "etcdserver: requested lease not found"}'
+    assert client._problem(RefusedError(404, lost)).state
+    for body in (b"404 page", b'{"code": 5, "message": "Not Found"}'):
+        assert "no v3 gateway" in client._problem(RefusedError(404, body)).text
 
 
 @pytest.mark.parametrize("body", [b"<html>502</html>", b"<!DOCTYPE html><p>bad gateway", b""])
