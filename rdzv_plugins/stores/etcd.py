@@ -213,23 +213,23 @@ class Client(StoreClient):
             revision = seen.guard
         start = {"start_revision": str(revision + 1), "filters": ["NODELETE"]}
         body = json.dumps({"create_request": {**self._one(key), **start}}).encode()
-        headers = self._authorised(limit)
+        watch = Request("POST", "/v3/watch", self._authorised(limit), body)
         until = Limit(min(limit.deadline, time.monotonic() + _LONGEST_PARK), limit.wake)
-        watch = Request("POST", "/v3/watch", headers, body)
         with self._http.stream(watch, until) as (response, member):
             if response.status != 200:
-                self._refuse(member, response.status, response.read(), headers)
+                self._refuse(member, response.status, response.read())
             for line in response:
                 message = _parsed(line)
                 if "error" in message:
-                    self._refuse(member, 200, line, headers)
-                if message["result"].get("canceled"):
-                    break
+                    self._refuse(member, response.status, line)
                 for event in reversed(message["result"].get("events", [])):
                     stored = Stored.parse(b64decode(event["kv"]["value"]))
                     if seen is None or stored.version != seen.version:
                         return stored
-        return None
+                if message["result"].get("canceled"):
+                    break
+        # `wait` pauses before it asks again.
+        raise ConnectionAbortedError("the member ended the watch")
 
     def _problem(self, error: Exception) -> Problem | None:
         if not isinstance(error, RefusedError):
@@ -394,7 +394,7 @@ class Client(StoreClient):
         request = Request("POST", f"/v3/{path}", headers, json.dumps(body).encode())
         answer = self._http.ask(request, limit)
         if answer.status != 200:
-            self._refuse(answer.server, answer.status, answer.body, headers)
+            self._refuse(answer.server, answer.status, answer.body)
         return _parsed(answer.body)
 
     def _authorised(self, limit: Limit) -> Mapping[str, str]:
@@ -407,14 +407,11 @@ class Client(StoreClient):
             self._token = token
         return {**_HEADERS, "Authorization": token}
 
-    def _refuse(
-        self, member: int, status: int, body: bytes, headers: Mapping[str, str]
-    ) -> NoReturn:
+    def _refuse(self, member: int, status: int, body: bytes) -> NoReturn:
         """Raise what a member answered; what it says decides whether the next one is asked."""
         error = RefusedError(status, body)
         if error.of_token:
-            if self._token == headers.get("Authorization"):
-                self._token = None
+            self._token = None
         elif error.passing:
             self._http.leave(member)
         raise error
