@@ -4,12 +4,15 @@ torch's own backends ``etcd`` and ``etcd-v2`` speak the v2 API, which etcd 3.6 h
 #158326, #170707). To move a job, replace ``--rdzv-backend=etcd`` by ``--rdzv-backend=etcd-v3`` and
 leave the endpoint as it is.
 
-A stored value begins with a stamp, twelve random bytes that are new with each write, and the stamp
+Nothing needs to be installed: no client of the v3 API on PyPI has authentication, several endpoints
+and a watch that can be ended.
+
+A stored value begins with a stamp, eight random bytes that are new with each write, and the stamp
 is the version; a transaction compares it as a range of values. So a version never comes back, not
 even from an etcd that lost its data and counts its revisions from 1 again, and a write whose
 answer was lost is known by it. A refused transaction reads the current value in the same request.
-`Client.wait` compares in a transaction as well and watches from the revision after the one at which
-that was true: no change in between is missed, and there is nothing for a compaction to take away.
+`Client.wait` watches from the revision after the one of its read: no change in between is missed,
+and there is nothing for a compaction to take away.
 
 Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 MiB), which is some
 100,000 nodes in the round document. `Client.put_many` is atomic up to 128 keys and 1 MiB.
@@ -26,47 +29,56 @@ prefix ``<prefix>/``.
 
 from __future__ import annotations
 
+import json
 import math
 import random
-import threading
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn
 
 from rdzv_plugins.config import ServerOptions, parse_endpoint, redact
-from rdzv_plugins.kv import (
-    Capabilities,
-    ClientClosedError,
-    Entry,
-    KeyValueClient,
-    RendezvousStateError,
-    Version,
-    parse_counter,
+from rdzv_plugins.kv.base import (
+    STAMP_BYTES,
+    Limit,
+    Problem,
+    StoreClient,
+    Stored,
+    segments,
+    stamped,
 )
-from rdzv_plugins.kv.retry import retry
-from rdzv_plugins.stores._batches import batches
-from rdzv_plugins.stores._counting import outlast, uncounted
-from rdzv_plugins.stores._etcd_gateway import (
-    Gateway,
-    decoded,
-    explain,
-    is_passing,
-    is_undone,
-)
-from rdzv_plugins.stores._etcd_keys import NO_LEASE, Keys, entry_of, first_entry, stamped
-from rdzv_plugins.stores._stamped import segments
+from rdzv_plugins.kv.contract import Capabilities, Entry, Version
+from rdzv_plugins.stores._http import Http, Request, http_problem
 from rdzv_plugins.stores._tls import tls_context
 
 __all__ = ["Client", "Options"]
-
-T = TypeVar("T")
 
 _LARGEST = 1024 * 1024
 # etcd's --max-txn-ops, of which the comparisons are counted apart.
 _OPERATIONS = 128
 # A watch is begun anew this often, in case its member hangs.
 _LONGEST_PARK = 15.0
+_VERSION = re.compile(f"[0-9a-f]{{{2 * (STAMP_BYTES - 1)}}}")
+# As etcd writes it.
+_NO_LEASE = "0"
+
+# Codes of gRPC's status. What is cancelled was so by a member that stops: we only hang up.
+_CANCELLED, _UNKNOWN, _DEADLINE, _DENIED, _EXHAUSTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = (
+    1, 2, 4, 7, 8, 13, 14, 16,
+)  # fmt: skip
+
+# Because of the header hasleader a member that knows no leader refuses before it does anything.
+_NO_LEADER = "etcdserver: no leader"
+
+_HEADERS = {
+    "Content-Type": "application/json",
+    # A member that is cut off from the others shall end a watch, not sleep on it.
+    "Grpc-Metadata-hasleader": "true",
+}
+
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +88,7 @@ class Options(ServerOptions):
     """
 
 
-class Client(KeyValueClient):
+class Client(StoreClient):
     """One run on etcd: kept connections for requests and one connection a parked waiter."""
 
     name = "etcd-v3"
@@ -84,291 +96,270 @@ class Client(KeyValueClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=_LARGEST
     )
+    batch = (_OPERATIONS, _LARGEST)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
+        super().__init__(f"etcd at {redact(endpoint) or 'localhost'}", request_timeout)
         target = parse_endpoint(endpoint, default_port=2379, schemes=("http", "https"))
         secure = options.tls or target.scheme == "https"
-        self._shown = redact(endpoint) or "localhost"
-        self._timeout = request_timeout
-        self._keys = Keys("/".join(segments(namespace, options.prefix)) + "/")
-        self._woken = threading.Condition()
-        self._interrupts = 0
-        self._closed = False
+        self._user = target.user or options.user
+        self._password = target.password or options.secret()
+        self._token: str | None = None
+        # On the path itself stands the mark.
+        self._path = "/".join(segments(namespace, options.prefix)) + "/"
         # That of the mark, as far as we know: every write is on condition that it is so.
-        self._lease = NO_LEASE
-        self._gateway = Gateway(
-            target.hosts,
-            tls_context(options) if secure else None,
-            target.user or options.user,
-            target.password or options.secret(),
-            request_timeout,
-        )
-        try:
-            # The mark would come first.
-            first = self._ask("kv/range", {**self._keys.range(""), "keys_only": True, "limit": "1"})
-            self._lease = self._keys.marked(first)
-        except BaseException:
-            self.close()
-            raise
-
-    def get(self, key: str) -> Entry | None:
-        return first_entry(self._ask("kv/range", self._keys.one(key)))
+        self._lease = _NO_LEASE
+        # Not all nodes to the first member.
+        members = random.sample(target.hosts, len(target.hosts))
+        self._http = Http(members, tls_context(options) if secure else None, request_timeout)
+        self._connect(self._learn_lease)
 
     def compare_and_set(
         self, key: str, value: bytes, expected: Version | None
     ) -> tuple[Entry | None, bool]:
         self.check_size(key, value)
-        comparison = self._keys.comparison(key, expected)
-        if comparison is None:
+        if not (expected is None or (isinstance(expected, str) and _VERSION.fullmatch(expected))):
             return self.get(key), False
-        entry, written, _ = self._swap(key, value, comparison)
-        return entry, written
+        data = stamped(value)
+        ours = Stored.parse(data).entry
 
-    def put(self, key: str, value: bytes) -> Version:
-        self.check_size(key, value)
-        stored = stamped(value)
-        self._write([(key, stored)])
-        return entry_of(stored).version
+        def request(limit: Limit) -> tuple[Entry | None, bool]:
+            # In one request, where the base's way takes two.
+            written, there = self._write({key: data}, self._holds(key, expected), limit)
+            entry = there.entry if there is not None else None
+            if written or (entry is not None and entry.version == ours.version):
+                return ours, True
+            return entry, False
 
-    def delete(self, key: str) -> None:
-        self._ask("kv/deleterange", self._keys.one(key))
+        return self._call(request)
 
-    def list(self, prefix: str) -> dict[str, Entry]:
-        found = self._ask("kv/range", self._keys.range(prefix)).get("kvs", [])
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        names = [*keys]
+        if len(names) == 1:
+            # A tenth less than the transaction.
+            found = self._ask("kv/range", self._one(names[0]), limit)
+            first = _first(found, found)
+            return {names[0]: first} if first is not None else {}
+        answer = self._transact([], [{"request_range": self._one(key)} for key in names], limit)
+        firsts = (_first(response["response_range"], answer) for response in answer["responses"])
+        return {key: it for key, it in zip(names, firsts, strict=True) if it is not None}
+
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        found = self._ask("kv/range", self._range(prefix), limit).get("kvs", [])
         return {
-            key: entry_of(decoded(item["value"]))
+            key: Stored.parse(b64decode(item["value"]))
             for item in found
-            if (key := self._keys.relative(item))
+            if (key := self._relative(item))
         }
 
-    def add(self, key: str, delta: int) -> int:
-        where = f"etcd at {self._shown}"
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        holds = self._holds(key, seen.version if seen is not None else None)
+        return self._write({key: data}, holds, limit)[0]
 
-        def attempt() -> int | None:
-            current = self.get(key)
-            total = parse_counter(key, current.value if current else b"0") + delta
-            comparison = self._keys.comparison(key, current.version if current else None)
-            _, written, doubtful = self._swap(key, str(total).encode(), comparison)
-            if doubtful and not written:
-                raise uncounted(key, where)
-            return total if written else None
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        self._write(values, [], limit)
 
-        return outlast(attempt, key, where, self._timeout)
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        self._transact([], [{"request_delete_range": self._one(key)} for key in keys], limit)
 
-    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
-        deadline = time.monotonic() + timeout
-        interrupts = self._interrupts
-        pause = 0.01
-
-        def going() -> bool:
-            return not self._closed and self._interrupts == interrupts
-
-        while going():
-            looked = self._call(lambda: self._look(key, version, going), going=going)
-            if looked is None:
-                break
-            entry, revision = looked
-            if entry is not None and entry.version != version:
-                return entry
-            if time.monotonic() >= deadline:
-                break
-            until = min(deadline, time.monotonic() + _LONGEST_PARK)
-            try:
-                entry = self._watch(key, version, revision + 1, going, until)
-            except TimeoutError:
-                continue
-            except Exception as error:
-                if going() and not is_passing(error):
-                    raise self._explain(error) from error
-            if entry is not None:
-                return entry
-            # The watch broke; the next look raises if etcd stays away for the request timeout.
-            with self._woken:
-                if going():
-                    self._woken.wait(random.uniform(0, pause))
-            pause = min(2 * pause, 0.5)
-        return None
-
-    def interrupt(self) -> None:
-        with self._woken:
-            self._interrupts += 1
-            self._woken.notify_all()
-        self._gateway.interrupt()
-
-    def expire(self, seconds: float) -> None:
+    def _expire(self, seconds: float, limit: Limit) -> None:
         if seconds <= 0:
-            self._ask("kv/deleterange", self._keys.range(""))
+            self._ask("kv/deleterange", self._range(""), limit)
             return
         ttl = str(math.ceil(seconds))
         while True:
-            old = self._keys.marked(self._ask("kv/range", self._keys.one("")))
-            lease = NO_LEASE
-            if old != NO_LEASE:
+            old = self._learn_lease(limit)
+            lease = _NO_LEASE
+            if old != _NO_LEASE:
                 # Also where another takes its place: it must not end before all are moved there.
-                kept = self._ask("lease/keepalive", {"ID": old}).get("result", {}).get("TTL", "0")
-                if kept == "0":
+                kept = self._ask("lease/keepalive", {"ID": old}, limit)
+                if (left := kept.get("result", {}).get("TTL", "0")) == "0":
                     # Its keys are about to go: then we look again.
-                    time.sleep(random.uniform(0.02, 0.1))
+                    limit.sleep(random.uniform(0.02, 0.1))
                     continue
-                lease = old if kept == ttl else NO_LEASE
-            if lease == NO_LEASE:
-                lease = self._ask("lease/grant", {"TTL": ttl})["ID"]
+                lease = old if left == ttl else _NO_LEASE
+            if lease == _NO_LEASE:
+                lease = self._ask("lease/grant", {"TTL": ttl}, limit)["ID"]
                 try:
                     answer = self._transact(
-                        [self._keys.mark(old)],
-                        [{"request_put": {**self._keys.one(""), "lease": lease}}],
-                        [{"request_range": self._keys.one("")}],
+                        [self._marked(old)],
+                        [{"request_put": {**self._one(""), "lease": lease}}],
+                        limit,
                     )
-                except RendezvousStateError as error:
+                except RefusedError as error:
                     if "lease not found" not in str(error):
                         raise
                     # We were held up, and it has ended.
                     continue
                 if not answer.get("succeeded"):
-                    there = self._keys.marked(answer["responses"][0]["response_range"])
-                    # It is ours where the answer to an earlier attempt was lost.
-                    if there != lease:
-                        self._ask("lease/revoke", {"ID": lease})
-                        continue
+                    self._ask("lease/revoke", {"ID": lease}, limit)
+                    continue
             self._lease = lease
-            if self._move(lease) and old not in (NO_LEASE, lease):
+            if self._move(lease, limit) and old not in (_NO_LEASE, lease):
                 # Nobody can give it to a key any more, and none is left that has it.
-                self._ask("lease/revoke", {"ID": old})
+                self._ask("lease/revoke", {"ID": old}, limit)
             return
 
-    def close(self) -> None:
-        with self._woken:
-            self._closed = True
-            self._woken.notify_all()
-        self._gateway.close()
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
-        for batch in batches(keys, _OPERATIONS):
-            answer = self._transact([], [{"request_range": self._keys.one(key)} for key in batch])
-            for key, response in zip(batch, answer["responses"], strict=True):
-                if (entry := first_entry(response["response_range"])) is not None:
-                    entries[key] = entry
-        return entries
-
-    def put_many(self, values: Mapping[str, bytes]) -> None:
-        for key, value in values.items():
-            self.check_size(key, value)
-        batch: list[tuple[str, bytes]] = []
-        size = 0
-        for key, value in values.items():
-            if len(batch) == _OPERATIONS or size + len(value) > _LARGEST:
-                self._write(batch)
-                batch, size = [], 0
-            batch.append((key, stamped(value)))
-            size += len(value)
-        if batch:
-            self._write(batch)
-
-    def delete_many(self, keys: Iterable[str]) -> None:
-        for batch in batches(keys, _OPERATIONS):
-            self._transact([], [{"request_delete_range": self._keys.one(key)} for key in batch])
-
-    def _write(self, values: Sequence[tuple[str, bytes]]) -> None:
-        while True:
-            lease = self._lease
-            puts = [self._keys.put(key, stored, lease) for key, stored in values]
-            look = [{"request_range": self._keys.one("")}]
-            answer = self._transact([self._keys.mark(lease)], puts, look)
-            if answer.get("succeeded"):
-                return
-            self._lease = self._keys.marked(answer["responses"][0]["response_range"])
-
-    def _swap(
-        self, key: str, value: bytes, comparison: Sequence[dict[str, Any]] | None
-    ) -> tuple[Entry | None, bool, bool]:
-        """Write if the comparison holds: the entry there now, whether it is ours, and whether the
-        answer to an attempt was lost."""
-        stored = stamped(value)
-        written = entry_of(stored)
-        doubtful = False
-        looks = [{"request_range": self._keys.one(name)} for name in (key, "")]
-        while True:
-            lease = self._lease
-            body = {
-                "compare": [*(comparison or ()), self._keys.mark(lease)],
-                "success": [self._keys.put(key, stored, lease)],
-                "failure": looks,
-            }
-
-            def request(body: dict[str, Any] = body) -> dict[str, Any]:
-                nonlocal doubtful
-                try:
-                    return self._gateway.post("kv/txn", body)
-                except Exception as error:
-                    doubtful = doubtful or not is_undone(error)
-                    raise
-
-            answer = self._call(request)
-            if answer.get("succeeded"):
-                return written, True, doubtful
-            there, mark = (response["response_range"] for response in answer["responses"])
-            current = first_entry(there)
-            # An earlier attempt whose answer was lost may be what stands there now.
-            if current is not None and current.version == written.version:
-                return current, True, doubtful
-            self._lease = self._keys.marked(mark)
-            if self._lease == lease:
-                return current, False, doubtful
-
-    def _look(
-        self, key: str, version: Version | None, going: Callable[[], bool]
-    ) -> tuple[Entry | None, int]:
-        """The entry, unless its version is ``version``, and the revision at which that was so."""
-        read = [{"request_range": self._keys.one(key)}]
-        comparison = self._keys.comparison(key, version)
-        body = {"failure": read, "compare": comparison} if comparison else {"success": read}
-        answer = self._gateway.post("kv/txn", body, going)
-        entry = None
-        for response in answer.get("responses", []):
-            entry = first_entry(response["response_range"])
-        return entry, int(answer["header"]["revision"])
-
-    def _watch(
-        self,
-        key: str,
-        version: Version | None,
-        revision: int,
-        going: Callable[[], bool],
-        deadline: float,
-    ) -> Entry | None:
-        """The next entry under another version; None if the watch ended before."""
-        request = {**self._keys.one(key), "start_revision": str(revision), "filters": ["NODELETE"]}
-        body = {"create_request": request}
-        for message in self._gateway.stream("watch", body, going, deadline):
-            if message.get("canceled"):
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        if seen is None:
+            # Learn the revision to watch from; what came meanwhile is read again.
+            answer = self._ask("kv/range", self._one(key), limit)
+            if answer.get("kvs"):
                 return None
-            for event in reversed(message.get("events", [])):
-                entry = entry_of(decoded(event["kv"]["value"]))
-                if entry.version != version:
-                    return entry
-        return None
+            revision = int(answer["header"]["revision"])
+        else:
+            revision = seen.guard
+        start = {"start_revision": str(revision + 1), "filters": ["NODELETE"]}
+        body = json.dumps({"create_request": {**self._one(key), **start}}).encode()
+        watch = Request("POST", "/v3/watch", self._authorised(limit), body)
+        until = Limit(min(limit.deadline, time.monotonic() + _LONGEST_PARK), limit.wake)
+        with self._http.stream(watch, until) as (response, member):
+            if response.status != 200:
+                self._refuse(member, response.status, response.read())
+            for line in response:
+                message = _parsed(line)
+                if "error" in message:
+                    self._refuse(member, response.status, line)
+                for event in reversed(message["result"].get("events", [])):
+                    stored = Stored.parse(b64decode(event["kv"]["value"]))
+                    if seen is None or stored.version != seen.version:
+                        return stored
+                if message["result"].get("canceled"):
+                    break
+        # `wait` pauses before it asks again.
+        raise ConnectionAbortedError("the member ended the watch")
 
-    def _move(self, lease: str) -> bool:
+    def _problem(self, error: Exception) -> Problem | None:
+        if not isinstance(error, RefusedError):
+            return http_problem(self, error, ", or does it want https://")
+        text = str(error)
+        if "authentication is not enabled" in text:
+            return Problem(f"knows no users ({text}); leave user out")
+        if error.code in (_DENIED, _UNAUTHENTICATED) or any(
+            words in text for words in ("user name is empty", "authentication", "auth store is old")
+        ):
+            return Problem(
+                f"refused the credentials ({text}); set the user in the endpoint and the password "
+                f"in $RDZV_PLUGINS_PASSWORD; its role needs readwrite on the prefix '{self._path}'",
+                retryable=error.of_token,
+                undone=error.of_token,
+            )
+        if "CommonName of client" in text:
+            return Problem(
+                "takes no client certificate with a common name while authentication is on; "
+                "make one without for cert_file"
+            )
+        # etcd's own "not found", as of a lease, is a 404 too.
+        if error.status == 404 and not text.startswith("etcdserver:"):
+            return Problem(
+                "has no v3 gateway: it is older than 3.4, or runs with "
+                "--enable-grpc-gateway=false, or is not etcd"
+            )
+        if "space exceeded" in text:
+            return Problem(
+                f"is full ({text}); compact and defragment it, then `etcdctl alarm disarm`"
+            )
+        if error.passing:
+            return Problem(
+                f"gave no answer within {self.timeout:g} s ({text}); "
+                "has a majority of its members gone?",
+                retryable=True,
+                undone="too many requests" in text or text == _NO_LEADER,
+            )
+        return Problem(f"refused a request: {text}", state=True)
+
+    def _disconnect(self) -> None:
+        self._http.close()
+
+    # Parts of requests about the run's keys.
+
+    def _one(self, key: str) -> Json:
+        return {"key": _encoded((self._path + key).encode())}
+
+    def _range(self, prefix: str) -> Json:
+        path = (self._path + prefix).encode()
+        # It ends in "/" or in a character of UTF-8, so its last byte is never 255.
+        return {"key": _encoded(path), "range_end": _encoded(path[:-1] + bytes([path[-1] + 1]))}
+
+    def _relative(self, item: Mapping[str, Any]) -> str:
+        return b64decode(item["key"]).decode()[len(self._path) :]
+
+    def _holds(self, key: str, version: str | None) -> list[Json]:
+        """What holds while the key's version is ``version`` (None: while it is absent)."""
+        if version is None:
+            none = {"target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+            return [{**self._one(key), **none}]
+        stamp = bytes.fromhex(version)
+        # "=" follows each stamp, and ">" follows "=".
+        bounds = (("GREATER", stamp), ("LESS", stamp + b">"))
+        return [
+            {**self._one(key), "target": "VALUE", "result": result, "value": _encoded(bound)}
+            for result, bound in bounds
+        ]
+
+    def _marked(self, lease: str) -> Json:
+        """What holds while the mark has that lease; _NO_LEASE: or there is no mark."""
+        return {**self._one(""), "target": "LEASE", "result": "EQUAL", "lease": lease}
+
+    # Requests.
+
+    def _learn_lease(self, limit: Limit) -> str:
+        """That of the mark, which is the first of the run's keys."""
+        first = {**self._range(""), "keys_only": True, "limit": "1"}
+        self._lease = self._lease_in(self._ask("kv/range", first, limit))
+        return self._lease
+
+    def _lease_in(self, found: Mapping[str, Any]) -> str:
+        """The lease of the mark in the answer to a range that begins with it."""
+        for item in found.get("kvs", [])[:1]:
+            if not self._relative(item):
+                return str(item.get("lease", _NO_LEASE))
+        return _NO_LEASE
+
+    def _write(
+        self, values: Mapping[str, bytes], holds: Sequence[Json], limit: Limit
+    ) -> tuple[bool, Stored | None]:
+        """Write under the mark's lease if that holds; False: what is at the first key instead."""
+        looks = [{"request_range": self._one(name)} for name in (next(iter(values)), "")]
+        while True:
+            lease = self._lease
+            puts = [
+                {"request_put": {**self._one(key), "value": _encoded(data), "lease": lease}}
+                for key, data in values.items()
+            ]
+            answer = self._transact([*holds, self._marked(lease)], puts, limit, looks)
+            if answer.get("succeeded"):
+                return True, None
+            there, mark = (response["response_range"] for response in answer["responses"])
+            self._lease = self._lease_in(mark)
+            if self._lease == lease:
+                return False, _first(there, answer)
+
+    def _move(self, lease: str, limit: Limit) -> bool:
         """Give all keys the lease of the mark; False: somebody else has given the mark another."""
-        found = self._ask("kv/range", {**self._keys.range(""), "keys_only": True}).get("kvs", [])
-        others = [item for item in found if item.get("lease", NO_LEASE) != lease]
-        for batch in batches((self._keys.relative(item) for item in others), _OPERATIONS - 1):
+        listing = self._ask("kv/range", {**self._range(""), "keys_only": True}, limit)
+        others = [it for it in listing.get("kvs", []) if it.get("lease", _NO_LEASE) != lease]
+        keys = [self._relative(item) for item in others]
+        for at in range(0, len(keys), _OPERATIONS - 1):
+            batch = keys[at : at + _OPERATIONS - 1]
             # A batch fails as a whole if one of its keys was deleted meanwhile.
-            if self._attach(batch, lease) or all(self._attach([key], lease) for key in batch):
+            if self._attach(batch, lease, limit) or all(
+                self._attach([key], lease, limit) for key in batch
+            ):
                 continue
-            if self._keys.marked(self._ask("kv/range", self._keys.one(""))) == NO_LEASE:
+            if self._learn_lease(limit) == _NO_LEASE:
                 # We were held up, and the time is over: what has not changed since is to be gone.
                 for item in others:
                     revision = item["mod_revision"]
                     same = {"key": item["key"], "target": "MOD", "mod_revision": revision}
-                    self._transact([same], [{"request_delete_range": {"key": item["key"]}}])
+                    gone = {"request_delete_range": {"key": item["key"]}}
+                    self._transact([same], [gone], limit)
             return False
         return True
 
-    def _attach(self, keys: Sequence[str], lease: str) -> bool:
+    def _attach(self, keys: Sequence[str], lease: str, limit: Limit) -> bool:
         """Whether the keys that are there have the lease now; False: not all are, or not the mark.
 
         For a single key it is no matter whether it is there.
@@ -377,52 +368,99 @@ class Client(KeyValueClient):
         # The value and with it the version stay: this is no change.
         again = {"ignore_value": True, "lease": lease}
         answer = self._transact(
-            [self._keys.mark(lease), *({**self._keys.one(key), **there} for key in keys)],
-            [{"request_put": {**self._keys.one(key), **again}} for key in keys],
-            [{"request_range": self._keys.one("")}],
+            [self._marked(lease), *({**self._one(key), **there} for key in keys)],
+            [{"request_put": {**self._one(key), **again}} for key in keys],
+            limit,
+            [{"request_range": self._one("")}],
         )
         if answer.get("succeeded"):
             return True
-        return (
-            len(keys) == 1 and self._keys.marked(answer["responses"][0]["response_range"]) == lease
-        )
+        return len(keys) == 1 and self._lease_in(answer["responses"][0]["response_range"]) == lease
 
     def _transact(
         self,
-        comparison: Sequence[dict[str, Any]],
-        success: Sequence[dict[str, Any]],
-        failure: Sequence[dict[str, Any]] = (),
-    ) -> dict[str, Any]:
-        return self._ask(
-            "kv/txn", {"compare": comparison, "success": success, "failure": [*failure]}
-        )
+        holds: Sequence[Json],
+        success: Sequence[Json],
+        limit: Limit,
+        failure: Sequence[Json] = (),
+    ) -> Json:
+        body = {"compare": holds, "success": success, "failure": failure}
+        return self._ask("kv/txn", body, limit)
 
-    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._call(lambda: self._gateway.post(path, body))
+    def _ask(self, path: str, body: Json, limit: Limit) -> Json:
+        return self._post(path, body, self._authorised(limit), limit)
 
-    def _call(self, request: Callable[[], T], *, going: Callable[[], bool] | None = None) -> T:
-        """The one place where the gateway's errors become the contract's.
+    def _post(self, path: str, body: Json, headers: Mapping[str, str], limit: Limit) -> Json:
+        request = Request("POST", f"/v3/{path}", headers, json.dumps(body).encode())
+        answer = self._http.ask(request, limit)
+        if answer.status != 200:
+            self._refuse(answer.server, answer.status, answer.body)
+        return _parsed(answer.body)
 
-        ``going``: what breaks a wait off; it returns None then.
-        """
-        if self._closed and going is None:
-            raise ClientClosedError(f"etcd at {self._shown}")
-        go_on = going or (lambda: not self._closed)
+    def _authorised(self, limit: Limit) -> Mapping[str, str]:
+        """The headers of a request."""
+        if self._user is None:
+            return _HEADERS
+        if (token := self._token) is None:
+            login = {"name": self._user, "password": self._password or ""}
+            token = str(self._post("auth/authenticate", login, _HEADERS, limit)["token"])
+            self._token = token
+        return {**_HEADERS, "Authorization": token}
+
+    def _refuse(self, member: int, status: int, body: bytes) -> NoReturn:
+        """Raise what a member answered; what it says decides whether the next one is asked."""
+        error = RefusedError(status, body)
+        if error.of_token:
+            self._token = None
+        elif error.passing:
+            self._http.leave(member)
+        raise error
+
+
+class RefusedError(Exception):
+    """etcd answered, and refused.
+
+    Attributes:
+        code: gRPC's status code; _UNKNOWN where the answer was not etcd's.
+        status: HTTP's.
+        of_token: a new token mends it.
+        passing: the next attempt, perhaps at another member, may succeed.
+    """
+
+    def __init__(self, status: int, body: bytes) -> None:
         try:
-            return retry(
-                request,
-                timeout=self._timeout,
-                passing=lambda error: go_on() and is_passing(error),
+            answer = json.loads(body)
+            # In a stream it is one level deeper.
+            answer = answer["error"] if isinstance(answer.get("error"), dict) else answer
+            self.code = int(answer.get("grpc_code", answer.get("code", _UNKNOWN)))
+            text = str(answer.get("message") or answer.get("error"))
+        except (ValueError, AttributeError):
+            self.code = _UNKNOWN
+            text = f"HTTP {status}, not of etcd: " + " ".join(
+                body[:200].decode("utf-8", "replace").split()
             )
-        except RendezvousStateError:
-            raise
-        except Exception as error:
-            if going is not None and not going():
-                return cast(T, None)
-            raise self._explain(error) from error
+        super().__init__(text)
+        self.status = status
+        self.of_token = self.code == _UNAUTHENTICATED or "revision of auth store is old" in text
+        codes = (_CANCELLED, _DEADLINE, _INTERNAL, _UNAVAILABLE)
+        self.passing = self.of_token or status >= 500 or self.code in codes
+        if self.code == _EXHAUSTED:
+            self.passing = "too many requests" in text
 
-    def _explain(self, error: Exception) -> Exception:
-        where = f"etcd at {self._shown}"
-        if self._closed:
-            return ClientClosedError(where)
-        return explain(error, where, self._timeout, self._keys.base)
+
+def _parsed(data: bytes) -> Json:
+    try:
+        return dict(json.loads(data))
+    except ValueError:
+        raise RefusedError(200, data) from None
+
+
+def _first(found: Mapping[str, Any], answer: Mapping[str, Any]) -> Stored | None:
+    """The first of what a range found; it is watched from the revision of the whole answer."""
+    for item in found.get("kvs", []):
+        return Stored.parse(b64decode(item["value"]), int(answer["header"]["revision"]))
+    return None
+
+
+def _encoded(data: bytes) -> str:
+    return b64encode(data).decode()

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores._counting import outlast
-from rdzv_plugins.stores._etcd_gateway import GatewayError, explain, is_undone
+from rdzv_plugins.stores.etcd import RefusedError
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import SLACK, present
 from rdzv_plugins.testing.threads import Background, together
@@ -111,11 +112,15 @@ def test_what_was_never_sent_is_not_in_doubt(
     rival.close()
 
 
-def test_etcd_without_a_leader_has_done_nothing() -> None:
+@only("etcd-v3")
+def test_etcd_without_a_leader_has_done_nothing(client: Any) -> None:
     # The text and the codes of a member whose two peers were killed.
-    assert is_undone(GatewayError(14, 503, "etcdserver: no leader"))
-    assert not is_undone(GatewayError(14, 503, "etcdserver: request timed out"))
-    assert not is_undone(ConnectionResetError())
+    refusals = [
+        RefusedError(503, b'{"code": 14, "message": "etcdserver: %s"}' % text)
+        for text in (b"no leader", b"request timed out")
+    ]
+    assert [client._problem(error).undone for error in refusals] == [True, False]
+    assert not client._problem(ConnectionResetError()).undone
 
 
 @only("etcd-v3")
@@ -125,11 +130,11 @@ def test_a_lease_that_ends_too_early_takes_the_old_keys_along(
     client.put_many({f"key/{number}": b"old" for number in range(200)})
     attach = client._attach
 
-    def end_after_the_first(keys: Any, lease: str) -> bool:
+    def end_after_the_first(keys: Any, lease: str, limit: Limit) -> bool:
         # As if we had been held up until it ran out.
         monkeypatch.setattr(client, "_attach", attach)
-        assert attach(keys, lease)
-        client._ask("lease/revoke", {"ID": lease})
+        assert attach(keys, lease, limit)
+        client._ask("lease/revoke", {"ID": lease}, limit)
         client.put("key/199", b"new")
         return True
 
@@ -143,7 +148,8 @@ def test_a_run_has_one_lease_however_often_it_is_renewed(
     running_store: RunningStore, run_id: str, client: Any
 ) -> None:
     def leases() -> set[str]:
-        return {item["ID"] for item in client._ask("lease/leases", {}).get("leases", [])}
+        answer = client._call(partial(client._ask, "lease/leases", {}))
+        return {item["ID"] for item in answer.get("leases", [])}
 
     before = leases()
     rival = running_store.open(run_id)
@@ -161,11 +167,12 @@ def test_a_run_has_one_lease_however_often_it_is_renewed(
     rival.close()
 
 
-def test_a_lost_lease_is_no_missing_gateway() -> None:
-    lost = explain(GatewayError(5, 404, "etcdserver: requested lease not found"), "etcd", 5, "x/")
-    assert isinstance(lost, RendezvousStateError)
-    for refusal in (GatewayError(2, 404, "HTTP 404: 404 page"), GatewayError(5, 404, "Not Found")):
-        assert "no v3 gateway" in str(explain(refusal, "etcd", 5, "x/"))
+@only("etcd-v3")
+def test_a_lost_lease_is_no_missing_gateway(client: Any) -> None:
+    lost = b'{"code": 5, "message": "etcdserver: requested lease not found"}'
+    assert client._problem(RefusedError(404, lost)).state
+    for body in (b"404 page", b'{"code": 5, "message": "Not Found"}'):
+        assert "no v3 gateway" in client._problem(RefusedError(404, body)).text
 
 
 @pytest.mark.parametrize("body", [b"<html>502</html>", b"<!DOCTYPE html><p>bad gateway", b""])
@@ -199,13 +206,14 @@ def test_a_proxys_error_before_dynamodb_is_passing(
 
 CROWDED = """
 import os, resource, sys
+from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.stores import open_client
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
 client = open_client("consul", sys.argv[1], sys.argv[2])
 client.put("key", b"one")
-assert max(link.sock.fileno() for link in client._http._idle) >= 1024
+assert max(it._socket.fileno() for it in client._transport._http._idle) >= 1024
 print(client.get("key").value.decode())
 client.close()
 """

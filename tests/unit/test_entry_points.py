@@ -9,7 +9,7 @@ import pytest
 
 from rdzv_plugins.stores import STORES
 
-NEED_A_PACKAGE = {"redis": "redis", "zookeeper": "kazoo", "dynamodb": "boto3"}
+NEED_A_PACKAGE = {"redis": "redis", "zookeeper": "kazoo", "dynamodb": "boto3", "consul": "consul"}
 CLIENT_LIBRARIES = ["redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "requests"]
 
 

@@ -1,0 +1,286 @@
+"""Requests to one of several HTTP servers: kept connections, the next server after a failure.
+
+Python's own ``http.client`` writes the requests and parses the answers. Its socket is replaced by
+one that never blocks: connecting, the TLS handshake, sending and receiving all end at the deadline
+of the request and, in a `wait`, as soon as that is woken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from email.message import Message
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from math import ceil, inf
+from typing import Any, NamedTuple, TypeVar
+
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, WokenError
+from rdzv_plugins.stores._tls import unheard_alert
+
+__all__ = ["Answer", "Http", "Request", "http_problem"]
+
+T = TypeVar("T")
+
+# Idle connections that are kept: a node seldom has more requests at once.
+_KEPT = 8
+
+# A TLS connection that was cut off; ssl's other errors are of a handshake that will fail again.
+_CUT_OFF = (ssl.SSLEOFError, ssl.SSLSyscallError, ssl.SSLZeroReturnError)
+
+
+class Request(NamedTuple):
+    """One attempt is made at it."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes | None = None
+
+
+class Answer(NamedTuple):
+    """What a server answered, whatever the status; ``server`` is its number among the hosts."""
+
+    status: int
+    headers: Message
+    body: bytes
+    server: int
+
+
+class Http:
+    """Connections to the first of several servers that answers; safe to use from several threads.
+
+    A request raises OSError or ``HTTPException`` if no answer came, though it may have been carried
+    out (the next one goes to the next server), and `WokenError`.
+
+    Args:
+        hosts: names and ports of the servers of one cluster.
+        context: for TLS; None: none.
+        timeout: seconds of a request with its retries. A server gets its share of it, so that one
+            that hangs leaves time to ask the others.
+    """
+
+    def __init__(
+        self, hosts: Sequence[tuple[str, int]], context: ssl.SSLContext | None, timeout: float
+    ) -> None:
+        self._hosts = hosts
+        self._context = context
+        self._patience = timeout / len(hosts)
+        self._lock = threading.Lock()
+        self._server = 0
+        self._idle: list[_Connection] = []
+        self._closed = False
+
+    def ask(self, request: Request, limit: Limit, held: float = 0.0) -> Answer:
+        """The answer, which the server may hold back for ``held`` seconds."""
+        with self._exchange(request, limit, held) as (connection, response):
+            answer = Answer(response.status, response.headers, response.read(), connection.server)
+            connection.reusable = not response.will_close
+        if answer.status >= 500:
+            # It is cut off from the leader; another may not be.
+            self.leave(answer.server)
+        return answer
+
+    @contextlib.contextmanager
+    def stream(self, request: Request, limit: Limit) -> Iterator[tuple[HTTPResponse, int]]:
+        """An answer whose lines come one by one until the limit, and the number of its server."""
+        with self._exchange(request, limit, inf) as (connection, response):
+            yield response, connection.server
+
+    def leave(self, server: int) -> None:
+        """Ask the next server from now on, if it is still this one that is asked."""
+        with self._lock:
+            if self._server != server:
+                return
+            self._server = (server + 1) % len(self._hosts)
+        self._drop_idle()
+
+    def close(self) -> None:
+        """Close what is idle; a request that is under way closes its connection as it ends."""
+        self._closed = True
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.hang_up()
+
+    @contextlib.contextmanager
+    def _exchange(
+        self, request: Request, limit: Limit, held: float
+    ) -> Iterator[tuple[_Connection, HTTPResponse]]:
+        seconds = min(limit.seconds, held + self._patience)
+        attempt = Limit(time.monotonic() + seconds, limit.wake)
+        # What streams is no use to anybody afterwards: leave them what is idle.
+        connection = self._take() if held < inf else None
+        server = self._server if connection is None else connection.server
+        kept = connection is not None
+        try:
+            if connection is None:
+                connection = _Connection(self._hosts[server], self._context, attempt, server)
+            connection.limit, connection.reusable = attempt, False
+            method, target, headers, body = request
+            connection.http.request(method, target, body, dict(headers))
+            yield connection, connection.http.getresponse()
+        except (OSError, HTTPException) as error:
+            cut = isinstance(error, ConnectionError | ssl.SSLEOFError)
+            ended = isinstance(error, TimeoutError) and time.monotonic() >= limit.deadline
+            if kept and cut:
+                # It was closed while it was idle, which says nothing about the server.
+                self._drop_idle()
+            elif not (held and ended):
+                self.leave(server)
+            if self._context and cut and not kept and not held and not self._closed:
+                alert = unheard_alert(*self._hosts[server], self._context)
+                if alert is not None:
+                    raise alert from error
+            raise
+        finally:
+            if connection is not None:
+                self._give_back(connection)
+
+    def _take(self) -> _Connection | None:
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None or not connection.ended:
+                return connection
+            # Nothing was asked: the server closed it.
+            connection.hang_up()
+
+    def _give_back(self, connection: _Connection) -> None:
+        with self._lock:
+            wanted = connection.server == self._server and len(self._idle) < _KEPT
+            if connection.reusable and wanted and not self._closed:
+                self._idle.append(connection)
+                return
+        connection.hang_up()
+
+
+class _Connection(io.RawIOBase):
+    """A connection as ``http.client`` wants its socket.
+
+    Attributes:
+        limit: of the request that is under way; every step ends at it.
+        server: the number of its host.
+        reusable: whether its request ended well, and the server keeps it.
+    """
+
+    def __init__(
+        self, host: tuple[str, int], context: ssl.SSLContext | None, limit: Limit, server: int
+    ) -> None:
+        self.limit, self.server, self.reusable = limit, server, False
+        self._request = b""
+        self.http = HTTPConnection(*host)
+        self._socket = _connected(host, limit)
+        try:
+            if context is not None:
+                self._socket = context.wrap_socket(
+                    self._socket, server_hostname=host[0], do_handshake_on_connect=False
+                )
+                self._step(select.POLLIN, self._socket.do_handshake)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.http.sock = self
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server closed it while it was idle."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def hang_up(self) -> None:
+        self.http.close()
+        self._socket.close()
+
+    # What http.client calls.
+
+    def sendall(self, data: bytes) -> None:
+        self._request += data
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        # Headers and body at once, not one after the other: a tenth of a request's time.
+        request, self._request = self._request, b""
+        rest = memoryview(request)
+        while rest:
+            rest = rest[self._step(select.POLLOUT, self._socket.send, rest) :]
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._step(select.POLLIN, self._socket.recv_into, buffer)
+
+    def close(self) -> None:
+        """Nothing: it is called before the last answer of a connection is read, too."""
+
+    def _step(self, event: int, action: Callable[..., T], *arguments: Any) -> T:
+        while True:
+            try:
+                return action(*arguments)
+            except BlockingIOError:
+                _await(self._socket, event, self.limit)
+            except ssl.SSLWantReadError:
+                _await(self._socket, select.POLLIN, self.limit)
+            except ssl.SSLWantWriteError:
+                _await(self._socket, select.POLLOUT, self.limit)
+
+
+def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
+    """As ``socket.create_connection``; the socket does not block."""
+    problem = OSError("the host has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(*host, type=socket.SOCK_STREAM):
+        line = socket.socket(family, kind, protocol)
+        try:
+            line.setblocking(False)
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(BlockingIOError):
+                line.connect(address)
+            _await(line, select.POLLOUT, limit)
+            if number := line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(number, os.strerror(number))
+        except OSError as error:
+            problem = error
+        except BaseException:
+            line.close()
+            raise
+        else:
+            return line
+        line.close()
+    raise problem
+
+
+def _await(line: socket.socket, event: int, limit: Limit) -> None:
+    poll = select.poll()
+    poll.register(line, event)
+    if limit.wake is not None:
+        poll.register(limit.wake.fd, select.POLLIN)
+    ready = dict(poll.poll(ceil(max(0.0, limit.deadline - time.monotonic()) * 1000)))
+    if limit.wake is not None and limit.wake.fd in ready:
+        raise WokenError
+    if not ready:
+        raise TimeoutError("no answer in time")
+
+
+def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Problem | None:
+    """What an error of `Http` means; None: it is none. ``hint`` is that of `_unreachable`."""
+    if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
+        return Problem(
+            f"and this node do not trust each other ({error}); check that ca_file signed the "
+            "server's certificate, that it names the endpoint's host, cert_file and key_file if "
+            "the server asks for them, and https:// in --rdzv-endpoint"
+        )
+    if isinstance(error, OSError | HTTPException):
+        undone = isinstance(error, ConnectionRefusedError | socket.gaierror)
+        return client._unreachable(error, undone=undone, hint=hint)
+    return None
