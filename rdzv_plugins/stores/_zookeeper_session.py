@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kazoo.client import KazooClient
@@ -18,6 +18,7 @@ from kazoo.exceptions import (
     EXCEPTIONS,
     AuthFailedError,
     ConnectionLoss,
+    NoNodeError,
     SessionClosedRequireSaslError,
 )
 from kazoo.handlers.threading import SequentialThreadingHandler
@@ -43,7 +44,7 @@ class NotConnectedError(ConnectionLoss):  # type: ignore[misc]
 class ReadMany:
     """ZooKeeper's multi-read (3.6 and later), which kazoo does not have: one request, many znodes.
 
-    Its result is a list of ``(data, stat)`` or the error of that znode, one for each path.
+    Its result is a list of ``(data, stat)``, None where there is no znode, or the znode's error.
     """
 
     type = 22
@@ -70,7 +71,8 @@ class ReadMany:
                 results.append((data, stat))
                 offset += int_struct.size + len(data or b"") + stat_struct.size
             else:
-                results.append(EXCEPTIONS[int_struct.unpack_from(message, offset)[0]]())
+                error = EXCEPTIONS[int_struct.unpack_from(message, offset)[0]]()
+                results.append(None if isinstance(error, NoNodeError) else error)
                 offset += int_struct.size
 
 
@@ -83,7 +85,7 @@ class Session:
         self._changed = threading.Condition()
         self._closed = False
         self._proven = False
-        self._reason = _LastWarning(self._notify)
+        self._reason = _LastWarning(logging.WARNING)
         self._logger = logging.Logger("rdzv_plugins.zookeeper", logging.WARNING)
         self._logger.addHandler(self._reason)
         self._ended = False
@@ -144,10 +146,6 @@ class Session:
                 zk.last_zxid = 0
             elif state == KazooState.LOST and zk.client_state in _ENDED:
                 self._ended = True
-            self._changed.notify_all()
-
-    def _notify(self) -> None:
-        with self._changed:
             self._changed.notify_all()
 
     def _connected(self, limit: Limit) -> Any:
@@ -211,13 +209,9 @@ class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]
 class _LastWarning(logging.Handler):
     """Keeps what kazoo would log at every attempt to connect, for the one error that is raised."""
 
-    def __init__(self, notify: Callable[[], None]) -> None:
-        super().__init__(logging.WARNING)
-        self.message = ""
-        self._notify = notify
+    message = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if message.startswith(("Connection", "Cannot", "AUTH", "Unhandled")):
             self.message = message
-            self._notify()

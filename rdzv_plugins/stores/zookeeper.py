@@ -29,7 +29,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from kazoo.exceptions import (
@@ -100,19 +100,12 @@ class Options(ServerOptions):
     sasl: bool = option(False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The run's znode as it was read.
+class _Run(NamedTuple):
+    """The run's znode as it was read."""
 
-    Attributes:
-        guard: path of the guard.
-        deletes: the guard's version; 0 where it was not read.
-        expired: everything in the run counts as absent.
-    """
-
-    guard: str
-    deletes: int
-    expired: bool
+    guard: str  # Its path.
+    deletes: int  # The guard's version; 0 where it was not read.
+    expired: bool  # Everything in the run counts as absent.
 
 
 class Client(StoreClient):
@@ -146,9 +139,7 @@ class Client(StoreClient):
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         paths = {self._path(key): key for key in keys}
         run, found = self._look_up([*paths], limit)
-        return {
-            paths[path]: Stored.parse(data, (run, stat)) for path, (data, stat) in found.items()
-        }
+        return {paths[at]: Stored.parse(data, (run, stat)) for at, (data, stat) in found.items()}
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         start = "=" + quote(prefix, safe="")
@@ -157,16 +148,16 @@ class Client(StoreClient):
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         path = self._path(key)
-        if seen is not None:
-            run, stat = seen.guard
-            check = CheckVersion(run.guard, run.deletes)
-            return self._commit([check, SetData(path, data, stat.version)], limit) is not None
-        present = self._run
-        if present is None or present.expired:
-            self._begin(present, limit)
+        run = seen.guard[0] if seen is not None else self._run
+        if run is None or run.expired:
+            self._begin(run, limit)
             return False
-        create = Create(path, data, self._acl, 0)
-        return self._commit([CheckVersion(present.guard, -1), create], limit) is not None
+        if seen is not None:
+            check = CheckVersion(run.guard, run.deletes)
+            write = SetData(path, data, seen.guard[1].version)
+        else:
+            check, write = CheckVersion(run.guard, -1), Create(path, data, self._acl, 0)
+        return self._commit([check, write], limit) is not None
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         paths = {self._path(key): data for key, data in values.items()}
@@ -291,17 +282,18 @@ class Client(StoreClient):
             run = self._run_of(own, guarded, limit)
             if run is None or run.expired:
                 return run, {}
-            if run.guard == guard and not isinstance(guarded, NoNodeError):
-                return run, _existing(dict(zip(paths, results, strict=True)))
+            if run.guard == guard and guarded is not None:
+                return run, _found(paths, results)
         raise RendezvousStateError(f"'{self._root}' is damaged, or not a run; delete it")
 
     def _run_of(self, own: Any, guarded: Any, limit: Limit) -> _Run | None:
         """The run in the results of `ReadMany` for its znode and, if it was read, for the guard."""
-        found = _existing({self._root: own})
-        if not found:
+        if own is None:
             self._run = None
             return None
-        data, stat = found[self._root]
+        if isinstance(own, Exception):
+            raise own
+        data, stat = own
         name, milliseconds = _parse(data)
         guard = f"{self._root}/#{name}"
         deletes = guarded[1].version if isinstance(guarded, tuple) else 0
@@ -340,7 +332,7 @@ class Client(StoreClient):
         if run is not None:
             self._remove(self._root, run.guard, limit)
         (results,) = self._session.ask(limit, ReadMany(self._parents))
-        existing = _existing(dict(zip(self._parents, results, strict=True)))
+        existing = _found(self._parents, results)
         name = secrets.token_hex(8)
         operations = [
             Create(path, b"", OPEN_ACL_UNSAFE, 0) for path in self._parents if path not in existing
@@ -366,20 +358,18 @@ class Client(StoreClient):
             paths = [path for name in names if (path := f"{parent}/{name}") != self._root]
             (results,) = self._session.ask(limit, ReadMany(paths))
             for path, result in zip(paths, results, strict=True):
-                if isinstance(result, Exception):
-                    continue
-                name, milliseconds = _parse(result[0])
-                if milliseconds is not None and result[1].mtime + milliseconds < now:
-                    self._remove(path, f"{path}/#{name}", limit)
+                if isinstance(result, tuple):
+                    name, milliseconds = _parse(result[0])
+                    if milliseconds is not None and result[1].mtime + milliseconds < now:
+                        self._remove(path, f"{path}/#{name}", limit)
 
 
-def _existing(results: Mapping[str, Any]) -> dict[str, tuple[bytes, Any]]:
-    """Those results of `ReadMany` that are no `NoNodeError`; raises other errors."""
-    found = {path: it for path, it in results.items() if not isinstance(it, NoNodeError)}
-    for result in found.values():
+def _found(paths: Sequence[str], results: Sequence[Any]) -> dict[str, tuple[bytes, Any]]:
+    """What `ReadMany` found, by path; raises its errors."""
+    for result in results:
         if isinstance(result, Exception):
             raise result
-    return found
+    return {path: it for path, it in zip(paths, results, strict=True) if it is not None}
 
 
 def _done(results: Sequence[Any]) -> bool:
