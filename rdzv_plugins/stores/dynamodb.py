@@ -26,82 +26,33 @@ PartiQLUpdate`` on the table and its index, and with create_table=true
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import re
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectTimeoutError,
-    CredentialRetrievalError,
-    EndpointConnectionError,
-    HTTPClientError,
-)
-from botocore.exceptions import ConnectionError as BotoConnectionError
+from botocore.exceptions import ClientError
 
 from rdzv_plugins.config import StoreOptions, option, redact
-from rdzv_plugins.kv import (
-    Capabilities,
-    ClientClosedError,
-    Entry,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    Version,
-)
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, stamped
-from rdzv_plugins.kv.retry import retry
-from rdzv_plugins.stores._dynamodb_table import (
-    CREATE_ACTIONS,
-    INDEX,
-    UNCONFIGURED,
-    advice,
-    code_of,
-    connect,
-    reasons_of,
-    said_by,
-    status_of,
-    table_of,
-)
+from rdzv_plugins.kv import Capabilities, Entry, RendezvousConnectionError, Version
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped
+from rdzv_plugins.stores._dynamodb_table import INDEX, Table, code_of, problem_of
 
 __all__ = ["Client", "Options"]
 
 # Up to this size an item takes one read unit (4 KB, keys and names included).
 _SMALL_BYTES = 2_500
-# DynamoDB rounds no number of so many digits; and gives back those that are written just so.
+# What DynamoDB gives back as it was written; it keeps more digits than these.
 _NUMBER = re.compile(rb"0|-?[1-9][0-9]{0,17}")
-_READY_SECONDS = 120.0
-_MISSING = "ResourceNotFoundException"
 # What one BatchWriteItem or BatchExecuteStatement takes.
 _BATCH = 25
 
 _LIVE = "(attribute_not_exists(expires_at) OR expires_at > :now)"
 _ABSENT = "attribute_not_exists(pk) OR expires_at <= :now"
-
-_ACTIONS = (
-    "dynamodb:PutItem, UpdateItem, Query, BatchGetItem, BatchWriteItem and PartiQLUpdate "
-    f"on the table and on index/{INDEX}"
-)
-
-# Refused before anything was written.
-_THROTTLED = re.compile(
-    "(LimitExceeded|ProvisionedThroughputExceeded|ReplicatedWriteConflict|RequestLimitExceeded"
-    "|Throttling|ThrottlingError|TransactionConflict)(Exception)?"
-)
-_DENIED = re.compile(
-    "(AccessDenied|ExpiredToken|IncompleteSignature|InvalidSignature|MissingAuthenticationToken"
-    "|UnrecognizedClient)(Exception)?|InvalidClientTokenId|SignatureDoesNotMatch"
-)
-_UNTRUSTED = re.compile("CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,18 +103,17 @@ class Client(StoreClient):
             raise ValueError("option 'poll_interval_max' is less than 'poll_interval_min'")
         where = f"dynamodb, table '{options.table}' at {redact(endpoint) or 'AWS'}"
         super().__init__(where, request_timeout)
-        self._namespace, self._table = namespace, options.table
-        self._creates = options.create_table
+        self._namespace = namespace
         self._shortest, self._longest = options.poll_interval_min, options.poll_interval_max
-        # The server's clock, in seconds since 1970, less the monotonic clock.
-        self._ahead = -math.inf
         # The latest call of `expire` that we know of: when it was made, and the time that it set.
         self._expiry: tuple[float, int] = (0.0, 0)
         # By key: the latest large version that we know of; the version last waited on, since when.
         self._large: dict[str, str] = {}
         self._waits: dict[str, tuple[str | None, float]] = {}
-        self._boto = connect(endpoint, options, request_timeout)
-        self._connect(self._open)
+        self._table = Table(endpoint, options, where, request_timeout)
+        # The probe needs no right that later requests do not need.
+        probe = self._large_query("probe")
+        self._connect(lambda limit: self._table.open(limit, probe))
 
     def compare_and_set(
         self, key: str, value: bytes, expected: Version | None
@@ -187,13 +137,15 @@ class Client(StoreClient):
         found: dict[str, Stored] = {}
         pending = {"Keys": [self._key(key) for key in keys], "ConsistentRead": True}
         while pending["Keys"]:
-            answer = self._ask(limit, "batch_get_item", RequestItems={self._table: pending})
-            items = answer["Responses"].get(self._table, [])
+            answer = self._table.ask(
+                limit, "batch_get_item", RequestItems={self._table.name: pending}
+            )
+            items = answer["Responses"].get(self._table.name, [])
             found |= self._found(items)
-            pending = answer.get("UnprocessedKeys", {}).get(self._table, {"Keys": []})
+            pending = answer.get("UnprocessedKeys", {}).get(self._table.name, {"Keys": []})
             # Some of it at each time is the 16 MB limit of an answer, none of it a throttle.
             if pending["Keys"] and not items:
-                self._pace("reading many keys", limit)
+                self._pace("reading", limit)
         return found
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
@@ -206,24 +158,26 @@ class Client(StoreClient):
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         items = [self._item(key, data) for key, data in values.items()]
         if len(items) > 2:
-            puts = [{"Put": {"TableName": self._table, "Item": item}} for item in items]
-            self._ask(limit, "transact_write_items", TransactItems=puts)
+            puts = [{"Put": {"TableName": self._table.name, "Item": item}} for item in items]
+            self._table.ask(limit, "transact_write_items", TransactItems=puts)
             return
         # A record and the bell that everybody rings: transactions on that would collide.
         for item in items:
-            self._ask(limit, "put_item", TableName=self._table, Item=item)
+            self._table.ask(limit, "put_item", TableName=self._table.name, Item=item)
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
         requests = [{"DeleteRequest": {"Key": self._key(key)}} for key in keys]
         while requests:
             batch, requests = requests[:_BATCH], requests[_BATCH:]
-            answer = self._ask(limit, "batch_write_item", RequestItems={self._table: batch})
-            if left := answer.get("UnprocessedItems", {}).get(self._table):
-                self._pace("deleting many keys", limit)
+            answer = self._table.ask(
+                limit, "batch_write_item", RequestItems={self._table.name: batch}
+            )
+            if left := answer.get("UnprocessedItems", {}).get(self._table.name):
+                self._pace("deleting", limit)
                 requests += left
 
     def _expire(self, seconds: float, limit: Limit) -> None:
-        now = self._now()
+        now = self._table.now()
         made, ends = max(now, self._expiry[0] + 0.001), math.ceil(now + seconds)
         # Known before the keys are listed: what other threads of ours write then has it.
         self._expiry = made, ends if seconds > 0 else 0
@@ -233,7 +187,7 @@ class Client(StoreClient):
             return
         # What has expired meanwhile stays so.
         statement = (
-            f'UPDATE "{self._table}" SET expires_at={ends} SET expiry_set={made:.3f} '
+            f'UPDATE "{self._table.name}" SET expires_at={ends} SET expiry_set={made:.3f} '
             f"WHERE pk=? AND sk=? AND (expires_at IS MISSING OR expires_at > {int(now)})"
         )
         while pending:
@@ -242,7 +196,7 @@ class Client(StoreClient):
             statements = [
                 {"Statement": statement, "Parameters": [partition, {"S": key}]} for key in batch
             ]
-            answer = self._ask(limit, "batch_execute_statement", Statements=statements)
+            answer = self._table.ask(limit, "batch_execute_statement", Statements=statements)
             for key, outcome in zip(batch, answer["Responses"], strict=True):
                 # An item that was deleted meanwhile fails the condition: nothing is left to do.
                 code = outcome.get("Error", {}).get("Code")
@@ -260,10 +214,10 @@ class Client(StoreClient):
         marks = self._marks()
         more = "".join(f", {name} = :{name}" for name in marks)
         try:
-            answer = self._ask(
+            answer = self._table.ask(
                 limit,
                 "update_item",
-                TableName=self._table,
+                TableName=self._table.name,
                 Key=self._key(key),
                 UpdateExpression=f"SET version_id = :version{more} ADD tally :delta",
                 ConditionExpression=f"attribute_not_exists(payload) AND {_LIVE}",
@@ -288,7 +242,7 @@ class Client(StoreClient):
         if version is not None and self._large.get(key) == version:
             # One read unit, however large the value.
             query = self._large_query(f"{key} {version}")
-            if self._ask(limit, "query", **query)["Count"]:
+            if self._table.ask(limit, "query", **query)["Count"]:
                 return None
         return self._read([key], limit).get(key)
 
@@ -311,117 +265,10 @@ class Client(StoreClient):
         return None
 
     def _disconnect(self) -> None:
-        with contextlib.suppress(BotoCoreError, OSError):
-            self._boto.close()
+        self._table.close()
 
     def _problem(self, error: Exception) -> Problem | None:
-        code, said = code_of(error) or "", said_by(error)
-        throttled = _THROTTLED.fullmatch(code) is not None
-        if isinstance(error, (*UNCONFIGURED, CredentialRetrievalError)) or _DENIED.fullmatch(code):
-            return Problem(
-                f"refused the credentials ({said}): check them with 'aws sts get-caller-identity'; "
-                f"they must allow {_ACTIONS}"
-            )
-        if code == _MISSING:
-            return Problem(f"is not there ({said})")
-        if throttled or code in ("TransactionCanceledException", "TransactionInProgressException"):
-            return Problem(
-                f"could not keep up for {self.timeout:g} s ({said}); raise the table's capacity, "
-                "poll_interval_max or keep_alive_interval",
-                retryable=all(
-                    reason == "None" or _THROTTLED.fullmatch(reason) for reason in reasons_of(error)
-                ),
-                undone=throttled,
-            )
-        if status_of(error) >= 500:
-            return Problem(
-                f"or a proxy before it, failed for {self.timeout:g} s ({said})", retryable=True
-            )
-        if isinstance(error, BotoConnectionError | HTTPClientError | TimeoutError):
-            return Problem(
-                f"could not be reached within {self.timeout:g} s ({said}); "
-                "is --rdzv-endpoint a region or URL that this host reaches?",
-                retryable=_UNTRUSTED.search(said) is None,
-                undone=isinstance(error, EndpointConnectionError | ConnectTimeoutError),
-            )
-        if "size has exceeded" in said:
-            return Problem(f"holds items of at most 400 KB, keys included ({said})", state=True)
-        if isinstance(error, ClientError | BotoCoreError):
-            return Problem(f"refused a request: {said}", state=True)
-        return None
-
-    def _open(self, limit: Limit) -> None:
-        try:
-            # It needs no right that later requests do not need.
-            self._send(limit, "query", **self._large_query("probe"))
-        except UNCONFIGURED as error:
-            raise ValueError(advice(error)) from error
-        except ClientError as error:
-            if code_of(error) == "ValidationException":
-                raise ValueError(
-                    f"the table '{self._table}' was not made for this ({said_by(error)}): it needs "
-                    "the string keys pk and sk, and the local secondary index "
-                    f"'{INDEX}' on the string '{INDEX}', keys only. Name another with "
-                    "--rdzv-conf table=..., or let it be made with create_table=true"
-                ) from error
-            if code_of(error) != _MISSING:
-                raise
-            if not self._creates:
-                raise ValueError(
-                    f"there is no table '{self._table}': make it with --rdzv-conf "
-                    f"create_table=true (needs {CREATE_ACTIONS}), or name another with table=...; "
-                    f"later requests need {_ACTIONS}"
-                ) from error
-            self._create(max(_READY_SECONDS, self.timeout))
-
-    def _create(self, seconds: float) -> None:
-        """Make the table and wait so long until it can be used."""
-
-        def ask(operation: str, **arguments: Any) -> None:
-            self._call(lambda limit: self._send(limit, operation, **arguments))
-
-        def is_missing(error: Exception) -> bool:
-            return code_of(error.__cause__) == _MISSING
-
-        try:
-            ask("create_table", **table_of(self._table))
-        except RendezvousStateError as error:
-            # Another node was faster.
-            if code_of(error.__cause__) != "ResourceInUseException":
-                raise
-        try:
-            probe = partial(ask, "query", **self._large_query("probe"))
-            retry(probe, timeout=seconds, passing=is_missing)
-        except RendezvousConnectionError as error:
-            if not is_missing(error):
-                raise
-            raise RendezvousConnectionError(
-                f"{self.where} was created but is not active after {seconds:g} s"
-            ) from error
-        expiry = {"Enabled": True, "AttributeName": "expires_at"}
-        with contextlib.suppress(RendezvousStateError):  # Another node has enabled it.
-            ask("update_time_to_live", TableName=self._table, TimeToLiveSpecification=expiry)
-
-    def _ask(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
-        try:
-            return self._send(limit, operation, **arguments)
-        except ClientError as error:
-            if not self._creates or code_of(error) != _MISSING:
-                raise
-        # Somebody deleted the table: that is a store that forgot everything.
-        self._create(self.timeout)
-        return self._send(limit, operation, **arguments)
-
-    def _send(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
-        if self._closed:
-            raise ClientClosedError(self.where)
-        request = partial(getattr(self._boto, operation), **arguments)
-        answer: dict[str, Any] = request() if limit.wake is None else _aside(request, limit)
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-            # Each answer shows whole seconds and is a little old: the latest is the nearest.
-            self._ahead = max(self._ahead, date.timestamp() - time.monotonic())
-        return answer
+        return problem_of(error, self.timeout)
 
     def _pace(self, doing: str, limit: Limit) -> None:
         """Pause a little before what a batch left over is asked again."""
@@ -429,7 +276,8 @@ class Client(StoreClient):
             limit.sleep(min(limit.seconds, random.uniform(0.02, 0.1)))
         except TimeoutError as error:
             raise RendezvousConnectionError(
-                f"{self.where} did not finish {doing} within {self.timeout:g} s"
+                f"{self.where} did not finish {doing} within {self.timeout:g} s; raise the "
+                "table's capacity"
             ) from error
 
     def _swap(self, key: str, data: bytes, expected: str | None, limit: Limit) -> Stored | None:
@@ -439,10 +287,10 @@ class Client(StoreClient):
             condition = f"version_id = :expected AND {_LIVE}"
             values[":expected"] = {"S": expected}
         try:
-            self._ask(
+            self._table.ask(
                 limit,
                 "put_item",
-                TableName=self._table,
+                TableName=self._table.name,
                 Item=self._item(key, data),
                 ConditionExpression=condition,
                 ExpressionAttributeValues=values,
@@ -462,10 +310,10 @@ class Client(StoreClient):
             condition += " AND begins_with(sk, :prefix)"
             values[":prefix"] = {"S": prefix}
         while True:
-            page = self._ask(
+            page = self._table.ask(
                 limit,
                 "query",
-                TableName=self._table,
+                TableName=self._table.name,
                 KeyConditionExpression=condition,
                 FilterExpression=_LIVE,
                 ExpressionAttributeValues=values,
@@ -479,7 +327,7 @@ class Client(StoreClient):
 
     def _large_query(self, large: str) -> dict[str, Any]:
         return {
-            "TableName": self._table,
+            "TableName": self._table.name,
             "IndexName": INDEX,
             "KeyConditionExpression": f"pk = :pk AND {INDEX} = :large",
             "ExpressionAttributeValues": {":pk": {"S": self._namespace}, ":large": {"S": large}},
@@ -508,7 +356,7 @@ class Client(StoreClient):
         found: dict[str, Stored] = {}
         for item in items:
             ends = int(item["expires_at"]["N"]) if "expires_at" in item else 0
-            if ends and ends <= int(self._now()):
+            if ends and ends <= int(self._table.now()):
                 continue
             key, version = item["sk"]["S"], item["version_id"]["S"]
             number = item.get("tally")
@@ -525,46 +373,13 @@ class Client(StoreClient):
         """What an item needs to end with the others; nothing once they have ended."""
         made, ends = self._expiry
         marks = {"expiry_set": {"N": f"{made:.3f}"}, "expires_at": {"N": str(ends)}}
-        if ends > self._now():
+        if ends > self._table.now():
             return marks
         # That a deadline was taken back is told to others too.
         return {"expiry_set": marks["expiry_set"]} if made and not ends else {}
 
-    def _now(self) -> float:
-        # Read off the answers: no node's wall clock decides when an item has expired.
-        ahead = self._ahead if self._ahead > -math.inf else time.time() - time.monotonic()
-        return time.monotonic() + ahead
-
     def _seconds(self) -> dict[str, str]:
-        return {"N": str(int(self._now()))}
-
-
-def _aside(request: Callable[[], dict[str, Any]], limit: Limit) -> dict[str, Any]:
-    """What ``request`` returns, in a thread that is left alone once the limit is reached.
-
-    boto3 cannot break a request off.
-    """
-    answer: Future[dict[str, Any]] = Future()
-    done = Wake()
-
-    def ask() -> None:
-        try:
-            answer.set_result(request())
-        except Exception as error:
-            answer.set_exception(error)
-        done.ring()
-
-    thread = threading.Thread(target=ask, name="rdzv-dynamodb", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        # From Python 3.12 on there are no new threads once the interpreter ends.
-        ask()
-    try:
-        limit.await_readable(done.fd)
-    finally:
-        done.close()
-    return answer.result()
+        return {"N": str(int(self._table.now()))}
 
 
 def _refused(error: Exception) -> bool:
