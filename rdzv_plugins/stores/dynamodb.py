@@ -250,13 +250,12 @@ class Client(StoreClient):
         """Sleep, the longer the longer nothing has changed."""
         known = seen.version if seen is not None else self._large.get(key)
         left, now = limit.seconds, time.monotonic()
-        version, since = self._waits.get(key, (known, now))
-        if version != known or key not in self._waits:
+        version, since = self._waits.get(key, ("", now))
+        if version != known:
             if len(self._waits) > 100:
                 self._waits.clear()
-            since = now
             # Kept over calls: a caller that waits in short pieces must not poll fast for ever.
-            self._waits[key] = known, since
+            self._waits[key] = known, (since := now)
         longest = min(max((now - since) / 5, self._shortest), self._longest)
         pause = random.uniform(longest / 2, longest)
         limit.sleep(min(pause, left))
