@@ -85,8 +85,9 @@ class Table:
     def now(self) -> float:
         """The server's time, in seconds since 1970."""
         # Read off the answers: no node's wall clock decides when an item has expired.
-        ahead = self._ahead if self._ahead > -math.inf else time.time() - time.monotonic()
-        return time.monotonic() + ahead
+        if self._ahead == -math.inf:
+            self._ahead = time.time() - time.monotonic()
+        return time.monotonic() + self._ahead
 
     def open(self, limit: Limit, probe: dict[str, Any]) -> None:
         """See that the table is there and answers the query ``probe``; make it if that is wanted.
