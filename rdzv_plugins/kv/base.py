@@ -252,6 +252,13 @@ class StoreClient(KeyValueClient):
     def _problem(self, error: Exception) -> Problem | None:
         """What an error means; None: it is none of the client library's, and is raised as it is."""
 
+    def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
+        """What a `wait` reads; None also where ``version`` surely still stands.
+
+        For stores that can tell so without reading the value.
+        """
+        return self._read([key], limit).get(key)
+
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
         """Return when the key may differ from what `_read` saw, with its value if that is known.
 
@@ -377,7 +384,7 @@ class StoreClient(KeyValueClient):
         with self._waking() as wake, contextlib.suppress(WokenError):
             pause = _FIRST_PAUSE
             while True:
-                seen = self._call(lambda limit: self._read([key], limit).get(key), wake)
+                seen = self._call(partial(self._look, key, version), wake)
                 if seen is None or seen.version == version:
                     if time.monotonic() >= deadline:
                         return None
@@ -385,6 +392,8 @@ class StoreClient(KeyValueClient):
                         seen = self._park(key, seen, Limit(deadline, wake))
                         pause = _FIRST_PAUSE
                     except TimeoutError:
+                        if time.monotonic() >= deadline:
+                            return None  # Until then nothing has changed.
                         continue
                     except Exception as error:
                         self._raise_unless_retryable(error, wake)

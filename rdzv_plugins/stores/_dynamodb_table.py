@@ -1,14 +1,16 @@
-"""The boto3 client of one table: connecting, creating, and errors in the contract's terms."""
+"""The boto3 client of one table: connecting, creating, the server's clock, and what errors mean."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import random
 import re
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import boto3
@@ -29,182 +31,83 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rdzv_plugins.config import redact
-from rdzv_plugins.kv import ClientClosedError, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv import RendezvousConnectionError
+from rdzv_plugins.kv.base import Limit, Problem, Wake
 from rdzv_plugins.kv.retry import retry
 
 if TYPE_CHECKING:
     from rdzv_plugins.stores.dynamodb import Options
 
-__all__ = ["INDEX", "RefusedError", "Table", "not_done"]
+__all__ = ["INDEX", "Table", "code_of", "problem_of"]
 
-# Both the index and the attribute it sorts by.
 INDEX = "large_version"
+"""Both the index and the attribute it sorts by."""
 
 _READY_SECONDS = 120.0
-# DynamoDB answers within milliseconds, and a request cannot be broken off by `Table.close`.
+# DynamoDB answers within milliseconds, and a request cannot be broken off when we close.
 _LONGEST_ATTEMPT = 2.0
 _REGION = re.compile(r"[a-z]{2,4}(-[a-z]+)+-[0-9]+")
-_ACTIONS = (
-    "dynamodb:GetItem, PutItem, UpdateItem, DeleteItem, Query, BatchGetItem, BatchWriteItem and "
-    f"PartiQLUpdate on the table and on index/{INDEX}"
-)
-_CREATE_ACTIONS = "dynamodb:CreateTable, DescribeTable and UpdateTimeToLive"
 
+_ACTIONS = (
+    "dynamodb:PutItem, UpdateItem, Query, BatchGetItem, BatchWriteItem and PartiQLUpdate on the "
+    f"table and on index/{INDEX}"
+)
+_CREATE_ACTIONS = "dynamodb:CreateTable and UpdateTimeToLive"
+
+_MISSING = "ResourceNotFoundException"
 # Refused before anything was written.
-_THROTTLED = frozenset(
-    {
-        "LimitExceededException",
-        "ProvisionedThroughputExceeded",
-        "ProvisionedThroughputExceededException",
-        "ReplicatedWriteConflictException",
-        "RequestLimitExceeded",
-        "ThrottlingError",
-        "ThrottlingException",
-        "TransactionConflict",
-        "TransactionConflictException",
-    }
+_THROTTLED = re.compile(
+    "(LimitExceeded|ProvisionedThroughputExceeded|ReplicatedWriteConflict|RequestLimitExceeded"
+    "|Throttling|ThrottlingError|TransactionConflict)(Exception)?"
 )
-_TRANSACTION = ("TransactionCanceledException", "TransactionInProgressException")
-_DENIED = frozenset(
-    {
-        "AccessDenied",
-        "AccessDeniedException",
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "IncompleteSignatureException",
-        "InvalidClientTokenId",
-        "InvalidSignatureException",
-        "MissingAuthenticationToken",
-        "MissingAuthenticationTokenException",
-        "SignatureDoesNotMatch",
-        "UnrecognizedClientException",
-    }
+_DENIED = re.compile(
+    "(AccessDenied|ExpiredToken|IncompleteSignature|InvalidSignature|MissingAuthenticationToken"
+    "|UnrecognizedClient)(Exception)?|InvalidClientTokenId|SignatureDoesNotMatch"
 )
+_UNTRUSTED = re.compile("CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER")
 _UNCONFIGURED = (NoCredentialsError, NoRegionError, PartialCredentialsError, ProfileNotFound)
 
 
-class RefusedError(Exception):
-    """A condition did not hold; ``item`` is what stands there, None if nothing does."""
-
-    def __init__(self, item: dict[str, Any] | None) -> None:
-        super().__init__("the condition did not hold")
-        self.item = item
-
-
 class Table:
-    """A table that is there, and the server's time in seconds since 1970.
+    """A table, and the server's clock. Its requests are one attempt and raise boto3's errors."""
 
-    Raises `ValueError` for what only other settings can mend (no region, no credentials, no such
-    table), else what `call` raises.
-    """
-
-    def __init__(
-        self, endpoint: str, options: Options, request_timeout: float, probe: dict[str, Any]
-    ) -> None:
+    def __init__(self, endpoint: str, options: Options, where: str, request_timeout: float) -> None:
+        """Raises `ValueError` for what only other settings can mend."""
         self.name = options.table
-        self.timeout = request_timeout
-        self.closed = False
-        self._shown = f"dynamodb, table '{options.table}' at {redact(endpoint) or 'AWS'}"
-        self._ahead = -math.inf
+        self._where = where
+        self._timeout = request_timeout
         self._creates = options.create_table
-        self._probe = probe
-        try:
-            self._client = _connect(endpoint, options, request_timeout)
-        except _UNCONFIGURED as error:
-            raise ValueError(_mending(error)) from error
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
+        self._probe: dict[str, Any] = {}
+        # The server's clock less the monotonic clock, in seconds.
+        self._ahead = -math.inf
+        self._boto = _connect(endpoint, options, request_timeout)
 
     def now(self) -> float:
+        """The server's time, in seconds since 1970."""
         # Read off the answers: no node's wall clock decides when an item has expired.
+        if self._ahead == -math.inf:
+            self._ahead = time.time() - time.monotonic()
         return time.monotonic() + self._ahead
 
-    def call(
-        self,
-        operation: str,
-        *,
-        passing: Callable[[Exception], bool] | None = None,
-        **arguments: Any,
-    ) -> dict[str, Any]:
-        """Send one request, again while ``passing`` says so, within the request timeout.
+    def open(self, limit: Limit, probe: dict[str, Any]) -> None:
+        """See that the table is there and answers the query ``probe``; make it if that is wanted.
 
-        Raises:
-            RefusedError: the request's condition did not hold.
-            RendezvousConnectionError: unreachable, throttled for too long, or not authorised.
-            RendezvousStateError: too large, or otherwise refused.
+        Raises `ValueError` for what only other settings can mend.
         """
+        self._probe = probe
         try:
-            return self._send(operation, arguments, passing)
-        except RendezvousConnectionError as error:
-            if not (self._creates and _code(error.__cause__) == "ResourceNotFoundException"):
-                raise
-        # Somebody deleted the table: that is a store that forgot everything.
-        self._create(self.timeout)
-        return self._send(operation, arguments, passing)
-
-    def pace(self, doing: str, deadline: float) -> None:
-        """Sleep a little before what a batch left over is asked again."""
-        if self.closed or time.monotonic() >= deadline:
-            raise RendezvousConnectionError(
-                f"{self._shown} did not finish {doing} within {self.timeout:g} s"
-            )
-        time.sleep(random.uniform(0.02, 0.1))
-
-    def close(self) -> None:
-        self.closed = True
-        with contextlib.suppress(BotoCoreError, OSError):
-            self._client.close()
-
-    def _send(
-        self,
-        operation: str,
-        arguments: dict[str, Any],
-        passing: Callable[[Exception], bool] | None = None,
-    ) -> dict[str, Any]:
-        if self.closed:
-            raise ClientClosedError(self._shown)
-        method = getattr(self._client, operation)
-        may_pass = passing or _is_passing
-        try:
-            answer: dict[str, Any] = retry(
-                lambda: method(**arguments),
-                timeout=self.timeout,
-                passing=lambda error: not self.closed and may_pass(error),
-            )
-        except Exception as error:
-            if _code(error) == "ConditionalCheckFailedException":
-                raise RefusedError(_response(error).get("Item")) from None
-            raise self._explain(error) from error
-        self._read_clock(answer)
-        return answer
-
-    def _read_clock(self, answer: dict[str, Any]) -> None:
-        date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-        with contextlib.suppress(TypeError, ValueError):
-            # Each answer shows whole seconds and is a little old: the latest is the nearest.
-            ahead = parsedate_to_datetime(date).timestamp() - time.monotonic()
-            self._ahead = max(self._ahead, ahead)
-
-    def _open(self) -> None:
-        # The probe needs no right that later requests do not need.
-        try:
-            self._send("query", self._probe)
-        except (RendezvousConnectionError, RendezvousStateError) as error:
-            cause = error.__cause__
-            if isinstance(cause, _UNCONFIGURED):
-                raise ValueError(_mending(cause)) from cause
-            code = _code(cause)
-            if code == "ValidationException":
+            self._send(limit, "query", **probe)
+        except _UNCONFIGURED as error:
+            raise ValueError(_advice(error)) from error
+        except ClientError as error:
+            if code_of(error) == "ValidationException":
                 raise ValueError(
-                    f"the table '{self.name}' was not made for this ({_said(cause)}): it needs "
+                    f"the table '{self.name}' was not made for this ({_said(error)}): it needs "
                     "the string keys pk and sk, and the local secondary index "
                     f"'{INDEX}' on the string '{INDEX}', keys only. Name another with "
                     "--rdzv-conf table=..., or let it be made with create_table=true"
                 ) from error
-            if code != "ResourceNotFoundException":
+            if code_of(error) != _MISSING:
                 raise
             if not self._creates:
                 raise ValueError(
@@ -212,131 +115,120 @@ class Table:
                     f"(needs {_CREATE_ACTIONS}), or name another with table=...; later requests "
                     f"need {_ACTIONS}"
                 ) from error
-            self._create(max(_READY_SECONDS, self.timeout))
-        if self._ahead == -math.inf:
-            self._ahead = time.time() - time.monotonic()
+            self._create(limit, max(_READY_SECONDS, self._timeout))
 
-    def _create(self, seconds: float) -> None:
-        names = ("pk", "sk", INDEX)
-        description = {
-            "TableName": self.name,
-            "BillingMode": "PAY_PER_REQUEST",
-            "AttributeDefinitions": [{"AttributeName": n, "AttributeType": "S"} for n in names],
-            "KeySchema": _schema("pk", "sk"),
-            "LocalSecondaryIndexes": [
-                {
-                    "IndexName": INDEX,
-                    "KeySchema": _schema("pk", INDEX),
-                    "Projection": {"ProjectionType": "KEYS_ONLY"},
-                }
-            ],
-        }
+    def ask(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Send a request; ends with WokenError as soon as the limit's wake rings."""
         try:
-            self._send("create_table", description)
-        except RendezvousStateError as error:
-            # Another node was faster.
-            if _code(error.__cause__) != "ResourceInUseException":
+            return self._send(limit, operation, **arguments)
+        except ClientError as error:
+            if not self._creates or code_of(error) != _MISSING:
                 raise
-        deadline = time.monotonic() + seconds
-        while not self._is_active():
-            if time.monotonic() >= deadline:
-                raise RendezvousConnectionError(
-                    f"{self._shown} was created but is not active after {seconds:g} s"
-                )
-            time.sleep(random.uniform(0.2, 1.0))
-        expiry = {"Enabled": True, "AttributeName": "expires_at"}
-        with contextlib.suppress(RendezvousStateError):  # another node has enabled it
-            self._send(
-                "update_time_to_live",
-                {"TableName": self.name, "TimeToLiveSpecification": expiry},
-            )
-        self._send("query", self._probe)
+        # Somebody deleted the table: that is a store that forgot everything.
+        self._create(limit, self._timeout)
+        return self._send(limit, operation, **arguments)
 
-    def _is_active(self) -> bool:
+    def close(self) -> None:
+        with contextlib.suppress(BotoCoreError, OSError):
+            self._boto.close()
+
+    def _send(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
+        request = partial(getattr(self._boto, operation), **arguments)
+        answer: dict[str, Any] = request() if limit.wake is None else _aside(request, limit)
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+            # Each answer shows whole seconds and is a little old: the latest is the nearest.
+            self._ahead = max(self._ahead, date.timestamp() - time.monotonic())
+        return answer
+
+    def _create(self, limit: Limit, seconds: float) -> None:
+        """Make the table; it may take so long until it can be used."""
+
+        def passing(error: Exception) -> bool:
+            problem = problem_of(error, self._timeout)
+            return code_of(error) == _MISSING or (problem is not None and problem.retryable)
+
+        def attempt(operation: str, arguments: dict[str, Any], done: str = "") -> None:
+            request = partial(self._send, limit, operation, **arguments)
+            try:
+                retry(request, timeout=seconds, passing=passing, sleep=limit.sleep)
+            except ClientError as error:
+                # By another node, which was faster.
+                if code_of(error) != done:
+                    raise
+
+        attempt("create_table", _description(self.name), done="ResourceInUseException")
         try:
-            answer = self._send("describe_table", {"TableName": self.name})
-        except RendezvousConnectionError as error:
-            # DescribeTable is eventually consistent.
-            if _code(error.__cause__) == "ResourceNotFoundException":
-                return False
-            raise
-        return bool(answer["Table"]["TableStatus"] == "ACTIVE")
-
-    def _explain(self, error: Exception) -> Exception:
-        code = _code(error)
-        said = _said(error)
-        if isinstance(error, (*_UNCONFIGURED, CredentialRetrievalError)) or code in _DENIED:
-            return RendezvousConnectionError(
-                f"{self._shown} refused the credentials ({said}): check them with "
-                f"'aws sts get-caller-identity'; they must allow {_ACTIONS}"
-            )
-        if code == "ResourceNotFoundException":
-            return RendezvousConnectionError(f"{self._shown} is not there ({said})")
-        if code in _THROTTLED or code in _TRANSACTION:
-            return RendezvousConnectionError(
-                f"{self._shown} could not keep up for {self.timeout:g} s ({said}); raise the "
-                "table's capacity, poll_interval_max or keep_alive_interval"
-            )
-        if _status(error) >= 500:
-            return RendezvousConnectionError(
-                f"{self._shown}, or a proxy before it, failed for {self.timeout:g} s ({said})"
-            )
-        if isinstance(error, BotoConnectionError | HTTPClientError):
-            return RendezvousConnectionError(
-                f"{self._shown} could not be reached within {self.timeout:g} s ({said}); "
-                "is --rdzv-endpoint a region or URL that this host reaches?"
-            )
-        if isinstance(error, ClientError | BotoCoreError):
-            if "size has exceeded" in str(error):
-                return RendezvousStateError(
-                    f"{self._shown} holds items of at most 400 KB, keys included ({said})"
-                )
-            return RendezvousStateError(f"{self._shown} refused a request: {said}")
-        return error
+            # Until the table is active it is as if it were not there.
+            attempt("query", self._probe)
+        except ClientError as error:
+            if code_of(error) != _MISSING:
+                raise
+            raise RendezvousConnectionError(
+                f"{self._where} was created but is not active after {seconds:g} s"
+            ) from error
+        expiry = {"Enabled": True, "AttributeName": "expires_at"}
+        attempt(
+            "update_time_to_live",
+            {"TableName": self.name, "TimeToLiveSpecification": expiry},
+            done="ValidationException",
+        )
 
 
-def not_done(error: Exception) -> bool:
-    """Whether a failed request has certainly changed nothing, and may succeed later."""
-    return _code(error) in _THROTTLED or isinstance(
-        error, EndpointConnectionError | ConnectTimeoutError
-    )
+def problem_of(error: Exception, timeout: float) -> Problem | None:
+    """As `StoreClient._problem`, for requests that may take ``timeout`` seconds."""
+    code, said = code_of(error) or "", _said(error)
+    throttled = _THROTTLED.fullmatch(code) is not None
+    if isinstance(error, (*_UNCONFIGURED, CredentialRetrievalError)) or _DENIED.fullmatch(code):
+        return Problem(
+            f"refused the credentials ({said}): check them with 'aws sts get-caller-identity'; "
+            f"they must allow {_ACTIONS}"
+        )
+    if code == _MISSING:
+        return Problem(f"is not there ({said})")
+    if throttled or code == "TransactionCanceledException":
+        faults = {str(it.get("Code")) for it in _answer(error).get("CancellationReasons", ())}
+        return Problem(
+            f"could not keep up for {timeout:g} s ({said}); raise the table's capacity, "
+            "poll_interval_max or keep_alive_interval",
+            retryable=all(_THROTTLED.fullmatch(fault) for fault in faults - {"None"}),
+            undone=throttled,
+        )
+    if _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
+        return Problem(f"or a proxy before it, failed for {timeout:g} s ({said})", retryable=True)
+    if isinstance(error, BotoConnectionError | HTTPClientError | TimeoutError):
+        return Problem(
+            f"could not be reached within {timeout:g} s ({said}); "
+            "is --rdzv-endpoint a region or URL that this host reaches?",
+            retryable=_UNTRUSTED.search(said) is None,
+            undone=isinstance(error, EndpointConnectionError | ConnectTimeoutError),
+        )
+    if isinstance(error, ClientError | BotoCoreError):
+        if "size has exceeded" in said:
+            return Problem(f"holds items of at most 400 KB, keys included ({said})", state=True)
+        return Problem(f"refused a request: {said}", state=True)
+    return None
 
 
-def _is_passing(error: Exception) -> bool:
-    code = _code(error)
-    if code == "TransactionCanceledException":
-        reasons = {reason.get("Code") for reason in _response(error)["CancellationReasons"]}
-        return reasons <= {"None", None} | _THROTTLED
-    if "CERTIFICATE_VERIFY_FAILED" in str(error) or "WRONG_VERSION_NUMBER" in str(error):
-        return False
-    return (
-        _status(error) >= 500
-        or code in _THROTTLED
-        or code in _TRANSACTION
-        or isinstance(error, BotoConnectionError | HTTPClientError)
-    )
-
-
-def _response(error: object) -> dict[str, Any]:
-    return dict(error.response) if isinstance(error, ClientError) else {}
-
-
-def _status(error: object) -> int:
-    return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def _code(error: object) -> str | None:
-    code = _response(error).get("Error", {}).get("Code")
+def code_of(error: object) -> str | None:
+    """DynamoDB's code of an error; None: it did not answer."""
+    code = _answer(error).get("Error", {}).get("Code")
     return None if code is None else str(code)
 
 
-def _said(error: object) -> str:
+def _said(error: Exception) -> str:
     """The server's own words, without boto3's preamble; a proxy's page is cut short."""
-    answer = _response(error).get("Error")
-    return f"{answer.get('Code')}: {answer.get('Message')}"[:500] if answer else str(error)
+    if answer := _answer(error).get("Error"):
+        return f"{answer.get('Code')}: {answer.get('Message')}"[:500]
+    return str(error) or type(error).__name__
 
 
-def _mending(error: Exception) -> str:
+def _answer(error: object) -> dict[str, Any]:
+    return dict(error.response) if isinstance(error, ClientError) else {}
+
+
+def _advice(error: Exception) -> str:
+    """What to set, for one of `_UNCONFIGURED`."""
     if isinstance(error, NoRegionError):
         return "no region: --rdzv-endpoint=us-east-1 names one, so does --rdzv-conf region=..."
     if isinstance(error, ProfileNotFound):
@@ -344,15 +236,8 @@ def _mending(error: Exception) -> str:
     return f"{error}; set $AWS_PROFILE or profile=..., or give this host a role"
 
 
-def _schema(partition: str, sort: str) -> list[dict[str, str]]:
-    return [
-        {"AttributeName": partition, "KeyType": "HASH"},
-        {"AttributeName": sort, "KeyType": "RANGE"},
-    ]
-
-
 def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
-    """A boto3 client that does not retry (`retry` does)."""
+    """A boto3 client that does not retry. Raises `ValueError` for what other settings can mend."""
     region, url = options.region, None
     target = endpoint.strip()
     if target.startswith(("http://", "https://")):
@@ -376,10 +261,13 @@ def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
         tcp_keepalive=True,
         max_pool_connections=16,
     )
-    session = boto3.Session(profile_name=options.profile, region_name=region)
-    if options.role_arn:
-        session = _assume(session, options.role_arn)
-    return session.client("dynamodb", endpoint_url=url, config=config)
+    try:
+        session = boto3.Session(profile_name=options.profile, region_name=region)
+        if options.role_arn:
+            session = _assume(session, options.role_arn)
+        return session.client("dynamodb", endpoint_url=url, config=config)
+    except _UNCONFIGURED as error:
+        raise ValueError(_advice(error)) from error
 
 
 def _assume(session: Any, role_arn: str) -> Any:
@@ -398,3 +286,57 @@ def _assume(session: Any, role_arn: str) -> Any:
         method="assume-role", refresh_using=fetcher.fetch_credentials
     )
     return session
+
+
+def _description(name: str) -> dict[str, Any]:
+    """What CreateTable is asked for."""
+    return {
+        "TableName": name,
+        "BillingMode": "PAY_PER_REQUEST",
+        "AttributeDefinitions": [
+            {"AttributeName": attribute, "AttributeType": "S"} for attribute in ("pk", "sk", INDEX)
+        ],
+        "KeySchema": _schema("pk", "sk"),
+        "LocalSecondaryIndexes": [
+            {
+                "IndexName": INDEX,
+                "KeySchema": _schema("pk", INDEX),
+                "Projection": {"ProjectionType": "KEYS_ONLY"},
+            }
+        ],
+    }
+
+
+def _schema(partition: str, sort: str) -> list[dict[str, str]]:
+    return [
+        {"AttributeName": partition, "KeyType": "HASH"},
+        {"AttributeName": sort, "KeyType": "RANGE"},
+    ]
+
+
+def _aside(request: Callable[[], dict[str, Any]], limit: Limit) -> dict[str, Any]:
+    """What ``request`` returns, in a thread that is left alone once the limit is reached.
+
+    boto3 cannot break a request off.
+    """
+    answer: Future[dict[str, Any]] = Future()
+    done = Wake()
+
+    def ask() -> None:
+        try:
+            answer.set_result(request())
+        except Exception as error:
+            answer.set_exception(error)
+        done.ring()
+
+    thread = threading.Thread(target=ask, name="rdzv-dynamodb", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # From Python 3.12 on there are no new threads once the interpreter ends.
+        ask()
+    try:
+        limit.await_readable(done.fd)
+    finally:
+        done.close()
+    return answer.result()

@@ -1,8 +1,7 @@
 """Amazon DynamoDB, and DynamoDB Local.
 
 One table holds every run: the partition key ``pk`` is ``<prefix>/<run id>``, the sort key ``sk``
-the key. Each write carries a random version, so a version never comes back after a delete, and a
-write whose answer was lost recognises itself when it is refused at the next attempt.
+the key. A whole number is stored as one, so that `Client.add` is one write however many add.
 
 DynamoDB cannot push. `Client.wait` reads, sleeps a fifth of the time it has waited so far, within
 the bounds of ``poll_interval_min`` and ``poll_interval_max``, and with jitter. A read costs a unit
@@ -20,40 +19,37 @@ first: with a beat every 5 seconds about 4,000 nodes, more with a longer ``keep_
 itself, needs no version of its own. Time is read off the server's answers; expired items read as
 absent at once and DynamoDB deletes them within days. Each item has its own deadline, and says when
 that was set: a client gives what it writes the latest that it has read or set itself.
-The role needs ``dynamodb:GetItem, PutItem, UpdateItem, DeleteItem, Query, BatchGetItem,
-BatchWriteItem, PartiQLUpdate`` on the table and its index, and with create_table=true
-``CreateTable, DescribeTable, UpdateTimeToLive``.
+The role needs ``dynamodb:PutItem, UpdateItem, Query, BatchGetItem, BatchWriteItem,
+PartiQLUpdate`` on the table and its index, and with create_table=true
+``CreateTable, UpdateTimeToLive``.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import secrets
-import threading
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
-from rdzv_plugins.config import StoreOptions, option
-from rdzv_plugins.kv import (
-    Capabilities,
-    Entry,
-    KeyValueClient,
-    RendezvousConnectionError,
-    Version,
-    parse_counter,
-)
-from rdzv_plugins.stores._aside import aside
-from rdzv_plugins.stores._batches import batches
-from rdzv_plugins.stores._dynamodb_table import INDEX, RefusedError, Table, not_done
+from botocore.exceptions import ClientError
+
+from rdzv_plugins.config import StoreOptions, option, redact
+from rdzv_plugins.kv import Capabilities, Entry, RendezvousConnectionError, Version
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped
+from rdzv_plugins.stores._dynamodb_table import INDEX, Table, code_of, problem_of
 
 __all__ = ["Client", "Options"]
 
 # Up to this size an item takes one read unit (4 KB, keys and names included).
 _SMALL_BYTES = 2_500
-_TRANSACTION_BYTES = 3_500_000
+# What DynamoDB gives back as it was written; it keeps more digits than these.
+_NUMBER = re.compile(rb"0|-?[1-9][0-9]{0,17}")
+# What one BatchWriteItem or BatchExecuteStatement takes.
+_BATCH = 25
 
 _LIVE = "(attribute_not_exists(expires_at) OR expires_at > :now)"
 _ABSENT = "attribute_not_exists(pk) OR expires_at <= :now"
@@ -90,7 +86,7 @@ class Options(StoreOptions):
     poll_interval_max: float = option(2.0, least=0.001)
 
 
-class Client(KeyValueClient):
+class Client(StoreClient):
     """One run in a DynamoDB table."""
 
     name = "dynamodb"
@@ -98,271 +94,225 @@ class Client(KeyValueClient):
     capabilities = Capabilities(
         push=False, linearizable=True, batch=True, ttl=True, max_value_bytes=400_000
     )
+    batch = (100, 3_500_000)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
         if options.poll_interval_max < options.poll_interval_min:
             raise ValueError("option 'poll_interval_max' is less than 'poll_interval_min'")
+        where = f"dynamodb, table '{options.table}' at {redact(endpoint) or 'AWS'}"
+        super().__init__(where, request_timeout)
         self._namespace = namespace
         self._shortest, self._longest = options.poll_interval_min, options.poll_interval_max
         # The latest call of `expire` that we know of: when it was made, and the time that it set.
         self._expiry: tuple[float, int] = (0.0, 0)
+        # By key: the latest large version that we know of; the version last waited on, since when.
+        self._large: dict[str, str] = {}
         self._waits: dict[str, tuple[str | None, float]] = {}
-        self._woken = threading.Condition()
-        self._interrupts = 0
-        probe = self._large_query(options.table, "probe")
-        self._table = Table(endpoint, options, request_timeout, probe)
-
-    def get(self, key: str) -> Entry | None:
-        answer = self._call("get_item", Key=self._key(key), ConsistentRead=True)
-        return self._entry(answer.get("Item"))
+        self._table = Table(endpoint, options, where, request_timeout)
+        # The probe needs no right that later requests do not need.
+        probe = self._large_query("probe")
+        self._connect(lambda limit: self._table.open(limit, probe))
 
     def compare_and_set(
         self, key: str, value: bytes, expected: Version | None
     ) -> tuple[Entry | None, bool]:
+        # In one request, where the base would read the whole value first.
         self.check_size(key, value)
         if expected is not None and not (isinstance(expected, str) and expected):
             return self.get(key), False
-        return self._swap(self._item(key, value), expected)
+        data = stamped(value)
+        ours = Stored.parse(data).entry
 
-    def put(self, key: str, value: bytes) -> Version:
-        self.check_size(key, value)
-        item = self._item(key, value)
-        self._call("put_item", Item=item)
-        return cast(str, item["version_id"]["S"])
+        def request(limit: Limit) -> tuple[Entry | None, bool]:
+            seen = self._swap(key, data, expected, limit)
+            current = seen.entry if seen is not None else None
+            # Also where an earlier attempt was done, and its answer lost.
+            return current, current == ours
 
-    def delete(self, key: str) -> None:
-        self._call("delete_item", Key=self._key(key))
+        return self._call(request)
 
-    def list(self, prefix: str) -> dict[str, Entry]:
-        entries = ((item["sk"]["S"], self._entry(item)) for item in self._query(prefix))
-        return {key: entry for key, entry in entries if entry is not None}
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        found: dict[str, Stored] = {}
+        pending = {"Keys": [self._key(key) for key in keys], "ConsistentRead": True}
+        while pending["Keys"]:
+            answer = self._table.ask(
+                limit, "batch_get_item", RequestItems={self._table.name: pending}
+            )
+            items = answer["Responses"].get(self._table.name, [])
+            found |= self._found(items)
+            pending = answer.get("UnprocessedKeys", {}).get(self._table.name, {"Keys": []})
+            # Some of it at each time is the 16 MB limit of an answer, none of it a throttle.
+            if pending["Keys"] and not items:
+                self._pace("reading", limit)
+        return found
 
-    def add(self, key: str, delta: int) -> int:
-        # A counter is a number in an attribute of its own, so that a thousand adders need one
-        # write each; one that was written as bytes becomes such a number once.
-        while True:
-            try:
-                expiry = self._marks()
-                more = "".join(f", {name} = :{name}" for name in expiry)
-                answer = self._call(
-                    "update_item",
-                    passing=not_done,
-                    Key=self._key(key),
-                    UpdateExpression=f"SET version_id = :version{more} ADD tally :delta",
-                    ConditionExpression=f"attribute_not_exists(payload) AND {_LIVE}",
-                    ExpressionAttributeValues={
-                        ":version": {"S": _new_version(b"")},
-                        ":delta": {"N": str(delta)},
-                        ":now": self._now(),
-                        **{f":{name}": value for name, value in expiry.items()},
-                    },
-                    ReturnValues="UPDATED_NEW",
-                )
-                return int(answer["Attributes"]["tally"]["N"])
-            except RefusedError:
-                current = self.get(key)
-                total = parse_counter(key, current.value if current else b"0") + delta
-                item = {**self._key(key), "tally": {"N": str(total)}, **self._marks()}
-                item["version_id"] = {"S": _new_version(b"")}
-                expected = cast("str | None", current.version) if current else None
-                if self._swap(item, expected, passing=not_done)[1]:
-                    return total
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        return self._found(self._query(prefix, limit))
 
-    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
-        deadline = time.monotonic() + timeout
-        known = version if isinstance(version, str) else None
-        interrupts = self._interrupts
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        expected = seen.version if seen is not None else None
+        return self._swap(key, data, expected, limit) == Stored.parse(data)
 
-        def wanted() -> bool:
-            return not self._table.closed and self._interrupts == interrupts
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        items = [self._item(key, data) for key, data in values.items()]
+        if len(items) > 2:
+            puts = [{"Put": {"TableName": self._table.name, "Item": item}} for item in items]
+            self._table.ask(limit, "transact_write_items", TransactItems=puts)
+            return
+        # A record and the bell that everybody rings: transactions on that would collide.
+        for item in items:
+            self._table.ask(limit, "put_item", TableName=self._table.name, Item=item)
 
-        while wanted():
-            try:
-                entry = aside(lambda: self._look(key, known), wanted)
-            except RendezvousConnectionError:
-                if not wanted():
-                    break
-                raise
-            if entry is not None and entry.version != known:
-                return entry
-            until = min(time.monotonic() + self._pause(key, known), deadline)
-            with self._woken:
-                while wanted() and (remaining := until - time.monotonic()) > 0:
-                    self._woken.wait(remaining)
-            if time.monotonic() >= deadline:
-                break
-        return None
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        requests = [{"DeleteRequest": {"Key": self._key(key)}} for key in keys]
+        while requests:
+            batch, requests = requests[:_BATCH], requests[_BATCH:]
+            answer = self._table.ask(
+                limit, "batch_write_item", RequestItems={self._table.name: batch}
+            )
+            if left := answer.get("UnprocessedItems", {}).get(self._table.name):
+                self._pace("deleting", limit)
+                requests += left
 
-    def interrupt(self) -> None:
-        with self._woken:
-            self._interrupts += 1
-            self._woken.notify_all()
-
-    def expire(self, seconds: float) -> None:
+    def _expire(self, seconds: float, limit: Limit) -> None:
         now = self._table.now()
         made, ends = max(now, self._expiry[0] + 0.001), math.ceil(now + seconds)
         # Known before the keys are listed: what other threads of ours write then has it.
         self._expiry = made, ends if seconds > 0 else 0
-        pending = [item["sk"]["S"] for item in self._query("", ProjectionExpression="sk")]
+        pending = [item["sk"]["S"] for item in self._query("", limit, ProjectionExpression="sk")]
         if seconds <= 0:
-            self.delete_many(pending)
+            self._delete(pending, limit)
             return
         # What has expired meanwhile stays so.
         statement = (
             f'UPDATE "{self._table.name}" SET expires_at={ends} SET expiry_set={made:.3f} '
             f"WHERE pk=? AND sk=? AND (expires_at IS MISSING OR expires_at > {int(now)})"
         )
-        deadline = time.monotonic() + self._table.timeout
         while pending:
-            batch, pending = pending[:25], pending[25:]
+            batch, pending = pending[:_BATCH], pending[_BATCH:]
             partition = {"S": self._namespace}
             statements = [
                 {"Statement": statement, "Parameters": [partition, {"S": key}]} for key in batch
             ]
-            answer = self._table.call("batch_execute_statement", Statements=statements)
+            answer = self._table.ask(limit, "batch_execute_statement", Statements=statements)
             for key, outcome in zip(batch, answer["Responses"], strict=True):
                 # An item that was deleted meanwhile fails the condition: nothing is left to do.
                 code = outcome.get("Error", {}).get("Code")
                 if code not in (None, "ConditionalCheckFailed"):
-                    self._table.pace(f"letting '{key}' expire ({code})", deadline)
+                    self._pace(f"letting '{key}' expire ({code})", limit)
                     pending.append(key)
 
-    def close(self) -> None:
+    def _add_once(self, key: str, delta: int) -> int | None:
+        # One write for each of a thousand adders, where compare-and-set would be refused to most.
+        total = self._call(partial(self._count, key, delta))
+        return super()._add_once(key, delta) if total is None else total
+
+    def _count(self, key: str, delta: int, limit: Limit) -> int | None:
+        """Add to a number or to nothing; None: what stands there has expired or is no number."""
+        marks = self._marks()
+        more = "".join(f", {name} = :{name}" for name in marks)
+        try:
+            answer = self._table.ask(
+                limit,
+                "update_item",
+                TableName=self._table.name,
+                Key=self._key(key),
+                UpdateExpression=f"SET version_id = :version{more} ADD tally :delta",
+                ConditionExpression=f"attribute_not_exists(payload) AND {_LIVE}",
+                ExpressionAttributeValues={
+                    ":version": {"S": Stored.parse(stamped(b"")).version},
+                    ":delta": {"N": str(delta)},
+                    ":now": self._seconds(),
+                    **{f":{name}": value for name, value in marks.items()},
+                },
+                ReturnValues="UPDATED_NEW",
+            )
+        except Exception as error:
+            if _refused(error):
+                return None
+            problem = self._problem(error)
+            if problem is not None and problem.retryable and not problem.undone:
+                raise self._uncounted(key) from error
+            raise
+        return int(answer["Attributes"]["tally"]["N"])
+
+    def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
+        if version is not None and self._large.get(key) == version:
+            # One read unit, however large the value.
+            query = self._large_query(f"{key} {version}")
+            if self._table.ask(limit, "query", **query)["Count"]:
+                return None
+        return self._read([key], limit).get(key)
+
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        """Sleep, the longer the longer nothing has changed."""
+        known = seen.version if seen is not None else self._large.get(key)
+        left, now = limit.seconds, time.monotonic()
+        version, since = self._waits.get(key, ("", now))
+        if version != known:
+            if len(self._waits) > 100:
+                self._waits.clear()
+            # Kept over calls: a caller that waits in short pieces must not poll fast for ever.
+            self._waits[key] = known, (since := now)
+        longest = min(max((now - since) / 5, self._shortest), self._longest)
+        pause = random.uniform(longest / 2, longest)
+        limit.sleep(min(pause, left))
+        if pause >= left:
+            raise TimeoutError
+        return None
+
+    def _disconnect(self) -> None:
         self._table.close()
-        with self._woken:
-            self._woken.notify_all()
 
-    def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
-        for batch in batches(keys, 100):
-            request: Any = {
-                self._table.name: {"Keys": [self._key(k) for k in batch], "ConsistentRead": True}
-            }
-            deadline = time.monotonic() + self._table.timeout
-            while request:
-                answer = self._table.call("batch_get_item", RequestItems=request)
-                items = answer["Responses"].get(self._table.name, [])
-                entries = ((item["sk"]["S"], self._entry(item)) for item in items)
-                found.update((key, entry) for key, entry in entries if entry is not None)
-                request = answer.get("UnprocessedKeys")
-                # Some of it at each time is the 16 MB limit of an answer, none of it a throttle.
-                if request and not items:
-                    self._table.pace("reading many keys", deadline)
-        return found
+    def _problem(self, error: Exception) -> Problem | None:
+        return problem_of(error, self.timeout)
 
-    def put_many(self, values: Mapping[str, bytes]) -> None:
-        for key, value in values.items():
-            self.check_size(key, value)
-        if len(values) <= 2:
-            # A record and the bell that everybody rings: transactions on that would collide.
-            super().put_many(values)
-            return
-        batch: list[dict[str, Any]] = []
-        size = 0
-        for key, value in values.items():
-            if len(batch) == 100 or size + len(value) > _TRANSACTION_BYTES:
-                self._put_all(batch)
-                batch, size = [], 0
-            batch.append({"Put": {"TableName": self._table.name, "Item": self._item(key, value)}})
-            size += len(value)
-        if batch:
-            self._put_all(batch)
+    def _pace(self, doing: str, limit: Limit) -> None:
+        """Pause a little before what a batch left over is asked again."""
+        try:
+            limit.sleep(min(limit.seconds, random.uniform(0.02, 0.1)))
+        except TimeoutError as error:
+            raise RendezvousConnectionError(
+                f"{self.where} did not finish {doing} within {self.timeout:g} s; raise the "
+                "table's capacity"
+            ) from error
 
-    def delete_many(self, keys: Iterable[str]) -> None:
-        for batch in batches(keys, 25):
-            request: Any = {
-                self._table.name: [{"DeleteRequest": {"Key": self._key(key)}} for key in batch]
-            }
-            deadline = time.monotonic() + self._table.timeout
-            while request:
-                answer = self._table.call("batch_write_item", RequestItems=request)
-                request = answer.get("UnprocessedItems")
-                if request:
-                    self._table.pace("deleting many keys", deadline)
-
-    def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        return self._table.call(operation, TableName=self._table.name, **arguments)
-
-    def _key(self, key: str) -> dict[str, Any]:
-        return {"pk": {"S": self._namespace}, "sk": {"S": key}}
-
-    def _item(self, key: str, value: bytes) -> dict[str, Any]:
-        version = _new_version(value)
-        item = {**self._key(key), "version_id": {"S": version}, "payload": {"B": bytes(value)}}
-        item |= self._marks()
-        if _is_large(version):
-            item[INDEX] = {"S": f"{key} {version}"}
-        return item
-
-    def _marks(self) -> dict[str, Any]:
-        """What an item needs to end with the others; nothing once they have ended."""
-        made, ends = self._expiry
-        marks = {"expiry_set": {"N": f"{made:.3f}"}, "expires_at": {"N": str(ends)}}
-        if ends > self._table.now():
-            return marks
-        # That a deadline was taken back is told to others too.
-        return {"expiry_set": marks["expiry_set"]} if made and not ends else {}
-
-    def _learn(self, item: Mapping[str, Any]) -> None:
-        """Other clients' deadlines stand in what they left."""
-        if "expiry_set" in item:
-            ends = int(item["expires_at"]["N"]) if "expires_at" in item else 0
-            self._expiry = max(self._expiry, (float(item["expiry_set"]["N"]), ends))
-
-    def _now(self) -> dict[str, str]:
-        return {"N": str(int(self._table.now()))}
-
-    def _entry(self, item: Mapping[str, Any] | None) -> Entry | None:
-        if item is None:
-            return None
-        if "expires_at" in item and int(item["expires_at"]["N"]) <= int(self._table.now()):
-            return None
-        self._learn(item)
-        counter = item.get("tally")
-        value = counter["N"].encode() if counter else bytes(item["payload"]["B"])
-        return Entry(value, item["version_id"]["S"])
-
-    def _swap(
-        self,
-        item: dict[str, Any],
-        expected: str | None,
-        passing: Callable[[Exception], bool] | None = None,
-    ) -> tuple[Entry | None, bool]:
-        condition, values = _ABSENT, {":now": self._now()}
+    def _swap(self, key: str, data: bytes, expected: str | None, limit: Limit) -> Stored | None:
+        """Write if ``expected`` still stands (None: nothing does); what stands there now."""
+        condition, values = _ABSENT, {":now": self._seconds()}
         if expected is not None:
             condition = f"version_id = :expected AND {_LIVE}"
             values[":expected"] = {"S": expected}
         try:
-            self._call(
+            self._table.ask(
+                limit,
                 "put_item",
-                passing=passing,
-                Item=item,
+                TableName=self._table.name,
+                Item=self._item(key, data),
                 ConditionExpression=condition,
                 ExpressionAttributeValues=values,
                 ReturnValuesOnConditionCheckFailure="ALL_OLD",
             )
-        except RefusedError as refusal:
-            current = self._entry(refusal.item)
-            # An earlier attempt whose answer was lost may be what stands there now.
-            return current, current is not None and current.version == item["version_id"]["S"]
-        return self._entry(item), True
+        except ClientError as error:
+            if not _refused(error):
+                raise
+            item: Any = error.response.get("Item")
+            return self._found([item] if item else []).get(key)
+        return Stored.parse(data)
 
-    def _put_all(self, batch: Sequence[Mapping[str, Any]]) -> None:
-        # The token makes a second attempt after a lost answer do nothing.
-        token = secrets.token_hex(16)
-        self._table.call("transact_write_items", TransactItems=batch, ClientRequestToken=token)
-
-    def _query(self, prefix: str, **more: Any) -> Iterator[dict[str, Any]]:
+    def _query(self, prefix: str, limit: Limit, **more: Any) -> Iterator[dict[str, Any]]:
         """The items that have not expired; the others lie about for days."""
-        condition, values = "pk = :pk", {":pk": {"S": self._namespace}, ":now": self._now()}
+        condition, values = "pk = :pk", {":pk": {"S": self._namespace}, ":now": self._seconds()}
         if prefix:
             condition += " AND begins_with(sk, :prefix)"
             values[":prefix"] = {"S": prefix}
         while True:
-            page = self._call(
+            page = self._table.ask(
+                limit,
                 "query",
+                TableName=self._table.name,
                 KeyConditionExpression=condition,
                 FilterExpression=_LIVE,
                 ExpressionAttributeValues=values,
@@ -374,19 +324,9 @@ class Client(KeyValueClient):
                 return
             more["ExclusiveStartKey"] = page["LastEvaluatedKey"]
 
-    def _look(self, key: str, known: str | None) -> Entry | None:
-        return None if self._is_unchanged(key, known) else self.get(key)
-
-    def _is_unchanged(self, key: str, known: str | None) -> bool:
-        """Whether a large value is still the known one, for one read unit."""
-        if not known or not _is_large(known):
-            return False
-        query = self._large_query(self._table.name, f"{key} {known}")
-        return bool(self._table.call("query", **query)["Count"])
-
-    def _large_query(self, table: str, large: str) -> dict[str, Any]:
+    def _large_query(self, large: str) -> dict[str, Any]:
         return {
-            "TableName": table,
+            "TableName": self._table.name,
             "IndexName": INDEX,
             "KeyConditionExpression": f"pk = :pk AND {INDEX} = :large",
             "ExpressionAttributeValues": {":pk": {"S": self._namespace}, ":large": {"S": large}},
@@ -394,23 +334,53 @@ class Client(KeyValueClient):
             "Select": "COUNT",
         }
 
-    def _pause(self, key: str, known: str | None) -> float:
-        """Seconds to the next poll, the longer the longer nothing has changed."""
-        now = time.monotonic()
-        version, since = self._waits.get(key, (known, None))
-        if version != known or since is None:
-            if len(self._waits) > 100:
-                self._waits.clear()
-            since = now
-            # Kept over calls: a caller that waits in short pieces must not poll fast for ever.
-            self._waits[key] = known, since
-        longest = min(max((now - since) / 5, self._shortest), self._longest)
-        return random.uniform(longest / 2, longest)
+    def _key(self, key: str) -> dict[str, Any]:
+        return {"pk": {"S": self._namespace}, "sk": {"S": key}}
+
+    def _item(self, key: str, data: bytes) -> dict[str, Any]:
+        stored = Stored.parse(data)
+        value, version = stored.value, stored.version
+        item: dict[str, Any] = {**self._key(key), "version_id": {"S": version}, **self._marks()}
+        if _NUMBER.fullmatch(value):
+            item["tally"] = {"N": value.decode()}
+        else:
+            item["payload"] = {"B": value}
+        if len(value) > _SMALL_BYTES:
+            item[INDEX] = {"S": f"{key} {version}"}
+            self._large[key] = version
+        return item
+
+    def _found(self, items: Iterable[Mapping[str, Any]]) -> dict[str, Stored]:
+        """The values of the items that have not expired, by key."""
+        found: dict[str, Stored] = {}
+        for item in items:
+            ends = int(item["expires_at"]["N"]) if "expires_at" in item else 0
+            if ends and ends <= int(self._table.now()):
+                continue
+            key, version = item["sk"]["S"], item["version_id"]["S"]
+            number = item.get("tally")
+            value = number["N"].encode() if number else bytes(item["payload"]["B"])
+            found[key] = Stored(value, version)
+            if INDEX in item:
+                self._large[key] = version
+            if "expiry_set" in item:
+                # Other clients' deadlines stand in what they left.
+                self._expiry = max(self._expiry, (float(item["expiry_set"]["N"]), ends))
+        return found
+
+    def _marks(self) -> dict[str, Any]:
+        """What an item needs to end with the others; nothing once they have ended."""
+        made, ends = self._expiry
+        marks = {"expiry_set": {"N": f"{made:.3f}"}, "expires_at": {"N": str(ends)}}
+        if ends > self._table.now():
+            return marks
+        # That a deadline was taken back is told to others too.
+        return {"expiry_set": marks["expiry_set"]} if made and not ends else {}
+
+    def _seconds(self) -> dict[str, str]:
+        return {"N": str(int(self._table.now()))}
 
 
-def _new_version(value: bytes) -> str:
-    return ("L" if len(value) > _SMALL_BYTES else "S") + secrets.token_urlsafe(12)
-
-
-def _is_large(version: str) -> bool:
-    return version.startswith("L")
+def _refused(error: Exception) -> bool:
+    """Whether a write's condition did not hold."""
+    return code_of(error) == "ConditionalCheckFailedException"

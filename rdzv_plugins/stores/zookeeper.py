@@ -1,15 +1,15 @@
 """Apache ZooKeeper 3.6 and later.
 
 A run is one znode, ``/<prefix>/<run id>``; its children ``=<key>`` are its keys, percent-encoded.
-Neither ZooKeeper's version, which begins at 0 again after a delete, nor its czxid, which begins
-again in an ensemble that lost its data, names a value for ever; so each value begins with eight
-random bytes that do. A write is guarded by the znode's version and by that of one more child, ``#``
-and the run's own random name, which every delete moves on: no znode can be deleted and made again
-between the look and the write.
+It holds a random name, new each time that the run is made; its child ``#<name>`` is the guard. A
+write is conditional on the version of the key's znode, which begins at 0 again after a delete, and
+on that of the guard, which every delete of a key moves on: no znode can be deleted and made again
+between the read and the write.
 
-ZooKeeper has no time to live. `Client.expire` leaves a mark on the run's znode, whose age is taken
-from the server's own modification times; an expired run reads as empty and is removed by whoever
-writes to it next, or by the next run under the same prefix that expires.
+ZooKeeper has no time to live. `Client.expire` adds to the run's name the milliseconds that it lives
+from then on, and its age is taken from the server's own modification times; an expired run reads as
+empty and is removed by whoever writes to it next, or by the next run under the same prefix that
+expires.
 
 Limits: linearizable (each read is preceded by a sync). Values up to 1,046,528 bytes, which is some
 100,000 nodes in the round document; servers with a lower ``jute.maxbuffer`` than the default close
@@ -22,13 +22,14 @@ one let each other in), those of the prefix to all; make them beforehand otherwi
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import random
+import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from kazoo.exceptions import (
@@ -43,31 +44,45 @@ from kazoo.exceptions import (
     SessionMovedError,
     ThrottledOpError,
 )
-from kazoo.protocol.serialization import Sync
-from kazoo.security import CREATOR_ALL_ACL
+from kazoo.protocol.serialization import (
+    CheckVersion,
+    Create,
+    Delete,
+    Exists,
+    GetChildren,
+    SetData,
+    Sync,
+    Transaction,
+)
+from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from rdzv_plugins.config import Endpoint, ServerOptions, option, parse_endpoint, redact
-from rdzv_plugins.kv import (
-    Capabilities,
-    Entry,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    Version,
-)
-from rdzv_plugins.stores._stamped import (
-    Seen,
-    StampedClient,
-    entry_of,
-    segments,
-    stamped,
-)
-from rdzv_plugins.stores._tls import tls_context, tls_failure
-from rdzv_plugins.stores._zookeeper_run import BATCH, RunZnode
+from rdzv_plugins.kv import Capabilities, RendezvousStateError
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, segments
+from rdzv_plugins.stores._tls import tls_context, tls_problem
 from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, Session
 
 __all__ = ["Client", "Options"]
 
-_BATCH_BYTES = 500_000
+# Reads or operations in one request: a thousand nodes in two, each far below jute.maxbuffer.
+_BATCH = 500
+
+# Runs that one `expire` looks at, drawn at random: in the end all are seen.
+_SWEEP = 200
+
+# Reads of a run until one finds it whole: it may be removed and made again meanwhile.
+_LOOKS = 10
+
+_REFUSALS = (AuthFailedError, NoAuthError, SessionClosedRequireSaslError)
+_LOSSES = (
+    ConnectionLoss,
+    OperationTimeoutError,
+    SessionExpiredError,
+    SessionMovedError,
+    TimeoutError,
+)
+# Of a transaction: what is wrong is not what the znodes hold.
+_FAULTS = frozenset({"NoAuthError", "InvalidACLError", "QuotaExceededError"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +100,15 @@ class Options(ServerOptions):
     sasl: bool = option(False)
 
 
-class Client(StampedClient):
+class _Run(NamedTuple):
+    """The run's znode as it was read."""
+
+    guard: str  # Its path.
+    deletes: int  # The guard's version; 0 where it was not read.
+    expired: bool  # Everything in the run counts as absent.
+
+
+class Client(StoreClient):
     """One run on ZooKeeper: one session for requests and watches."""
 
     name = "zookeeper"
@@ -93,262 +116,275 @@ class Client(StampedClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=1_046_528
     )
+    batch = (_BATCH, 500_000)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
         super().__init__(f"zookeeper at {redact(endpoint) or 'localhost'}", request_timeout)
         target = parse_endpoint(endpoint, default_port=2181, schemes=("zookeeper",))
-        chroot = [part for part in target.path.split("/") if part]
-        self._changed = threading.Condition()
-        self._changes = 0
-        self._interrupts = 0
-        self._session = Session(_settings(target, options, request_timeout), self._change)
-        self._run = RunZnode(self._session, [*chroot, *segments(namespace, options.prefix)])
-        try:
-            self._call(lambda deadline: self._run.read([], deadline))
-        except BaseException:
-            self.close()
-            raise
+        settings = _settings(target, options, request_timeout)
+        self._acl = settings.get("default_acl", OPEN_ACL_UNSAFE)
+        self._parents = ["/"]
+        for part in (*filter(None, target.path.split("/")), *segments(namespace, options.prefix)):
+            self._parents.append(f"{self._parents[-1].rstrip('/')}/{part}")
+        self._root = self._parents.pop()
+        # As last read by any thread; and when the mark of that modification time runs out.
+        self._run: _Run | None = None
+        self._end: tuple[int, float] = (0, 0.0)
+        self._parked: set[Wake] = set()
+        self._session = Session(settings)
+        self._connect(lambda limit: self._read([], limit))
 
-    def put(self, key: str, value: bytes) -> Version:
-        self.check_size(key, value)
-        stored, path = stamped(value), self._path(key)
-
-        def request(deadline: float) -> Version:
-            while True:
-                answer = self._session.submit(ReadMany([self._run.path]), deadline)
-                writing = self._session.client(deadline).set_async(path, stored)
-                run = self._run.of(self._session.result(answer, deadline)[0], deadline)
-                try:
-                    self._session.result(writing, deadline)
-                    if run and not run.expired:
-                        return entry_of(stored).version
-                except NoNodeError:
-                    if run and not run.expired and self._create(path, stored, deadline):
-                        return entry_of(stored).version
-                if run is None or run.expired:
-                    self._run.begin(run, deadline)
-
-        return self._call(request)
-
-    def delete(self, key: str) -> None:
-        self.delete_many([key])
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        start = "=" + quote(prefix, safe="")
-
-        def request(deadline: float) -> dict[str, Entry]:
-            self._session.submit(Sync(self._run.path), deadline)
-            names = self._run.children(self._run.path, deadline)
-            keys = [unquote(name[1:]) for name in names if name.startswith(start)]
-            return self._read(keys, deadline)
-
-        return self._call(request)
-
-    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
-        until = time.monotonic() + timeout
-        interrupts = self._interrupts
-
-        def wanted() -> bool:
-            return not self._closed and interrupts == self._interrupts
-
-        while wanted():
-            with self._changed:
-                changes = self._changes
-            try:
-                entry = self._call(
-                    lambda deadline: self._watch(key, deadline, wanted) if wanted() else None
-                )
-            except RendezvousConnectionError:
-                if not wanted():
-                    return None
-                raise
-            if entry is not None and entry.version != version:
-                return entry
-            with self._changed:
-                while changes == self._changes and wanted():
-                    remaining = until - time.monotonic()
-                    if remaining <= 0:
-                        return None
-                    self._changed.wait(remaining)
-        return None
-
-    def interrupt(self) -> None:
-        with self._changed:
-            self._interrupts += 1
-            self._changed.notify_all()
-
-    def expire(self, seconds: float) -> None:
-        self._call(lambda deadline: self._run.expire(seconds, deadline))
-
-    def close(self) -> None:
-        self._closed = True
-        self._change()
-        self._session.close()
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        names = [*keys]
-        return self._call(lambda deadline: self._read(names, deadline))
-
-    def put_many(self, values: Mapping[str, bytes]) -> None:
-        for key, value in values.items():
-            self.check_size(key, value)
-        items = [(self._path(key), stamped(value)) for key, value in values.items()]
-        for batch in _batches(items):
-            self._call(partial(self._put_batch, batch))
-
-    def delete_many(self, keys: Iterable[str]) -> None:
-        paths = [self._path(key) for key in dict.fromkeys(keys)]
-
-        def request(deadline: float) -> None:
-            while True:
-                run, found = self._run.read(paths, deadline)
-                if run is None or not found:
-                    return
-                batch = [*found][:BATCH]
-
-                def build(transaction: Any, guard: str = run.guard, batch: Any = batch) -> None:
-                    transaction.set_data(guard, b"")
-                    for path in batch:
-                        transaction.delete(path)
-
-                if self._session.commit(deadline, build) and len(batch) == len(found):
-                    return
-
-        if paths:
-            self._call(request)
-
-    def _see(self, key: str, deadline: float) -> Seen:
-        path = self._path(key)
-        run, found = self._run.read([path], deadline)
-        stored, version = found.get(path, (b"", None))
-        return Seen(None if version is None else entry_of(stored), (run, version))
-
-    def _replace(self, key: str, stored: bytes, seen: Seen, deadline: float) -> bool:
-        run, version = seen.guard
-        if run is None or run.expired:
-            self._run.begin(run, deadline)
-            return False
-        path = self._path(key)
-
-        def build(transaction: Any) -> None:
-            transaction.check(run.guard, run.deletes)
-            if version is None:
-                transaction.create(path, stored)
-            else:
-                transaction.set_data(path, stored, version)
-
-        return self._session.commit(deadline, build) is not None
-
-    def _path(self, key: str) -> str:
-        return f"{self._run.path}/={quote(key, safe='')}"
-
-    def _read(self, keys: Sequence[str], deadline: float) -> dict[str, Entry]:
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         paths = {self._path(key): key for key in keys}
-        _, found = self._run.read([*paths], deadline)
-        return {paths[path]: entry_of(stored) for path, (stored, _) in found.items()}
+        run, found = self._look_up([*paths], limit)
+        return {paths[at]: Stored.parse(data, (run, stat)) for at, (data, stat) in found.items()}
 
-    def _watch(self, key: str, deadline: float, wanted: Callable[[], bool]) -> Entry | None:
-        """Read a key such that `_change` is called when it changes afterwards."""
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        start = "=" + quote(prefix, safe="")
+        names = self._children(self._root, limit)
+        return self._read([unquote(name[1:]) for name in names if name.startswith(start)], limit)
+
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         path = self._path(key)
+        run = seen.guard[0] if seen is not None else self._run
+        if run is None or run.expired:
+            self._begin(run, limit)
+            return False
+        if seen is not None:
+            check = CheckVersion(run.guard, run.deletes)
+            write = SetData(path, data, seen.guard[1].version)
+        else:
+            check, write = CheckVersion(run.guard, -1), Create(path, data, self._acl, 0)
+        return self._commit([check, write], limit) is not None
+
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        paths = {self._path(key): data for key, data in values.items()}
+        # As the record of a node's beat mostly does, they all exist.
+        existing: Collection[str] = paths
         while True:
-            self._session.submit(Sync(self._run.path), deadline, wanted)
-            answer = self._session.submit(ReadMany([self._run.path]), deadline, wanted)
-            # One bound method: kazoo keeps a set, so waiting again and again adds nothing.
-            reading = self._session.client(deadline, wanted).get_async(path, self._on_event)
-            run = self._run.of(self._session.result(answer, deadline, wanted)[0], deadline)
-            try:
-                stored, _ = self._session.result(reading, deadline, wanted)
-            except NoNodeError:
-                zk = self._session.client(deadline, wanted)
-                if self._session.result(zk.exists_async(path, self._on_event), deadline, wanted):
-                    continue
-                return None
-            return entry_of(stored) if run and not run.expired else None
-
-    def _on_event(self, event: Any) -> None:
-        self._change()
-
-    def _change(self) -> None:
-        with self._changed:
-            self._changes += 1
-            self._changed.notify_all()
-
-    def _create(self, path: str, stored: bytes, deadline: float) -> bool:
-        def build(transaction: Any) -> None:
-            transaction.create(path, stored)
-
-        return self._session.commit(deadline, build) is not None
-
-    def _put_batch(self, batch: Sequence[tuple[str, bytes]], deadline: float) -> None:
-        while True:
-            run, found = self._run.read([path for path, _ in batch], deadline)
+            writes = [
+                SetData(path, data, -1) if path in existing else Create(path, data, self._acl, 0)
+                for path, data in paths.items()
+            ]
+            (own,), results = self._session.ask(limit, ReadMany([self._root]), Transaction(writes))
+            run = self._run_of(own, None, limit)
             if run is None or run.expired:
-                self._run.begin(run, deadline)
-                continue
+                self._begin(run, limit)
+            elif _done(results):
+                return
+            _, existing = self._look_up([*paths], limit)
 
-            def build(transaction: Any, found: Any = found) -> None:
-                for path, stored in batch:
-                    if path in found:
-                        transaction.set_data(path, stored)
-                    else:
-                        transaction.create(path, stored)
-
-            if self._session.commit(deadline, build):
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        paths = [self._path(key) for key in keys]
+        while True:
+            run, found = self._look_up(paths, limit)
+            if run is None or not found:
+                return
+            deletes = [Delete(path, -1) for path in found]
+            if self._commit([SetData(run.guard, b"", -1), *deletes], limit):
                 return
 
-    def _is_passing(self, error: Exception) -> bool:
-        if isinstance(error, AuthFailedError | ConnectionLoss | SessionClosedRequireSaslError):
-            return self._session.passing(error)
-        return isinstance(
-            error,
-            OperationTimeoutError | SessionExpiredError | SessionMovedError | ThrottledOpError,
-        )
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        """Mark the run, or remove it if ``seconds`` is 0; remove others that are past theirs."""
+        milliseconds = round(seconds * 1000)
+        while True:
+            run, _ = self._look_up([], limit)
+            if milliseconds <= 0:
+                if run is not None:
+                    self._remove(self._root, run.guard, limit)
+                return
+            if run is None or run.expired:
+                # An empty run has a deadline too.
+                self._begin(run, limit)
+                continue
+            mark = f"{run.guard.rpartition('#')[2]} {milliseconds}".encode()
+            operations = [CheckVersion(run.guard, -1), SetData(self._root, mark, -1)]
+            if results := self._commit(operations, limit):
+                stat = results[1]
+                self._end = (stat.mzxid, time.monotonic() + seconds)
+                self._sweep(stat.mtime, limit)
+                return
 
-    def _is_undone(self, error: Exception) -> bool:
-        return isinstance(error, NotConnectedError | ThrottledOpError)
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        changed = Wake()
+        self._parked.add(changed)
+        try:
+            soon = Limit(min(limit.deadline, time.monotonic() + self.timeout), limit.wake)
+            # One bound method: kazoo keeps a set, so waiting again and again adds nothing.
+            (stat,) = self._session.ask(soon, Exists(self._path(key), self._on_event))
+            if seen is not None:
+                if stat != seen.guard[1]:
+                    return None
+            elif stat is not None and (found := self._read([key], soon)):
+                return found[key]  # Else it stands in a run that has expired.
+            limit.await_readable(changed.fd)
+            return None
+        finally:
+            self._parked.discard(changed)
+            changed.close()
 
-    def _explain(self, error: Exception) -> Exception:
-        if isinstance(error, AuthFailedError | NoAuthError | SessionClosedRequireSaslError):
-            return RendezvousConnectionError(
-                f"{self._where} refused the credentials ({type(error).__name__}); set the user in "
-                "the endpoint, the password in $RDZV_PLUGINS_PASSWORD, and sasl=true if the "
-                "server asks for SASL"
+    def _on_event(self, event: Any) -> None:
+        """A znode that we watch has changed, or the connection is lost."""
+        for wake in self._parked.copy():
+            wake.ring()
+
+    def _disconnect(self) -> None:
+        self._session.close()
+
+    def _problem(self, error: Exception) -> Problem | None:
+        may_recover = self._session.may_recover(error)
+        if isinstance(error, _REFUSALS):
+            return Problem(
+                f"refused the credentials ({type(error).__name__}); set the user in the endpoint, "
+                "the password in $RDZV_PLUGINS_PASSWORD, and sasl=true if the server asks for SASL",
+                retryable=may_recover and not isinstance(error, NoAuthError),
             )
         if isinstance(error, ThrottledOpError):
-            return RendezvousConnectionError(
-                f"{self._where} was too busy for {self._timeout:g} s; raise its "
-                "zookeeper.request_throttle_max_requests or keep_alive_interval"
+            return Problem(
+                f"was too busy for {self.timeout:g} s; raise its "
+                "zookeeper.request_throttle_max_requests or keep_alive_interval",
+                retryable=True,
+                undone=True,
             )
-        if self._is_passing(error) or isinstance(error, ConnectionLoss):
+        if isinstance(error, _LOSSES):
             reason = self._session.reason or str(error) or type(error).__name__
             if "[SSL" in reason:
-                return tls_failure(self._where, reason)
-            if reason.endswith("connection broken"):
-                reason += ": it hung up; does it want tls=true, or serve too many already?"
-            return RendezvousConnectionError(
-                f"{self._where} could not be reached within {self._timeout:g} s ({reason}); "
-                "is it running and does --rdzv-endpoint name it?"
-            )
+                problem = tls_problem(reason)
+            else:
+                if reason.endswith("connection broken"):
+                    reason += ": it hung up; does it want tls=true, or serve too many already?"
+                problem = self._unreachable(ConnectionLoss(reason))
+            undone = isinstance(error, NotConnectedError)
+            return replace(problem, retryable=may_recover, undone=undone)
         if isinstance(error, KazooException):
-            return RendezvousStateError(
-                f"{self._where} refused a request: {type(error).__name__} {error}".rstrip()
+            return Problem(
+                f"refused a request: {type(error).__name__} {error}".rstrip(), state=True
             )
-        return error
+        return None
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/={quote(key, safe='')}"
+
+    def _look_up(
+        self, paths: Sequence[str], limit: Limit
+    ) -> tuple[_Run | None, dict[str, tuple[bytes, Any]]]:
+        """The run (None: there is none) and, by path, data and stat of the znodes that exist."""
+        for _ in range(_LOOKS):
+            guard = self._run.guard if self._run is not None else f"{self._root}/#"
+            # The guard first: a delete after it must be seen as one.
+            batches = [[self._root, guard, *paths[:_BATCH]]]
+            batches += [[*paths[at : at + _BATCH]] for at in range(_BATCH, len(paths), _BATCH)]
+            # A server that wants a log-in says so to the first request, and hangs up.
+            _, *answers = self._session.ask(limit, Sync(self._root), *map(ReadMany, batches))
+            own, guarded, *results = [result for answer in answers for result in answer]
+            run = self._run_of(own, guarded, limit)
+            if run is None or run.expired:
+                return run, {}
+            if run.guard == guard and guarded is not None:
+                return run, _found(paths, results)
+        raise RendezvousStateError(f"'{self._root}' is damaged, or not a run; delete it")
+
+    def _run_of(self, own: Any, guarded: Any, limit: Limit) -> _Run | None:
+        """The run in the results of `ReadMany` for its znode and, if it was read, for the guard."""
+        if own is None:
+            self._run = None
+            return None
+        if isinstance(own, Exception):
+            raise own
+        data, stat = own
+        name, milliseconds = _parse(data)
+        guard = f"{self._root}/#{name}"
+        deletes = guarded[1].version if isinstance(guarded, tuple) else 0
+        expired = milliseconds is not None and self._is_past(guard, stat, milliseconds, limit)
+        self._run = run = _Run(guard, deletes, expired)
+        return run
+
+    def _is_past(self, guard: str, stat: Any, milliseconds: int, limit: Limit) -> bool:
+        mark, end = self._end
+        if mark != stat.mzxid:
+            # A write is the only way to learn the server's time.
+            try:
+                (written,) = self._session.ask(limit, SetData(guard, b"", -1))
+            except NoNodeError:
+                return True
+            end = time.monotonic() + (stat.mtime + milliseconds - written.mtime) / 1000
+            self._end = (stat.mzxid, end)
+        return time.monotonic() >= end
+
+    def _children(self, path: str, limit: Limit) -> Sequence[str]:
+        """The names of a znode's children; none if it does not exist."""
+        try:
+            names: Sequence[str]
+            _, names = self._session.ask(limit, Sync(path), GetChildren(path, None))
+        except NoNodeError:
+            return []
+        return names
+
+    def _commit(self, operations: Sequence[Any], limit: Limit) -> list[Any] | None:
+        """The results of a transaction; None: it was refused, nothing was done."""
+        (results,) = self._session.ask(limit, Transaction(operations))
+        return results if _done(results) else None
+
+    def _begin(self, run: _Run | None, limit: Limit) -> None:
+        """Make the run's znode after removing ``run``, an expired one; others may be faster."""
+        if run is not None:
+            self._remove(self._root, run.guard, limit)
+        (results,) = self._session.ask(limit, ReadMany(self._parents))
+        existing = _found(self._parents, results)
+        name = secrets.token_hex(8)
+        operations = [
+            Create(path, b"", OPEN_ACL_UNSAFE, 0) for path in self._parents if path not in existing
+        ]
+        operations.append(Create(self._root, name.encode(), self._acl, 0))
+        operations.append(Create(f"{self._root}/#{name}", b"", self._acl, 0))
+        self._commit(operations, limit)
+
+    def _remove(self, path: str, guard: str, limit: Limit) -> None:
+        """Delete a run with all its keys, as long as it is the one that ``guard`` belongs to."""
+        while guard.rpartition("/")[2] in (names := self._children(path, limit)):
+            keys = [f"{path}/{name}" for name in names if name.startswith("=")]
+            gone = keys[:_BATCH] if len(keys) > _BATCH else [*keys, guard, path]
+            self._commit([CheckVersion(guard, -1), *(Delete(znode, -1) for znode in gone)], limit)
+
+    def _sweep(self, now: int, limit: Limit) -> None:
+        """Remove other runs of our prefix that expired before ``now``, the server's time."""
+        parent = self._parents[-1]
+        # Else it is somebody else's run, or there is no time for it: the next one sees it again.
+        with contextlib.suppress(KazooException, TimeoutError):
+            names = self._children(parent, limit)
+            names = random.sample(names, min(len(names), _SWEEP))
+            paths = [path for name in names if (path := f"{parent}/{name}") != self._root]
+            (results,) = self._session.ask(limit, ReadMany(paths))
+            for path, result in zip(paths, results, strict=True):
+                if isinstance(result, tuple):
+                    name, milliseconds = _parse(result[0])
+                    if milliseconds is not None and result[1].mtime + milliseconds < now:
+                        self._remove(path, f"{path}/#{name}", limit)
 
 
-def _batches(items: Sequence[tuple[str, bytes]]) -> Iterator[Sequence[tuple[str, bytes]]]:
-    batch: list[tuple[str, bytes]] = []
-    size = 0
-    for path, stored in items:
-        if batch and (len(batch) == BATCH or size + len(stored) > _BATCH_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append((path, stored))
-        size += len(stored) + len(path)
-    if batch:
-        yield batch
+def _found(paths: Sequence[str], results: Sequence[Any]) -> dict[str, tuple[bytes, Any]]:
+    """What `ReadMany` found, by path; raises its errors."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return {path: it for path, it in zip(paths, results, strict=True) if it is not None}
+
+
+def _done(results: Sequence[Any]) -> bool:
+    """Whether a transaction was done; raises kazoo's error if not for what the znodes hold."""
+    errors = [error for error in results if isinstance(error, KazooException)]
+    for error in errors:
+        if type(error).__name__ in _FAULTS:
+            raise error
+    return not errors
+
+
+def _parse(data: bytes | None) -> tuple[str, int | None]:
+    """A run's name, and the milliseconds that it lives from its modification time on."""
+    name, _, mark = (data or b"").decode("ascii", "replace").partition(" ")
+    return name, int(mark) if mark.isdecimal() else None
 
 
 def _settings(target: Endpoint, options: Options, request_timeout: float) -> dict[str, Any]:

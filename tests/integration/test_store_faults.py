@@ -204,6 +204,25 @@ def test_a_proxys_error_before_dynamodb_is_passing(
             thread.join()
 
 
+@only("dynamodb")
+def test_a_large_value_is_not_read_by_each_poll(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = client.put("key", bytes(100_000))
+    asked: list[str] = []
+    ask = client._table.ask
+
+    def note(limit: Any, operation: str, **arguments: Any) -> Any:
+        asked.append(operation)
+        return ask(limit, operation, **arguments)
+
+    monkeypatch.setattr(client._table, "ask", note)
+    assert client.wait("key", version, 0.5) is None
+    assert {*asked} == {"query"}
+    client.put("key", bytes(100_001))
+    assert len(present(client.wait("key", version, 5)).value) == 100_001
+
+
 CROWDED = """
 import os, resource, sys
 from rdzv_plugins.kv.base import Limit
