@@ -30,31 +30,13 @@ from functools import partial
 from typing import Any
 
 import redis
+from redis import exceptions as errors
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AskError,
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    ClusterDownError,
-    NoPermissionError,
-    NoScriptError,
-    ReadOnlyError,
-    RedisClusterException,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
 from rdzv_plugins.config import ServerOptions, option, parse_endpoint, redact
-from rdzv_plugins.kv import (
-    Capabilities,
-    Entry,
-    RendezvousStateError,
-    Version,
-)
+from rdzv_plugins.kv import Capabilities, Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
 from rdzv_plugins.stores._tls import stays_refused, tls_context, tls_problem, unheard_alert
 
@@ -65,12 +47,22 @@ _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 # A parked read is renewed this often: it finds a stream that was dropped (FLUSHALL) under it.
 _LONGEST_PARK = 5.0
 
+# MovedError is an AskError, MasterDownError a ClusterDownError.
+_NOT_NOW_ERRORS = (
+    errors.AskError,
+    errors.BusyLoadingError,
+    errors.ClusterDownError,
+    errors.NoScriptError,
+    errors.ReadOnlyError,
+    errors.TryAgainError,
+)
 # Those for which redis-py has no class, or had none. Redis 6 puts what a script met behind
 # "Error running script (...): @user_script: 5: -".
 _NOT_NOW = re.compile(
     "(?:^|: -)(?:ASK|BUSY|CLUSTERDOWN|MASTERDOWN|MISCONF|MOVED|NOREPLICAS|READONLY|TRYAGAIN|"
     "UNBLOCKED) "
 )
+_REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPermissionError)
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
 # KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" the
@@ -215,6 +207,7 @@ class Client(StoreClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=512 * 1024 * 1024
     )
+    # Redis has no limit of its own; but it does nothing else while a script runs.
     batch = (10_000, 1 << 26)
 
     def __init__(
@@ -327,12 +320,13 @@ class Client(StoreClient):
     def _disconnect(self) -> None:
         self._drop_idle()
         if self._redis is not None:
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(errors.RedisError, OSError):
                 self._redis.close()
 
     def _problem(self, error: Exception) -> Problem | None:
         text = str(error)
-        if _is_refusal(error):
+        # The second is how Redis 6 and 7.2 tell what a script may not do.
+        if isinstance(error, _REFUSALS) or _NO_RIGHT.search(text):
             return Problem(
                 f"refused the credentials ({text}); set the user in the endpoint and the password "
                 "in $RDZV_PLUGINS_PASSWORD; docs/stores.md names the rights it needs",
@@ -359,14 +353,15 @@ class Client(StoreClient):
                 undone=True,
             )
         if isinstance(
-            error, redis.TimeoutError | redis.ConnectionError | RedisClusterException | OSError
+            error,
+            errors.TimeoutError | errors.ConnectionError | errors.RedisClusterException | OSError,
         ):
             hung_up = re.search("closed by server|reset by peer", text) and self._tls is None
             # A Sentinel's connection breaks itself when a former primary refuses a write.
             undone = _not_now(error.__context__)
             hint = ", and does it want rediss://" if hung_up else ""
             return self._unreachable(error, undone=undone, hint=hint)
-        if isinstance(error, RedisError):
+        if isinstance(error, errors.RedisError):
             return Problem(f"refused a request: {text}", state=True)
         return None
 
@@ -378,7 +373,7 @@ class Client(StoreClient):
         rest = (1 + len(keys), self._hash, *map(self._stream, keys), *args)
         try:
             return self._ask(limit, "EVALSHA", DIGESTS[name], *rest)
-        except NoScriptError:
+        except errors.NoScriptError:
             # A server that has never seen it, or has restarted since.
             return self._ask(limit, "EVAL", _SCRIPTS[name], *rest)
 
@@ -392,8 +387,8 @@ class Client(StoreClient):
                 limit.await_readable(line._sock.fileno())
             answer = line.read_response()
         except BaseException as error:
-            unknown = isinstance(error, NoScriptError)
-            if unknown or (isinstance(error, ResponseError) and not _not_now(error)):
+            unknown = isinstance(error, errors.NoScriptError)
+            if unknown or (isinstance(error, errors.ResponseError) and not _not_now(error)):
                 self._keep(line)
                 raise
             # An answer may be yet to come on it: the next request would take that for its own.
@@ -418,7 +413,7 @@ class Client(StoreClient):
                 continue
             if not checked:
                 return line
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(errors.RedisError, OSError):
                 # Idle, it has nothing to say but that it is at its end.
                 if not line.can_read(timeout=0):
                     return line
@@ -441,7 +436,8 @@ class Client(StoreClient):
             # From Python 3.12 on there are no new threads once the interpreter ends.
             connect()
         while thread.is_alive():
-            limit.sleep(min(0.005, limit.seconds))
+            # Raises once it is woken.
+            thread.join(min(0.02, limit.seconds))
         if failures:
             raise failures[0]
 
@@ -456,7 +452,7 @@ class Client(StoreClient):
         except BaseException as error:
             line.disconnect()
             self._doubtful = True
-            if self._tls and isinstance(error, redis.ConnectionError) and line.host:
+            if self._tls and isinstance(error, errors.ConnectionError) and line.host:
                 alert = unheard_alert(line.host, int(line.port), self._tls)
                 if alert is not None:
                     raise alert from None
@@ -486,11 +482,11 @@ class Client(StoreClient):
                     cluster.nodes_manager.initialize()
                     self._doubtful = False
                 client = cluster.get_redis_connection(cluster.get_node_from_key(self._hash))
-        except RedisClusterException as error:
+        except errors.RedisClusterException as error:
             # It wraps what is wrong, be it a password, and a missing right once more.
             cause = error.__cause__ or error
-            refusal = cause.__context__ if isinstance(cause.__context__, ResponseError) else None
-            raise refusal or cause from None
+            inner = cause.__context__
+            raise (inner if isinstance(inner, errors.ResponseError) else cause) from None
         return client.connection_pool
 
 
@@ -505,23 +501,14 @@ def _tag(version: Version | None) -> str:
     return str(int(known[0], 16)) if known else ""
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether the user is unknown, or lacks a right, be it within a script (Redis 6, 7.2)."""
-    if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
-        return True
-    return _NO_RIGHT.search(str(error)) is not None
-
-
 def _not_now(error: object) -> bool:
     """Whether this is a server's answer that it has changed nothing, but may at another time.
 
     It starts, has no primary's rank, lacks replicas or its disk, or another one has the slot.
     """
-    # Of these, MovedError is an AskError, MasterDownError a ClusterDownError.
-    kinds = AskError | BusyLoadingError | ClusterDownError | ReadOnlyError | TryAgainError
-    if isinstance(error, kinds | NoScriptError):
-        return True
-    return isinstance(error, ResponseError) and _NOT_NOW.search(str(error)) is not None
+    return isinstance(error, _NOT_NOW_ERRORS) or (
+        isinstance(error, errors.ResponseError) and _NOT_NOW.search(str(error)) is not None
+    )
 
 
 def _maker(
