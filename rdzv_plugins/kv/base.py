@@ -127,6 +127,7 @@ class Wake:
         self._receive, self._send = socket.socketpair()
         self._receive.setblocking(False)
         self._send.setblocking(False)
+        self.rung = False
 
     @property
     def fd(self) -> int:
@@ -134,11 +135,13 @@ class Wake:
         return self._receive.fileno()
 
     def ring(self) -> None:
+        self.rung = True
         with contextlib.suppress(OSError):
             self._send.send(b"!")
 
     def clear(self) -> None:
         """Forget that it rang."""
+        self.rung = False
         with contextlib.suppress(OSError):
             while self._receive.recv(1024):
                 pass
@@ -150,10 +153,6 @@ class Wake:
         for fd in (self.fd, *others):
             poll.register(fd, select.POLLIN)
         return {fd for fd, _ in poll.poll(max(0, math.ceil(seconds * 1000)))}
-
-    @property
-    def rung(self) -> bool:
-        return bool(self.wait(0))
 
     def close(self) -> None:
         self._receive.close()
@@ -220,6 +219,7 @@ class StoreClient(KeyValueClient):
         self.timeout = request_timeout
         self._closed = False
         self._wakes: set[Wake] = set()
+        self._spare_wakes: list[Wake] = []
         self._wakes_lock = threading.Lock()
 
     # What a store gives.
@@ -253,16 +253,17 @@ class StoreClient(KeyValueClient):
         """What an error means; None: it is none of the client library's, and is raised as it is."""
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
-        """What a `wait` reads; None also where ``version`` surely still stands.
+        """What is there before `wait` parks.
 
-        For stores that can tell so without reading the value.
+        A store that can tell without reading the value that ``version`` still stands may leave the
+        value out, or return None.
         """
         return self._read([key], limit).get(key)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        """Return when the key may differ from what `_read` saw, with its value if that is known.
+        """Return when the key may differ from what `_look` saw, with its value if that is known.
 
-        A change since `_read` must not be missed. Ends at the latest at the limit, by `WokenError`
+        A change since `_look` must not be missed. Ends at the latest at the limit, by `WokenError`
         or TimeoutError too. This default is for stores that cannot push: they are polled.
         """
         limit.sleep(min(limit.seconds, random.uniform(*_POLL)))
@@ -384,25 +385,23 @@ class StoreClient(KeyValueClient):
         with self._waking() as wake, contextlib.suppress(WokenError):
             pause = _FIRST_PAUSE
             while True:
-                seen = self._call(partial(self._look, key, version), wake)
-                if seen is None or seen.version == version:
-                    if time.monotonic() >= deadline:
-                        return None
+                seen = self._call(lambda limit: self._look(key, version, limit), wake)
+                if (seen is None or seen.version == version) and time.monotonic() < deadline:
                     try:
                         seen = self._park(key, seen, Limit(deadline, wake))
                         pause = _FIRST_PAUSE
                     except TimeoutError:
-                        if time.monotonic() >= deadline:
-                            return None  # Until then nothing has changed.
-                        continue
+                        seen = None
                     except Exception as error:
                         self._raise_unless_retryable(error, wake)
-                        # The next read raises if the store stays away.
+                        # The next look raises if the store stays away.
                         wake.wait(random.uniform(0, pause))
                         pause = min(2 * pause, _LONGEST_PAUSE)
                         continue
                 if seen is not None and seen.version != version:
                     return seen.entry
+                if time.monotonic() >= deadline:
+                    return None
         return None
 
     def interrupt(self) -> None:
@@ -416,6 +415,10 @@ class StoreClient(KeyValueClient):
     def close(self) -> None:
         self._closed = True
         self.interrupt()
+        with self._wakes_lock:
+            spare, self._spare_wakes = self._spare_wakes, []
+        for wake in spare:
+            wake.close()
         self._disconnect()
 
     # For the stores.
@@ -486,8 +489,9 @@ class StoreClient(KeyValueClient):
 
     @contextlib.contextmanager
     def _waking(self) -> Iterator[Wake]:
-        wake = Wake()
         with self._wakes_lock:
+            # Its sockets cost 0.06 ms: used again, unless it rang.
+            wake = self._spare_wakes.pop() if self._spare_wakes else Wake()
             self._wakes.add(wake)
         try:
             if self._closed:
@@ -496,7 +500,11 @@ class StoreClient(KeyValueClient):
         finally:
             with self._wakes_lock:
                 self._wakes.discard(wake)
-            wake.close()
+                kept = not (self._closed or wake.rung)
+                if kept:
+                    self._spare_wakes.append(wake)
+            if not kept:
+                wake.close()
 
     def _parts(self, values: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
         """``values`` in portions that fit `batch`."""

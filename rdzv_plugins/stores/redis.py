@@ -15,37 +15,165 @@ The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +de
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import math
 import re
 import secrets
+import ssl
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError
+import redis
+from redis import exceptions as errors
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
-from rdzv_plugins.config import ServerOptions, option, redact
-from rdzv_plugins.kv import (
-    Capabilities,
-    ClientClosedError,
-    Entry,
-    KeyValueClient,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    Version,
-)
-from rdzv_plugins.kv.retry import retry
-from rdzv_plugins.stores._redis_errors import LostAnswerError, is_passing, is_refusal, not_now
-from rdzv_plugins.stores._redis_lines import DIGESTS, LONGEST_PARK, Bell, Lines
-from rdzv_plugins.stores._tls import tls_failure
+from rdzv_plugins.config import ServerOptions, option, parse_endpoint, redact
+from rdzv_plugins.kv import Capabilities, Entry, RendezvousStateError, Version
+from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
+from rdzv_plugins.stores._tls import stays_refused, tls_context, tls_problem, unheard_alert
 
 __all__ = ["Client", "Options"]
 
-T = TypeVar("T")
+_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
-_VERSION = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
+# A parked read is renewed this often: it finds a stream that was dropped (FLUSHALL) under it.
+_LONGEST_PARK = 5.0
+
+# MovedError is an AskError, MasterDownError a ClusterDownError.
+_NOT_NOW_ERRORS = (
+    errors.AskError,
+    errors.BusyLoadingError,
+    errors.ClusterDownError,
+    errors.NoScriptError,
+    errors.ReadOnlyError,
+    errors.TryAgainError,
+)
+# Those for which redis-py has no class, or had none. Redis 6 puts what a script met behind
+# "Error running script (...): @user_script: 5: -".
+_NOT_NOW = re.compile(
+    "(?:^|: -)(?:ASK|BUSY|CLUSTERDOWN|MASTERDOWN|MISCONF|MOVED|NOREPLICAS|READONLY|TRYAGAIN|"
+    "UNBLOCKED) "
+)
+_REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPermissionError)
+_NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
+
+# KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" the
+# counter, "=<key>" "<number>-<tag> <value>", "!<key>" somebody waits for it. The tag is the stamp
+# of the write, in decimal. "<number>-<tag>" is also the write's id in the stream: numbers only
+# grow, for the counter starts at the server's time in microseconds.
+#
+# A stream only hands a value on: it ends by itself.
+_PRELUDE = """
+local hash = KEYS[1]
+local function next_number()
+  local number = redis.call('HINCRBY', hash, '#n', 1)
+  if number == 1 then
+    redis.call('PERSIST', hash)
+    local now = redis.call('TIME')
+    number = redis.call('HINCRBY', hash, '#n', string.format('%.0f', now[1] * 1000000 + now[2]))
+  end
+  return string.format('%.0f', number)
+end
+local function publish(stream, id, field, value)
+  local sent = redis.pcall('XADD', stream, 'MAXLEN', '1', id, field, value)
+  if type(sent) == 'table' and sent.err then
+    -- The stream outlived its run, or the server's clock went back: begin it anew.
+    redis.call('DEL', stream)
+    redis.call('XADD', stream, 'MAXLEN', '1', id, field, value)
+  end
+  redis.call('EXPIRE', stream, 60)
+end
+local function write(stream, key, tag, value)
+  local id = next_number() .. '-' .. tag
+  redis.call('HSET', hash, '=' .. key, id .. ' ' .. value)
+  if redis.call('HEXISTS', hash, '!' .. key) == 1 then publish(stream, id, 'v', value) end
+end
+local function read(key)
+  local stored = redis.call('HGET', hash, '=' .. key)
+  if not stored then return false, '', '' end
+  return stored, string.match(stored, '^(%d+%-(%d+)) ')
+end
+"""
+
+_SCRIPTS = {
+    "compare_and_set": """
+local stored, _, tag = read(ARGV[1])
+if tag ~= ARGV[2] then return stored end
+write(KEYS[2], ARGV[1], ARGV[3], ARGV[4])
+return 1
+""",
+    "put": """
+for i = 2, #KEYS do write(KEYS[i], ARGV[3 * i - 5], ARGV[3 * i - 4], ARGV[3 * i - 3]) end
+""",
+    "add": """
+local stored, id = read(ARGV[1])
+-- Redis counts in 64 bits, Lua in 53.
+redis.call('HSET', hash, '#t', stored and string.sub(stored, #id + 2) or '0')
+local counted = redis.pcall('HINCRBY', hash, '#t', ARGV[3])
+local sum = redis.call('HGET', hash, '#t')
+redis.call('HDEL', hash, '#t')
+if type(counted) == 'table' then return false end
+write(KEYS[2], ARGV[1], ARGV[2], sum)
+return sum
+""",
+    "delete": """
+for i = 2, #KEYS do
+  local key = ARGV[i - 1]
+  redis.call('HDEL', hash, '=' .. key)
+  if redis.call('HDEL', hash, '!' .. key) == 1 then
+    -- Wake the waiters, so that they say again that they wait.
+    publish(KEYS[i], next_number() .. '-0', 'd', '')
+  end
+end
+""",
+    "list": """
+local prefix, fields, found = '=' .. ARGV[1], redis.call('HGETALL', hash), {}
+local length = #prefix
+for i = 1, #fields, 2 do
+  if string.sub(fields[i], 1, length) == prefix then
+    found[#found + 1] = string.sub(fields[i], 2)
+    found[#found + 1] = fields[i + 1]
+  end
+end
+return found
+""",
+    "look": """
+redis.call('HSET', hash, '!' .. ARGV[1], '1')
+-- A run to which nobody has written ends by itself; the first write forbids that.
+if redis.call('HEXISTS', hash, '#n') == 0 then redis.call('EXPIRE', hash, 60) end
+local stored, id, tag = read(ARGV[1])
+-- A stream may outlive its run, or its key, by some seconds.
+local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+if last and last[1] ~= id then redis.call('DEL', KEYS[2]) end
+if tag == ARGV[2] and stored then return id .. ' ' end
+return stored
+""",
+    "expire": """
+for _, field in ipairs(redis.call('HKEYS', hash)) do
+  if string.sub(field, 1, 1) == '!' then
+    -- Never to live longer for it.
+    redis.call('PEXPIRE', ARGV[2] .. string.sub(field, 2), math.min(ARGV[1], 60000))
+  end
+end
+-- An empty run has a deadline too.
+if tonumber(ARGV[1]) > 0 then next_number() end
+redis.call('PEXPIRE', hash, ARGV[1])
+""",
+}
+_SCRIPTS = {name: _PRELUDE + body for name, body in _SCRIPTS.items()}
+
+DIGESTS = {
+    name: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+    for name, script in _SCRIPTS.items()
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,214 +195,385 @@ class Options(ServerOptions):
     cluster: bool = option(False)
 
 
-class Client(KeyValueClient):
-    """One run on Redis, over connections that requests and parked waiters take in turns."""
+class Client(StoreClient):
+    """One run on Redis.
+
+    redis-py makes the connections; they are kept here, for its pool costs 0.02 ms of processor time
+    a request, a third of all.
+    """
 
     name = "redis"
     options = Options
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=512 * 1024 * 1024
     )
+    # Redis has no limit of its own; but it does nothing else while a script runs.
+    batch = (10_000, 1 << 26)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
-        self._shown = redact(endpoint) or "localhost"
-        self._timeout = request_timeout
+        super().__init__(f"redis at {redact(endpoint) or 'localhost'}", request_timeout)
         self._hash = "{" + namespace + "}"
-        self._closed = False
-        self._lines = Lines(endpoint, options, self._hash, request_timeout)
-        try:
-            # Both connections of a node are opened here: joining is what must be fast.
-            self._call(lambda: self._lines.open(2))
-        except BaseException:
-            self.close()
-            raise
+        self._make, self._tls = _maker(endpoint, options, request_timeout)
+        # Made with the first connection: a cluster's client asks for the slots as it is made.
+        self._redis: Any = None
+        self._doubtful = False
+        self._idle: deque[Any] = deque()
 
-    def get(self, key: str) -> Entry | None:
-        return _entry(self._ask("HGET", self._hash, f"={key}"))
+        def request(limit: Limit) -> None:
+            # The two of a node, which asks while it waits: joining is what must be fast.
+            while len(self._idle) < 2:
+                self._keep(self._open())
+            self._read(["state"], limit)
+
+        self._connect(request)
 
     def compare_and_set(
         self, key: str, value: bytes, expected: Version | None
     ) -> tuple[Entry | None, bool]:
+        # One script: a read before it, as in the base, would be a second round trip.
         self.check_size(key, value)
-        if expected is not None and not (isinstance(expected, str) and expected):
-            return self.get(key), False
-        command = self._script("compare_and_set", [key], expected or "", value)
-        written, version, *current = self._ask(*command)
-        if written:
-            return Entry(value, version.decode()), True
-        if not current:
-            return None, False
-        *_, tag, _, _, _ = command
-        # With our tag: an earlier attempt was done, and its answer lost.
-        ours = version.endswith(b"-%s" % tag.encode())
-        return Entry(current[0], version.decode()), ours
+        stamp = secrets.token_bytes(STAMP_BYTES - 1)
+        ours = Entry(value, stamp.hex())
+        # Nothing has the tag "-", an absent key has "".
+        if_tagged = "" if expected is None else _tag(expected) or "-"
 
-    def put(self, key: str, value: bytes) -> Version:
-        self.check_size(key, value)
-        version: bytes = self._ask(*self._script("put", [key], value))
-        return version.decode()
+        def request(limit: Limit) -> tuple[Entry | None, bool]:
+            found = self._run(
+                limit, "compare_and_set", [key], key, if_tagged, _tag(ours.version), value
+            )
+            if found == 1:
+                return ours, True
+            entry = _stored(found).entry if found is not None else None
+            # Ours: an earlier attempt was done, and its answer lost.
+            return entry, entry is not None and entry.version == ours.version
 
-    def delete(self, key: str) -> None:
-        self.delete_many([key])
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        flat = self._ask(*self._script("list", [], prefix))
-        entries = zip((key.decode() for key in flat[::2]), map(_entry, flat[1::2]), strict=True)
-        return {key: entry for key, entry in entries if entry is not None}
+        return self._call(request)
 
     def add(self, key: str, delta: int) -> int:
-        # Asked once more only if it was refused: a lost answer may stand for a number added.
-        command = self._script("add", [key], delta)
-        return int(self._call(lambda: self._lines.exchange(command, once=True)[0]))
+        # One script: hundreds that count at once by compare-and-set would mostly be refused.
+        stamp = secrets.token_hex(STAMP_BYTES - 1)
 
-    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
-        deadline = time.monotonic() + timeout
-        known = version if isinstance(version, str) and _VERSION.fullmatch(version) else ""
-        after = known or "0-0"
-        remaining = timeout
-        bell = self._lines.listen()
-        try:
-            while not bell.rung:
-                # Never 0, which to Redis is for ever.
-                park = max(1, int(min(remaining, LONGEST_PARK) * 1000))
-                try:
-                    answers = self._call(partial(self._park, key, known, after, park, bell), bell)
-                except RendezvousConnectionError:
-                    if bell.rung:
-                        break
+        def request(limit: Limit) -> int:
+            # A connection that stands, first: what fails before that has counted nothing.
+            self._keep(self._take(limit, checked=True))
+            try:
+                total = self._run(limit, "add", [key], key, _tag(stamp), delta)
+            except Exception as error:
+                problem = self._problem(error)
+                if problem is None or problem.undone or problem.state:
                     raise
-                if not answers:
-                    break
-                differs, seen = answers
-                for _, entries in seen or ():
-                    number, (field, value, *_) = entries[-1]
-                    if field == b"v":
-                        return Entry(value, number.decode())
-                    # Deleted: say again that we wait, from there.
-                    known, after = "", number.decode()
-                if differs and not seen:
-                    # A version that is newer than the key's own: not of this key, or this server.
-                    return self.get(key)
-                if (remaining := deadline - time.monotonic()) <= 0:
-                    break
-        finally:
-            self._lines.unlisten(bell)
+                raise self._uncounted(key) from error
+            if total is None:
+                raise RendezvousStateError(f"the value of '{key}' is not a counter")
+            return int(total)
+
+        return self._call(request)
+
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        names = [*keys]
+        values = self._ask(limit, "HMGET", self._hash, *(f"={key}" for key in names))
+        found = zip(names, values, strict=True)
+        return {key: _stored(data) for key, data in found if data is not None}
+
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        flat = self._run(limit, "list", [], prefix)
+        found = zip(flat[::2], flat[1::2], strict=True)
+        return {key.decode(): _stored(data) for key, data in found}
+
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        raise NotImplementedError("compare_and_set and add are scripts")
+
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        triples: list[Any] = []
+        for key, data in values.items():
+            tag = int.from_bytes(data[: STAMP_BYTES - 1], "big")
+            triples += [key, tag, data[STAMP_BYTES:]]
+        self._run(limit, "put", [*values], *triples)
+
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        names = [*keys]
+        self._run(limit, "delete", names, *names)
+
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        # 0 deletes at once: what is written next must not be lost.
+        self._run(limit, "expire", [], max(0, int(seconds * 1000)), self._stream(""))
+
+    def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
+        found = self._run(limit, "look", [key], key, _tag(version))
+        return _stored(found) if found is not None else None
+
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        seconds = min(limit.seconds, _LONGEST_PARK)
+        after = seen.guard if seen is not None else "0-0"
+        # Never 0, which to Redis is for ever.
+        park = ("BLOCK", max(1, math.ceil(seconds * 1000)), "STREAMS", self._stream(key), after)
+        # The server ends it, and says so up to a round trip later.
+        patient = Limit(time.monotonic() + seconds + self.timeout, limit.wake)
+        for _, entries in self._ask(patient, "XREAD", *park) or ():
+            number, (field, value, *_) = entries[-1]
+            if field == b"v":
+                return _stored(number + b" " + value)
         return None
 
-    def interrupt(self) -> None:
-        self._lines.interrupt()
+    def _disconnect(self) -> None:
+        self._drop_idle()
+        if self._redis is not None:
+            with contextlib.suppress(errors.RedisError, OSError):
+                self._redis.close()
 
-    def expire(self, seconds: float) -> None:
-        # 0 deletes at once: what is written next must not be lost.
-        milliseconds = max(0, int(seconds * 1000))
-        self._ask(*self._script("expire", [], milliseconds, self._stream("")))
-
-    def close(self) -> None:
-        self._closed = True
-        self._lines.close()
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        names = [*keys]
-        if not names:
-            return {}
-        stored = self._ask("HMGET", self._hash, *(f"={key}" for key in names))
-        entries = zip(names, map(_entry, stored), strict=True)
-        return {key: entry for key, entry in entries if entry is not None}
-
-    def put_many(self, values: Mapping[str, bytes]) -> None:
-        for key, value in values.items():
-            self.check_size(key, value)
-        pairs = [item for pair in values.items() for item in pair]
-        if pairs:
-            self._ask(*self._script("put", [*values], *pairs[1:]))
-
-    def delete_many(self, keys: Iterable[str]) -> None:
-        names = [*keys]
-        if names:
-            self._ask(*self._script("delete", names, *names[1:]))
+    def _problem(self, error: Exception) -> Problem | None:
+        text = str(error)
+        # The second is how Redis 6 and 7.2 tell what a script may not do.
+        if isinstance(error, _REFUSALS) or _NO_RIGHT.search(text):
+            return Problem(
+                f"refused the credentials ({text}); set the user in the endpoint and the password "
+                "in $RDZV_PLUGINS_PASSWORD; docs/stores.md names the rights it needs",
+                undone=True,
+            )
+        if "[SSL" in text:
+            # redis-py wraps a failed handshake in a ConnectionError.
+            return replace(tls_problem(text), retryable=not stays_refused(text))
+        if isinstance(error, MasterNotFoundError):
+            return Problem(
+                f"has no Sentinel that named a primary within {self.timeout:g} s "
+                f"({text.partition(' : ')[0]}); are they running, is sentinel=<name> the one in "
+                "their configuration, and do they take the password?",
+                retryable=True,
+                # In redis-py 6.2 to 7.3 it shows the settings of each connection.
+                secret=True,
+            )
+        if _not_now(error):
+            return Problem(
+                f"has not done a request within {self.timeout:g} s "
+                f"({type(error).__name__}: {text}); is it a primary that has loaded its data, and "
+                "are its replicas and its disk in order? A Cluster needs cluster=true",
+                retryable=True,
+                undone=True,
+            )
+        if isinstance(
+            error,
+            errors.TimeoutError | errors.ConnectionError | errors.RedisClusterException | OSError,
+        ):
+            hung_up = re.search("closed by server|reset by peer", text) and self._tls is None
+            # A Sentinel's connection breaks itself when a former primary refuses a write.
+            undone = _not_now(error.__context__)
+            hint = ", and does it want rediss://" if hung_up else ""
+            return self._unreachable(error, undone=undone, hint=hint)
+        if isinstance(error, errors.RedisError):
+            return Problem(f"refused a request: {text}", state=True)
+        return None
 
     def _stream(self, key: str) -> str:
         return f"{self._hash}:watch:{key}"
 
-    def _script(self, name: str, keys: Sequence[str], *args: Any) -> tuple[Any, ...]:
-        """The command that runs a script; its first arguments are a tag and the first key."""
-        names = [self._hash, *map(self._stream, keys)]
-        tag = str(secrets.randbits(63))
-        return "EVALSHA", DIGESTS[name], len(names), *names, tag, *keys[:1], *args
-
-    def _park(
-        self, key: str, known: str, after: str, milliseconds: int, bell: Bell
-    ) -> Sequence[Any]:
-        # One round trip: the script makes the stream hold what XREAD then finds or waits for.
-        read = ("XREAD", "BLOCK", milliseconds, "STREAMS", self._stream(key), after)
-        script = self._script("wait", [key], known)
-        return self._lines.exchange(script, read, park=milliseconds / 1000, bell=bell)
-
-    def _ask(self, *command: Any) -> Any:
-        return self._call(lambda: self._lines.exchange(command)[0])
-
-    def _call(self, request: Callable[[], T], bell: Bell | None = None) -> T:
-        """The one place where the client's errors become the contract's."""
-        if self._closed:
-            raise ClientClosedError(f"redis at {self._shown}")
+    def _run(self, limit: Limit, name: str, keys: Sequence[str], *args: Any) -> Any:
+        """What a script returns."""
+        rest = (1 + len(keys), self._hash, *map(self._stream, keys), *args)
         try:
-            return retry(
-                request,
-                timeout=self._timeout,
-                passing=lambda error: (
-                    not (self._closed or (bell and bell.rung)) and is_passing(error)
-                ),
-            )
-        except MasterNotFoundError as error:
-            # In redis-py 6.2 to 7.3 it shows the settings of each connection, the password too.
-            raise self._explain(error) from None
-        except Exception as error:
-            raise self._explain(error) from error
+            return self._ask(limit, "EVALSHA", DIGESTS[name], *rest)
+        except errors.NoScriptError:
+            # A server that has never seen it, or has restarted since.
+            return self._ask(limit, "EVAL", _SCRIPTS[name], *rest)
 
-    def _explain(self, error: Exception) -> Exception:
-        where = f"redis at {self._shown}"
-        if "NOTANUMBER" in str(error):
-            return RendezvousStateError(f"the counter in {where} is not a number")
-        if is_refusal(error):
-            return RendezvousConnectionError(
-                f"{where} refused the credentials ({error}); set the user in the endpoint and the "
-                "password in $RDZV_PLUGINS_PASSWORD; docs/stores.md names the rights it needs"
-            )
-        if "[SSL" in str(error):
-            return tls_failure(where, str(error))
-        if isinstance(error, MasterNotFoundError):
-            return RendezvousConnectionError(
-                f"no Sentinel at {self._shown} named a primary within {self._timeout:g} s "
-                f"({str(error).partition(' : ')[0]}); are they running, is sentinel=<name> the "
-                "one in their configuration, and do they take the password?"
-            )
-        if isinstance(error, LostAnswerError):
-            return RendezvousConnectionError(
-                f"{where} broke off ({error}) before it told whether it had added to a counter; "
-                "is it running? Adding again could count twice"
-            )
-        if not_now(error):
-            return RendezvousConnectionError(
-                f"{where} has not done a request within {self._timeout:g} s "
-                f"({type(error).__name__}: {error}); is it a primary that has loaded its data, and "
-                "are its replicas and its disk in order? A Cluster needs cluster=true"
-            )
-        if isinstance(error, TimeoutError | ConnectionError | RedisClusterException | OSError):
-            hung_up = re.search("closed by server|reset by peer", str(error))
-            tls = ", and does it want rediss://" if hung_up and not self._lines.context else ""
-            return RendezvousConnectionError(
-                f"{where} could not be reached within {self._timeout:g} s ({error}); "
-                f"is it running, does --rdzv-endpoint name it{tls}?"
-            )
-        if isinstance(error, RedisError):
-            return RendezvousStateError(f"{where} refused a request: {error}")
-        return error
+    def _ask(self, limit: Limit, *command: Any) -> Any:
+        """One request and its answer."""
+        line = self._take(limit)
+        try:
+            line.send_packed_command(line.pack_command(*command), check_health=False)
+            # The socket's own time-out suffices for a first attempt.
+            if limit.wake is not None or limit.seconds < self.timeout - 0.005:
+                limit.await_readable(line._sock.fileno())
+            answer = line.read_response()
+        except BaseException as error:
+            unknown = isinstance(error, errors.NoScriptError)
+            if unknown or (isinstance(error, errors.ResponseError) and not _not_now(error)):
+                self._keep(line)
+                raise
+            # An answer may be yet to come on it: the next request would take that for its own.
+            line.disconnect()
+            if not isinstance(error, WokenError):
+                # The others are to the same server, which has failed or may never be primary again.
+                self._drop_idle()
+                self._doubtful = True
+            raise
+        self._keep(line)
+        return answer
+
+    def _take(self, limit: Limit, checked: bool = False) -> Any:
+        """A connection for one request, if ``checked`` not one that the server has closed."""
+        while True:
+            try:
+                line = self._idle.pop()
+            except IndexError:
+                if limit.wake is None:
+                    return self._open()
+                self._open_aside(limit)
+                continue
+            if not checked:
+                return line
+            with contextlib.suppress(errors.RedisError, OSError):
+                # Idle, it has nothing to say but that it is at its end.
+                if not line.can_read(timeout=0):
+                    return line
+            line.disconnect()
+
+    def _open_aside(self, limit: Limit) -> None:
+        """Connecting cannot be broken off: for a wait another thread does it, and may be left."""
+        failures: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                self._keep(self._open())
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=connect, name="rdzv-redis-connect", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # From Python 3.12 on there are no new threads once the interpreter ends.
+            connect()
+        while thread.is_alive():
+            # Raises once it is woken.
+            thread.join(min(0.02, limit.seconds))
+        if failures:
+            raise failures[0]
+
+    def _open(self) -> Any:
+        """A new connection."""
+        pool = self._pool()
+        # A cluster's client gives its connections the share of the time that one look-up has.
+        patience = {"socket_timeout": self.timeout, "socket_connect_timeout": self.timeout}
+        line = pool.connection_class(**{**pool.connection_kwargs, **patience})
+        try:
+            line.connect()
+        except BaseException as error:
+            line.disconnect()
+            self._doubtful = True
+            if self._tls and isinstance(error, errors.ConnectionError) and line.host:
+                alert = unheard_alert(line.host, int(line.port), self._tls)
+                if alert is not None:
+                    raise alert from None
+            raise
+        return line
+
+    def _keep(self, line: Any) -> None:
+        self._idle.append(line)
+        if self._closed:
+            self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().disconnect()
+
+    def _pool(self) -> Any:
+        """redis-py's pool for the server that has the run now."""
+        try:
+            if self._redis is None:
+                self._redis = self._make()
+            client: Any = self._redis
+            if isinstance(client, redis.RedisCluster):
+                cluster: Any = client
+                if self._doubtful:
+                    # A dead primary tells nobody who has its slots now; the others do.
+                    cluster.nodes_manager.initialize()
+                    self._doubtful = False
+                client = cluster.get_redis_connection(cluster.get_node_from_key(self._hash))
+        except errors.RedisClusterException as error:
+            # It wraps what is wrong, be it a password, and a missing right once more.
+            cause = error.__cause__ or error
+            inner = cause.__context__
+            raise (inner if isinstance(inner, errors.ResponseError) else cause) from None
+        return client.connection_pool
 
 
-def _entry(stored: bytes | None) -> Entry | None:
-    if stored is None:
-        return None
-    version, _, value = stored.partition(b" ")
-    return Entry(value, version.decode())
+def _stored(data: bytes) -> Stored:
+    number, _, value = data.partition(b" ")
+    return Stored(value, f"{int(number.partition(b'-')[2]):016x}", number.decode())
+
+
+def _tag(version: Version | None) -> str:
+    """A version as the scripts know it; "" for what never was one."""
+    known = isinstance(version, str) and re.fullmatch("[0-9a-f]{16}", version)
+    return str(int(known[0], 16)) if known else ""
+
+
+def _not_now(error: object) -> bool:
+    """Whether this is a server's answer that it has changed nothing, but may at another time.
+
+    It starts, has no primary's rank, lacks replicas or its disk, or another one has the slot.
+    """
+    return isinstance(error, _NOT_NOW_ERRORS) or (
+        isinstance(error, errors.ResponseError) and _NOT_NOW.search(str(error)) is not None
+    )
+
+
+def _maker(
+    endpoint: str, options: Options, timeout: float
+) -> tuple[Callable[[], Any], ssl.SSLContext | None]:
+    """Makes a redis-py client that does not retry (the base does); and what its TLS amounts to.
+
+    Raises `ValueError`.
+    """
+    path = endpoint.removeprefix("unix://")
+    common: dict[str, Any] = {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "retry": Retry(NoBackoff(), 0),
+        "username": options.user,
+        "password": options.secret(),
+        "protocol": 2,
+    }
+    if path != endpoint:
+        if not path.startswith("/"):
+            raise ValueError("a unix:// endpoint needs an absolute path: unix:///run/redis.sock")
+        return partial(redis.Redis, unix_socket_path=path, db=options.database, **common), None
+    target = parse_endpoint(endpoint, default_port=6379, schemes=_SCHEMES)
+    common["username"] = target.user or options.user
+    common["password"] = target.password or options.secret()
+    common["socket_keepalive"] = True
+    context: ssl.SSLContext | None = None
+    if options.tls or target.scheme in ("rediss", "valkeys"):
+        context = tls_context(options)
+        common["ssl"] = True
+        # Not so by itself before redis-py 6.
+        common["ssl_check_hostname"] = True
+        common["ssl_ca_certs"] = options.ca_file
+        common["ssl_certfile"] = options.cert_file
+        common["ssl_keyfile"] = options.key_file
+    untyped: Any = redis
+    if options.cluster:
+        nodes = [untyped.cluster.ClusterNode(host, port) for host, port in target.hosts]
+        common |= _share(timeout, len(nodes))
+        return partial(redis.RedisCluster, startup_nodes=nodes, **common), context
+    database = _database(target.path, target.query, options.database)
+    if options.sentinel:
+        guarded = common["password"] is not None
+        asked = common | _share(timeout, len(target.hosts) * (2 if guarded else 1))
+        sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked, **common)
+        if guarded:
+            # Sentinels often demand no password where their servers do, and then refuse one.
+            asked |= {"username": None, "password": None}
+            bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked)
+            sentinel.sentinels = [*bare.sentinels, *sentinel.sentinels]
+        return partial(sentinel.master_for, options.sentinel, db=database), context
+    if len(target.hosts) > 1:
+        raise ValueError("several hosts need --rdzv-conf sentinel=<name> or cluster=true")
+    host, port = target.hosts[0]
+    return partial(redis.Redis, host=host, port=port, db=database, **common), context
+
+
+def _share(timeout: float, hosts: int) -> dict[str, float]:
+    """So much patience with each host that all of them, and then the primary, have their turn."""
+    share = timeout / (hosts + 1)
+    return {"socket_timeout": share, "socket_connect_timeout": share}
+
+
+def _database(path: str, query: Mapping[str, str], default: int) -> int:
+    text = query.get("db") or path.strip("/")
+    if text and not text.isdecimal():
+        raise ValueError(f"the database '{text}' in the endpoint is not a number")
+    return int(text) if text else default

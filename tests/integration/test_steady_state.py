@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins import servers
 from rdzv_plugins.handler import create_handler
-from rdzv_plugins.stores._redis_lines import DIGESTS
+from rdzv_plugins.stores.redis import DIGESTS
 from rdzv_plugins.testing.threads import together
 
 INTERVAL = 0.5

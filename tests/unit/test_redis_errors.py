@@ -6,7 +6,8 @@ import pytest
 from redis._parsers.base import BaseParser
 from redis.exceptions import ConnectionError, ResponseError
 
-from rdzv_plugins.stores._redis_errors import LostAnswerError, is_passing, is_refusal, not_now
+from rdzv_plugins.kv.base import Problem
+from rdzv_plugins.stores.redis import Client
 
 # As Redis 6.2 passes on what a script met.
 SCRIPT_MET = (
@@ -49,34 +50,61 @@ HOPELESS = [
 
 @pytest.mark.parametrize("answer", NOT_NOW)
 def test_what_may_be_done_at_another_time_is_asked_again(answer: str) -> None:
-    error = read(answer)
-    assert not_now(error)
-    assert is_passing(error)
+    problem = meaning(read(answer))
+    assert problem.retryable
+    assert problem.undone, "an addition would not be asked again"
+    assert "has not done a request within" in problem.text
 
 
 @pytest.mark.parametrize("answer", REFUSALS)
 def test_missing_right_is_a_refusal(answer: str) -> None:
-    error = read(answer)
-    assert is_refusal(error)
-    assert not is_passing(error)
+    problem = meaning(read(answer))
+    assert "refused the credentials" in problem.text
+    assert not problem.retryable
+    assert not problem.state
 
 
 @pytest.mark.parametrize("answer", HOPELESS)
 def test_anything_else_is_neither(answer: str) -> None:
-    error = read(answer)
-    assert not not_now(error)
-    assert not is_refusal(error)
-    assert not is_passing(error)
+    problem = meaning(read(answer))
+    assert problem.state
+    assert "refused a request" in problem.text
+    assert not problem.retryable
 
 
 def test_value_that_quotes_an_error_is_none() -> None:
-    assert not not_now(b"READONLY a value")
-    assert not not_now(ResponseError("wrong kind of value: READONLY or not"))
+    assert not meaning(ResponseError("wrong kind of value: READONLY or not")).retryable
 
 
-def test_lost_answer_is_not_asked_for_again() -> None:
-    assert is_passing(ConnectionError("Connection reset by peer"))
-    assert not is_passing(LostAnswerError("Connection reset by peer"))
+def test_lost_answer_leaves_an_addition_in_doubt() -> None:
+    lost = meaning(ConnectionError("Connection reset by peer"))
+    assert lost.retryable
+    assert not lost.undone
+
+
+def test_former_primary_under_a_sentinel_has_done_nothing() -> None:
+    # As redis-py's SentinelManagedConnection passes it on.
+    error = ConnectionError("The previous master is now a slave")
+    error.__context__ = read("READONLY You can't write against a read only replica.")
+    assert meaning(error).undone
+
+
+def test_error_of_nobodys_is_passed_on() -> None:
+    assert client()._problem(KeyError("key")) is None
+
+
+def client() -> Client:
+    """A client that is connected to nothing."""
+    client = object.__new__(Client)
+    client.timeout = 5.0
+    client._tls = None
+    return client
+
+
+def meaning(error: Exception) -> Problem:
+    problem = client()._problem(error)
+    assert problem is not None
+    return problem
 
 
 def read(answer: str) -> Exception:
