@@ -1,0 +1,484 @@
+"""PostgreSQL 12 and later.
+
+One table holds every run, a row a key: ``run``, ``key``, ``data`` and ``time``, when it was
+written, on the server's clock. The row of a run whose key is empty holds the time at which the run
+expires: from then on what was written up to it reads as absent, and `Client.expire`, of whatever
+run, deletes it. A write is one statement and guarded by the eight random bytes with which each
+value begins.
+
+A waiter listens on a channel of its key. ``NOTIFY`` wakes every listening session of a database,
+and commits that notify are made one after the other; so only writes to a key that somebody waits
+for do: a waiter holds a shared advisory lock of the key's hash, and a writer that cannot have the
+exclusive one notifies.
+
+Limits: linearizable on one primary. Of several hosts the first that takes writes is used
+(``target_session_attrs=read-write``); replication is asynchronous unless
+``synchronous_standby_names`` says otherwise, so a promoted standby may lack the last writes, which
+the round protocol survives as it survives a restart with an empty memory. Values up to 64 MiB, so
+the number of nodes is not limited by size, but it is by connections: a node holds two, which are
+two processes of the server (``max_connections``, 100 by default). PgBouncer can stand between in
+session mode only. `Client.put_many` is atomic up to 100 keys and 1 MiB.
+The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
+DELETE`` on the table, and with create_table=true, where there is none, ``CREATE`` on the schema.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import select
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import conninfo_attempts, conninfo_to_dict, make_conninfo
+from psycopg.errors import DuplicateTable, ReadOnlySqlTransaction, UndefinedTable, UniqueViolation
+from psycopg.waiting import Ready, Wait
+
+from rdzv_plugins.config import ServerOptions, option, parse_endpoint, redact
+from rdzv_plugins.kv import Capabilities
+from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
+from rdzv_plugins.stores._tls import tls_context
+
+__all__ = ["Client", "Options"]
+
+T = TypeVar("T")
+
+_LARGEST_VALUE = 64 << 20
+
+# Idle connections that a client keeps: one for requests and a waiter's.
+_IDLE = 2
+
+# A waiter looks again after so many seconds: it finds a connection that died without a word.
+_LONGEST_PARK = 10.0
+
+_TABLE = """CREATE TABLE {table} (run bytea, key bytea, data bytea NOT NULL,
+ time timestamptz NOT NULL, PRIMARY KEY (run, key))""".replace("\n", "")
+
+# When the run last expired; what was written up to then is gone.
+_EXPIRED = """coalesce((SELECT e.time FROM {table} AS e WHERE e.run = %(run)b AND e.key = ''
+ AND e.time <= clock_timestamp()), '-infinity')"""
+
+_HASH = "encode(sha256(r.run || r.key), 'hex')"
+_TELL = f"""CASE WHEN pg_try_advisory_xact_lock(('x' || left({_HASH}, 16))::bit(64)::bigint)
+ THEN NULL ELSE pg_notify('rdzv_' || left({_HASH}, 32), '') END"""
+
+_READ = f"""SELECT key, data FROM {{table}} AS r
+ WHERE run = %(run)b AND key = ANY(%(keys)b) AND time > {_EXPIRED}"""
+# No byte of UTF-8 is FF.
+_SCAN = f"""SELECT key, data FROM {{table}} AS r WHERE run = %(run)b AND key <> ''
+ AND key >= %(prefix)b AND key < %(prefix)b || '\\xff'::bytea AND time > {_EXPIRED}"""
+_CREATE = f"""INSERT INTO {{table}} AS r VALUES (%(run)b, %(key)b, %(data)b, clock_timestamp())
+ ON CONFLICT (run, key) DO UPDATE SET data = excluded.data, time = excluded.time
+ WHERE r.time <= {_EXPIRED} RETURNING {_TELL}"""
+_REPLACE = f"""UPDATE {{table}} AS r SET data = %(data)b, time = clock_timestamp()
+ WHERE run = %(run)b AND key = %(key)b AND substring(data FOR {STAMP_BYTES}) = %(seen)b
+ AND time > {_EXPIRED} RETURNING {_TELL}"""
+_PUT = f"""INSERT INTO {{table}} AS r SELECT %(run)b, key, data, clock_timestamp()
+ FROM unnest(%(keys)b::bytea[], %(values)b::bytea[]) AS new (key, data)
+ ON CONFLICT (run, key) DO UPDATE SET data = excluded.data, time = excluded.time
+ RETURNING {_TELL}"""
+_DELETE = "DELETE FROM {table} WHERE run = %(run)b AND key = ANY(%(keys)b)"
+_END = "DELETE FROM {table} WHERE run = %(run)b"
+_EXPIRE = """WITH swept AS (DELETE FROM {table} AS r USING {table} AS e
+ WHERE e.key = '' AND e.time <= clock_timestamp() AND r.run = e.run AND r.time <= e.time
+ AND (r.run <> %(run)b OR r.key <> ''))
+ INSERT INTO {table} VALUES
+ (%(run)b, '', '', clock_timestamp() + make_interval(secs => %(seconds)s))
+ ON CONFLICT (run, key) DO UPDATE SET time = excluded.time"""
+
+# What servers and libpq say of a connection that they refuse; they give no code with it.
+_CREDENTIALS = re.compile(
+    r"authentication failed|no password supplied|role .* (does not exist|is not permitted)"
+)
+_NO_DATABASE = re.compile(r"database .* (does not exist|is not currently accepting)")
+_NOT_ADMITTED = re.compile(r"pg_hba\.conf|permission denied for database")
+_UNENCRYPTED = re.compile(r"no encryption|SSL off")
+_TLS = re.compile(
+    r"SSL error|certificate|private key|does not support SSL|sslmode value|server does not support"
+)
+_NO_PRIMARY = re.compile(r"read-only|hot standby mode")
+_FULL = re.compile(r"too many (clients|connections)|remaining connection slots")
+_NOT_READY = re.compile(r"starting up|shutting down|recovery mode|not (yet )?accepting connections")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ServerOptions):
+    """Options of the postgres backend, for endpoints ``host:port``, several of them, and
+    ``postgresql://host/database?sslmode=verify-full`` with whatever parameters libpq knows. What
+    neither endpoint nor options say comes from libpq's own places: PGUSER, PGPASSWORD and the
+    like, service files, ~/.pgpass.
+
+    ======================= ======= ===============================================================
+    option                  default meaning
+    ======================= ======= ===============================================================
+    database                none    database; one in the endpoint's path takes precedence; none:
+                                    libpq's choice, which is the one of the user's name
+    table                   rdzv    the table, also as schema.table
+    create_table            false   create the table if there is none
+    ======================= ======= ===============================================================
+
+    With tls=true the certificate and its name are verified (sslmode=verify-full) unless the
+    endpoint names another sslmode; without it libpq encrypts where the server can, unverified.
+    """
+
+    database: str | None = option(None)
+    table: str = option("rdzv")
+    create_table: bool = option(False)
+
+
+class Connection(psycopg.Connection[tuple[Any, ...]]):
+    """A connection whose requests end with ``limit``; psycopg's own wait without end.
+
+    Attributes:
+        limit: of the request that uses it now.
+        key: the one of which it hears.
+        notified: whether it has heard of a change.
+    """
+
+    limit: Limit
+    key: str | None = None
+    notified = False
+
+    @classmethod
+    def open(cls, conninfo: str, limit: Limit) -> Connection:
+        """Connect to one host; psycopg's own cannot be woken."""
+        pgconn = pq.PGconn.connect_start(conninfo.encode())
+        try:
+            while (status := pgconn.connect_poll()) != pq.PollingStatus.OK:
+                if status == pq.PollingStatus.FAILED:
+                    raise psycopg.OperationalError(pgconn.error_message.decode(errors="replace"))
+                reading = status == pq.PollingStatus.READING
+                _await(pgconn.socket, Wait.R if reading else Wait.W, limit)
+        except BaseException:
+            pgconn.finish()
+            raise
+        pgconn.nonblocking = 1
+        db = cls(pgconn)
+        db.limit = limit
+        db.autocommit = True
+        db.add_notify_handler(db.hear)
+        return db
+
+    def hear(self, _: psycopg.Notify) -> None:
+        self.notified = True
+
+    def wait(self, gen: Any, interval: float = 0.0, timeout: float | None = None) -> Any:
+        try:
+            want = next(gen)
+            while True:
+                want = gen.send(_await(self.pgconn.socket, want, self.limit))
+        except StopIteration as end:
+            return end.value
+        except (TimeoutError, WokenError):
+            # The answer may still come.
+            self.close()
+            raise
+
+    def await_change(self, limit: Limit) -> None:
+        """Wait until it hears of ``key``; raises TimeoutError and `WokenError`."""
+        while not self.notified:
+            limit.await_readable(self.pgconn.socket)
+            self.pgconn.consume_input()
+            while self.pgconn.notifies() is not None:
+                self.notified = True
+
+
+class Client(StoreClient):
+    """One run in a PostgreSQL table, over connections that requests and waiters take in turns."""
+
+    name = "postgres"
+    options = Options
+    capabilities = Capabilities(
+        push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
+    )
+
+    def __init__(
+        self, endpoint: str, namespace: str, options: Options, request_timeout: float
+    ) -> None:
+        super().__init__(
+            f"postgres at {redact(endpoint) or 'the default host'}", request_timeout
+        )
+        self._run = namespace.encode()
+        parts = options.table.split(".")
+        if len(parts) > 2 or not all(re.fullmatch(r"[^\W\d][\w$]{0,62}", part) for part in parts):
+            raise ValueError(f"option 'table': '{options.table}' is not a name or schema.name")
+        self._table = ".".join(f'"{part}"' for part in parts)
+        self._create = options.create_table
+        self._server = _server(endpoint, options, request_timeout)
+        self._host: object = None
+        self._idle: list[Connection] = []
+        self._lock = threading.Lock()
+        self._connect(lambda limit: self._read([], limit))
+
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        with self._connection(limit) as db:
+            return self._look(db, keys)
+
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        return _found(self._ask(_SCAN, limit, prefix=prefix.encode()))
+
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        if seen is None:
+            return bool(self._ask(_CREATE, limit, key=key.encode(), data=data))
+        stamp = bytes.fromhex(seen.version) + b"="
+        return bool(self._ask(_REPLACE, limit, key=key.encode(), data=data, seen=stamp))
+
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        # In order, or two that write the same keys could lock each other out.
+        keys = sorted(values)
+        names = [key.encode() for key in keys]
+        self._ask(_PUT, limit, keys=names, values=[values[key] for key in keys])
+
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        self._ask(_DELETE, limit, keys=[key.encode() for key in keys])
+
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        if seconds <= 0:
+            self._ask(_END, limit)
+        else:
+            self._ask(_EXPIRE, limit, seconds=float(seconds))
+
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        known = seen.version if seen is not None else None
+        request = _sooner(limit, self.timeout)
+        with self._connection(request, key) as db:
+            if db.key != key:
+                self._listen(db, key)
+            while True:
+                db.notified = False
+                stored = self._look(db, [key]).get(key)
+                if (stored.version if stored is not None else None) != known:
+                    return stored
+                db.await_change(_sooner(limit, _LONGEST_PARK))
+                db.limit = _sooner(limit, self.timeout)
+
+    def _problem(self, error: Exception) -> Problem | None:
+        if not isinstance(error, psycopg.Error):
+            return self._unreachable(error) if isinstance(error, OSError) else None
+        said = " ".join(str(error).split())
+        if error.sqlstate is not None:
+            return self._refused(error.sqlstate, said)
+        if _CREDENTIALS.search(said):
+            return Problem(
+                f"refused the credentials ({said}); set the user in the endpoint and the password "
+                "in $RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass"
+            )
+        if _NO_DATABASE.search(said):
+            return Problem(
+                f"has no such database ({said}); name one that exists in the endpoint "
+                "(postgresql://host/database) or with database=, or create it"
+            )
+        if _UNENCRYPTED.search(said):
+            return Problem(f"wants an encrypted connection ({said}); set tls=true and ca_file")
+        if _NOT_ADMITTED.search(said):
+            return Problem(
+                f"does not let us in ({said}); its pg_hba.conf must have a line for this host, user "
+                "and database, and the user CONNECT on the database"
+            )
+        if _TLS.search(said):
+            return Problem(
+                f"failed the TLS handshake ({said}); check that ca_file signed the server's "
+                "certificate, that it names the endpoint's host, cert_file and key_file if the "
+                "server asks for them, and that the server has TLS switched on"
+            )
+        if _FULL.search(said):
+            return self._full(said)
+        if _NO_PRIMARY.search(said):
+            return self._no_primary(said)
+        if _NOT_READY.search(said):
+            return Problem(f"was not ready within {self.timeout:g} s ({said})", True, True)
+        if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+            return self._unreachable(error)
+        return Problem(f"refused a request: {said}", state=True)
+
+    def _refused(self, code: str, said: str) -> Problem:
+        """What an error means that the server gave a code."""
+        table = self._table.replace('"', "")
+        if code == "42P01":
+            statement = _TABLE.format(table=table)
+            return Problem(f"has no table {table}; set create_table=true, or run: {statement}")
+        if code == "42501":
+            return Problem(
+                f"denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the "
+                f"table {table} and USAGE on its schema, or to create it CREATE on the schema"
+            )
+        if code in ("42703", "42804", "42P10", "42883"):
+            return Problem(f"has a table {table} of another kind ({said}); set table=<another>")
+        if code == "53300":
+            return self._full(said)
+        if code == "25006":
+            return self._no_primary(said)
+        if code.startswith("40") or code in ("55P03", "57014"):
+            return Problem(f"was too busy for {self.timeout:g} s ({said})", True, True)
+        if code.startswith(("08", "57P")):
+            # 57P01: told to end, perhaps after it had written.
+            return self._unreachable(psycopg.OperationalError(said), undone=code == "57P03")
+        return Problem(f"refused a request: {said}", state=True)
+
+    def _full(self, said: str) -> Problem:
+        return Problem(
+            f"had no connection left for {self.timeout:g} s ({said}); a node takes two: raise "
+            "max_connections, or the limit of the user or database",
+            True,
+            True,
+        )
+
+    def _no_primary(self, said: str) -> Problem:
+        return Problem(
+            f"took no writes for {self.timeout:g} s ({said}); name the primary in "
+            "--rdzv-endpoint, or all servers: host1:5432,host2:5432",
+            True,
+            True,
+        )
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for db in idle:
+            db.close()
+
+    def _ask(self, query: str, limit: Limit, **arguments: Any) -> list[tuple[Any, ...]]:
+        with self._connection(limit) as db:
+            return self._execute(db, query, arguments)
+
+    def _look(self, db: Connection, keys: Iterable[str]) -> dict[str, Stored]:
+        return _found(self._execute(db, _READ, {"keys": [key.encode() for key in keys]}))
+
+    def _execute(
+        self, db: Connection, query: str, arguments: Mapping[str, Any]
+    ) -> list[tuple[Any, ...]]:
+        statement = query.format(table=self._table)
+        given = {"run": self._run, **arguments}
+        try:
+            cursor = db.execute(statement, given, binary=True)
+        except UndefinedTable:
+            if not self._create:
+                raise
+            # Also if the server came back without it. Another may be faster.
+            with suppress(DuplicateTable, UniqueViolation):
+                db.execute(_TABLE.format(table=self._table))
+            cursor = db.execute(statement, given, binary=True)
+        except ReadOnlySqlTransaction:
+            # No longer the primary; the next connection looks for it.
+            db.close()
+            raise
+        return cursor.fetchall() if cursor.description else []
+
+    def _listen(self, db: Connection, key: str) -> None:
+        name = hashlib.sha256(self._run + key.encode()).hexdigest()
+        lock = int.from_bytes(bytes.fromhex(name[:16]), signed=True)
+        db.key = None
+        # The lock comes only once those who write without a word are done.
+        db.execute(
+            f"UNLISTEN *; SELECT pg_advisory_unlock_all(); "
+            f"SELECT pg_advisory_lock_shared({lock}); LISTEN rdzv_{name[:32]}"
+        )
+        db.key = key
+
+    @contextmanager
+    def _connection(self, limit: Limit, key: str | None = None) -> Iterator[Connection]:
+        """An idle connection, best one that hears of ``key``, or else a new one."""
+        with self._lock:
+            self._idle.sort(key=lambda it: it.key == key)
+            db = self._idle.pop() if self._idle else None
+        if db is None:
+            db = self._open(limit)
+        db.limit = limit
+        try:
+            yield db
+        finally:
+            with self._lock:
+                keep = not (self._closed or db.closed) and len(self._idle) < _IDLE
+                if keep:
+                    self._idle.append(db)
+            if not keep:
+                db.close()
+
+    def _open(self, limit: Limit) -> Connection:
+        attempts = conninfo_attempts(self._server)
+        # The host that was the primary is the first to be asked.
+        attempts.sort(key=lambda it: (it.get("host"), it.get("port")) != self._host)
+        failures: list[str] = []
+        for number, attempt in enumerate(attempts):
+            share = limit.seconds / (len(attempts) - number)
+            try:
+                db = Connection.open(make_conninfo(**attempt), _sooner(limit, share))
+                # What we no longer wait for must end too.
+                db.execute(f"SET statement_timeout = {max(1, int(self.timeout * 1000))}")
+            except (psycopg.OperationalError, TimeoutError) as error:
+                failures.append(str(error))
+            else:
+                self._host = attempt.get("host"), attempt.get("port")
+                return db
+        raise psycopg.OperationalError("; ".join(failures))
+
+
+def _await(fd: int, want: Wait, limit: Limit) -> Ready:
+    """What of ``want`` can be done; raises TimeoutError and `WokenError`."""
+    poll = select.poll()
+    reads, writes = bool(want & Wait.R), bool(want & Wait.W)
+    poll.register(fd, select.POLLIN * reads | select.POLLOUT * writes)
+    if limit.wake is not None:
+        poll.register(limit.wake.fd, select.POLLIN)
+    events = dict(poll.poll(math.ceil(limit.seconds * 1000)))
+    if limit.wake is not None and limit.wake.fd in events:
+        raise WokenError
+    if not events:
+        raise TimeoutError("no answer in time")
+    # An error is both: libpq then finds it.
+    can_read = reads and events[fd] & ~select.POLLOUT
+    can_write = writes and events[fd] & ~select.POLLIN
+    return Ready((Ready.R if can_read else 0) | (Ready.W if can_write else 0))
+
+
+def _sooner(limit: Limit, seconds: float) -> Limit:
+    """The limit, or one in ``seconds`` if that is sooner."""
+    return Limit(min(limit.deadline, time.monotonic() + seconds), limit.wake)
+
+
+def _found(rows: Iterable[tuple[Any, ...]]) -> dict[str, Stored]:
+    return {key.decode(): Stored.parse(data) for key, data in rows}
+
+
+def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str, Any]:
+    """What libpq needs to connect."""
+    given: dict[str, Any] = {}
+    text = endpoint.strip()
+    if text or not {"PGHOST", "PGHOSTADDR", "PGSERVICE"} & os.environ.keys():
+        text = text or "localhost"
+        # Not of "postgresql:///", whose host is a parameter or libpq's choice.
+        if not text.partition("://")[2].startswith("/"):
+            parse_endpoint(text, default_port=5432, schemes=("postgresql", "postgres"))
+        try:
+            given = dict(conninfo_to_dict(text if "://" in text else f"postgresql://{text}"))
+        except psycopg.ProgrammingError:
+            # What libpq says of it may show the password.
+            raise ValueError(
+                "libpq does not take the endpoint: postgresql://user@host:port,host:port/database"
+                "?name=value, percent-encoded, with parameters that libpq knows"
+            ) from None
+    # libpq takes a file of the system's authorities only by this name.
+    if options.tls:
+        tls_context(options)
+        own = {"sslmode": "verify-full", "sslrootcert": options.ca_file or "system"}
+        own |= {"sslcert": options.cert_file, "sslkey": options.key_file}
+    else:
+        own = {}
+    own |= {
+        "user": options.user,
+        "password": options.secret(),
+        "dbname": options.database,
+        "target_session_attrs": "read-write",
+        # A request to a host that has vanished leaves time for another.
+        "tcp_user_timeout": str(max(1, int(request_timeout * 500))),
+        "application_name": "rdzv-plugins",
+    }
+    return {name: value for name, value in {**own, **given}.items() if value is not None}
