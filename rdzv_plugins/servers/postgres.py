@@ -33,6 +33,7 @@ _SETTINGS = {
     "full_page_writes": "off",
     "logging_collector": "off",
 }
+_INITDB = ["-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync", "--wal-segsize=1"]
 
 
 class Postgres(Kind):
@@ -99,8 +100,7 @@ class Postgres(Kind):
         """A new database cluster, its access rules and, if there is to be one, the user."""
         self._run(
             node,
-            [str(self._binary.parent / "initdb"), "-D", str(data), "-U", "postgres"]
-            + ["-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync", "--wal-segsize=1"],
+            [str(self._binary.parent / "initdb"), "-D", str(data), "-U", "postgres", *_INITDB],
         )
         kind = "hostssl" if self.security.tls else "host"
         how = "scram-sha-256" if self.security.password else "trust"

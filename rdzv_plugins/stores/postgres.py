@@ -203,9 +203,7 @@ class Client(StoreClient):
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
-        super().__init__(
-            f"postgres at {redact(endpoint) or 'the default host'}", request_timeout
-        )
+        super().__init__(f"postgres at {redact(endpoint) or 'the default host'}", request_timeout)
         self._run = namespace.encode()
         parts = options.table.split(".")
         if len(parts) > 2 or not all(re.fullmatch(r"[^\W\d][\w$]{0,62}", part) for part in parts):
@@ -280,8 +278,8 @@ class Client(StoreClient):
             return Problem(f"wants an encrypted connection ({said}); set tls=true and ca_file")
         if _NOT_ADMITTED.search(said):
             return Problem(
-                f"does not let us in ({said}); its pg_hba.conf must have a line for this host, user "
-                "and database, and the user CONNECT on the database"
+                f"does not let us in ({said}); its pg_hba.conf must have a line for this host, "
+                "user and database, and the user CONNECT on the database"
             )
         if _TLS.search(said):
             return Problem(
@@ -466,12 +464,11 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
                 "?name=value, percent-encoded, with parameters that libpq knows"
             ) from None
     # libpq takes a file of the system's authorities only by this name.
+    own: dict[str, Any] = {}
     if options.tls:
         tls_context(options)
-        own = {"sslmode": "verify-full", "sslrootcert": options.ca_file or "system"}
+        own |= {"sslmode": "verify-full", "sslrootcert": options.ca_file or "system"}
         own |= {"sslcert": options.cert_file, "sslkey": options.key_file}
-    else:
-        own = {}
     own |= {
         "user": options.user,
         "password": options.secret(),

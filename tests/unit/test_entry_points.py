@@ -9,8 +9,22 @@ import pytest
 
 from rdzv_plugins.stores import STORES
 
-NEED_A_PACKAGE = {"redis": "redis", "zookeeper": "kazoo", "dynamodb": "boto3"}
-CLIENT_LIBRARIES = ["redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "requests"]
+NEED_A_PACKAGE = {
+    "redis": "redis",
+    "zookeeper": "kazoo",
+    "dynamodb": "boto3",
+    "postgres": "psycopg",
+}
+CLIENT_LIBRARIES = [
+    "redis",
+    "kazoo",
+    "boto3",
+    "botocore",
+    "consul",
+    "etcd3gw",
+    "requests",
+    "psycopg",
+]
 
 
 def run(program: str) -> str:
