@@ -94,19 +94,72 @@ _EXPIRE = """WITH swept AS (DELETE FROM {table} AS r USING {table} AS e
  (%(run)b, '', '', clock_timestamp() + make_interval(secs => %(seconds)s))
  ON CONFLICT (run, key) DO UPDATE SET time = excluded.time"""
 
-# What servers and libpq say of a connection that they refuse; they give no code with it.
-_CREDENTIALS = re.compile(
-    r"authentication failed|no password supplied|role .* (does not exist|is not permitted)"
-)
-_NO_DATABASE = re.compile(r"database .* (does not exist|is not currently accepting)")
-_NOT_ADMITTED = re.compile(r"pg_hba\.conf|permission denied for database")
-_UNENCRYPTED = re.compile(r"no encryption|SSL off")
-_TLS = re.compile(
-    r"SSL error|certificate|private key|does not support SSL|sslmode value|server does not support"
-)
-_NO_PRIMARY = re.compile(r"read-only|hot standby mode")
-_FULL = re.compile(r"too many (clients|connections)|remaining connection slots")
-_NOT_READY = re.compile(r"starting up|shutting down|recovery mode|not (yet )?accepting connections")
+# What errors mean: of their code and text, the first that matches; whether to try again. A connection
+# that is refused comes without a code.
+_PROBLEMS = [
+    (
+        r"authentication failed|no password supplied|role .* (does not exist|is not permitted)",
+        "refused the credentials ({said}); set the user in the endpoint and the password in "
+        "$RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass",
+        False,
+    ),
+    (
+        r"database .* does not exist|not currently accepting",
+        "has no such database ({said}); name one in the endpoint (postgresql://host/database) or "
+        "with database=, or create it",
+        False,
+    ),
+    (
+        r"no encryption|SSL off",
+        "wants an encrypted connection ({said}); set tls=true and ca_file",
+        False,
+    ),
+    (
+        r"pg_hba\.conf|permission denied for database",
+        "does not let us in ({said}); its pg_hba.conf needs a line for this host, user and "
+        "database, and the user CONNECT on the database",
+        False,
+    ),
+    (
+        # A server that dies ends TLS without a word.
+        r"SSL error: (?!unexpected eof)|certificate|private key|does not support SSL",
+        "failed the TLS handshake ({said}); check that ca_file signed the server's certificate, "
+        "that it names the endpoint's host, cert_file and key_file if the server asks for them, "
+        "and that the server has TLS switched on",
+        False,
+    ),
+    (
+        r"^53300|too many (clients|connections)|remaining connection slots",
+        "had no connection left for {timeout:g} s ({said}); a node takes two: raise "
+        "max_connections, or the limit of the user or database",
+        True,
+    ),
+    (
+        r"^25006|session is read-only|hot standby mode",
+        "took no writes for {timeout:g} s ({said}); name the primary, or all servers: "
+        "host1:5432,host2:5432",
+        True,
+    ),
+    (
+        r"starting up|shutting down|recovery mode|not (yet )?accepting connections",
+        "was not ready for {timeout:g} s ({said})",
+        True,
+    ),
+    (r"^(40|55P03|57014)", "was too busy for {timeout:g} s ({said})", True),
+    (r"^(53|58)", "lacks resources ({said}); its log says more", True),
+    (r"^42P01", "has no table {table}; set create_table=true, or run: {statement}", False),
+    (
+        r"^42501",
+        "denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the table "
+        "{table}, USAGE on its schema and, to create the table, CREATE on the schema",
+        False,
+    ),
+    (
+        r"^(42703|42804|42P10|42883)",
+        "has another kind of table {table} ({said}); name one of our own with table=",
+        False,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +207,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         try:
             while (status := pgconn.connect_poll()) != pq.PollingStatus.OK:
                 if status == pq.PollingStatus.FAILED:
-                    raise psycopg.OperationalError(pgconn.error_message.decode(errors="replace"))
+                    raise psycopg.OperationalError(pgconn.error_message.decode("utf-8", "replace"))
                 reading = status == pq.PollingStatus.READING
                 _await(pgconn.socket, Wait.R if reading else Wait.W, limit)
         except BaseException:
@@ -261,81 +314,20 @@ class Client(StoreClient):
     def _problem(self, error: Exception) -> Problem | None:
         if not isinstance(error, psycopg.Error):
             return self._unreachable(error) if isinstance(error, OSError) else None
-        said = " ".join(str(error).split())
-        if error.sqlstate is not None:
-            return self._refused(error.sqlstate, said)
-        if _CREDENTIALS.search(said):
-            return Problem(
-                f"refused the credentials ({said}); set the user in the endpoint and the password "
-                "in $RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass"
-            )
-        if _NO_DATABASE.search(said):
-            return Problem(
-                f"has no such database ({said}); name one that exists in the endpoint "
-                "(postgresql://host/database) or with database=, or create it"
-            )
-        if _UNENCRYPTED.search(said):
-            return Problem(f"wants an encrypted connection ({said}); set tls=true and ca_file")
-        if _NOT_ADMITTED.search(said):
-            return Problem(
-                f"does not let us in ({said}); its pg_hba.conf must have a line for this host, "
-                "user and database, and the user CONNECT on the database"
-            )
-        if _TLS.search(said):
-            return Problem(
-                f"failed the TLS handshake ({said}); check that ca_file signed the server's "
-                "certificate, that it names the endpoint's host, cert_file and key_file if the "
-                "server asks for them, and that the server has TLS switched on"
-            )
-        if _FULL.search(said):
-            return self._full(said)
-        if _NO_PRIMARY.search(said):
-            return self._no_primary(said)
-        if _NOT_READY.search(said):
-            return Problem(f"was not ready within {self.timeout:g} s ({said})", True, True)
+        said = _said(error)
+        for pattern, text, retryable in _PROBLEMS:
+            if re.search(pattern, f"{error.sqlstate or ''} {said}"):
+                table = self._table.replace('"', "")
+                text = text.format(
+                    said=said,
+                    timeout=self.timeout,
+                    table=table,
+                    statement=_TABLE.format(table=table),
+                )
+                return Problem(text, retryable=retryable, undone=True)
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
-            return self._unreachable(error)
+            return self._unreachable(psycopg.OperationalError(said))
         return Problem(f"refused a request: {said}", state=True)
-
-    def _refused(self, code: str, said: str) -> Problem:
-        """What an error means that the server gave a code."""
-        table = self._table.replace('"', "")
-        if code == "42P01":
-            statement = _TABLE.format(table=table)
-            return Problem(f"has no table {table}; set create_table=true, or run: {statement}")
-        if code == "42501":
-            return Problem(
-                f"denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the "
-                f"table {table} and USAGE on its schema, or to create it CREATE on the schema"
-            )
-        if code in ("42703", "42804", "42P10", "42883"):
-            return Problem(f"has a table {table} of another kind ({said}); set table=<another>")
-        if code == "53300":
-            return self._full(said)
-        if code == "25006":
-            return self._no_primary(said)
-        if code.startswith("40") or code in ("55P03", "57014"):
-            return Problem(f"was too busy for {self.timeout:g} s ({said})", True, True)
-        if code.startswith(("08", "57P")):
-            # 57P01: told to end, perhaps after it had written.
-            return self._unreachable(psycopg.OperationalError(said), undone=code == "57P03")
-        return Problem(f"refused a request: {said}", state=True)
-
-    def _full(self, said: str) -> Problem:
-        return Problem(
-            f"had no connection left for {self.timeout:g} s ({said}); a node takes two: raise "
-            "max_connections, or the limit of the user or database",
-            True,
-            True,
-        )
-
-    def _no_primary(self, said: str) -> Problem:
-        return Problem(
-            f"took no writes for {self.timeout:g} s ({said}); name the primary in "
-            "--rdzv-endpoint, or all servers: host1:5432,host2:5432",
-            True,
-            True,
-        )
 
     def _disconnect(self) -> None:
         with self._lock:
@@ -383,9 +375,10 @@ class Client(StoreClient):
 
     @contextmanager
     def _connection(self, limit: Limit, key: str | None = None) -> Iterator[Connection]:
-        """An idle connection, best one that hears of ``key``, or else a new one."""
+        """An idle connection, of several one that hears of ``key``, or a new one."""
         with self._lock:
-            self._idle.sort(key=lambda it: it.key == key)
+            # What a waiter has left hears of its key until another takes it.
+            self._idle.sort(key=lambda it: (it.key == key, (it.key is None) == (key is None)))
             db = self._idle.pop() if self._idle else None
         if db is None:
             db = self._open(limit)
@@ -401,18 +394,18 @@ class Client(StoreClient):
                 db.close()
 
     def _open(self, limit: Limit) -> Connection:
-        attempts = conninfo_attempts(self._server)
+        attempts: list[Any] = conninfo_attempts(self._server)
         # The host that was the primary is the first to be asked.
         attempts.sort(key=lambda it: (it.get("host"), it.get("port")) != self._host)
         failures: list[str] = []
         for number, attempt in enumerate(attempts):
             share = limit.seconds / (len(attempts) - number)
             try:
-                db = Connection.open(make_conninfo(**attempt), _sooner(limit, share))
+                db = Connection.open(make_conninfo("", **attempt), _sooner(limit, share))
                 # What we no longer wait for must end too.
                 db.execute(f"SET statement_timeout = {max(1, int(self.timeout * 1000))}")
             except (psycopg.OperationalError, TimeoutError) as error:
-                failures.append(str(error))
+                failures.append(_said(error))
             else:
                 self._host = attempt.get("host"), attempt.get("port")
                 return db
@@ -440,6 +433,12 @@ def _await(fd: int, want: Wait, limit: Limit) -> Ready:
 def _sooner(limit: Limit, seconds: float) -> Limit:
     """The limit, or one in ``seconds`` if that is sooner."""
     return Limit(min(limit.deadline, time.monotonic() + seconds), limit.wake)
+
+
+def _said(error: Exception) -> str:
+    """The error in one line, without libpq's questions whether the server runs."""
+    lines = str(error).splitlines()
+    return " ".join(line for line in lines if line and not line.startswith("\t"))
 
 
 def _found(rows: Iterable[tuple[Any, ...]]) -> dict[str, Stored]:
