@@ -51,11 +51,12 @@ class Postgres(Kind):
         # Debian has the binaries of each version in a folder of its own, off the PATH.
         folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_version, reverse=True)
         binary = find_file("postgres", ["postgres"], folders)
-        if binary is None or not (binary.parent / "initdb").is_file():
+        if binary is None:
             raise NotInstalledError(
                 "PostgreSQL's server is not installed: apt-get install postgresql"
             )
-        self._binary = binary
+        # Behind a link the others of its folder are not.
+        self._binary = binary.resolve()
         self._account: pwd.struct_passwd | None = None
         if os.geteuid() == 0:
             try:
@@ -106,7 +107,7 @@ class Postgres(Kind):
         how = "scram-sha-256" if self.security.password else "trust"
         if self.security.client_cert_file:
             how += " clientcert=verify-ca"
-        (data / "pg_hba.conf").write_text(f"{kind} all all {HOST}/32 {how}\n")
+        (data / "pg_hba.conf").write_text(f"{kind} all,replication all {HOST}/32 {how}\n")
         files = {"server.pem": self.security.cert_file, "server.key": self.security.key_file}
         for name, file in {**files, "ca.pem": self.security.ca_file}.items():
             if file is not None:

@@ -94,8 +94,8 @@ _EXPIRE = """WITH swept AS (DELETE FROM {table} AS r USING {table} AS e
  (%(run)b, '', '', clock_timestamp() + make_interval(secs => %(seconds)s))
  ON CONFLICT (run, key) DO UPDATE SET time = excluded.time"""
 
-# What errors mean: of their code and text, the first that matches; whether to try again. A connection
-# that is refused comes without a code.
+# What errors mean: the first that matches their code and text, and whether to try again. Those of a
+# connection that is refused have no code.
 _PROBLEMS = [
     (
         r"authentication failed|no password supplied|role .* (does not exist|is not permitted)",
@@ -185,6 +185,10 @@ class Options(ServerOptions):
     database: str | None = option(None)
     table: str = option("rdzv")
     create_table: bool = option(False)
+
+
+class UnconnectedError(psycopg.OperationalError):
+    """No host took a connection: nothing was asked."""
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):
@@ -326,7 +330,8 @@ class Client(StoreClient):
                 )
                 return Problem(text, retryable=retryable, undone=True)
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
-            return self._unreachable(psycopg.OperationalError(said))
+            unsent = isinstance(error, UnconnectedError)
+            return self._unreachable(psycopg.OperationalError(said), undone=unsent)
         return Problem(f"refused a request: {said}", state=True)
 
     def _disconnect(self) -> None:
@@ -409,7 +414,7 @@ class Client(StoreClient):
             else:
                 self._host = attempt.get("host"), attempt.get("port")
                 return db
-        raise psycopg.OperationalError("; ".join(failures))
+        raise UnconnectedError("; ".join(failures))
 
 
 def _await(fd: int, want: Wait, limit: Limit) -> Ready:
