@@ -34,12 +34,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_attempts, conninfo_to_dict, make_conninfo
-from psycopg.errors import DuplicateTable, ReadOnlySqlTransaction, UndefinedTable, UniqueViolation
+from psycopg.errors import (
+    DuplicateObject,
+    DuplicateTable,
+    ReadOnlySqlTransaction,
+    UndefinedTable,
+    UniqueViolation,
+)
 from psycopg.waiting import Ready, Wait
 
 from rdzv_plugins.config import ServerOptions, option, parse_endpoint, redact
@@ -48,8 +54,6 @@ from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Store
 from rdzv_plugins.stores._tls import tls_context
 
 __all__ = ["Client", "Options"]
-
-T = TypeVar("T")
 
 _LARGEST_VALUE = 64 << 20
 
@@ -205,8 +209,9 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     notified = False
 
     @classmethod
-    def open(cls, conninfo: str, limit: Limit) -> Connection:
-        """Connect to one host; psycopg's own cannot be woken."""
+    def open(cls, conninfo: str, limit: Limit, seconds: float) -> Connection:
+        """Connect to one host (psycopg's own cannot be woken); the server ends a statement after
+        ``seconds``: what we no longer wait for must not be done later."""
         pgconn = pq.PGconn.connect_start(conninfo.encode())
         try:
             while (status := pgconn.connect_poll()) != pq.PollingStatus.OK:
@@ -214,14 +219,15 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
                     raise psycopg.OperationalError(pgconn.error_message.decode("utf-8", "replace"))
                 reading = status == pq.PollingStatus.READING
                 _await(pgconn.socket, Wait.R if reading else Wait.W, limit)
+            pgconn.nonblocking = 1
+            db = cls(pgconn)
+            db.limit = limit
+            db.autocommit = True
+            db.add_notify_handler(db.hear)
+            db.execute(f"SET statement_timeout = {max(1, int(seconds * 1000))}")
         except BaseException:
             pgconn.finish()
             raise
-        pgconn.nonblocking = 1
-        db = cls(pgconn)
-        db.limit = limit
-        db.autocommit = True
-        db.add_notify_handler(db.hear)
         return db
 
     def hear(self, _: psycopg.Notify) -> None:
@@ -234,10 +240,6 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
                 want = gen.send(_await(self.pgconn.socket, want, self.limit))
         except StopIteration as end:
             return end.value
-        except (TimeoutError, WokenError):
-            # The answer may still come.
-            self.close()
-            raise
 
     def await_change(self, limit: Limit) -> None:
         """Wait until it hears of ``key``; raises TimeoutError and `WokenError`."""
@@ -274,8 +276,7 @@ class Client(StoreClient):
         self._connect(lambda limit: self._read([], limit))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
-        with self._connection(limit) as db:
-            return self._look(db, keys)
+        return _found(self._ask(_READ, limit, keys=_names(keys)))
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         return _found(self._ask(_SCAN, limit, prefix=prefix.encode()))
@@ -289,27 +290,22 @@ class Client(StoreClient):
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         # In order, or two that write the same keys could lock each other out.
         keys = sorted(values)
-        names = [key.encode() for key in keys]
-        self._ask(_PUT, limit, keys=names, values=[values[key] for key in keys])
+        self._ask(_PUT, limit, keys=_names(keys), values=[values[key] for key in keys])
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
-        self._ask(_DELETE, limit, keys=[key.encode() for key in keys])
+        self._ask(_DELETE, limit, keys=_names(keys))
 
     def _expire(self, seconds: float, limit: Limit) -> None:
-        if seconds <= 0:
-            self._ask(_END, limit)
-        else:
-            self._ask(_EXPIRE, limit, seconds=float(seconds))
+        self._ask(_EXPIRE if seconds > 0 else _END, limit, seconds=float(seconds))
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
         known = seen.version if seen is not None else None
-        request = _sooner(limit, self.timeout)
-        with self._connection(request, key) as db:
+        with self._connection(_sooner(limit, self.timeout), key) as db:
             if db.key != key:
                 self._listen(db, key)
             while True:
                 db.notified = False
-                stored = self._look(db, [key]).get(key)
+                stored = _found(self._execute(db, _READ, keys=_names([key]))).get(key)
                 if (stored.version if stored is not None else None) != known:
                     return stored
                 db.await_change(_sooner(limit, _LONGEST_PARK))
@@ -342,14 +338,9 @@ class Client(StoreClient):
 
     def _ask(self, query: str, limit: Limit, **arguments: Any) -> list[tuple[Any, ...]]:
         with self._connection(limit) as db:
-            return self._execute(db, query, arguments)
+            return self._execute(db, query, **arguments)
 
-    def _look(self, db: Connection, keys: Iterable[str]) -> dict[str, Stored]:
-        return _found(self._execute(db, _READ, {"keys": [key.encode() for key in keys]}))
-
-    def _execute(
-        self, db: Connection, query: str, arguments: Mapping[str, Any]
-    ) -> list[tuple[Any, ...]]:
+    def _execute(self, db: Connection, query: str, **arguments: Any) -> list[tuple[Any, ...]]:
         statement = query.format(table=self._table)
         given = {"run": self._run, **arguments}
         try:
@@ -358,7 +349,7 @@ class Client(StoreClient):
             if not self._create:
                 raise
             # Also if the server came back without it. Another may be faster.
-            with suppress(DuplicateTable, UniqueViolation):
+            with suppress(DuplicateTable, DuplicateObject, UniqueViolation):
                 db.execute(_TABLE.format(table=self._table))
             cursor = db.execute(statement, given, binary=True)
         except ReadOnlySqlTransaction:
@@ -391,8 +382,10 @@ class Client(StoreClient):
         try:
             yield db
         finally:
+            # Active: what broke the request off was not its answer.
+            idle = db.pgconn.transaction_status == pq.TransactionStatus.IDLE
             with self._lock:
-                keep = not (self._closed or db.closed) and len(self._idle) < _IDLE
+                keep = idle and not self._closed and len(self._idle) < _IDLE
                 if keep:
                     self._idle.append(db)
             if not keep:
@@ -406,9 +399,8 @@ class Client(StoreClient):
         for number, attempt in enumerate(attempts):
             share = limit.seconds / (len(attempts) - number)
             try:
-                db = Connection.open(make_conninfo("", **attempt), _sooner(limit, share))
-                # What we no longer wait for must end too.
-                db.execute(f"SET statement_timeout = {max(1, int(self.timeout * 1000))}")
+                conninfo = make_conninfo("", **attempt)
+                db = Connection.open(conninfo, _sooner(limit, share), self.timeout)
             except (psycopg.OperationalError, TimeoutError) as error:
                 failures.append(_said(error))
             else:
@@ -446,6 +438,10 @@ def _said(error: Exception) -> str:
     return " ".join(line for line in lines if line and not line.startswith("\t"))
 
 
+def _names(keys: Iterable[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
 def _found(rows: Iterable[tuple[Any, ...]]) -> dict[str, Stored]:
     return {key.decode(): Stored.parse(data) for key, data in rows}
 
@@ -467,13 +463,13 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
                 "libpq does not take the endpoint: postgresql://user@host:port,host:port/database"
                 "?name=value, percent-encoded, with parameters that libpq knows"
             ) from None
-    # libpq takes a file of the system's authorities only by this name.
-    own: dict[str, Any] = {}
-    if options.tls:
+    if options.tls or options.ca_file or options.cert_file or options.key_file:
+        # It names the option of a file that is of no use; libpq does not.
         tls_context(options)
-        own |= {"sslmode": "verify-full", "sslrootcert": options.ca_file or "system"}
-        own |= {"sslcert": options.cert_file, "sslkey": options.key_file}
-    own |= {
+    own: dict[str, Any] = {
+        "sslrootcert": options.ca_file,
+        "sslcert": options.cert_file,
+        "sslkey": options.key_file,
         "user": options.user,
         "password": options.secret(),
         "dbname": options.database,
@@ -482,4 +478,6 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
         "tcp_user_timeout": str(max(1, int(request_timeout * 500))),
         "application_name": "rdzv-plugins",
     }
+    if options.tls and "sslmode" not in given:
+        own |= {"sslmode": "verify-full", "sslrootcert": options.ca_file or "system"}
     return {name: value for name, value in {**own, **given}.items() if value is not None}
