@@ -1,23 +1,27 @@
 """PostgreSQL 12 and later.
 
-One table holds every run, a row a key: ``run``, ``key``, ``data`` and ``time``, when it was
-written, on the server's clock. The row of a run whose key is empty holds the time at which the run
-expires: from then on what was written up to it reads as absent, and `Client.expire`, of whatever
-run, deletes it. A write is one statement and guarded by the eight random bytes with which each
-value begins.
+One table holds every run, a row for each key with the time, on the server's clock, at which it was
+written::
 
-A waiter listens on a channel of its key. ``NOTIFY`` wakes every listening session of a database,
-and commits that notify are made one after the other; so only writes to a key that somebody waits
-for do: a waiter holds a shared advisory lock of the key's hash, and a writer that cannot have the
-exclusive one notifies.
+    CREATE TABLE rdzv (run bytea, key bytea, data bytea NOT NULL, time timestamptz NOT NULL,
+                       PRIMARY KEY (run, key))
+
+`Client.expire` writes a row with an empty key, whose time is the end of the run. From then on the
+rows that were written up to that end read as absent; the next `Client.expire`, of any run, deletes
+them. Each write is one statement, guarded by the eight random bytes with which a value begins.
+
+A waiter listens on a channel of its key. ``NOTIFY`` wakes every listening session of the database,
+and transactions that notify commit one after the other; so a write notifies only if somebody waits
+for its key. A waiter holds a shared advisory lock of the key's hash, and a writer that cannot have
+the exclusive one notifies.
 
 Limits: linearizable on one primary. Of several hosts the first that takes writes is used
 (``target_session_attrs=read-write``); replication is asynchronous unless
 ``synchronous_standby_names`` says otherwise, so a promoted standby may lack the last writes, which
 the round protocol survives as it survives a restart with an empty memory. Values up to 64 MiB, so
-the number of nodes is not limited by size, but it is by connections: a node holds two, which are
-two processes of the server (``max_connections``, 100 by default). PgBouncer can stand between in
-session mode only. `Client.put_many` is atomic up to 100 keys and 1 MiB.
+the number of nodes is not limited by size, but by connections: a node holds two, each a process of
+the server, which takes 100 by default (``max_connections``). PgBouncer in between must be in
+session mode. `Client.put_many` is atomic up to 100 keys and 1 MiB.
 The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
 DELETE`` on the table, and with create_table=true, where there is none, ``CREATE`` on the schema.
 """
