@@ -52,7 +52,7 @@ docs: .venv/installed ## Generate docs/options.md and docs/stores.md from the do
 lock: ## Renew requirements.lock from pyproject.toml
 	@scripts/lock "$(PYTHON)"
 
-servers: ## Install the five servers of the integration tests (Debian, without Docker)
+servers: ## Install the servers of the integration tests (Debian, without Docker)
 	@echo "==> installing the servers that the tests run against"
 	@scripts/install-servers
 

@@ -19,7 +19,7 @@ from benchmarks import rendezvous, requests
 from benchmarks.floors import FLOORS
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-STORES = ("redis", "valkey", "zookeeper", "consul", "etcd-v3", "dynamodb")
+STORES = ("redis", "valkey", "zookeeper", "consul", "etcd-v3", "dynamodb", "postgres")
 # So many handlers are tried only where they do not take one machine minutes.
 LARGE = 1024
 

@@ -22,6 +22,7 @@ from types import TracebackType
 from rdzv_plugins.servers.consul import Consul
 from rdzv_plugins.servers.dynamodb import DynamoDB
 from rdzv_plugins.servers.etcd import Etcd
+from rdzv_plugins.servers.postgres import Postgres
 from rdzv_plugins.servers.process import (
     Kind,
     Node,
@@ -37,7 +38,7 @@ from rdzv_plugins.servers.zookeeper import ZooKeeper
 __all__ = ["KINDS", "LocalServer", "Node", "NotInstalledError", "Security", "ServerError", "start"]
 
 KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd)
+    kind.name: kind for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd, Postgres)
 }
 
 
@@ -72,9 +73,9 @@ class LocalServer:
         return leaders[0]
 
     def close(self) -> None:
-        """Kill what runs and delete the data; idempotent."""
+        """End what runs and delete the data; idempotent."""
         for node in self.nodes:
-            node.kill()
+            node.end()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> LocalServer:

@@ -104,6 +104,10 @@ class Kind(ABC):
     ports_per_node: ClassVar[int] = 1
     largest: ClassVar[int] = 1
     """The most servers that one ensemble may have."""
+    stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
+    """Ends the server in its own way, though clients are connected."""
+    end_signal: ClassVar[signal.Signals] = signal.SIGKILL
+    """Ends it at once, its data of no more use."""
     in_memory: ClassVar[bool] = False
     """Keep the data in a file system in memory where there is one: what the disk costs this server
     says nothing about the real one."""
@@ -201,7 +205,10 @@ class Node:
             )
         # Sees the end of our process, however it comes, by the end of the pipe. PR_SET_PDEATHSIG
         # would fire at the end of the thread that started the server.
-        script = 'read -r _ || { kill -9 "$1"; sleep 0.2; rm -rf "$2"; }'
+        script = """read -r _ || {
+            children=$(cat "/proc/$1/task/$1/children" 2>/dev/null)
+            kill -9 "$1" $children; sleep 0.2; rm -rf "$2"
+        }"""
         self._watchdog = subprocess.Popen(
             [
                 "/bin/sh",
@@ -237,7 +244,7 @@ class Node:
         if self._process is None:
             return
         self.resume()
-        self._process.terminate()
+        self._process.send_signal(self._kind.stop_signal)
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired as error:
@@ -249,9 +256,23 @@ class Node:
         """SIGKILL; nothing if it is stopped."""
         if self._process is None:
             return
+        children = self._children()
         self._process.kill()
         self._process.wait()
+        for pid in children:
+            _signal(pid, signal.SIGKILL)
+        # While one lives, PostgreSQL does not start again.
+        wait_until(lambda: not any(map(_alive, children)), 5)
         self._reap()
+
+    def end(self) -> None:
+        """End the server at once, in the way that leaves nothing; nothing if it is stopped."""
+        if self._process is not None and self._kind.end_signal != signal.SIGKILL:
+            self.resume()
+            self._process.send_signal(self._kind.end_signal)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+        self.kill()
 
     def pause(self) -> None:
         """SIGSTOP: connections stay open and nobody answers."""
@@ -261,13 +282,25 @@ class Node:
         stopped = os.WSTOPPED | os.WNOHANG
         if not wait_until(lambda: os.waitid(os.P_PID, pid, stopped) is not None, 5):
             raise ServerError(f"{self} did not stand still within 5 s of SIGSTOP")
+        for child in self._children():
+            _signal(child, signal.SIGSTOP)
 
     def resume(self) -> None:
         """SIGCONT."""
+        for child in self._children():
+            _signal(child, signal.SIGCONT)
         os.kill(self.pid, signal.SIGCONT)
 
     def __str__(self) -> str:
         return f"{self._kind.name} {self.index + 1} on {HOST}:{self.port}"
+
+    def _children(self) -> list[int]:
+        """The server's own processes, where a connection has one each."""
+        try:
+            file = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+            return [int(pid) for pid in file.read_text().split()]
+        except OSError:
+            return []
 
     def _answers(self, question: Callable[[Node], bool]) -> bool:
         try:
@@ -285,6 +318,19 @@ class Node:
     def _log_tail(self) -> str:
         lines = (self.directory / "log").read_text(errors="replace").splitlines()
         return "\n".join(lines[-15:])
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and not yet reaped does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> bool:

@@ -23,6 +23,7 @@ STORES = {
     "dynamodb": "rdzv_plugins.stores.dynamodb:Client",
     "consul": "rdzv_plugins.stores.consul:Client",
     "etcd-v3": "rdzv_plugins.stores.etcd:Client",
+    "postgres": "rdzv_plugins.stores.postgres:Client",
 }
 """The stores of this package, by ``--rdzv-backend``."""
 

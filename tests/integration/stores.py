@@ -25,7 +25,7 @@ from rdzv_plugins.testing.harness import until
 
 __all__ = ["KINDS", "Kind", "RunningStore", "absent", "every_store", "running", "started"]
 
-SCHEMES = ("redis", "rediss", "valkey", "valkeys", "http", "https")
+SCHEMES = ("redis", "rediss", "valkey", "valkeys", "http", "https", "postgresql")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,17 @@ KINDS = [
         image="quay.io/coreos/etcd:v3.5.18",
         command="etcd --listen-client-urls http://0.0.0.0:2379 "
         "--advertise-client-urls http://0.0.0.0:2379",
+    ),
+    Kind(
+        name="postgres",
+        backend="postgres",
+        server="postgres",
+        port=5432,
+        image="postgres:17.4",
+        command="postgres -c max_connections=600",
+        environment={"POSTGRES_HOST_AUTH_METHOD": "trust"},
+        endpoint="postgresql://postgres@{host}:{port}/postgres",
+        config={"create_table": "true"},
     ),
 ]
 

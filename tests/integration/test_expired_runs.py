@@ -6,6 +6,7 @@ import json
 import secrets
 from http.client import HTTPConnection
 
+import psycopg
 import pytest
 from kazoo.client import KazooClient
 
@@ -34,7 +35,14 @@ def runs_of_consul(address: tuple[str, int], prefix: str) -> set[str]:
     return {run[2].rstrip("!") if run[1] == "!expire" else run[1] for run in parts}
 
 
-RUNS = {"zookeeper": runs_of_zookeeper, "consul": runs_of_consul}
+def runs_of_postgres(address: tuple[str, int], prefix: str) -> set[str]:
+    host, port = address
+    with psycopg.connect(host=host, port=port, user="postgres", dbname="postgres") as connection:
+        runs = connection.execute("SELECT DISTINCT convert_from(run, 'UTF8') FROM rdzv").fetchall()
+    return {run.removeprefix(f"{prefix}/") for (run,) in runs if run.startswith(f"{prefix}/")}
+
+
+RUNS = {"zookeeper": runs_of_zookeeper, "consul": runs_of_consul, "postgres": runs_of_postgres}
 
 
 @pytest.mark.parametrize(

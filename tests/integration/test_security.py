@@ -28,7 +28,7 @@ PROMPT = 2.5
 
 Patch = pytest.MonkeyPatch
 
-GUARDED = [kind for kind in KINDS if kind.name in ("redis", "zookeeper", "consul", "etcd-v3")]
+GUARDED = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb")]
 
 every_kind = pytest.mark.parametrize("kind", GUARDED, ids=lambda kind: kind.name)
 

@@ -38,7 +38,7 @@ def client(running_store: RunningStore, run_id: str) -> Iterator[KeyValueClient]
     client.close()
 
 
-@only("redis", "valkey", "zookeeper", "dynamodb", "consul", "etcd-v3")
+@only(*(kind.name for kind in KINDS))
 @pytest.mark.parametrize("parked", [True, False], ids=["parked", "asking"])
 def test_paused_server_does_not_hold_up_an_interrupt(
     running_store: RunningStore, run_id: str, parked: bool, record_property: Measure
@@ -70,7 +70,7 @@ def test_paused_server_does_not_hold_up_an_interrupt(
 
 
 # The stores that add by compare-and-set.
-@only("zookeeper", "consul", "etcd-v3")
+@only("zookeeper", "consul", "etcd-v3", "postgres")
 def test_a_crowd_at_a_counter_is_served(client: KeyValueClient) -> None:
     crowd = 100
     sums = together([partial(client.add, "count", 1) for _ in range(crowd)])

@@ -36,7 +36,7 @@ backends = sys.argv[2:]
 missing = set(backends) - set(registry._registry)
 assert not missing, missing
 assert not records, [record.getMessage() for record in records]
-libraries = {"redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "typer", "rich"}
+libraries = {"redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "psycopg", "typer", "rich"}
 assert not libraries & set(sys.modules), libraries & set(sys.modules)
 ours = {name for name in sys.modules if name.startswith("rdzv_plugins")}
 assert ours == {"rdzv_plugins", "rdzv_plugins.entry_points"}, ours

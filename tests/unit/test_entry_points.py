@@ -9,8 +9,14 @@ import pytest
 
 from rdzv_plugins.stores import STORES
 
-NEED_A_PACKAGE = {"redis": "redis", "zookeeper": "kazoo", "dynamodb": "boto3", "consul": "consul"}
-CLIENT_LIBRARIES = ["redis", "kazoo", "boto3", "botocore", "consul", "etcd3gw", "requests"]
+NEED_A_PACKAGE = {
+    "redis": "redis",
+    "zookeeper": "kazoo",
+    "dynamodb": "boto3",
+    "consul": "consul",
+    "postgres": "psycopg",
+}
+CLIENT_LIBRARIES = ["botocore", "etcd3gw", "requests", *NEED_A_PACKAGE.values()]
 
 
 def run(program: str) -> str:

@@ -1,0 +1,487 @@
+"""PostgreSQL 12 and later.
+
+One table holds every run, a row for each key with the time, on the server's clock, at which it was
+written::
+
+    CREATE TABLE rdzv (run bytea, key bytea, data bytea NOT NULL, time timestamptz NOT NULL,
+                       PRIMARY KEY (run, key))
+
+`Client.expire` writes a row with an empty key, whose time is the end of the run. From then on the
+rows that were written up to that end read as absent; the next `Client.expire`, of any run, deletes
+them. Each write is one statement, guarded by the eight random bytes with which a value begins.
+
+A waiter listens on a channel of its key. ``NOTIFY`` wakes every listening session of the database,
+and transactions that notify commit one after the other; so a write notifies only if somebody waits
+for its key. A waiter holds a shared advisory lock of the key's hash, and a writer that cannot have
+the exclusive one notifies.
+
+Limits: linearizable on one primary. Of several hosts the first that takes writes is used
+(``target_session_attrs=read-write``); replication is asynchronous unless
+``synchronous_standby_names`` says otherwise, so a promoted standby may lack the last writes, which
+the round protocol survives as it survives a restart with an empty memory. Values up to 64 MiB, so
+the number of nodes is not limited by size, but by connections: a node holds two, each a process of
+the server, which takes 100 by default (``max_connections``). PgBouncer in between must be in
+session mode. `Client.put_many` is atomic up to 100 keys and 1 MiB.
+The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
+DELETE`` on the table, and with create_table=true, where there is none, ``CREATE`` on the schema.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import select
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import conninfo_attempts, conninfo_to_dict, make_conninfo
+from psycopg.errors import (
+    DuplicateObject,
+    DuplicateTable,
+    ReadOnlySqlTransaction,
+    UndefinedTable,
+    UniqueViolation,
+)
+from psycopg.waiting import Ready, Wait
+
+from rdzv_plugins.config import ServerOptions, option, parse_endpoint, redact
+from rdzv_plugins.kv import Capabilities
+from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
+from rdzv_plugins.stores._tls import tls_context
+
+__all__ = ["Client", "Options"]
+
+_LARGEST_VALUE = 64 << 20
+
+# Idle connections that a client keeps: one for requests and a waiter's.
+_IDLE = 2
+
+# A waiter looks again after so many seconds: it finds a connection that died without a word.
+_LONGEST_PARK = 10.0
+
+_TABLE = """CREATE TABLE {table} (run bytea, key bytea, data bytea NOT NULL,
+ time timestamptz NOT NULL, PRIMARY KEY (run, key))""".replace("\n", "")
+
+# When the run last expired; what was written up to then is gone.
+_EXPIRED = """coalesce((SELECT e.time FROM {table} AS e WHERE e.run = %(run)b AND e.key = ''
+ AND e.time <= clock_timestamp()), '-infinity')"""
+
+_HASH = "encode(sha256(r.run || r.key), 'hex')"
+_TELL = f"""CASE WHEN pg_try_advisory_xact_lock(('x' || left({_HASH}, 16))::bit(64)::bigint)
+ THEN NULL ELSE pg_notify('rdzv_' || left({_HASH}, 32), '') END"""
+
+_READ = f"""SELECT key, data FROM {{table}} AS r
+ WHERE run = %(run)b AND key = ANY(%(keys)b) AND time > {_EXPIRED}"""
+# No byte of UTF-8 is FF.
+_SCAN = f"""SELECT key, data FROM {{table}} AS r WHERE run = %(run)b AND key <> ''
+ AND key >= %(prefix)b AND key < %(prefix)b || '\\xff'::bytea AND time > {_EXPIRED}"""
+_CREATE = f"""INSERT INTO {{table}} AS r VALUES (%(run)b, %(key)b, %(data)b, clock_timestamp())
+ ON CONFLICT (run, key) DO UPDATE SET data = excluded.data, time = excluded.time
+ WHERE r.time <= {_EXPIRED} RETURNING {_TELL}"""
+_REPLACE = f"""UPDATE {{table}} AS r SET data = %(data)b, time = clock_timestamp()
+ WHERE run = %(run)b AND key = %(key)b AND substring(data FOR {STAMP_BYTES}) = %(seen)b
+ AND time > {_EXPIRED} RETURNING {_TELL}"""
+_PUT = f"""INSERT INTO {{table}} AS r SELECT %(run)b, key, data, clock_timestamp()
+ FROM unnest(%(keys)b::bytea[], %(values)b::bytea[]) AS new (key, data)
+ ON CONFLICT (run, key) DO UPDATE SET data = excluded.data, time = excluded.time
+ RETURNING {_TELL}"""
+_DELETE = "DELETE FROM {table} WHERE run = %(run)b AND key = ANY(%(keys)b)"
+_END = "DELETE FROM {table} WHERE run = %(run)b"
+_EXPIRE = """WITH swept AS (DELETE FROM {table} AS r USING {table} AS e
+ WHERE e.key = '' AND e.time <= clock_timestamp() AND r.run = e.run AND r.time <= e.time
+ AND (r.run <> %(run)b OR r.key <> ''))
+ INSERT INTO {table} VALUES
+ (%(run)b, '', '', clock_timestamp() + make_interval(secs => %(seconds)s))
+ ON CONFLICT (run, key) DO UPDATE SET time = excluded.time"""
+
+# What errors mean: the first that matches their code and text, and whether to try again. Those of a
+# connection that is refused have no code.
+_PROBLEMS = [
+    (
+        r"authentication failed|no password supplied|role .* (does not exist|is not permitted)",
+        "refused the credentials ({said}); set the user in the endpoint and the password in "
+        "$RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass",
+        False,
+    ),
+    (
+        r"database .* does not exist|not currently accepting",
+        "has no such database ({said}); name one in the endpoint (postgresql://host/database) or "
+        "with database=, or create it",
+        False,
+    ),
+    (
+        r"no encryption|SSL off",
+        "wants an encrypted connection ({said}); set tls=true and ca_file",
+        False,
+    ),
+    (
+        r"pg_hba\.conf|permission denied for database",
+        "does not let us in ({said}); its pg_hba.conf needs a line for this host, user and "
+        "database, and the user CONNECT on the database",
+        False,
+    ),
+    (
+        # A server that dies ends TLS without a word.
+        r"SSL error: (?!unexpected eof)|certificate|private key|does not support SSL",
+        "failed the TLS handshake ({said}); check that ca_file signed the server's certificate, "
+        "that it names the endpoint's host, cert_file and key_file if the server asks for them, "
+        "and that the server has TLS switched on",
+        False,
+    ),
+    (
+        r"^53300|too many (clients|connections)|remaining connection slots",
+        "had no connection left for {timeout:g} s ({said}); a node takes two: raise "
+        "max_connections, or the limit of the user or database",
+        True,
+    ),
+    (
+        r"^25006|session is read-only|hot standby mode",
+        "took no writes for {timeout:g} s ({said}); name the primary, or all servers: "
+        "host1:5432,host2:5432",
+        True,
+    ),
+    (
+        r"starting up|shutting down|recovery mode|not (yet )?accepting connections",
+        "was not ready for {timeout:g} s ({said})",
+        True,
+    ),
+    (r"^(40|55P03|57014)", "was too busy for {timeout:g} s ({said})", True),
+    (r"^(53|58)", "lacks resources ({said}); its log says more", True),
+    (r"^42P01", "has no table {table}; set create_table=true, or run: {statement}", False),
+    (
+        r"^42501",
+        "denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the table "
+        "{table}, USAGE on its schema and, to create the table, CREATE on the schema",
+        False,
+    ),
+    (
+        r"^(42703|42804|42P10|42883)",
+        "has another kind of table {table} ({said}); name one of our own with table=",
+        False,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ServerOptions):
+    """Options of the postgres backend, for endpoints ``host:port``, several of them, and
+    ``postgresql://host/database?sslmode=verify-full`` with whatever parameters libpq knows. What
+    neither endpoint nor options say comes from libpq's own places: PGUSER, PGPASSWORD and the
+    like, service files, ~/.pgpass.
+
+    ======================= ======= ===============================================================
+    option                  default meaning
+    ======================= ======= ===============================================================
+    database                none    database; one in the endpoint's path takes precedence; none:
+                                    libpq's choice, which is the one of the user's name
+    table                   rdzv    the table, also as schema.table
+    create_table            false   create the table if there is none
+    ======================= ======= ===============================================================
+
+    With tls=true the certificate and its name are verified (sslmode=verify-full) unless the
+    endpoint names another sslmode; without it libpq encrypts where the server can, unverified.
+    """
+
+    database: str | None = option(None)
+    table: str = option("rdzv")
+    create_table: bool = option(False)
+
+
+class UnconnectedError(psycopg.OperationalError):
+    """No host took a connection: nothing was asked."""
+
+
+class Connection(psycopg.Connection[tuple[Any, ...]]):
+    """A connection whose requests end with ``limit``; psycopg's own wait without end.
+
+    Attributes:
+        limit: of the request that uses it now.
+        key: the one of which it hears.
+        notified: whether it has heard of a change.
+    """
+
+    limit: Limit
+    key: str | None = None
+    notified = False
+
+    @classmethod
+    def open(cls, conninfo: str, limit: Limit, seconds: float) -> Connection:
+        """Connect to one host (psycopg's own cannot be woken); the server ends a statement after
+        ``seconds``: what we no longer wait for must not be done later."""
+        pgconn = pq.PGconn.connect_start(conninfo.encode())
+        try:
+            while (status := pgconn.connect_poll()) != pq.PollingStatus.OK:
+                if status == pq.PollingStatus.FAILED:
+                    raise psycopg.OperationalError(pgconn.error_message.decode("utf-8", "replace"))
+                reading = status == pq.PollingStatus.READING
+                _await(pgconn.socket, Wait.R if reading else Wait.W, limit)
+            pgconn.nonblocking = 1
+            db = cls(pgconn)
+            db.limit = limit
+            db.autocommit = True
+            db.add_notify_handler(db.hear)
+            db.execute(f"SET statement_timeout = {max(1, int(seconds * 1000))}")
+        except BaseException:
+            pgconn.finish()
+            raise
+        return db
+
+    def hear(self, _: psycopg.Notify) -> None:
+        self.notified = True
+
+    def wait(self, gen: Any, interval: float = 0.0, timeout: float | None = None) -> Any:
+        try:
+            want = next(gen)
+            while True:
+                want = gen.send(_await(self.pgconn.socket, want, self.limit))
+        except StopIteration as end:
+            return end.value
+
+    def await_change(self, limit: Limit) -> None:
+        """Wait until it hears of ``key``; raises TimeoutError and `WokenError`."""
+        while not self.notified:
+            limit.await_readable(self.pgconn.socket)
+            self.pgconn.consume_input()
+            while self.pgconn.notifies() is not None:
+                self.notified = True
+
+
+class Client(StoreClient):
+    """One run in a PostgreSQL table, over connections that requests and waiters take in turns."""
+
+    name = "postgres"
+    options = Options
+    capabilities = Capabilities(
+        push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
+    )
+
+    def __init__(
+        self, endpoint: str, namespace: str, options: Options, request_timeout: float
+    ) -> None:
+        super().__init__(f"postgres at {redact(endpoint) or 'the default host'}", request_timeout)
+        self._run = namespace.encode()
+        parts = options.table.split(".")
+        if len(parts) > 2 or not all(re.fullmatch(r"[^\W\d][\w$]{0,62}", part) for part in parts):
+            raise ValueError(f"option 'table': '{options.table}' is not a name or schema.name")
+        self._table = ".".join(f'"{part}"' for part in parts)
+        self._create = options.create_table
+        self._server = _server(endpoint, options, request_timeout)
+        self._host: object = None
+        self._idle: list[Connection] = []
+        self._lock = threading.Lock()
+        self._connect(lambda limit: self._read([], limit))
+
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        return _found(self._ask(_READ, limit, keys=_names(keys)))
+
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        return _found(self._ask(_SCAN, limit, prefix=prefix.encode()))
+
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        if seen is None:
+            return bool(self._ask(_CREATE, limit, key=key.encode(), data=data))
+        stamp = bytes.fromhex(seen.version) + b"="
+        return bool(self._ask(_REPLACE, limit, key=key.encode(), data=data, seen=stamp))
+
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        # In order, or two that write the same keys could lock each other out.
+        keys = sorted(values)
+        self._ask(_PUT, limit, keys=_names(keys), values=[values[key] for key in keys])
+
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        self._ask(_DELETE, limit, keys=_names(keys))
+
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        self._ask(_EXPIRE if seconds > 0 else _END, limit, seconds=float(seconds))
+
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        known = seen.version if seen is not None else None
+        with self._connection(_sooner(limit, self.timeout), key) as db:
+            if db.key != key:
+                self._listen(db, key)
+            while True:
+                db.notified = False
+                stored = _found(self._execute(db, _READ, keys=_names([key]))).get(key)
+                if (stored.version if stored is not None else None) != known:
+                    return stored
+                db.await_change(_sooner(limit, _LONGEST_PARK))
+                db.limit = _sooner(limit, self.timeout)
+
+    def _problem(self, error: Exception) -> Problem | None:
+        if not isinstance(error, psycopg.Error):
+            return self._unreachable(error) if isinstance(error, OSError) else None
+        said = _said(error)
+        for pattern, text, retryable in _PROBLEMS:
+            if re.search(pattern, f"{error.sqlstate or ''} {said}"):
+                table = self._table.replace('"', "")
+                text = text.format(
+                    said=said,
+                    timeout=self.timeout,
+                    table=table,
+                    statement=_TABLE.format(table=table),
+                )
+                return Problem(text, retryable=retryable, undone=True)
+        if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+            unsent = isinstance(error, UnconnectedError)
+            return self._unreachable(psycopg.OperationalError(said), undone=unsent)
+        return Problem(f"refused a request: {said}", state=True)
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for db in idle:
+            db.close()
+
+    def _ask(self, query: str, limit: Limit, **arguments: Any) -> list[tuple[Any, ...]]:
+        with self._connection(limit) as db:
+            return self._execute(db, query, **arguments)
+
+    def _execute(self, db: Connection, query: str, **arguments: Any) -> list[tuple[Any, ...]]:
+        statement = query.format(table=self._table)
+        given = {"run": self._run, **arguments}
+        try:
+            cursor = db.execute(statement, given, binary=True)
+        except UndefinedTable:
+            if not self._create:
+                raise
+            # Also if the server came back without it. Another may be faster.
+            with suppress(DuplicateTable, DuplicateObject, UniqueViolation):
+                db.execute(_TABLE.format(table=self._table))
+            cursor = db.execute(statement, given, binary=True)
+        except ReadOnlySqlTransaction:
+            # No longer the primary; the next connection looks for it.
+            db.close()
+            raise
+        return cursor.fetchall() if cursor.description else []
+
+    def _listen(self, db: Connection, key: str) -> None:
+        name = hashlib.sha256(self._run + key.encode()).hexdigest()
+        lock = int.from_bytes(bytes.fromhex(name[:16]), signed=True)
+        db.key = None
+        # The lock comes only once those who write without a word are done.
+        db.execute(
+            f"UNLISTEN *; SELECT pg_advisory_unlock_all(); "
+            f"SELECT pg_advisory_lock_shared({lock}); LISTEN rdzv_{name[:32]}"
+        )
+        db.key = key
+
+    @contextmanager
+    def _connection(self, limit: Limit, key: str | None = None) -> Iterator[Connection]:
+        """An idle connection, of several one that hears of ``key``, or a new one."""
+        with self._lock:
+            # What a waiter has left hears of its key until another takes it.
+            self._idle.sort(key=lambda it: (it.key == key, (it.key is None) == (key is None)))
+            db = self._idle.pop() if self._idle else None
+        if db is None:
+            db = self._open(limit)
+        db.limit = limit
+        try:
+            yield db
+        finally:
+            # Active: what broke the request off was not its answer.
+            idle = db.pgconn.transaction_status == pq.TransactionStatus.IDLE
+            with self._lock:
+                keep = idle and not self._closed and len(self._idle) < _IDLE
+                if keep:
+                    self._idle.append(db)
+            if not keep:
+                db.close()
+
+    def _open(self, limit: Limit) -> Connection:
+        attempts: list[Any] = conninfo_attempts(self._server)
+        # The host that was the primary is the first to be asked.
+        attempts.sort(key=lambda it: (it.get("host"), it.get("port")) != self._host)
+        failures: list[str] = []
+        for number, attempt in enumerate(attempts):
+            share = limit.seconds / (len(attempts) - number)
+            try:
+                conninfo = make_conninfo("", **attempt)
+                db = Connection.open(conninfo, _sooner(limit, share), self.timeout)
+            except (psycopg.OperationalError, TimeoutError) as error:
+                failures.append(_said(error))
+            else:
+                self._host = attempt.get("host"), attempt.get("port")
+                return db
+        raise UnconnectedError("; ".join(failures))
+
+
+def _await(fd: int, want: Wait, limit: Limit) -> Ready:
+    """What of ``want`` can be done; raises TimeoutError and `WokenError`."""
+    poll = select.poll()
+    reads, writes = bool(want & Wait.R), bool(want & Wait.W)
+    poll.register(fd, select.POLLIN * reads | select.POLLOUT * writes)
+    if limit.wake is not None:
+        poll.register(limit.wake.fd, select.POLLIN)
+    events = dict(poll.poll(math.ceil(limit.seconds * 1000)))
+    if limit.wake is not None and limit.wake.fd in events:
+        raise WokenError
+    if not events:
+        raise TimeoutError("no answer in time")
+    # An error is both: libpq then finds it.
+    can_read = reads and events[fd] & ~select.POLLOUT
+    can_write = writes and events[fd] & ~select.POLLIN
+    return Ready((Ready.R if can_read else 0) | (Ready.W if can_write else 0))
+
+
+def _sooner(limit: Limit, seconds: float) -> Limit:
+    """The limit, or one in ``seconds`` if that is sooner."""
+    return Limit(min(limit.deadline, time.monotonic() + seconds), limit.wake)
+
+
+def _said(error: Exception) -> str:
+    """The error in one line, without libpq's questions whether the server runs."""
+    lines = str(error).splitlines()
+    return " ".join(line for line in lines if line and not line.startswith("\t"))
+
+
+def _names(keys: Iterable[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
+def _found(rows: Iterable[tuple[Any, ...]]) -> dict[str, Stored]:
+    return {key.decode(): Stored.parse(data) for key, data in rows}
+
+
+def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str, Any]:
+    """What libpq needs to connect."""
+    given: dict[str, Any] = {}
+    text = endpoint.strip()
+    if text or not {"PGHOST", "PGHOSTADDR", "PGSERVICE"} & os.environ.keys():
+        text = text or "localhost"
+        # Not of "postgresql:///", whose host is a parameter or libpq's choice.
+        if not text.partition("://")[2].startswith("/"):
+            parse_endpoint(text, default_port=5432, schemes=("postgresql", "postgres"))
+        try:
+            given = dict(conninfo_to_dict(text if "://" in text else f"postgresql://{text}"))
+        except psycopg.ProgrammingError:
+            # What libpq says of it may show the password.
+            raise ValueError(
+                "libpq does not take the endpoint: postgresql://user@host:port,host:port/database"
+                "?name=value, percent-encoded, with parameters that libpq knows"
+            ) from None
+    if options.tls or options.ca_file or options.cert_file or options.key_file:
+        # It names the option of a file that is of no use; libpq does not.
+        tls_context(options)
+    own: dict[str, Any] = {
+        "sslrootcert": options.ca_file,
+        "sslcert": options.cert_file,
+        "sslkey": options.key_file,
+        "user": options.user,
+        "password": options.secret(),
+        "dbname": options.database,
+        "target_session_attrs": "read-write",
+        # A request to a host that has vanished leaves time for another.
+        "tcp_user_timeout": str(max(1, int(request_timeout * 500))),
+        "application_name": "rdzv-plugins",
+    }
+    if options.tls and "sslmode" not in given:
+        own |= {"sslmode": "verify-full", "sslrootcert": options.ca_file or "system"}
+    return {name: value for name, value in {**own, **given}.items() if value is not None}

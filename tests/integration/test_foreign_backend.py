@@ -1,0 +1,83 @@
+"""The store of docs/writing-a-backend.md, in a package of its own, exactly as the page shows it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+PAGE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
+
+SHOWN = dict(re.findall(r"(?ms)^`(\S+)`:\n\n```\w+\n(.*?)^```$", PAGE.read_text()))
+
+_folder = TemporaryDirectory(prefix="rdzv-foreign-")
+FOLDER = Path(_folder.name)
+
+
+def install() -> None:
+    """As pip would: the files, and the entry points that pyproject.toml declares."""
+    for name, text in {**SHOWN, "mypackage/__init__.py": ""}.items():
+        (FOLDER / name).parent.mkdir(exist_ok=True)
+        (FOLDER / name).write_text(text)
+    project = tomllib.loads(SHOWN["pyproject.toml"])["project"]
+    about = FOLDER / "{name}-{version}.dist-info".format(**project)
+    about.mkdir()
+    about.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".format(**project)
+    )
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    about.joinpath("entry_points.txt").write_text("\n".join(lines))
+
+
+install()
+sys.path.append(str(FOLDER))
+# The page's own test: pytest collects what it holds the store to.
+TestMyStore = import_module("test_mystore").TestMyStore
+
+TORCHRUN = """
+import sys
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from rdzv_plugins.stores import open_client
+
+params = RendezvousParameters(
+    "mystore", sys.argv[1], "run", 1, 1, local_addr="127.0.0.1", durable="true"
+)
+handler = registry.create_handler(params)
+assert handler.next_rendezvous().world_size == 1
+assert open_client("mystore", sys.argv[1], "run").list("")
+assert handler.shutdown()
+print("rendezvous")
+try:
+    registry.create_handler(RendezvousParameters("mystore", "/nowhere/runs", "run", 1, 1))
+except Exception as error:
+    print(error)
+"""
+
+
+def test_torch_finds_it_by_its_entry_point(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TORCHRUN, str(tmp_path / "runs")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])},
+    )
+    assert ended.stdout.splitlines() == [
+        "rendezvous",
+        "mystore at /nowhere/runs cannot be opened (unable to open database file); "
+        "is there such a folder, and is it ours?",
+    ], ended.stderr
+
+
+def test_the_page_keeps_its_word() -> None:
+    assert {"mypackage/mystore.py", "mypackage/entry_points.py", "test_mystore.py"} <= SHOWN.keys()
+    assert len(SHOWN["mypackage/mystore.py"].splitlines()) < 150
