@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -476,7 +477,7 @@ class Host:
             self._trouble = None
 
     def _note_news(self, answer: Any) -> None:
-        """A tombstone is worth another look once the document is another."""
+        """What the document says is a word of its leader, and a reason to look for a tombstone."""
         match self._request:
             case steps.ReadTombstone(incarnation) if answer is None:
                 self._no_tombstone.add(incarnation)
@@ -490,9 +491,14 @@ class Host:
             case _:
                 return
         version = entry.version if entry else None
-        if version != self._version:
-            self._version = version
-            self._no_tombstone.clear()
+        if version == self._version:
+            return
+        self._version = version
+        self._no_tombstone.clear()
+        with suppress(RendezvousStateError):
+            document = RoundDocument.decode(entry.value) if entry else None
+            if document is not None and document.leader is not None:
+                self.track.evidence.heard[document.leader] = self.world.kernel.now
 
     def _step(self, answer: Any, error: Exception | None) -> None:
         life = self._life
@@ -685,15 +691,23 @@ class Host:
             # Whoever is in no listing is forgotten; it would be seen as if for the first time.
             listed = {*records, *named}
             evidence.known = {node: it for node, it in evidence.known.items() if node in listed}
+            evidence.missing = {
+                node: evidence.missing.get(node, self.world.kernel.now)
+                for node in named
+                if node not in records
+            }
         else:
             node = key.removeprefix(NODES_PREFIX)
             was, record = evidence.seen.get(node), records.get(node)
             if record is None:
                 # Its lease is not known any more either.
                 evidence.seen = {name: it for name, it in evidence.seen.items() if name != node}
+                evidence.missing = {node: self.world.kernel.now, **evidence.missing}
             elif was is None or was.beat <= record.beat:
                 evidence.seen = {**evidence.seen, node: record}
             evidence.read[node] = now
+            if record is not None:
+                evidence.missing = {n: it for n, it in evidence.missing.items() if n != node}
 
 
 def _never_back(

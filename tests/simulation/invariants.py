@@ -70,9 +70,10 @@ INVARIANTS = {
     "the other is not new; or if all its nodes are silent for a lease, or left, and the other has "
     "other --nnodes",
     "evidence": "nobody is declared lost whose beats reached the store within its lease, by the "
-    "deciding node's clock, counted from the latest of: the last new beat, the end of an outage of "
-    "the decider (no request of it answered for more than an interval; then with a lease more), "
-    "the end of a stall of more than two intervals, its taking the lead; nobody that is done is "
+    "deciding node's clock, counted from the latest of: the last new beat, or the first look that "
+    "found its record gone; the last document in its name; the end of an outage of the decider (no "
+    "request of it answered for more than an interval; then with a lease more); the end of a stall "
+    "of more than two intervals; its taking the lead; nobody that is done is "
     "lost or left; nobody that was listed as left or done is waited for, or counted on, because of "
     "an older record; nobody is evicted sooner than a tenth of the time to join again",
     "causes": "a round that runs names those of the last that are not in it, as lost, left or "
@@ -92,7 +93,7 @@ INVARIANTS = {
     "whose listings fail leads; and then nothing changes any more",
     "all end": "once all workers of a run have succeeded, or those of one host have failed for "
     "good, all its agents have ended within a lease and 10 intervals, its spares too, and it is "
-    "closed or gone",
+    "closed or gone, or was closed before the store lost that",
     "keys end": "when all hosts are gone, the run reads as empty in the end, where somebody led it "
     "or it was closed; what else stays, the next run of the id sweeps, unless the document was "
     "damaged and nobody alive has read another; and a node that knows of its run's end has no "
@@ -126,6 +127,8 @@ class Evidence:
         seen: the records that it last read.
         listed: those of the nodes in its last listing; none goes back to an older one.
         asked: when it last looked whether an incarnation has a tombstone.
+        heard: when it last read another document that a node leads, who alone writes in its name.
+        missing: since when it has found no record of a node.
     """
 
     disturbed: float = 0.0
@@ -137,9 +140,11 @@ class Evidence:
     seen: Mapping[str, NodeRecord] = field(default_factory=dict)
     listed: Mapping[str, NodeRecord] = field(default_factory=dict)
     asked: dict[str, float] = field(default_factory=dict)
+    heard: dict[str, float] = field(default_factory=dict)
+    missing: Mapping[str, float] = field(default_factory=dict)
 
     def copy(self) -> Evidence:
-        return replace(self, read=dict(self.read), asked=dict(self.asked))
+        return replace(self, read=dict(self.read), asked=dict(self.asked), heard=dict(self.heard))
 
 
 @dataclass(slots=True)
@@ -598,9 +603,11 @@ class Checker:
         if shown := evidence.seen.get(lost):
             # A late write, or a fail-over, may hide a later beat.
             known = bisect_right(theirs.beats, shown.beat)
+            since = theirs.arrivals[known - 1] if known else 0.0
         else:
-            known = bisect_right(theirs.arrivals, read - self._staleness)
-        since = max(theirs.arrivals[known - 1] if known else 0.0, evidence.disturbed)
+            # Nobody can tell a beat that the store lost before anybody looked.
+            since = evidence.missing.get(lost, read)
+        since = max(since, evidence.disturbed, evidence.heard.get(lost, 0.0))
         if lost != evidence.leads_after:
             since = max(since, evidence.leads_since)
         lease = theirs.lease if lost in evidence.seen else min(theirs.lease, self._own(track))

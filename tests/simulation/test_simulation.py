@@ -49,6 +49,8 @@ FOUND = (
     (5181, EVERYTHING, "the grace after an outage was lost to the next restart of windows"),
     (5437, EVERYTHING, "who came back after the sweep left its record for ever"),
     (5989, EVERYTHING, "an abandoned join took the next one with it"),
+    (2001624, EVERYTHING, "a beat that was lost before anybody looked is nothing to judge by"),
+    (2002304, EVERYTHING, "a run whose closing a fail-over lost is closed to all that knew of it"),
     (11334, EVERYTHING, "a leader's record went back at a fail-over: done, and lost after all"),
     (770501, EVERYTHING, "like 2647, of three nodes"),
 )

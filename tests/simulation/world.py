@@ -368,7 +368,9 @@ class World:
             self.kernel.run(self.kernel.now + _LOOK)
             left = [host for host in self.hosts if host.alive and not self._may_stay(host, hangs)]
             after = self.document
-            closes = after is not None and not (after.closed or hangs)
+            # Where the store lost the closing, all that knew of it have ended, or go on without it.
+            was_closed = after is not None and self.checker.ended(world_of(after)) is not None
+            closes = after is not None and not (was_closed or hangs)
             if not left and not closes:
                 break
         else:
