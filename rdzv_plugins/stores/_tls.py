@@ -7,10 +7,9 @@ import socket
 import ssl
 
 from rdzv_plugins.config import ServerOptions
-from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.kv.base import Problem
 
-__all__ = ["stays_refused", "tls_context", "tls_failure", "tls_problem", "unheard_alert"]
+__all__ = ["stays_refused", "tls_context", "tls_problem", "unheard_alert"]
 
 # A server that has something against a certificate says so within a round trip.
 _ALERT_SECONDS = 0.5
@@ -63,14 +62,6 @@ def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError
     except OSError:
         return None
     return None
-
-
-def tls_failure(where: str, reason: str) -> RendezvousConnectionError:
-    """What to raise when the handshake with the store failed."""
-    return RendezvousConnectionError(
-        f"TLS with {where} failed ({reason}); check that ca_file signed the server's certificate, "
-        "that it names the endpoint's host, and cert_file and key_file if the server asks for them"
-    )
 
 
 def tls_problem(reason: str) -> Problem:

@@ -16,7 +16,6 @@ import pytest
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.stores import open_client
-from rdzv_plugins.stores._counting import outlast
 from rdzv_plugins.stores.etcd import RefusedError
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import SLACK, present
@@ -75,18 +74,6 @@ def test_a_crowd_at_a_counter_is_served(client: KeyValueClient) -> None:
     crowd = 100
     sums = together([partial(client.add, "count", 1) for _ in range(crowd)])
     assert sorted(sums) == [*range(1, crowd + 1)]
-
-
-def test_a_rival_that_is_always_faster_is_named() -> None:
-    tries: list[None] = []
-
-    def lose() -> None:
-        tries.append(None)
-
-    with pytest.raises(RendezvousConnectionError, match="by others all through 0"):
-        outlast(lose, "count", "a store", 0.05)
-    # Without pauses it would be thousands.
-    assert 3 <= len(tries) <= 60
 
 
 @only("consul")

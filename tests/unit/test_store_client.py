@@ -100,6 +100,21 @@ def test_an_addition_that_a_rival_wrote_over_is_in_doubt(
         client.add("count", 1)
 
 
+def test_rivals_that_are_always_faster_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = DictClient(MemoryServer(), "run", 0.05)
+    tries: list[str] = []
+
+    def lose(key: str, *_: object) -> bool:
+        tries.append(key)
+        return False
+
+    monkeypatch.setattr(client, "_replace", lose)
+    with pytest.raises(RendezvousConnectionError, match="by others all through 0"):
+        client.add("count", 1)
+    # Without pauses it would be thousands.
+    assert 3 <= len(tries) <= 60
+
+
 def test_errors_are_the_contracts(client: DictClient) -> None:
     client.failures = [(PermissionError("no"), False)]
     with pytest.raises(RendezvousStateError, match=r"^dict at localhost refused: no$"):
