@@ -70,12 +70,13 @@ INVARIANTS = {
     "the other is not new; or if all its nodes are silent for a lease, or left, and the other has "
     "other --nnodes",
     "evidence": "nobody is declared lost whose beats reached the store within its lease, by the "
-    "deciding node's clock, counted from the latest of: the last new beat (or the first look that "
-    "found its record gone, if that was sooner), the last document in its name, the end of an "
-    "outage of the decider (no request of it answered for more than an interval; then with a lease "
-    "more), the end of a stall of more than two intervals, its taking the lead; nobody that is done "
-    "is lost or left; nobody that was listed as left or done is waited for, or counted on, because of "
-    "an older record; nobody is evicted sooner than a tenth of the time to join again",
+    "deciding node's clock, counted from the latest of: the last new beat (or the first look "
+    "that found its record gone, if that was sooner), the last document in its name, the end of "
+    "an outage of the decider (no request of it answered for more than an interval; then with a "
+    "lease more), the end of a stall of more than two intervals, its taking the lead; nobody "
+    "that is done is lost or left; nobody that was listed as left or done is waited for, or "
+    "counted on, because of an older record; nobody is evicted sooner than a tenth of the time "
+    "to join again",
     "causes": "a round that runs names those of the last that are not in it, as lost, left or "
     "evicted, but for those that are done (unless the store lost something)",
     "done": "nobody is restarted for newcomers while a participant is done, as far as was listed",
