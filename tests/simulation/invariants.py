@@ -70,12 +70,13 @@ INVARIANTS = {
     "the other is not new; or if all its nodes are silent for a lease, or left, and the other has "
     "other --nnodes",
     "evidence": "nobody is declared lost whose beats reached the store within its lease, by the "
-    "deciding node's clock, counted from the latest of: the last new beat, or the first look that "
-    "found its record gone; the last document in its name; the end of an outage of the decider (no "
-    "request of it answered for more than an interval; then with a lease more); the end of a stall "
-    "of more than two intervals; its taking the lead; nobody that is done is "
-    "lost or left; nobody that was listed as left or done is waited for, or counted on, because of "
-    "an older record; nobody is evicted sooner than a tenth of the time to join again",
+    "deciding node's clock, counted from the latest of: the last new beat (or the first look "
+    "that found its record gone, if that was sooner), the last document in its name, the end of "
+    "an outage of the decider (no request of it answered for more than an interval; then with a "
+    "lease more), the end of a stall of more than two intervals, its taking the lead; nobody "
+    "that is done is lost or left; nobody that was listed as left or done is waited for, or "
+    "counted on, because of an older record; nobody is evicted sooner than a tenth of the time "
+    "to join again",
     "causes": "a round that runs names those of the last that are not in it, as lost, left or "
     "evicted, but for those that are done (unless the store lost something)",
     "done": "nobody is restarted for newcomers while a participant is done, as far as was listed",
@@ -603,10 +604,12 @@ class Checker:
         if shown := evidence.seen.get(lost):
             # A late write, or a fail-over, may hide a later beat.
             known = bisect_right(theirs.beats, shown.beat)
-            since = theirs.arrivals[known - 1] if known else 0.0
         else:
-            # Nobody can tell a beat that the store lost before anybody looked.
-            since = evidence.missing.get(lost, read)
+            known = bisect_right(theirs.arrivals, read - self._staleness)
+        since = theirs.arrivals[known - 1] if known else 0.0
+        if shown is None:
+            # A beat that the store lost before the decider looked is nothing that it could know of.
+            since = min(since, evidence.missing.get(lost, read))
         since = max(since, evidence.disturbed, evidence.heard.get(lost, 0.0))
         if lost != evidence.leads_after:
             since = max(since, evidence.leads_since)
