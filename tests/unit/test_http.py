@@ -1,0 +1,151 @@
+"""Requests to HTTP servers that hang, trickle, hang up or answer: real sockets on the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rdzv_plugins.kv.base import Limit, Wake, WokenError
+from rdzv_plugins.stores._http import Http, Request
+from rdzv_plugins.testing.threads import Background
+
+Serve = Callable[[socket.socket], None]
+Host = tuple[str, int]
+
+ASK = Request("GET", "/", {})
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+@contextlib.contextmanager
+def serving(serve: Serve) -> Iterator[Host]:
+    """A server that hands each connection to ``serve``, in a thread of its own."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                line = listener.accept()[0]
+                threading.Thread(target=handle, args=(line,), daemon=True).start()
+
+    def handle(line: socket.socket) -> None:
+        with contextlib.suppress(OSError), line:
+            serve(line)
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield listener.getsockname()
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def answer(line: socket.socket) -> None:
+    while line.recv(65536):
+        line.sendall(ANSWER)
+
+
+def hang(line: socket.socket) -> None:
+    while line.recv(65536):
+        pass
+
+
+def trickle(line: socket.socket) -> None:
+    line.recv(65536)
+    for byte in ANSWER:
+        time.sleep(0.1)
+        line.sendall(bytes([byte]))
+
+
+def within(seconds: float, wake: Wake | None = None) -> Limit:
+    return Limit(time.monotonic() + seconds, wake)
+
+
+@pytest.fixture
+def wake() -> Iterator[Wake]:
+    wake = Wake()
+    yield wake
+    wake.close()
+
+
+@pytest.mark.parametrize("serve", [hang, trickle])
+def test_the_deadline_is_that_of_the_whole_request(serve: Serve) -> None:
+    with serving(serve) as host:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            Http([host], None, 0.5).ask(ASK, within(0.5))
+        assert 0.4 < time.monotonic() - began < 2
+
+
+# With TLS the handshake is never answered.
+@pytest.mark.parametrize(("serve", "tls"), [(hang, False), (trickle, False), (hang, True)])
+def test_a_request_is_woken_in_every_step(serve: Serve, tls: bool, wake: Wake) -> None:
+    context = ssl.create_default_context() if tls else None
+    with serving(serve) as host:
+        asking = Background(lambda: Http([host], context, 30).ask(ASK, within(30, wake)))
+        assert not asking.done(0.3)
+        wake.ring()
+        with pytest.raises(WokenError):
+            asking.result(1)
+
+
+def test_a_server_that_hangs_leaves_time_for_the_next() -> None:
+    with serving(hang) as first, serving(answer) as second:
+        http = Http([first, second], None, 2)
+        with pytest.raises(TimeoutError):
+            http.ask(ASK, within(2))
+        began = time.monotonic()
+        assert http.ask(ASK, within(1)).server == 1
+        assert time.monotonic() - began < 0.9
+        http.close()
+
+
+def test_a_connection_is_kept_until_the_server_closes_it() -> None:
+    lines: list[socket.socket] = []
+
+    def remember(line: socket.socket) -> None:
+        lines.append(line)
+        answer(line)
+
+    with serving(remember) as host:
+        http = Http([host], None, 5)
+        for _ in range(3):
+            assert http.ask(ASK, within(5)).body == b"ok"
+        assert len(lines) == 1
+        lines[0].shutdown(socket.SHUT_RDWR)
+        time.sleep(0.1)
+        assert http.ask(ASK, within(5)).body == b"ok"
+        assert len(lines) == 2
+        http.close()
+
+
+def test_lines_come_one_by_one(wake: Wake) -> None:
+    more = threading.Event()
+
+    def stream(line: socket.socket) -> None:
+        line.recv(65536)
+        line.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\none\n\r\n")
+        more.wait(5)
+        line.sendall(b"5\r\ntwo\nt\r\n")
+        hang(line)
+
+    with serving(stream) as host:
+        # Longer than one server's share of a request's time.
+        with Http([host], None, 0.1).stream(ASK, within(0.6, wake)) as (response, _):
+            lines = iter(response)
+            assert next(lines) == b"one\n"
+            time.sleep(0.2)
+            more.set()
+            assert next(lines) == b"two\n"
+            with pytest.raises(TimeoutError):
+                next(lines)
+        with Http([host], None, 5).stream(ASK, within(30, wake)) as (response, _):
+            assert next(iter(response)) == b"one\n"
+            wake.ring()
+            with pytest.raises(WokenError):
+                list(response)
