@@ -253,16 +253,13 @@ class StoreClient(KeyValueClient):
         """What an error means; None: it is none of the client library's, and is raised as it is."""
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
-        """What a `wait` reads; None also where ``version`` surely still stands.
-
-        For stores that can tell so without reading the value.
-        """
+        """What is there before `wait` parks; its value may be left out if this is its version."""
         return self._read([key], limit).get(key)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        """Return when the key may differ from what `_read` saw, with its value if that is known.
+        """Return when the key may differ from what `_look` saw, with its value if that is known.
 
-        A change since `_read` must not be missed. Ends at the latest at the limit, by `WokenError`
+        A change since `_look` must not be missed. Ends at the latest at the limit, by `WokenError`
         or TimeoutError too. This default is for stores that cannot push: they are polled.
         """
         limit.sleep(min(limit.seconds, random.uniform(*_POLL)))
@@ -384,25 +381,23 @@ class StoreClient(KeyValueClient):
         with self._waking() as wake, contextlib.suppress(WokenError):
             pause = _FIRST_PAUSE
             while True:
-                seen = self._call(partial(self._look, key, version), wake)
-                if seen is None or seen.version == version:
-                    if time.monotonic() >= deadline:
-                        return None
+                seen = self._call(lambda limit: self._look(key, version, limit), wake)
+                if (seen is None or seen.version == version) and time.monotonic() < deadline:
                     try:
                         seen = self._park(key, seen, Limit(deadline, wake))
                         pause = _FIRST_PAUSE
                     except TimeoutError:
-                        if time.monotonic() >= deadline:
-                            return None  # Until then nothing has changed.
-                        continue
+                        seen = None
                     except Exception as error:
                         self._raise_unless_retryable(error, wake)
-                        # The next read raises if the store stays away.
+                        # The next look raises if the store stays away.
                         wake.wait(random.uniform(0, pause))
                         pause = min(2 * pause, _LONGEST_PAUSE)
                         continue
                 if seen is not None and seen.version != version:
                     return seen.entry
+                if time.monotonic() >= deadline:
+                    return None
         return None
 
     def interrupt(self) -> None:
