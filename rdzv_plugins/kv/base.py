@@ -253,11 +253,7 @@ class StoreClient(KeyValueClient):
         """What an error means; None: it is none of the client library's, and is raised as it is."""
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
-        """What is there before `wait` parks.
-
-        A store that can tell without reading the value that ``version`` still stands may leave the
-        value out, or return None.
-        """
+        """What is there before `wait` parks; its value may be left out if this is its version."""
         return self._read([key], limit).get(key)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:

@@ -239,16 +239,17 @@ class Client(StoreClient):
         return int(answer["Attributes"]["tally"]["N"])
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
-        if version is not None and self._large.get(key) == version:
+        large = self._large.get(key)
+        if large is not None and large == version:
             # One read unit, however large the value.
-            query = self._large_query(f"{key} {version}")
+            query = self._large_query(f"{key} {large}")
             if self._table.ask(limit, "query", **query)["Count"]:
-                return None
+                return Stored(b"", large)
         return self._read([key], limit).get(key)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
         """Sleep, the longer the longer nothing has changed."""
-        known = seen.version if seen is not None else self._large.get(key)
+        known = seen.version if seen is not None else None
         left, now = limit.seconds, time.monotonic()
         version, since = self._waits.get(key, ("", now))
         if version != known:
@@ -259,8 +260,6 @@ class Client(StoreClient):
         longest = min(max((now - since) / 5, self._shortest), self._longest)
         pause = random.uniform(longest / 2, longest)
         limit.sleep(min(pause, left))
-        if pause >= left:
-            raise TimeoutError
         return None
 
     def _disconnect(self) -> None:
