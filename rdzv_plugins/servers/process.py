@@ -267,7 +267,7 @@ class Node:
 
     def end(self) -> None:
         """End the server at once, in the way that leaves nothing; nothing if it is stopped."""
-        if self._process is not None and self._kind.end_signal != signal.SIGKILL:
+        if self._process is not None and self.running and self._kind.end_signal != signal.SIGKILL:
             self.resume()
             self._process.send_signal(self._kind.end_signal)
             with contextlib.suppress(subprocess.TimeoutExpired):

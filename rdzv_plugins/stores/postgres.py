@@ -401,8 +401,8 @@ class Client(StoreClient):
         attempts.sort(key=lambda it: (it.get("host"), it.get("port")) != self._host)
         failures: list[str] = []
         for number, attempt in enumerate(attempts):
-            share = limit.seconds / (len(attempts) - number)
             try:
+                share = limit.seconds / (len(attempts) - number)
                 conninfo = make_conninfo("", **attempt)
                 db = Connection.open(conninfo, _sooner(limit, share), self.timeout)
             except (psycopg.OperationalError, TimeoutError) as error:

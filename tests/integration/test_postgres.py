@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.servers import LocalServer
+from rdzv_plugins.servers import LocalServer, Security, ServerError, start
 from rdzv_plugins.servers.postgres import Postgres
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing import Proxy
@@ -255,6 +255,13 @@ def test_a_server_with_tls_that_dies_is_no_failed_handshake(tmp_path: Path, run_
             version = client.put("key", b"two")
             assert present(waiter.result(15)).version == version
         client.close()
+
+
+def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
+    certificates = Certificates.make(tmp_path)
+    pair = Security(cert_file=certificates.server.cert_file, key_file=certificates.client.key_file)
+    with pytest.raises(ServerError, match=r"ended as it started:\n.*private key"):
+        start("postgres", security=pair)
 
 
 CROWDED = """
