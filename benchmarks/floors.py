@@ -65,7 +65,7 @@ class Sketch:
 
     def _write_record(self) -> bool:
         """Whether this node is the first."""
-        record = json.dumps({"addr": "127.0.0.1", "pid": os.getpid(), "beat": 1, "wants": "join"})
+        record = json.dumps({"addr": "127.0.0.1", "pid": os.getpid(), "beat": 1, "status": "join"})
         pipe = self._redis.pipeline(transaction=False)
         pipe.hset(f"{self._run}:nodes", self._id, record)
         pipe.xadd(f"{self._run}:bell", {"v": ""}, maxlen=1)
@@ -78,7 +78,7 @@ class Sketch:
             rung = self._redis.xread({f"{self._run}:bell": heard}, block=1000)
             heard = rung[0][1][-1][0] if rung else heard
         records = self._redis.hgetall(f"{self._run}:nodes")
-        assert all(json.loads(record)["wants"] == "join" for record in records.values())
+        assert all(json.loads(record)["status"] == "join" for record in records.values())
         named = " ".join(sorted(node.decode() for node in records))
         self._redis.xadd(f"{self._run}:named", {"v": named})
 

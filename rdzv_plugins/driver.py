@@ -10,10 +10,11 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from rdzv_plugins import history, steps
-from rdzv_plugins.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
+from rdzv_plugins import history
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.node import Node
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
+from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.tombstones import Tombstones
 
 __all__ = ["Driver", "carry_out", "perform"]
@@ -33,7 +34,7 @@ class Driver:
         node: whose requests are carried out.
         client: the run's namespace; the driver does not close it.
         tombstones: of the run's id.
-        open_master: opens a TCPStore for the round of a naming and returns its ``address:port``;
+        open_master: opens a TCPStore for the round of a world_id and returns its ``address:port``;
             called in a thread of its own. `RendezvousStateError`: it is of no use to try again.
         run_id: after which the threads are named.
     """
@@ -57,7 +58,7 @@ class Driver:
         self._stopping = threading.Event()
         # Not conditions: a signal's exception in the main thread could leave their locks held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
-        self._outcomes: SimpleQueue[steps.Outcome] = SimpleQueue()
+        self._outcomes: SimpleQueue[effects.Outcome] = SimpleQueue()
         self._outage_since: float | None = None
         self._told: str | None = None
 
@@ -65,7 +66,7 @@ class Driver:
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def join(self, failed: bool = False) -> steps.Outcome:
+    def join(self, failed: bool = False) -> effects.Outcome:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 
         One caller at a time. It only waits: torch raises an exception in it at a signal, which a
@@ -73,7 +74,7 @@ class Driver:
         """
         _empty(self._outcomes)
         if self._stopping.is_set():
-            return steps.Outcome()
+            return effects.Outcome()
         try:
             # In here too: a thread's start waits for it, and the exception may come meanwhile.
             self._node.order_join(failed)
@@ -96,7 +97,7 @@ class Driver:
     def stop(self, seconds: float) -> None:
         """End the thread, for good; after ``seconds`` it is left to end by itself."""
         self._stopping.set()
-        self._outcomes.put(steps.Outcome())
+        self._outcomes.put(effects.Outcome())
         self._nudge_until(lambda: not self.running, seconds)
 
     def await_opener(self, seconds: float) -> None:
@@ -128,10 +129,10 @@ class Driver:
                 self._drive(self._node.run())
             except Exception as error:
                 log.exception("the rendezvous of this node met an unforeseen error; it starts over")
-                self._deliver(steps.Outcome(error=error))
+                self._deliver(effects.Outcome(error=error))
                 self._stopping.wait(_PAUSE_AFTER_A_BUG)
 
-    def _drive(self, life: steps.Steps) -> None:
+    def _drive(self, life: effects.Effects[None]) -> None:
         request = next(life)
         over = False
         while self._node.closing or not self._stopping.is_set():
@@ -147,15 +148,15 @@ class Driver:
                 self._client.interrupt()
             over = self._node.over
 
-    def _perform(self, request: steps.Request) -> Any:
+    def _perform(self, request: effects.Effect[Any]) -> Any:
         match request:
-            case steps.Deliver(outcome):
+            case effects.FinishJoin(outcome):
                 return self._deliver(outcome)
-            case steps.OpenMaster(naming, seconds):
-                return self._open_master_within(naming, seconds)
-            case steps.Tell(_, text):
+            case effects.OpenMaster(world_id, seconds):
+                return self._open_master_within(world_id, seconds)
+            case effects.Tell(_, text):
                 return log.warning("%s: %s", self._run, text)
-            case steps.Rest(seconds, because):
+            case effects.Rest(seconds, because):
                 if because is not None:
                     self._note_failure(because)
                 _empty(self._nudges)
@@ -164,26 +165,26 @@ class Driver:
                 return None
         return perform(self._client, self._tombstones, request)
 
-    def _open_master_within(self, naming: str, seconds: float) -> None:
+    def _open_master_within(self, world_id: str, seconds: float) -> None:
         opener = self._opener
-        if opener is None or opener.naming != naming or opener.tried.is_set():
-            opener = self._opener = _Opener(naming, self._open_in_a_thread, self._name)
+        if opener is None or opener.world_id != world_id or opener.tried.is_set():
+            opener = self._opener = _Opener(world_id, self._open_in_a_thread, self._name)
         if seconds and not opener.tried.wait(seconds):
             opener.late.set()
 
     def _open_in_a_thread(self, opener: _Opener) -> None:
-        naming = opener.naming
+        world_id = opener.world_id
         try:
-            self._node.master_opened(naming, self._open_master(naming), None)
+            self._node.master_opened(world_id, self._open_master(world_id), None)
         except Exception as error:
-            self._node.master_opened(naming, None, error)
+            self._node.master_opened(world_id, None, error)
         opener.tried.set()
         if opener.late.is_set():
             self._nudge_until(
-                lambda: self._stopping.is_set() or self._node.record.naming == naming, 1
+                lambda: self._stopping.is_set() or self._node.record.world_id == world_id, 1
             )
 
-    def _deliver(self, outcome: steps.Outcome) -> None:
+    def _deliver(self, outcome: effects.Outcome) -> None:
         self._outcomes.put(outcome)
 
     def _note_failure(self, error: Exception) -> None:
@@ -197,8 +198,8 @@ class Driver:
             self._outage_since = time.monotonic()
             log.warning("%s -- what runs goes on, and this node keeps trying", error)
 
-    def _note_success(self, request: steps.Request) -> None:
-        if self._outage_since is None or isinstance(request, steps.Rest | steps.Deliver):
+    def _note_success(self, request: effects.Effect[Any]) -> None:
+        if self._outage_since is None or isinstance(request, effects.Rest | effects.FinishJoin):
             return
         log.warning("the store is back after %.1f s", time.monotonic() - self._outage_since)
         self._outage_since = None
@@ -212,8 +213,8 @@ class _Opener:
         late: the node does something else meanwhile.
     """
 
-    def __init__(self, naming: str, work: Callable[[_Opener], None], name: str) -> None:
-        self.naming = naming
+    def __init__(self, world_id: str, work: Callable[[_Opener], None], name: str) -> None:
+        self.world_id = world_id
         self.tried, self.late = threading.Event(), threading.Event()
         self.thread = threading.Thread(
             target=work, args=(self,), name=f"{name}-master", daemon=True
@@ -221,43 +222,43 @@ class _Opener:
         self.thread.start()
 
 
-def perform(client: KeyValueClient, tombstones: Tombstones, request: steps.Request) -> Any:
+def perform(client: KeyValueClient, tombstones: Tombstones, request: effects.Effect[Any]) -> Any:
     """One request, one call on the store: the only place that knows both sides."""
     match request:
-        case steps.Park(key, version, seconds):
+        case effects.Park(key, version, seconds):
             return client.wait(key, version, seconds)
-        case steps.PutRecord(node, record, ring):
+        case effects.PutRecord(node, record, ring):
             values = {NODES_PREFIX + node: record.encode()}
             if ring:
                 values[BELL_KEY] = f"{node} {record.beat}".encode()
             return client.put_many(values)
-        case steps.Ring(node):
+        case effects.Ring(node):
             return client.put(BELL_KEY, f"{node} {time.monotonic_ns()}".encode())
-        case steps.Read(key):
+        case effects.Read(key):
             return client.get(key)
-        case steps.CompareAndSet(key, value, expected):
+        case effects.CompareAndSet(key, value, expected):
             return client.compare_and_set(key, value, expected)
-        case steps.List(prefix):
+        case effects.List(prefix):
             return client.list(prefix)
-        case steps.Drop(keys):
+        case effects.Drop(keys):
             return client.delete_many(keys)
-        case steps.DropStores(incarnation, before):
+        case effects.DropStores(incarnation, before):
             return client.delete_many(_stores(client, incarnation, before))
-        case steps.Expire(seconds):
+        case effects.Expire(seconds):
             return client.expire(seconds)
-        case steps.PutTombstone(document):
+        case effects.PutTombstone(document):
             return tombstones.put(document)
-        case steps.ReadTombstone(incarnation):
+        case effects.ReadTombstone(incarnation):
             return tombstones.get(incarnation)
-        case steps.Tell(_, text):
+        case effects.Tell(_, text):
             return log.warning("%s", text)
-        case steps.Chronicle(document, seconds, members):
+        case effects.RecordHistory(document, seconds, members):
             return history.append(client, document, seconds, members)
     raise TypeError(f"{request!r} is not for a store")
 
 
 def carry_out(
-    client: KeyValueClient, tombstones: Tombstones, work: Generator[steps.Request, Any, T]
+    client: KeyValueClient, tombstones: Tombstones, work: Generator[effects.Effect[Any], Any, T]
 ) -> T:
     """Drive ``work`` to its end in the calling thread; raises what it makes of a failed request."""
     answer: Any = None

@@ -28,13 +28,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins import steps
 from rdzv_plugins.addresses import loopback, node_address, store_hosts
-from rdzv_plugins.agent_store import AgentStore
-from rdzv_plugins.closing import close_run
 from rdzv_plugins.config import Settings, option_names, parse_options, redact
-from rdzv_plugins.decisions import Failure, Rules
-from rdzv_plugins.documents import (
+from rdzv_plugins.driver import Driver, carry_out
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv.retry import retry, store_is_away
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.cleanup import close_run
+from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     Cause,
@@ -43,17 +44,16 @@ from rdzv_plugins.documents import (
     Outcome,
     Phase,
     RoundDocument,
-    Wants,
+    Status,
     store_prefix,
 )
-from rdzv_plugins.driver import Driver, carry_out
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.kv.retry import retry, store_is_away
-from rdzv_plugins.listing import readable
-from rdzv_plugins.node import Node
+from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.record_cache import readable
+from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.signals import SignalWatch
 from rdzv_plugins.stores import load, open_run
 from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
+from rdzv_plugins.torch_compat.agent_store import AgentStore
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
@@ -108,7 +108,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             address=address,
             pid=os.getpid(),
             beat=0,
-            wants=Wants.JOIN,
+            status=Status.JOIN,
             round=-1,
             min_nodes=rules.min_nodes,
             max_nodes=rules.max_nodes,
@@ -185,7 +185,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         if document is None:
             raise self._explain(outcome)
         self._servers = {
-            naming: server for naming, server in self._servers.items() if naming == document.naming
+            world_id: server
+            for world_id, server in self._servers.items()
+            if world_id == document.world_id
         }
         rank, world_size = document.ranks[self._node.id], len(document.participants)
         address, _, port = (document.master or "").rpartition(":")
@@ -242,7 +244,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 latest = never_seen
             self._close(latest, Outcome.CLOSED, "closed", members_only=False)
 
-        retry(close, timeout=self._settings.close_timeout, passing=store_is_away)
+        retry(close, timeout=self._settings.close_timeout, retryable=store_is_away)
 
     def shutdown(self) -> bool:
         """End this node; closes the run if this node is in it, as torch's handler does.
@@ -267,7 +269,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         def end() -> None:
             timeout = self._settings.close_timeout
-            if not retry(close, timeout=timeout, passing=store_is_away):
+            if not retry(close, timeout=timeout, retryable=store_is_away):
                 # It was replaced meanwhile.
                 carry_out(self._client, self._tombstones, self._node.farewell())
 
@@ -363,7 +365,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             shown,
         )
 
-    def _open_master(self, naming: str) -> str:
+    def _open_master(self, world_id: str) -> str:
         """A fresh TCPStore for each round: workers of two rounds must never meet in one.
 
         torch's workers connect to MASTER_PORT without a prefix per round. Called in a thread that
@@ -383,7 +385,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             )
         except (OSError, RuntimeError, ValueError) as error:
             raise RendezvousConnectionError(f"cannot open a TCPStore ({error})") from error
-        self._servers[naming] = server
+        self._servers[world_id] = server
         return f"{self._address}:{server.port}"
 
     def _check_address(self) -> None:
@@ -397,16 +399,16 @@ class StoreRendezvousHandler(RendezvousHandler):
                 target = self._address, server.getsockname()[1]
                 socket.create_connection(target, self._rules.request).close()
         except (OSError, UnicodeError) as error:
-            passing = isinstance(error, TimeoutError) or (
+            retryable = isinstance(error, TimeoutError) or (
                 isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
             )
-            kind = RendezvousConnectionError if passing else RendezvousStateError
+            kind = RendezvousConnectionError if retryable else RendezvousStateError
             raise kind(
                 f"cannot reach this host at '{self._address}' ({error}); "
                 "name an address of this host with --local-addr"
             ) from error
 
-    def _explain(self, outcome: steps.Outcome) -> BaseException:
+    def _explain(self, outcome: effects.Outcome) -> BaseException:
         run = f"run '{self._run_id}'"
         latest = self._node.latest
         match outcome.failure:
@@ -444,7 +446,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         cause = document.cause if document is not None else Cause()
         with suppress(RendezvousConnectionError):
             records = map(readable, self._client.list(NODES_PREFIX).values())
-            left = [it.label for it in records if it is not None and it.wants is Wants.LEFT]
+            left = [it.label for it in records if it is not None and it.status is Status.LEFT]
             cause = cause.plus(left={*left} - {self._node.record.label})
         missed = [f"{name} {names}" for name in ("lost", "left") if (names := getattr(cause, name))]
         return f"; missing: {', '.join(missed)}" if missed else ""
@@ -499,7 +501,7 @@ def _over(
     settings: Settings,
 ) -> RendezvousHandler:
     if settings.handler == "torch":
-        from rdzv_plugins.torch_handler import create_torch_handler
+        from rdzv_plugins.torch_compat.dynamic_handler import create_torch_handler
 
         return create_torch_handler(params, settings, client)
     rules = rules_of(settings, params.min_nodes, params.max_nodes)

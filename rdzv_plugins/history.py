@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from rdzv_plugins.documents import HISTORY_KEY, RoundDocument
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.protocol.documents import HISTORY_KEY, RoundDocument
 
 __all__ = ["Row", "append", "read"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
 
-from rdzv_plugins.documents import Outcome, RoundDocument
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.protocol.documents import Outcome, RoundDocument
 
 __all__ = ["Tombstones", "tombstone_run_id"]
 

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rdzv_plugins import history
-from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.cli.options import (
     BackendOption,
     ConfOption,
@@ -25,7 +24,8 @@ from rdzv_plugins.cli.options import (
     plain_console,
     settings,
 )
-from rdzv_plugins.documents import (
+from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
+from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     NodeRecord,
@@ -33,7 +33,7 @@ from rdzv_plugins.documents import (
     Phase,
     RoundDocument,
 )
-from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
+from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
 __all__ = ["clean", "close", "status", "watch"]
 
@@ -76,8 +76,8 @@ def close(
     conf: ConfOption = "",
 ) -> None:  # fmt: skip
     """Close a run: what trains goes on to its end, no further round forms."""
-    from rdzv_plugins.closing import close_run
     from rdzv_plugins.driver import carry_out
+    from rdzv_plugins.protocol.cleanup import close_run
     from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
 
     with connect(backend, endpoint, run_id, conf) as client:
@@ -166,7 +166,7 @@ def _describe(client: KeyValueClient, run_id: str) -> RenderableType:
 
 
 def _nodes(document: RoundDocument, records: dict[str, NodeRecord]) -> Table:
-    table = Table("rank", "node", "wants", "round", "beat", "", title_justify="left")
+    table = Table("rank", "node", "status", "round", "beat", "", title_justify="left")
     others = sorted(set(records) - set(document.participants))
     for node in [*document.participants, *others][:_NODES_SHOWN]:
         record = records.get(node)
@@ -181,7 +181,7 @@ def _nodes(document: RoundDocument, records: dict[str, NodeRecord]) -> Table:
         table.add_row(
             rank,
             record.label if record else node,
-            record.wants.value if record else "?",
+            record.status.value if record else "?",
             str(record.round) if record else "?",
             str(record.beat) if record else "?",
             ", ".join(notes),

@@ -21,8 +21,8 @@ from rich.table import Table
 from rdzv_plugins import history, servers
 from rdzv_plugins.config import redact
 from rdzv_plugins.demo.agents import Fleet, TrainingError, World
-from rdzv_plugins.documents import Phase
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.stores import open_client
 
 __all__ = ["show"]

@@ -444,7 +444,10 @@ class StoreClient(KeyValueClient):
 
         try:
             return retry(
-                partial(request, limit), timeout=self.timeout, passing=retryable, sleep=limit.sleep
+                partial(request, limit),
+                timeout=self.timeout,
+                retryable=retryable,
+                sleep=limit.sleep,
             )
         except WokenError:
             raise

@@ -21,7 +21,7 @@ def retry(
     request: Callable[[], T],
     *,
     timeout: float,
-    passing: Callable[[Exception], bool],
+    retryable: Callable[[Exception], bool],
     sleep: Callable[[float], None] | None = None,
 ) -> T:
     """Call ``request`` until it returns, at most ``timeout`` seconds long.
@@ -29,7 +29,8 @@ def retry(
     Args:
         request: raises what the store's client raises.
         timeout: seconds; no attempt starts afterwards.
-        passing: whether an exception may be gone at the next attempt; any other is raised at once.
+        retryable: whether the next attempt may succeed after an exception; any other is raised at
+            once.
         sleep: pauses so many seconds; what it raises ends the attempts. None: ``time.sleep``.
 
     Raises:
@@ -43,13 +44,13 @@ def retry(
         except Exception as error:
             # Full jitter: after an outage a thousand nodes must not return in step.
             delay = random.uniform(pause / 2, pause)
-            if not passing(error) or time.monotonic() + delay >= deadline:
+            if not retryable(error) or time.monotonic() + delay >= deadline:
                 raise
         (sleep or time.sleep)(delay)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def store_is_away(error: Exception) -> bool:
-    """``passing`` for what asks a client, which has retried for its own time and may be closed."""
+    """``retryable`` for the calls of a client, which has itself retried, and may be closed."""
     away = isinstance(error, RendezvousConnectionError)
     return away and not isinstance(error, ClientClosedError)

@@ -68,7 +68,7 @@ class ZooKeeper(Kind):
             ]
             (data / "myid").write_text(str(node.index + 1))
         (node.directory / "zoo.cfg").write_text("\n".join(lines) + "\n")
-        # Debian's jar names most of what it needs; TLS wants these two besides.
+        # Debian's jar names most of what it needs; TLS status these two besides.
         beside = ("slf4j-simple.jar", "netty-codec.jar", "netty-resolver.jar")
         classes = [self._jar, *(self._jar.parent / name for name in beside)]
         return [

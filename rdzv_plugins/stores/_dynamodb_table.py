@@ -144,14 +144,14 @@ class Table:
     def _create(self, limit: Limit, seconds: float) -> None:
         """Make the table; it may take so long until it can be used."""
 
-        def passing(error: Exception) -> bool:
+        def retryable(error: Exception) -> bool:
             problem = problem_of(error, self._timeout)
             return code_of(error) == _MISSING or (problem is not None and problem.retryable)
 
         def attempt(operation: str, arguments: dict[str, Any], done: str = "") -> None:
             request = partial(self._send, limit, operation, **arguments)
             try:
-                retry(request, timeout=seconds, passing=passing, sleep=limit.sleep)
+                retry(request, timeout=seconds, retryable=retryable, sleep=limit.sleep)
             except ClientError as error:
                 # By another node, which was faster.
                 if code_of(error) != done:

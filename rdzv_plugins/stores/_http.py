@@ -165,7 +165,7 @@ class Http:
 
 
 class _Connection(io.RawIOBase):
-    """A connection as ``http.client`` wants its socket.
+    """A connection as ``http.client`` status its socket.
 
     Attributes:
         limit: of the request that is under way; every step ends at it.

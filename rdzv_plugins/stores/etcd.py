@@ -261,7 +261,7 @@ class Client(StoreClient):
             return Problem(
                 f"is full ({text}); compact and defragment it, then `etcdctl alarm disarm`"
             )
-        if error.passing:
+        if error.retryable:
             return Problem(
                 f"gave no answer within {self.timeout:g} s ({text}); "
                 "has a majority of its members gone?",
@@ -412,7 +412,7 @@ class Client(StoreClient):
         error = RefusedError(status, body)
         if error.of_token:
             self._token = None
-        elif error.passing:
+        elif error.retryable:
             self._http.leave(member)
         raise error
 
@@ -424,7 +424,7 @@ class RefusedError(Exception):
         code: gRPC's status code; _UNKNOWN where the answer was not etcd's.
         status: HTTP's.
         of_token: a new token mends it.
-        passing: the next attempt, perhaps at another member, may succeed.
+        retryable: the next attempt, perhaps at another member, may succeed.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -443,9 +443,9 @@ class RefusedError(Exception):
         self.status = status
         self.of_token = self.code == _UNAUTHENTICATED or "revision of auth store is old" in text
         codes = (_CANCELLED, _DEADLINE, _INTERNAL, _UNAVAILABLE)
-        self.passing = self.of_token or status >= 500 or self.code in codes
+        self.retryable = self.of_token or status >= 500 or self.code in codes
         if self.code == _EXHAUSTED:
-            self.passing = "too many requests" in text
+            self.retryable = "too many requests" in text
 
 
 def _parsed(data: bytes) -> Json:

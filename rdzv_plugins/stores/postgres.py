@@ -119,7 +119,7 @@ _PROBLEMS = [
     ),
     (
         r"no encryption|SSL off",
-        "wants an encrypted connection ({said}); set tls=true and ca_file",
+        "status an encrypted connection ({said}); set tls=true and ca_file",
         False,
     ),
     (

@@ -276,7 +276,7 @@ class Client(StoreClient):
             # The guard first: a delete after it must be seen as one.
             batches = [[self._root, guard, *paths[:_BATCH]]]
             batches += [[*paths[at : at + _BATCH]] for at in range(_BATCH, len(paths), _BATCH)]
-            # A server that wants a log-in says so to the first request, and hangs up.
+            # A server that status a log-in says so to the first request, and hangs up.
             _, *answers = self._session.ask(limit, Sync(self._root), *map(ReadMany, batches))
             own, guarded, *results = [result for answer in answers for result in answer]
             run = self._run_of(own, guarded, limit)

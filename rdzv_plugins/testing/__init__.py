@@ -16,7 +16,7 @@ A backend elsewhere is held to the whole contract of `rdzv_plugins.kv` in these 
 `KeyValueConformance` has the promises that need nothing but clients: reads and writes, waiting, and
 many clients at once. `NetworkConformance` adds what happens when connections break, through a
 `Proxy` of the suite's, and checks the declared `Capabilities` against round trips counted there. It
-wants `Store.address`, and more where more is given: ``restart`` for what a restart of the server
+status `Store.address`, and more where more is given: ``restart`` for what a restart of the server
 keeps and forgets, ``stored`` for whether the server itself deletes what has expired. Tests that
 lack those are skipped and say so. `TorchConformance` has the contract of torch's
 ``RendezvousBackend`` over the same clients.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rdzv_plugins import history
 from rdzv_plugins.demo.agents import TrainingError, World
-from rdzv_plugins.documents import NODES_PREFIX, NodeRecord, Wants
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Status
 from tests.integration.stores import RunningStore
 from tests.integration.torchrun import PATIENCE, Run
 
@@ -90,15 +90,16 @@ class Job(Run):
 
         return self.await_that(found, f"'{kind}' of a worker of {name}", timeout)
 
-    def await_record(self, name: str, wants: Wants | None = None) -> None:
-        """Wait until an agent's own record is in the store, and says that it wants this."""
+    def await_record(self, name: str, status: Status | None = None) -> None:
+        """Wait until an agent's own record is in the store, and says that it status this."""
         pid = self.agents[name].pid
 
         def found() -> bool:
             entries = self.client.list(NODES_PREFIX).values()
             records = [NodeRecord.decode(entry.value) for entry in entries]
             return any(
-                record.pid == pid and (wants is None or record.wants is wants) for record in records
+                record.pid == pid and (status is None or record.status is status)
+                for record in records
             )
 
         self.await_that(found, f"the record of {name}", PATIENCE)

@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as torchs
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 
-from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, RoundDocument
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, NodeRecord, RoundDocument
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.threads import Background
 
@@ -151,7 +151,7 @@ def forking(handler: StoreRendezvousHandler) -> None:
         assert status == (RAISED if life is wait_for_the_signal else 0), status
     assert handler._client.get(NODES_PREFIX + handler._node.id) is not None
     record = handler._node.record
-    assert (record.wants, handler._ended) == ("run", False)
+    assert (record.status, handler._ended) == ("run", False)
     poll(handler, "forking")
 
 
@@ -201,7 +201,7 @@ def play(endpoint: str, server: int, name: str, how: str) -> dict[str, Any]:
         left = None
         while not waited.done(0.01):
             with contextlib.suppress(Exception):
-                if "away" not in how and left is None and _wants(client, child) == "left":
+                if "away" not in how and left is None and _status(client, child) == "left":
                     left = time.monotonic() - began
             if time.monotonic() - began > 40:
                 os.kill(child, signal.SIGKILL)
@@ -213,7 +213,7 @@ def play(endpoint: str, server: int, name: str, how: str) -> dict[str, Any]:
         "status": status,
         "seconds": took,
         "announced": left,
-        "wants": _wants(client, child),
+        "record": _status(client, child),
         "phase": document.phase if document else None,
     }
     if peer is not None:
@@ -222,9 +222,9 @@ def play(endpoint: str, server: int, name: str, how: str) -> dict[str, Any]:
     return seen
 
 
-def _wants(client: Any, pid: int) -> str | None:
+def _status(client: Any, pid: int) -> str | None:
     records = (NodeRecord.decode(entry.value) for entry in client.list(NODES_PREFIX).values())
-    return next((str(record.wants.value) for record in records if record.pid == pid), None)
+    return next((str(record.status.value) for record in records if record.pid == pid), None)
 
 
 if __name__ == "__main__":

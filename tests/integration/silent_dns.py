@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from rdzv_plugins import servers
 from rdzv_plugins.addresses import loopback
-from rdzv_plugins.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.handler import create_handler
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.threads import Background, together
 

@@ -24,8 +24,8 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from rdzv_plugins.documents import STATE_KEY, Wants
 from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.protocol.documents import STATE_KEY, Status
 from tests import Measure
 from tests.integration.agents import Run as Handlers
 from tests.integration.agents import crash
@@ -63,7 +63,7 @@ def test_spare_of_a_job_that_succeeds(submit: Submit, record_property: Measure) 
     job = submit(nodes="1:1")
     job.begin("a")
     job.start_at("b")
-    job.await_record("b", Wants.SPARE)
+    job.await_record("b", Status.SPARE)
     done = job.finish("a")
     assert job.await_ends("ab", 30) == {"a": 0, "b": 0}
     record_property("all agents ended, s", round(time.monotonic() - done, 2))
@@ -213,7 +213,7 @@ def test_an_id_that_a_full_run_holds(submit: Submit, record_property: Measure) -
     job = submit(nodes="1:1")
     job.begin("a")
     job.start_at("b")
-    job.await_record("b", Wants.SPARE)
+    job.await_record("b", Status.SPARE)
     record_property("told", job.await_line("b", job.run_id, "full", "spare", job.label("a")))
 
 

@@ -103,7 +103,7 @@ def test_a_spare_disturbs_nobody_until_there_is_room(run: Run) -> None:
     agents = [run.start((2, 2)) for _ in range(2)]
     until(one_world(agents), 30)
     spare = run.start((2, 2))
-    until(lambda: spare.handler._node.record.wants == "spare", 30)
+    until(lambda: spare.handler._node.record.status == "spare", 30)
     assert all(agent.handler.num_nodes_waiting() == 0 for agent in agents)
     agents.pop().leave()
     until(one_world([*agents, spare]), 30)
@@ -113,7 +113,7 @@ def test_closing_ends_the_run_until_its_id_is_swept(run: Run) -> None:
     agents = [run.start((2, 2), closed_ttl="10") for _ in range(2)]
     until(one_world(agents), 30)
     spare = run.start((2, 2), closed_ttl="10")
-    until(lambda: spare.handler._node.record.wants == "spare", 30)
+    until(lambda: spare.handler._node.record.status == "spare", 30)
     for agent in agents:
         agent.end()
     until(lambda: spare.error is not None, 30)

@@ -53,13 +53,13 @@ def seen(store: RunningStore) -> Any:
 @pytest.mark.parametrize("case", ANNOUNCED)
 def test_the_leave_is_announced_at_once(seen: Any, case: str) -> None:
     found = seen[case]
-    assert (found["status"], found["wants"]) == (ANNOUNCED[case], "left")
+    assert (found["status"], found["record"]) == (ANNOUNCED[case], "left")
     # Far below the 4 s that one of them takes to save.
     assert found["announced"] < 1.5
 
 
 def test_a_second_signal_does_not_cut_the_farewell_short(seen: Any) -> None:
-    assert (seen[TWICE]["status"], seen[TWICE]["wants"]) == (RAISED, "left")
+    assert (seen[TWICE]["status"], seen[TWICE]["record"]) == (RAISED, "left")
 
 
 def test_a_signal_does_not_cut_the_closing_short(seen: Any) -> None:
@@ -72,4 +72,4 @@ def test_without_a_store_the_process_ends_all_the_same(seen: Any) -> None:
 
 
 def test_one_that_is_done_stays_done(seen: Any) -> None:
-    assert (seen[BARRIER]["status"], seen[BARRIER]["wants"]) == (RAISED, "done")
+    assert (seen[BARRIER]["status"], seen[BARRIER]["record"]) == (RAISED, "done")

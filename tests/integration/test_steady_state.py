@@ -73,7 +73,7 @@ def test_a_steady_node_writes_once_an_interval_and_asking_costs_nothing(
     ]
     # The address is not one of this host: no TCPStore can be opened on it.
     for handler in handlers:
-        handler._open_master = handler._driver._open_master = lambda naming: "host:1"  # type: ignore[attr-defined]
+        handler._open_master = handler._driver._open_master = lambda world_id: "host:1"  # type: ignore[attr-defined]
     together([handler.next_rendezvous for handler in handlers])
     try:
         monitor = Monitor(int(server.endpoint.rpartition(":")[2]))

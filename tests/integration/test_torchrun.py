@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.documents import STATE_KEY
+from rdzv_plugins.protocol.documents import STATE_KEY
 from tests import Measure
 from tests.integration.stores import RunningStore, every_store
 from tests.integration.torchrun import LEASE, PATIENCE, Pause, Run

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, World
-from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.kv import RendezvousConnectionError
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+)
 from tests.integration.stores import RunningStore
 
 INTERVAL = 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from rdzv_plugins.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from tests.integration.agents import Agent, until
 from tests.integration.stores import RunningStore
 

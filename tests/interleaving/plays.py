@@ -23,12 +23,19 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins import driver, handler, signals, store
+from rdzv_plugins import driver, handler, signals
 from rdzv_plugins.config import Settings
-from rdzv_plugins.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Outcome, RoundDocument
 from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
 from rdzv_plugins.kv import MemoryClient, MemoryServer, memory, retry
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Outcome,
+    RoundDocument,
+)
 from rdzv_plugins.tombstones import Tombstones
+from rdzv_plugins.torch_compat import c10d_store
 from tests.interleaving.scheduler import Queue, Scheduler, Task
 
 __all__ = ["Play", "play"]
@@ -209,7 +216,7 @@ class Play:
             (handler, "TCPStore", self.open_server),
             (retry, "random", drawn),
         ]
-        for module in (driver, handler, memory, retry, signals, store):
+        for module in (driver, handler, memory, retry, signals, c10d_store):
             for name, value in (
                 ("threading", scheduler.threading),
                 ("time", scheduler.time),
@@ -239,8 +246,10 @@ class Play:
             assert agent.farewells <= 1, f"{agent.name} said farewell {agent.farewells} times"
             found = client.get(NODES_PREFIX + made._node.id)
             if found is not None and agent.signalled and not closed:
-                wants = NodeRecord.decode(found.value).wants
-                assert wants in ("left", "done"), f"{agent.name} left, and its record says {wants}"
+                status = NodeRecord.decode(found.value).status
+                assert status in ("left", "done"), (
+                    f"{agent.name} left, and its record says {status}"
+                )
         if closed and document is not None and document.outcome is Outcome.FAILED:
             # Only a member's failure closes a run as failed.
             assert any(agent.closed and agent.rounds for agent in self.agents), document.reason

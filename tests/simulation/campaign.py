@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rdzv_plugins.documents import NodeRecord, RoundDocument
+from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
 
 from .mutants import MUTANTS, build
 from .plan import EVERYTHING, Focus

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rdzv_plugins.documents import STATE_KEY
+from rdzv_plugins.protocol.documents import STATE_KEY
 
 from .host import Agent, Host
 from .plan import FASTEST, SLOWEST

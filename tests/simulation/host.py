@@ -9,9 +9,9 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from rdzv_plugins import steps
-from rdzv_plugins.decisions import Failure, Rules
-from rdzv_plugins.documents import (
+from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     HISTORY_KEY,
     NODES_PREFIX,
@@ -19,12 +19,12 @@ from rdzv_plugins.documents import (
     STORE_PREFIX,
     NodeRecord,
     RoundDocument,
-    Wants,
+    Status,
     store_prefix,
 )
-from rdzv_plugins.documents import Outcome as Ended
-from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
-from rdzv_plugins.steps import Outcome, Request
+from rdzv_plugins.protocol.documents import Outcome as Ended
+from rdzv_plugins.protocol.effects import Effect, Outcome
+from rdzv_plugins.protocol.rules import Failure, Rules
 
 from .invariants import Evidence
 from .kernel import Clock
@@ -91,7 +91,7 @@ class Host:
             address=address,
             pid=world.started,
             beat=0,
-            wants=Wants.JOIN,
+            status=Status.JOIN,
             round=-1,
             min_nodes=rules.min_nodes,
             max_nodes=rules.max_nodes,
@@ -108,9 +108,9 @@ class Host:
             self.clock,
             random.Random(chance.getrandbits(64)),
         )
-        self._life: Generator[Request, Any, object] | None = None
+        self._life: Generator[Effect[Any], Any, object] | None = None
         self._at_end: Callable[[object], None] | None = None
-        self._request: Request | None = None
+        self._request: Effect[Any] | None = None
         self._asked = 0.0
         self._trouble: float | None = None
         self._turn = 0
@@ -171,7 +171,7 @@ class Host:
         # Certainly later than an interval, wherever in a wait of 1.1 the stall began; in a request
         # it is no lateness but beyond the longest that one may take.
         unseen = 2.2 * self.rules.interval
-        if not isinstance(self._request, steps.Park | steps.Rest):
+        if not isinstance(self._request, effects.Park | effects.Rest):
             unseen += self.rules.request
         if self.clock() - self._stalled_at > unseen:
             self.track.evidence.disturbed = now
@@ -416,7 +416,7 @@ class Host:
 
     def _nudge(self) -> None:
         """End a wait of the node."""
-        if isinstance(self._request, steps.Park | steps.Rest):
+        if isinstance(self._request, effects.Park | effects.Rest):
             self.receive(self._turn, None)
 
     def _is_late(self, call: Callable[..., None], *arguments: Any) -> bool:
@@ -430,7 +430,7 @@ class Host:
 
     def _live(
         self,
-        life: Generator[Request, Any, object],
+        life: Generator[Effect[Any], Any, object],
         at_end: Callable[[object], None] | None = None,
     ) -> None:
         self._life, self._at_end = life, at_end
@@ -438,7 +438,7 @@ class Host:
         self._step(None, None)
 
     def _end_life(self) -> None:
-        if isinstance(self._request, steps.Park):
+        if isinstance(self._request, effects.Park):
             self.world.store.unpark(self, self._request.key)
         if self._life is not None:
             self._life.close()
@@ -452,7 +452,7 @@ class Host:
         if self._is_late(self.receive, turn, answer, error):
             return
         self._turn += 1
-        if isinstance(self._request, steps.Park):
+        if isinstance(self._request, effects.Park):
             self.world.store.unpark(self, self._request.key)
         if self._delivery is not None and self._delivery[0] == turn and error is None:
             self._note_read(*self._delivery[1:])
@@ -467,7 +467,7 @@ class Host:
         clock = self.clock()
         if error is not None:
             if self._trouble is None:
-                waited = isinstance(self._request, steps.Park)
+                waited = isinstance(self._request, effects.Park)
                 self._trouble = clock if waited else self._asked
         elif self._trouble is not None and not isinstance(self._request, _LOCAL):
             if clock - self._trouble > self.rules.interval:
@@ -479,14 +479,14 @@ class Host:
     def _note_news(self, answer: Any) -> None:
         """What the document says is a word of its leader, and a reason to look for a tombstone."""
         match self._request:
-            case steps.ReadTombstone(incarnation) if answer is None:
+            case effects.ReadTombstone(incarnation) if answer is None:
                 self._no_tombstone.add(incarnation)
                 return
-            case steps.CompareAndSet():
+            case effects.CompareAndSet():
                 entry = answer[0]
-            case steps.Read(key) if key == STATE_KEY:
+            case effects.Read(key) if key == STATE_KEY:
                 entry = answer
-            case steps.Park(key) if key == STATE_KEY and answer is not None:
+            case effects.Park(key) if key == STATE_KEY and answer is not None:
                 entry = answer
             case _:
                 return
@@ -512,12 +512,12 @@ class Host:
                 self._finish(None)
                 return
             self._request, error = request, None
-            if isinstance(request, steps.Deliver):
+            if isinstance(request, effects.FinishJoin):
                 answer = None
                 self._ended(request.outcome)
                 life = self._life  # The agent may have ended it.
                 continue
-            if isinstance(request, steps.Tell):
+            if isinstance(request, effects.Tell):
                 answer = None
                 self.world.inject(f"told: {request.about}")
                 continue
@@ -531,7 +531,7 @@ class Host:
         if at_end is not None:
             at_end(result)
 
-    def _issue(self, request: Request) -> None:
+    def _issue(self, request: Effect[Any]) -> None:
         world, turn = self.world, self._turn
         world.requests += 1
         self._requests += 1
@@ -541,7 +541,7 @@ class Host:
             self._requests, self._second_ends = 0, world.kernel.now + 1.0
         elif self._requests > _MOST_REQUESTS:
             world.violated("rests", f"{self.id} asks without a pause: {request}")
-        again = isinstance(request, steps.ReadTombstone) and (
+        again = isinstance(request, effects.ReadTombstone) and (
             request.incarnation in self._no_tombstone
         )
         if again and self.alive:  # Who closes a run asks anew at each try.
@@ -549,12 +549,12 @@ class Host:
         if self._closes and not world.network.quiet and world.cuts_short():
             world.note(f"{self.id} dies while it closes the run, before {request}"[:160])
             self._end_life()
-        elif isinstance(request, steps.Rest):
+        elif isinstance(request, effects.Rest):
             seconds = 0.001 if self.node.ordered else self.clock.real(request.seconds)
             world.kernel.after(seconds, self.receive, turn, None)
-        elif isinstance(request, steps.OpenMaster):
+        elif isinstance(request, effects.OpenMaster):
             self._open_master(turn, request)
-        elif isinstance(request, steps.Park):
+        elif isinstance(request, effects.Park):
             if self.node.ordered:
                 world.kernel.after(0.001, self.receive, turn, None)
                 return
@@ -565,16 +565,16 @@ class Host:
         else:
             world.network.carry(self, turn, request)
 
-    def _open_master(self, turn: int, request: steps.OpenMaster) -> None:
+    def _open_master(self, turn: int, request: effects.OpenMaster) -> None:
         """At once as a rule; else the node is told later, in the midst of whatever it does."""
-        now, naming = self.world.kernel.now, request.naming
-        if self._opening[0] != naming or self._opening[1] <= now:
-            self._opening = naming, now + self._begin_to_open(naming)
+        now, world_id = self.world.kernel.now, request.world_id
+        if self._opening[0] != world_id or self._opening[1] <= now:
+            self._opening = world_id, now + self._begin_to_open(world_id)
         ends = min(self._opening[1], now + request.seconds)
         # Not before the node was told that it is open.
         self.world.kernel.at(max(ends, now + 0.0001) + 1e-6, self.receive, turn, None)
 
-    def _begin_to_open(self, naming: str) -> float:
+    def _begin_to_open(self, world_id: str) -> float:
         """Seconds until the node is told."""
         world, address = self.world, None
         self._masters += 1
@@ -590,13 +590,13 @@ class Host:
                 error = kind("cannot open a TCPStore")
         if not fails:
             address = f"{self.id}:{self._masters}"
-        world.kernel.after(pause, self._opened, naming, address, error, pause > 0.05)
+        world.kernel.after(pause, self._opened, world_id, address, error, pause > 0.05)
         return pause
 
     def _opened(
-        self, naming: str, address: str | None, error: Exception | None, nudge: bool
+        self, world_id: str, address: str | None, error: Exception | None, nudge: bool
     ) -> None:
-        self.node.master_opened(naming, address, error)
+        self.node.master_opened(world_id, address, error)
         if nudge:
             self._nudge()
 
@@ -606,30 +606,32 @@ class Host:
 
     def break_wait(self) -> None:
         """The connection on which it waits breaks."""
-        if isinstance(self._request, steps.Park):
+        if isinstance(self._request, effects.Park):
             self.fails(self._turn, "the connection broke")
 
-    def perform(self, turn: int, request: Request, back: float, evidence: Evidence | None) -> None:
+    def perform(
+        self, turn: int, request: Effect[Any], back: float, evidence: Evidence | None
+    ) -> None:
         """The request has reached the store: do it, and send the answer."""
         world, store = self.world, self.world.store
         answer: Any = None
         match request:
-            case steps.Park(key, version, _):
+            case effects.Park(key, version, _):
                 if turn == self._turn:
                     store.park(self, key, version, lambda entry: self._notify(turn, entry))
                 return
-            case steps.PutRecord(node, record, ring):
+            case effects.PutRecord(node, record, ring):
                 store.put(NODES_PREFIX + node, record.encode())
                 world.checker.beat_arrived(node, record, store.epoch)
                 if ring and not world.network.splits_batch():
                     store.put(BELL_KEY, b"")
-            case steps.Ring():
+            case effects.Ring():
                 store.put(BELL_KEY, b"")
-            case steps.Read(key):
+            case effects.Read(key):
                 answer = store.entries.get(key)
                 if key != STATE_KEY:
                     self._read(turn, {key: answer} if answer else {}, key)
-            case steps.CompareAndSet(key, value, expected):
+            case effects.CompareAndSet(key, value, expected):
                 before = store.entries.get(key)
                 answer = store.compare_and_set(key, value, expected)
                 if answer[1] and evidence is not None:
@@ -638,25 +640,25 @@ class Host:
                     except RendezvousStateError as error:
                         world.violated("readable", f"{self.id}: {error}")
                     world.wrote(self, before, after, evidence)
-            case steps.List(prefix):
+            case effects.List(prefix):
                 answer = world.network.list(prefix)
                 self._read(turn, answer, None)
-            case steps.Drop(keys):
+            case effects.Drop(keys):
                 for key in keys:
                     store.delete(key)
-            case steps.DropStores(incarnation, before_round):
+            case effects.DropStores(incarnation, before_round):
                 kept = store_prefix(incarnation, 0).removesuffix("0/")
                 for key in [key for key in store.entries if key.startswith(STORE_PREFIX)]:
                     number = key.removeprefix(kept).partition("/")[0]
                     if not (key.startswith(kept) and int(number) >= before_round):
                         store.delete(key)
-            case steps.Expire(seconds):
+            case effects.Expire(seconds):
                 store.expire(seconds)
-            case steps.Chronicle():
+            case effects.RecordHistory():
                 store.put(HISTORY_KEY, b"")
-            case steps.PutTombstone(document):
+            case effects.PutTombstone(document):
                 store.put_tombstone(document.incarnation, document.outcome or Ended.CLOSED)
-            case steps.ReadTombstone(incarnation):
+            case effects.ReadTombstone(incarnation):
                 answer = store.tombstones.get(incarnation)
                 if turn == self._turn:
                     self.track.evidence.asked[incarnation] = world.kernel.now
@@ -720,4 +722,4 @@ def _never_back(
     }
 
 
-_LOCAL = steps.Rest | steps.OpenMaster | steps.Tell | steps.Deliver
+_LOCAL = effects.Rest | effects.OpenMaster | effects.Tell | effects.FinishJoin

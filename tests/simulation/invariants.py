@@ -43,8 +43,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from rdzv_plugins.decisions import Rules
-from rdzv_plugins.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Wants
+from rdzv_plugins.protocol.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.rules import Rules
 
 __all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show", "world_of"]
 
@@ -250,17 +250,21 @@ class Checker:
             track.beats.append(record.beat)
             track.arrivals.append(now)
             track.shown = [*track.shown[-1:], now]
-            if track.awaits is not None and record.wants in (Wants.JOIN, Wants.SPARE):
+            if track.awaits is not None and record.status in (Status.JOIN, Status.SPARE):
                 self._judge_missed(node, track, epoch)
         else:
             # It hides the last beat, perhaps before anybody saw that.
             track.shown = track.shown[:1]
-        if record.wants is Wants.DONE and record.naming:
-            track.done[record.naming] = epoch
-        if record.wants is Wants.RUN and record.naming and record.naming not in track.confirmed:
-            track.confirmed[record.naming] = record
+        if record.status is Status.DONE and record.world_id:
+            track.done[record.world_id] = epoch
+        if (
+            record.status is Status.RUN
+            and record.world_id
+            and record.world_id not in track.confirmed
+        ):
+            track.confirmed[record.world_id] = record
             track.lease_lost = late
-            track.awaits = record.naming, epoch
+            track.awaits = record.world_id, epoch
 
     def beats_lost(self, since: float) -> None:
         """The store lost what was written since then."""
@@ -355,8 +359,8 @@ class Checker:
         if after.phase in (Phase.CONFIRMING, Phase.RUNNING) and (
             before is None or world_of(before) != world
         ):
-            naming = _Named(epoch, {node: it.beat for node, it in evidence.seen.items()})
-            self._named.setdefault(world, []).append(naming)
+            world_id = _Named(epoch, {node: it.beat for node, it in evidence.seen.items()})
+            self._named.setdefault(world, []).append(world_id)
         if is_new and after.phase is Phase.CONFIRMING:
             if not after.min_nodes <= len(after.participants) <= after.max_nodes:
                 raise InvariantError("size", show(after))
@@ -440,7 +444,7 @@ class Checker:
             raise InvariantError("incarnations", what)
         for holder in {*before.participants, *before.previous, before.leader} - {None}:
             record = evidence.seen.get(str(holder))
-            if record is None or record.wants is not Wants.LEFT:
+            if record is None or record.status is not Status.LEFT:
                 self._judge_evidence(node, track, evidence, str(holder), after)
 
     def _judge_evictions(
@@ -468,9 +472,9 @@ class Checker:
             counted |= {*before.lost} - {*after.lost}
         for person in counted - {node}:
             record = evidence.listed.get(person)
-            if record is not None and record.wants in (Wants.LEFT, Wants.DONE):
+            if record is not None and record.status in (Status.LEFT, Status.DONE):
                 raise InvariantError(
-                    "evidence", f"{node} counts on {person}, who {record.wants}, in {show(after)}"
+                    "evidence", f"{node} counts on {person}, who {record.status}, in {show(after)}"
                 )
 
     def _judge_done(
@@ -485,8 +489,8 @@ class Checker:
             person
             for person in before.participants
             if (record := evidence.seen.get(person)) is not None
-            and record.wants is Wants.DONE
-            and self._tracks[person].done.get(before.naming) == epoch
+            and record.status is Status.DONE
+            and self._tracks[person].done.get(before.world_id) == epoch
         }
         if not done:
             return
@@ -514,10 +518,10 @@ class Checker:
         world = world_of(after)
         if before is None or before.phase is not Phase.RUNNING or before.round != after.round:
             for person in after.participants:
-                if after.naming not in self._tracks[person].confirmed:
+                if after.world_id not in self._tracks[person].confirmed:
                     raise InvariantError("confirmed", f"{person} never saw {show(after)}")
             first = self._tracks[after.participants[0]]
-            if after.master is None or first.confirmed[after.naming].master != after.master:
+            if after.master is None or first.confirmed[after.world_id].master != after.master:
                 raise InvariantError(
                     "confirmed", f"{after.master} is not the master of {show(after)}"
                 )
@@ -536,7 +540,7 @@ class Checker:
         cause = after.cause
         for person in last.participants:
             track = self._tracks[person]
-            if person in after.ranks or last.naming in track.done:
+            if person in after.ranks or last.world_id in track.done:
                 continue
             named = (cause.lost, cause.left, cause.evicted)
             # One whose record was forgotten has no other name.
@@ -552,7 +556,7 @@ class Checker:
 
     def _judge_missed(self, node: str, track: Track, epoch: int) -> None:
         assert track.awaits is not None
-        naming, confirmed_in = track.awaits
+        world_id, confirmed_in = track.awaits
         track.awaits = None
         if track.lease_lost or track.evicted or epoch != confirmed_in:
             return
@@ -562,13 +566,13 @@ class Checker:
             if theirs.world is None:
                 continue
             self._judge_lease(theirs)
-            if self._ran[theirs.world].naming == naming:
+            if self._ran[theirs.world].world_id == world_id:
                 waits = other
             elif not theirs.lease_lost:
                 return  # Two worlds at once: `given` has judged that pair.
         if waits:
             raise InvariantError(
-                "missed", f"{node} asks for another round than {naming}, which {waits} runs"
+                "missed", f"{node} asks for another round than {world_id}, which {waits} runs"
             )
 
     def _is_excused(self, node: str, mine: Track, other: str, theirs: Track) -> bool:
@@ -583,7 +587,7 @@ class Checker:
     def _forgot(self, host: str, world: World, other: World) -> bool:
         """Whether ``other`` was named in ignorance of the ``host`` of ``world``."""
         first = self._named[world][0]
-        told = self._tracks[host].confirmed[self._ran[world].naming].beat
+        told = self._tracks[host].confirmed[self._ran[world].world_id].beat
         return any(
             later.epoch > first.epoch and later.listed.get(host, told - 1) < told
             for later in self._named[other]
@@ -647,8 +651,8 @@ def _declared_lost(
             node
             for node in before.previous
             if (record := seen.get(node)) is None
-            or record.wants is Wants.RUN
-            or (record.wants is not Wants.LEFT and _round_in(before, record) < before.round - 1)
+            or record.status is Status.RUN
+            or (record.status is not Status.LEFT and _round_in(before, record) < before.round - 1)
         }
     else:
         out = {*before.previous} - {*after.previous, *after.participants}
@@ -657,7 +661,7 @@ def _declared_lost(
     return sorted(
         node
         for node in out
-        if (record := seen.get(node)) is None or record.wants not in (Wants.LEFT, Wants.DONE)
+        if (record := seen.get(node)) is None or record.status not in (Status.LEFT, Status.DONE)
     )
 
 

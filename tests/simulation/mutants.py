@@ -13,14 +13,14 @@ import types
 from dataclasses import dataclass
 from pathlib import Path
 
-from rdzv_plugins.node import Node
+from rdzv_plugins.protocol.node import Node
 
 from .plan import EVERYTHING, Focus
 
 __all__ = ["MUTANTS", "Edit", "Mutant", "build"]
 
 
-_MODULES = ("leases", "listing", "leading", "protocol", "observer", "closing", "node")
+_MODULES = ("failure_detector", "record_cache", "leader", "member", "observer", "cleanup", "node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 5: a round does not wait for the participants of the last",
         (
             _in(
-                "leading",
+                "leader",
                 "    if pending := without(awaited, gone):  # Rule 5.\n",
                 "    if pending := ():\n",
             ),
@@ -64,7 +64,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 5: a join asked for before the round counts as one after it",
         (
             _in(
-                "leading",
+                "leader",
                 "    return _round_in(document, record) >= ended_round\n",
                 "    return True\n",
             ),
@@ -91,7 +91,7 @@ MUTANTS: dict[str, Mutant] = {
                 "beat=int(self._clock() * 1000), looks=self._seen.looks)",
             ),
             _in(
-                "leases",
+                "failure_detector",
                 "            self._seen[node] = _Seen(beat, now, now)\n        elif",
                 "            self._seen[node] = _Seen(beat, (beat or 0) / 1000, now)\n        elif",
             ),
@@ -101,9 +101,9 @@ MUTANTS: dict[str, Mutant] = {
         "rule 2: half a lease of silence is enough",
         (
             _in(
-                "leading",
-                "    return view.age(node) >= view.lease(node)\n",
-                "    return view.age(node) >= view.lease(node) / 2\n",
+                "leader",
+                "    return view.confirmed_silence(node) >= view.lease(node)\n",
+                "    return view.confirmed_silence(node) >= view.lease(node) / 2\n",
             ),
         ),
         seed=2,
@@ -111,11 +111,15 @@ MUTANTS: dict[str, Mutant] = {
     "coup": Mutant(
         "rule 4: the leader is deposed without waiting for its lease",
         (
-            _in("protocol", "    if view.age(leader) < lease and view", "    if False and view"),
             _in(
-                "protocol",
-                "    if view.age(leader) >= lease + turn:\n",
-                "    if view.age(leader) >= turn:\n",
+                "member",
+                "    if view.confirmed_silence(leader) < lease and view",
+                "    if False and view",
+            ),
+            _in(
+                "member",
+                "    if view.confirmed_silence(leader) >= lease + turn:\n",
+                "    if view.confirmed_silence(leader) >= turn:\n",
             ),
         ),
     ),
@@ -123,8 +127,9 @@ MUTANTS: dict[str, Mutant] = {
         "rule 4: nobody takes over from a leader that died",
         (
             _in(
-                "protocol",
-                "    if view.age(leader) < lease and view.idle_age < idle:\n",
+                "member",
+                "    if view.confirmed_silence(leader) < lease and "
+                "view.confirmed_idleness < idle:\n",
                 "    if True:\n",
             ),
         ),
@@ -133,7 +138,7 @@ MUTANTS: dict[str, Mutant] = {
     "never-mind-leading": Mutant(
         "rule 4: a leader that beats, and cannot read all records, goes on leading",
         (
-            _in("protocol", "    idle = lease + (", "    idle = 1e9 + ("),
+            _in("member", "    idle = lease + (", "    idle = 1e9 + ("),
             _in(
                 "observer",
                 "        return self._clock() - self.listed_since >= self._rules.lease\n",
@@ -148,8 +153,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "            case decisions.Start(document):\n",
-                "            case decisions.Start(document):\n"
+                "            case rules.Start(document):\n",
+                "            case rules.Start(document):\n"
                 "                people = document.participants\n"
                 "                people = sorted(people, key=lambda node: node != self.id)\n"
                 "                document = replace(document, participants=tuple(people))\n",
@@ -160,7 +165,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 7: one node is enough",
         (
             _in(
-                "leading",
+                "leader",
                 "    enough = len(ready) >= rules.min_nodes\n",
                 "    enough = len(ready) >= 1\n",
             ),
@@ -169,30 +174,30 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "above-maximum": Mutant(
         "rule 7: everybody is taken",
-        (_in("leading", "newcomers][: rules.max_nodes]", "newcomers]"),),
+        (_in("leader", "newcomers][: rules.max_nodes]", "newcomers]"),),
         seed=4,
     ),
     "no-last-call": Mutant(
         "rule 7: the minimum is enough at once",
-        (_in("leading", "(enough and last_call >= rules.last_call)", "enough"),),
+        (_in("leader", "(enough and last_call >= rules.last_call)", "enough"),),
     ),
     "spares-disturb": Mutant(
         "rule 8: a node that waits restarts a round that is full",
-        (_in("leading", "or (newcomers and room > 0)", "or newcomers"),),
+        (_in("leader", "or (newcomers and room > 0)", "or newcomers"),),
         seed=2,
     ),
     "newcomers-wait": Mutant(
         "rule 8: a node that waits is not let in where there is room",
-        (_in("leading", " or (newcomers and room > 0)", ""),),
+        (_in("leader", " or (newcomers and room > 0)", ""),),
     ),
     "loss-unseen": Mutant(
         "rule 9: the loss of a participant changes nothing",
-        (_in("leading", " or (lost and view.rules.restart_on_loss)", ""),),
+        (_in("leader", " or (lost and view.rules.restart_on_loss)", ""),),
         seed=144,
     ),
     "failure-unseen": Mutant(
         "a participant that joins again changes nothing for the others",
-        (_in("leading", "    if rejoined or (lost and", "    if (lost and"),),
+        (_in("leader", "    if rejoined or (lost and", "    if (lost and"),),
         seed=24,
     ),
     "no-window-after-outage": Mutant(
@@ -213,17 +218,29 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-window-after-stall": Mutant(
         "rule 11: windows go on over this node's own lateness",
-        (_in("observer", "            self._void(now, grace=0.0)\n", "            pass\n"),),
+        (
+            _in(
+                "observer",
+                "            self._reset_windows(now, grace=0.0)\n",
+                "            pass\n",
+            ),
+        ),
         seed=30,
     ),
     "no-window-at-takeover": Mutant(
         "a new leader judges by what it saw before it led",
-        (_in("observer", "        self.leases.restart(now, unless=deposed)\n", ""),),
+        (_in("observer", "        self.liveness.restart(now, unless=deposed)\n", ""),),
         seed=104,
     ),
     "answer-time": Mutant(
         "a slow answer counts as a look at the time when it came",
-        (_in("leases", "            seen.looked = asked\n", "            seen.looked = now\n"),),
+        (
+            _in(
+                "failure_detector",
+                "            seen.looked = asked\n",
+                "            seen.looked = now\n",
+            ),
+        ),
         seed=6,
         focus=Focus(
             kinds=("slow store", "crash", "stall"),
@@ -235,7 +252,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "observer",
-                "            self.leases.heard(document.leader, self._clock())\n",
+                "            self.liveness.heard(document.leader, self._clock())\n",
                 "            pass\n",
             ),
         ),
@@ -253,16 +270,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-write-back": Mutant(
         "rule 12: nobody writes the document back to a store that forgot",
-        (
-            _in(
-                "protocol", "    if latest is None:\n        if not", "    if True:\n        if not"
-            ),
-        ),
+        (_in("member", "    if latest is None:\n        if not", "    if True:\n        if not"),),
         seed=13,
     ),
     "newcomer-rules": Mutant(
         "rule 12: a document that is behind what this node remembers is taken",
-        (_in("protocol", "    return document.place < latest.place\n", "    return False\n"),),
+        (_in("member", "    return document.place < latest.place\n", "    return False\n"),),
         seed=4,
         focus=Focus(
             kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
@@ -286,7 +299,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 12: a leader does not look for nodes that run in a round it does not know",
         (
             _in(
-                "leading",
+                "leader",
                 "    if strays or highest >= document.round:\n",
                 "    strays = []\n    if highest >= document.round:\n",
             ),
@@ -296,8 +309,8 @@ MUTANTS: dict[str, Mutant] = {
     "numbers-from-zero": Mutant(
         "rule 12: rounds are numbered without looking at the records",
         (
-            _in("leading", "    if strays or highest >= document.round:\n", "    if strays:\n"),
-            _in("leading", "round=max(document.round, highest + 1),", "round=document.round,"),
+            _in("leader", "    if strays or highest >= document.round:\n", "    if strays:\n"),
+            _in("leader", "round=max(document.round, highest + 1),", "round=document.round,"),
         ),
         seed=47,
         focus=Focus(
@@ -309,11 +322,11 @@ MUTANTS: dict[str, Mutant] = {
         "rounds of one number are taken for the same round",
         (
             _in(
-                "protocol",
-                "record.naming == document.naming\n    if named and document.phase",
+                "member",
+                "record.world_id == document.world_id\n    if named and document.phase",
                 "record.round == document.round\n    if named and document.phase",
             ),
-            _in("leading", "or record.naming != naming", "or record.round != document.round"),
+            _in("leader", "or record.world_id != world_id", "or record.round != document.round"),
         ),
         seed=64,
     ),
@@ -321,7 +334,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 14: a closed run goes on",
         (
             _in(
-                "protocol",
+                "member",
                 "    if latest is not None and latest.closed:\n        return _on_closed(view)\n",
                 "",
             ),
@@ -329,25 +342,25 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-confirmation": Mutant(
         "a round runs before its participants have seen it",
-        (_in("leading", "    if missing:\n", "    if False:\n"),),
+        (_in("leader", "    if missing:\n", "    if False:\n"),),
         seed=2,
     ),
     "confirming-blind": Mutant(
         "a participant that dies while the round is confirmed is waited for",
-        (_in("leading", "    if lost or rejoined:\n", "    if rejoined:\n"),),
+        (_in("leader", "    if lost or rejoined:\n", "    if rejoined:\n"),),
         seed=38,
     ),
     "mixed-nodes": Mutant(
         "a node with other --nnodes is let in",
         (
             _in(
-                "protocol",
+                "member",
                 "    if (document.min_nodes, document.max_nodes) != "
                 "(rules.min_nodes, rules.max_nodes):\n",
                 "    if False:\n",
             ),
             _in(
-                "leading",
+                "leader",
                 "    return (record.min_nodes, record.max_nodes) == "
                 "(document.min_nodes, document.max_nodes)\n",
                 "    return True\n",
@@ -357,7 +370,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "lost-for-good": Mutant(
         "a participant that comes back to a round that went on stays lost",
-        (_in("leading", "- {*rejoined, *back}", "- {*rejoined}"),),
+        (_in("leader", "- {*rejoined, *back}", "- {*rejoined}"),),
         seed=50,
     ),
     "silent-failure": Mutant(
@@ -376,9 +389,9 @@ MUTANTS: dict[str, Mutant] = {
         "a round that was over before a participant saw it run is never started there",
         (
             _in(
-                "protocol",
-                "    if latest.ran != confirmed.naming:\n",
-                "    if latest.phase is not Phase.RUNNING or latest.ran != confirmed.naming:\n",
+                "member",
+                "    if latest.ran != confirmed.world_id:\n",
+                "    if latest.phase is not Phase.RUNNING or latest.ran != confirmed.world_id:\n",
             ),
         ),
         seed=134,
@@ -387,7 +400,7 @@ MUTANTS: dict[str, Mutant] = {
         "a round is written back to an empty store without a look for the tombstone",
         (
             _in(
-                "protocol",
+                "member",
                 "    if latest.incarnation not in view.asked_tombstones:\n",
                 "    if False:\n",
             ),
@@ -396,7 +409,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-tombstone": Mutant(
         "who closes a run leaves no tombstone",
-        (_in("closing", "yield PutTombstone(closed)", "pass"),),
+        (_in("cleanup", "yield from PutTombstone(closed)", "pass"),),
         seed=10,
         focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
@@ -415,7 +428,7 @@ MUTANTS: dict[str, Mutant] = {
         "rule 14: a node that was replaced closes the run of the others",
         (
             _in(
-                "closing",
+                "cleanup",
                 "        if members_only and not document.names(node_id):\n",
                 "        if False:\n",
             ),
@@ -428,7 +441,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "closes-any-run": Mutant(
         "rule 14: a node closes whatever run of its id it finds",
-        (_in("closing", "not document.is_of(latest)):\n", "False):\n"),),
+        (_in("cleanup", "not document.is_of(latest)):\n", "False):\n"),),
         seed=33,
         focus=Focus(
             kinds=("amnesia", "partition", "close", "close"),
@@ -437,14 +450,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nobody-told-of-failure": Mutant(
         "rule 14: a run closed as failed disturbs nobody",
-        (_in("protocol", "int(latest.outcome is Outcome.FAILED)\n", "0\n"),),
+        (_in("member", "int(latest.outcome is Outcome.FAILED)\n", "0\n"),),
     ),
     "done-is-gone": Mutant(
         "a node whose workers succeeded is lost like any other",
         (
             _in(
-                "leading",
-                "    return record.naming == document.naming\n",
+                "leader",
+                "    return record.world_id == document.world_id\n",
                 "    return False\n",
             ),
         ),
@@ -452,22 +465,22 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "done-is-disturbed": Mutant(
         "newcomers are let in although a node's workers have succeeded",
-        (_in("leading", "room = 0 if done else ", "room = "),),
+        (_in("leader", "room = 0 if done else ", "room = "),),
         seed=112,
         focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
     ),
     "nobody-closes-what-is-done": Mutant(
         "those that are done wait for the lost in torch's exit barrier",
-        (_in("leading", "    if done and done == set", "    if not gone and done == set"),),
+        (_in("leader", "    if done and done == set", "    if not gone and done == set"),),
         seed=171,
     ),
     "one-lease-for-all": Mutant(
         "each node is judged by the leader's lease",
         (
             _in(
-                "leading",
-                "    return view.age(node) >= view.lease(node)\n",
-                "    return view.age(node) >= view.rules.lease\n",
+                "leader",
+                "    return view.confirmed_silence(node) >= view.lease(node)\n",
+                "    return view.confirmed_silence(node) >= view.rules.lease\n",
             ),
         ),
         seed=50,
@@ -476,7 +489,7 @@ MUTANTS: dict[str, Mutant] = {
         "a beat that was held up on its way undoes what its node said later",
         (
             _in(
-                "listing",
+                "record_cache",
                 "late = known is not None and known[1].beat > record.beat",
                 "late = False",
             ),
@@ -488,28 +501,28 @@ MUTANTS: dict[str, Mutant] = {
         "a node with other --nnodes founds a run while the nodes of another live",
         (
             _in(
-                "protocol",
+                "member",
                 "    if any(view.moved(str(node)) for node in holders):\n",
                 "    if False:\n",
             ),
-            _in("protocol", "    if alive:\n", "    if False:\n"),
+            _in("member", "    if alive:\n", "    if False:\n"),
         ),
         seed=6,
     ),
     "evicted-at-once": Mutant(
         "who has not asked for the next round yet is left out",
-        (_in("leading", "        if view.round_age >= patience:\n", "        if True:\n"),),
+        (_in("leader", "        if view.round_age >= patience:\n", "        if True:\n"),),
     ),
     "never-evicted": Mutant(
         "a node whose agent hangs is waited for as long as it beats",
-        (_in("leading", "        if view.round_age >= patience:\n", "        if False:\n"),),
+        (_in("leader", "        if view.round_age >= patience:\n", "        if False:\n"),),
         seed=14,
     ),
     "spare-for-ever": Mutant(
         "a spare waits on when its round is over",
         (
             _in(
-                "protocol",
+                "member",
                 "document is None or document.phase is not Phase.RUNNING:\n",
                 "document is None:\n",
             ),
@@ -561,7 +574,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "        if opening is not None and opening[0] == naming:\n",
+                "        if opening is not None and opening[0] == world_id:\n",
                 "        if True:\n",
             ),
         ),
@@ -583,7 +596,7 @@ MUTANTS: dict[str, Mutant] = {
         "a round that breaks up before it runs forgets why it was",
         (
             _in(
-                "leading",
+                "leader",
                 "        cause = _amended(document.cause, records, lost)\n",
                 "        cause = _amended(Cause(), records, lost)\n",
             ),
@@ -594,7 +607,7 @@ MUTANTS: dict[str, Mutant] = {
         "who is lost while a round forms is not named",
         (
             _in(
-                "leading",
+                "leader",
                 "    cause = _amended(document.cause, records, missing).plus(",
                 "    cause = document.cause.plus(",
             ),
@@ -628,7 +641,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "        if seen.closed or self.record.wants is Wants.LEFT:\n",
+                "        if seen.closed or self.record.status is Status.LEFT:\n",
                 "        if seen.closed:\n",
             ),
         ),
@@ -652,23 +665,27 @@ def build(name: str) -> type[Node]:
                     )
                 source = source.replace(edit.old, edit.new)
         modules[module] = _load(f"mutant_{name}_{module}".replace("-", "_"), source)
-    modules["protocol"].__dict__.update(leading=modules["leading"])
+    for name in ("lead", "next_round", "without"):
+        setattr(modules["member"], name, getattr(modules["leader"], name))
     observer, node = modules["observer"], modules["node"]
-    observer.__dict__.update(Leases=modules["leases"].Leases, Listing=modules["listing"].Listing)
-    closing = modules["closing"]
+    observer.__dict__.update(
+        FailureDetector=modules["failure_detector"].FailureDetector,
+        RecordCache=modules["record_cache"].RecordCache,
+    )
+    cleanup = modules["cleanup"]
     node.__dict__.update(
-        protocol=modules["protocol"],
+        member=modules["member"],
         Observer=observer.Observer,
-        close_run=closing.close_run,
-        let_expire=closing.let_expire,
-        tidy_up=closing.tidy_up,
+        close_run=cleanup.close_run,
+        let_expire=cleanup.let_expire,
+        tidy_up=cleanup.tidy_up,
     )
     mutant: type[Node] = node.Node
     return mutant
 
 
 def _source(module: str) -> str:
-    spec = importlib.util.find_spec(f"rdzv_plugins.{module}")
+    spec = importlib.util.find_spec(f"rdzv_plugins.protocol.{module}")
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).read_text()

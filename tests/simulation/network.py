@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rdzv_plugins import steps
 from rdzv_plugins.kv import Entry
+from rdzv_plugins.protocol import effects
 
 if TYPE_CHECKING:
     from .host import Host
@@ -51,7 +51,7 @@ class Network:
             prefix, lambda: now - world.chance.uniform(0, world.plan.staleness)
         )
 
-    def carry(self, host: Host, turn: int, request: steps.Request) -> None:
+    def carry(self, host: Host, turn: int, request: effects.Effect[Any]) -> None:
         world, chance, plan = self._world, self._world.chance, self._world.plan
         after = world.kernel.after
         timeout = host.clock.real(plan.request_timeout)
@@ -59,7 +59,9 @@ class Network:
             after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
             return
         out, back = self.latency(), self.latency()
-        evidence = host.track.evidence.copy() if isinstance(request, steps.CompareAndSet) else None
+        evidence = (
+            host.track.evidence.copy() if isinstance(request, effects.CompareAndSet) else None
+        )
         if host.grey and self._fails_there(host, request):
             world.inject(f"grey host: {host.grey}")
             after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
@@ -73,7 +75,7 @@ class Network:
                 after(chance.choice((_REFUSED, timeout)), host.fails, turn, "lost")
                 return
             draw -= plan.lost
-            if not isinstance(request, steps.Park):
+            if not isinstance(request, effects.Park):
                 if draw < plan.unacknowledged:
                     world.inject("answer lost")
                     after(out, host.perform, -1, request, back, evidence)
@@ -86,7 +88,7 @@ class Network:
                     late = timeout + chance.uniform(0, _LATEST)
                     after(late, self._land, host, request, back, evidence, world.store.expired)
                     return
-        if out + back > timeout and not isinstance(request, steps.Park):
+        if out + back > timeout and not isinstance(request, effects.Park):
             world.inject("timed out")
             after(timeout, host.fails, turn, "timed out")
             if out > timeout:
@@ -98,13 +100,13 @@ class Network:
     def answer(self, host: Host, turn: int, answer: Any, seconds: float) -> None:
         self._world.kernel.after(seconds, self._arrive, host, turn, answer)
 
-    def _land(self, host: Host, request: steps.Request, back: float, evidence: Any,
+    def _land(self, host: Host, request: effects.Effect[Any], back: float, evidence: Any,
               expired: int) -> None:  # fmt: skip
         """A request that its sender gave up; no run is swept as soon as that after its end."""
         if expired == self._world.store.expired:
             host.perform(-1, request, back, evidence)
 
-    def _reach(self, host: Host, turn: int, request: steps.Request, back: float,
+    def _reach(self, host: Host, turn: int, request: effects.Effect[Any], back: float,
                evidence: Any) -> None:  # fmt: skip
         if self._is_cut_off(host):
             host.fails(turn, "unreachable")
@@ -120,10 +122,10 @@ class Network:
     def reaches(self, host: Host) -> bool:
         return not self._is_cut_off(host)
 
-    def _fails_there(self, host: Host, request: steps.Request) -> bool:
+    def _fails_there(self, host: Host, request: effects.Effect[Any]) -> bool:
         match host.grey:
             case "lists":
-                return isinstance(request, steps.List)
+                return isinstance(request, effects.List)
             case "some":
                 return self._world.chance.random() < _GREY_SHARE
         return False

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from rdzv_plugins.decisions import Rules
+from rdzv_plugins.protocol.rules import Rules
 
 __all__ = [
     "EVERYTHING",

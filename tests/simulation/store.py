@@ -10,8 +10,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
-from rdzv_plugins.documents import Outcome
 from rdzv_plugins.kv import Entry, Version
+from rdzv_plugins.protocol.documents import Outcome
 
 __all__ = ["Store"]
 

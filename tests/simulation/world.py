@@ -7,18 +7,18 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from rdzv_plugins.decisions import Failure, Rules
-from rdzv_plugins.documents import (
+from rdzv_plugins.kv import Entry, RendezvousStateError
+from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     NodeRecord,
     Phase,
     RoundDocument,
-    Wants,
+    Status,
 )
-from rdzv_plugins.documents import Outcome as Ended
-from rdzv_plugins.kv import Entry, RendezvousStateError
-from rdzv_plugins.node import Node
+from rdzv_plugins.protocol.documents import Outcome as Ended
+from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.rules import Failure, Rules
 
 from .faults import FAULTS, end_faults
 from .host import Agent, Host
@@ -414,7 +414,7 @@ class World:
             if host.id in present:
                 if host.agent is not Agent.RUNNING or host.track.world != world_of(document):
                     return f"{host.id} is {host.agent} in {show(document)}"
-            elif host.agent is not Agent.JOINING or host.node.record.wants is not Wants.SPARE:
+            elif host.agent is not Agent.JOINING or host.node.record.status is not Status.SPARE:
                 return f"{host.id} is {host.agent} outside {show(document)}"
         dead = [
             node

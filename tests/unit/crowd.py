@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from rdzv_plugins import steps
-from rdzv_plugins.decisions import Rules
-from rdzv_plugins.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.kv import MemoryClient, MemoryServer
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
+from rdzv_plugins.protocol.rules import Rules
 from tests.unit.life import NAMESPACE, Life, Time
 
 __all__ = ["Crowd", "Member"]
@@ -37,9 +38,9 @@ class Member(Life):
     def __init__(
         self, name: str, server: MemoryServer, time: Time, rules: Rules, seed: int
     ) -> None:
-        self.slow: Callable[[steps.Request], float] = lambda request: _REQUEST
+        self.slow: Callable[[effects.Effect[Any]], float] = lambda request: _REQUEST
         self.given: list[RoundDocument] = []
-        self.failed: list[tuple[float, steps.Outcome]] = []
+        self.failed: list[tuple[float, effects.Outcome]] = []
         self.since = time.now
         self._asks_at: float | None = None
         super().__init__(name, server, time, rules, seed)
@@ -62,9 +63,9 @@ class Member(Life):
         request, now = self.request, self.time.now
         if self._asks_at is not None and self._asks_at <= now:
             return now
-        if isinstance(request, steps.Deliver | steps.Tell | steps.OpenMaster):
+        if isinstance(request, effects.FinishJoin | effects.Tell | effects.OpenMaster):
             return self.since
-        if not isinstance(request, steps.Park | steps.Rest):
+        if not isinstance(request, effects.Park | effects.Rest):
             return self.since + self.slow(request)
         if self.node.ordered:
             return now
@@ -77,7 +78,7 @@ class Member(Life):
         if self._asks_at is not None and self._asks_at <= self.time.now:
             self.ask()
             return
-        if isinstance(self.request, steps.Park | steps.Rest) and (
+        if isinstance(self.request, effects.Park | effects.Rest) and (
             self.node.ordered or self.waits()
         ):
             self.send(None)

@@ -12,9 +12,9 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
 from rdzv_plugins.config import Settings
-from rdzv_plugins.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
 from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousConnectionError
+from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from rdzv_plugins.tombstones import Tombstones, tombstone_run_id

@@ -7,14 +7,6 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
-from rdzv_plugins import steps
-from rdzv_plugins.decisions import Rules
-from rdzv_plugins.documents import (
-    STATE_KEY,
-    NodeRecord,
-    RoundDocument,
-    Wants,
-)
 from rdzv_plugins.driver import perform
 from rdzv_plugins.kv import (
     MemoryClient,
@@ -22,7 +14,15 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from rdzv_plugins.node import Node
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.documents import (
+    STATE_KEY,
+    NodeRecord,
+    RoundDocument,
+    Status,
+)
+from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
 
 NAMESPACE = "run"
@@ -51,21 +51,21 @@ class Life:
         self.tombstones = tombstones(server)
         self.time = time
         self.down = False
-        self.fails: Callable[[steps.Request], bool] = lambda request: False
+        self.fails: Callable[[effects.Effect[Any]], bool] = lambda request: False
         self.last_word_fails: Exception | None = None
         self.master: str | Exception | None = "host:1"
         self.log: list[str] = []
         self.told: list[str] = []
-        self.outcomes: list[steps.Outcome] = []
+        self.outcomes: list[effects.Outcome] = []
         record = NodeRecord(
-            address=name, pid=1, beat=0, wants=Wants.JOIN, round=-1,
+            address=name, pid=1, beat=0, status=Status.JOIN, round=-1,
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
             interval=rules.interval, lease=rules.lease,
         )  # fmt: skip
         self.node = Node(name, record, rules, 60.0, time, random.Random(seed))
         self.node.order_join()
         self.life = self.node.run()
-        self.request: steps.Request = next(self.life)
+        self.request: effects.Effect[Any] = next(self.life)
 
     def join_again(self) -> None:
         """What the driver does; the workers of this node failed if nobody told it to."""
@@ -82,13 +82,13 @@ class Life:
 
     def wake(self) -> list[str]:
         """End the wait, its time having passed."""
-        assert isinstance(self.request, steps.Park | steps.Rest)
+        assert isinstance(self.request, effects.Park | effects.Rest)
         # Time always moves between two looks at a real clock.
         self.time.now += self.request.seconds + 1e-6
         self.send(None)
         return self.go()
 
-    def carry_out(self, work: Generator[steps.Request, Any, object]) -> list[str]:
+    def carry_out(self, work: Generator[effects.Effect[Any], Any, object]) -> list[str]:
         """Drive other requests than the life's."""
         names: list[str] = []
         answer = None
@@ -101,9 +101,9 @@ class Life:
             answer = self._perform(request)
 
     def waits(self) -> bool:
-        if isinstance(self.request, steps.Rest):
+        if isinstance(self.request, effects.Rest):
             return True
-        if not isinstance(self.request, steps.Park) or self.down or self.fails(self.request):
+        if not isinstance(self.request, effects.Park) or self.down or self.fails(self.request):
             return False
         entry = self.client.get(self.request.key)
         return entry is None or entry.version == self.request.version
@@ -120,19 +120,19 @@ class Life:
     def send(self, answer: Any) -> None:
         self.request = self.life.send(answer)
 
-    def _perform(self, request: steps.Request) -> Any:
+    def _perform(self, request: effects.Effect[Any]) -> Any:
         match request:
-            case steps.Deliver(outcome):
+            case effects.FinishJoin(outcome):
                 return self.outcomes.append(outcome)
-            case steps.Tell(_, text):
+            case effects.Tell(_, text):
                 return self.told.append(text)
-            case steps.OpenMaster(naming, _):
+            case effects.OpenMaster(world_id, _):
                 if isinstance(self.master, Exception):
-                    return self.node.master_opened(naming, None, self.master)
+                    return self.node.master_opened(world_id, None, self.master)
                 if self.master is not None:
-                    self.node.master_opened(naming, self.master, None)
+                    self.node.master_opened(world_id, self.master, None)
                 return None
-        leaves = isinstance(request, steps.PutRecord) and request.record.wants is Wants.LEFT
+        leaves = isinstance(request, effects.PutRecord) and request.record.status is Status.LEFT
         if leaves and self.last_word_fails:
             raise self.last_word_fails
         if self.down or self.fails(request):
@@ -140,7 +140,7 @@ class Life:
         return perform(self.client, self.tombstones, request)
 
 
-def _name(request: steps.Request) -> str:
+def _name(request: effects.Effect[Any]) -> str:
     key = getattr(request, "key", getattr(request, "prefix", ""))
     return f"{type(request).__name__} {key}".strip()
 
@@ -166,7 +166,7 @@ def finish(leader: Life, joiner: Life) -> None:
         if leader.outcomes and joiner.outcomes:
             joiner.go()
             return
-        if isinstance(leader.request, steps.Rest):
+        if isinstance(leader.request, effects.Rest):
             leader.wake()
     raise AssertionError("no round")
 

@@ -24,8 +24,6 @@ from torch.distributed.launcher import api
 from rdzv_plugins import agent
 from rdzv_plugins.agent import RunAgent
 from rdzv_plugins.config import Settings
-from rdzv_plugins.decisions import Rules
-from rdzv_plugins.documents import STATE_KEY, Phase, RoundDocument
 from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.kv import (
     Entry,
@@ -34,6 +32,8 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     Version,
 )
+from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument
+from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.tombstones import Tombstones
 

@@ -21,12 +21,12 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
 )
 
-from rdzv_plugins.agent_store import AgentStore
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.testing.threads import Background, together
+from rdzv_plugins.torch_compat.agent_store import AgentStore
 
 WORLD, WORKERS = 2, 3
-CHANGED = "torch waits for something else now: see rdzv_plugins/agent_store.py"
+CHANGED = "torch waits for something else now: see rdzv_plugins/torch_compat/agent_store.py"
 
 
 class Agent(SimpleElasticAgent):

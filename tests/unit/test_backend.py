@@ -6,8 +6,8 @@ import zlib
 
 import pytest
 
-from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousStateError
+from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
 
 @pytest.fixture

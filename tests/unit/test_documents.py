@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv_plugins.documents import (
+from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.protocol.documents import (
     Cause,
     CorruptDocumentError,
     Names,
@@ -18,9 +19,8 @@ from rdzv_plugins.documents import (
     Outcome,
     Phase,
     RoundDocument,
-    Wants,
+    Status,
 )
-from rdzv_plugins.kv import RendezvousStateError
 
 IDS = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=12)
 PEOPLE = st.lists(IDS, unique=True, max_size=200).map(tuple)
@@ -31,14 +31,14 @@ RECORDS = st.builds(
     address=TEXT,
     pid=NUMBERS,
     beat=NUMBERS,
-    wants=st.sampled_from(Wants),
+    status=st.sampled_from(Status),
     round=NUMBERS,
     min_nodes=NUMBERS,
     max_nodes=NUMBERS,
     interval=st.floats(0.001, 1e6),
     lease=st.floats(1e6, 1e9),
     incarnation=st.none() | TEXT,
-    naming=st.none() | TEXT,
+    world_id=st.none() | TEXT,
     looks=NUMBERS,
     rank=st.none() | NUMBERS,
     master=st.none() | TEXT,
@@ -90,7 +90,7 @@ RUNNING = RoundDocument(
     master="host1:29500",
 )
 RECORD = NodeRecord(
-    address="host1", pid=1, beat=1, wants=Wants.RUN, round=3, min_nodes=1, max_nodes=4,
+    address="host1", pid=1, beat=1, status=Status.RUN, round=3, min_nodes=1, max_nodes=4,
     interval=5.0, lease=15.0, incarnation="the-run",
 )  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_a_document_with_a_wrong_field_is_refused(name: str, value: object) -> N
         return
     assert type(document.round) is type(document.waiting) is int
     assert isinstance(document.reason, str)
-    assert isinstance(document.naming, str)
+    assert isinstance(document.world_id, str)
 
 
 @given(st.sampled_from(sorted(json.loads(RECORD.encode()))), JSON)
@@ -202,10 +202,10 @@ def test_phases_only_go_forward() -> None:
 
 def test_namings_tell_rounds_apart() -> None:
     namings = {
-        replace(RUNNING, incarnation=run, round=number, participants=people).naming
+        replace(RUNNING, incarnation=run, round=number, participants=people).world_id
         for run in ("the-run", "another")
         for number in (3, 4)
         for people in (("n1", "n2"), ("n2", "n1"), ("n1",))
     }
     assert len(namings) == 12
-    assert replace(RUNNING, leader="n2", phase=Phase.CONFIRMING).naming == RUNNING.naming
+    assert replace(RUNNING, leader="n2", phase=Phase.CONFIRMING).world_id == RUNNING.world_id

@@ -6,13 +6,10 @@ import ast
 import importlib.util
 import random
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from rdzv_plugins import decisions, leading, protocol, steps
-from rdzv_plugins.decisions import Rules
-from rdzv_plugins.documents import NodeRecord, Phase, RoundDocument, Wants
 from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.kv import (
     Entry,
@@ -21,7 +18,10 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from rdzv_plugins.node import Node
+from rdzv_plugins.protocol import effects, leader, member, rules
+from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.tombstones import Tombstones
 
@@ -39,7 +39,7 @@ def names_used(tree: ast.AST) -> set[str]:
 
 
 def names_imported_from_the_protocol(tree: ast.Module) -> set[str]:
-    modules = {module.__name__ for module in (decisions, leading, protocol)}
+    modules = {module.__name__ for module in (rules, leader, member)}
     return {
         alias.name
         for node in ast.walk(tree)
@@ -52,11 +52,11 @@ def names_imported_from_the_protocol(tree: ast.Module) -> set[str]:
 def test_it_knows_the_settings_and_the_failures_and_no_rule(module: str) -> None:
     tree = tree_of(module)
     assert names_imported_from_the_protocol(tree) <= {"Rules", "Failure"}
-    rules = {*decisions.__all__, *leading.__all__, *protocol.__all__} - {"Rules", "Failure"}
+    theirs = {*rules.__all__, *leader.__all__, *member.__all__} - {"Rules", "Failure"}
     # Names that are also everyday words of these modules.
-    rules -= {"Wait", "Write", "Start", "Fail"}
-    assert not names_used(tree) & rules
-    for call in ("order_ranks", "Leases"):
+    theirs -= {"Wait", "Write", "Start", "Fail"}
+    assert not names_used(tree) & theirs
+    for call in ("order_ranks", "FailureDetector"):
         assert call not in names_used(tree)
 
 
@@ -66,7 +66,7 @@ def test_it_writes_neither_rounds_nor_records_of_its_own(module: str) -> None:
     used = names_used(tree_of(module))
     assert "replace" not in used
     if module == "driver":
-        assert not used & {"RoundDocument", "NodeRecord", "Phase", "Wants"}
+        assert not used & {"RoundDocument", "NodeRecord", "Phase", "Status"}
 
 
 class Recording(MemoryClient):
@@ -97,26 +97,26 @@ RUNNING = RoundDocument(
     participants=("n1",), master="host:1",
 )  # fmt: skip
 RECORD = NodeRecord(
-    address="host", pid=1, beat=1, wants=Wants.JOIN, round=-1, min_nodes=1, max_nodes=1,
+    address="host", pid=1, beat=1, status=Status.JOIN, round=-1, min_nodes=1, max_nodes=1,
     interval=1.0, lease=3.0,
 )  # fmt: skip
 REQUESTS: dict[type, tuple[Any, list[str]]] = {
-    steps.PutRecord: (steps.PutRecord("n1", RECORD, True), ["put_many"]),
-    steps.Ring: (steps.Ring("n1"), ["put"]),
-    steps.Read: (steps.Read("state"), ["get"]),
-    steps.CompareAndSet: (steps.CompareAndSet("state", b"x", None), ["compare_and_set"]),
-    steps.List: (steps.List("nodes/"), ["list"]),
-    steps.Drop: (steps.Drop(("nodes/n2",)), ["delete_many"]),
-    steps.Park: (steps.Park("state", None, 0.001), ["wait"]),
-    steps.Rest: (steps.Rest(0.001), []),
-    steps.OpenMaster: (steps.OpenMaster("1-naming", 0.05), ["open"]),
-    steps.DropStores: (steps.DropStores("the-run", 1), ["list", "delete_many"]),
-    steps.Expire: (steps.Expire(60.0), ["expire"]),
-    steps.PutTombstone: (steps.PutTombstone(RUNNING), ["put", "expire", "list", "close"]),
-    steps.ReadTombstone: (steps.ReadTombstone("the-run"), ["get", "close"]),
-    steps.Chronicle: (steps.Chronicle(RUNNING, 0.1, ("host",)), ["get", "put"]),
-    steps.Tell: (steps.Tell("found", "a line"), []),
-    steps.Deliver: (steps.Deliver(steps.Outcome(document=RUNNING)), []),
+    effects.PutRecord: (effects.PutRecord("n1", RECORD, True), ["put_many"]),
+    effects.Ring: (effects.Ring("n1"), ["put"]),
+    effects.Read: (effects.Read("state"), ["get"]),
+    effects.CompareAndSet: (effects.CompareAndSet("state", b"x", None), ["compare_and_set"]),
+    effects.List: (effects.List("nodes/"), ["list"]),
+    effects.Drop: (effects.Drop(("nodes/n2",)), ["delete_many"]),
+    effects.Park: (effects.Park("state", None, 0.001), ["wait"]),
+    effects.Rest: (effects.Rest(0.001), []),
+    effects.OpenMaster: (effects.OpenMaster("1-world_id", 0.05), ["open"]),
+    effects.DropStores: (effects.DropStores("the-run", 1), ["list", "delete_many"]),
+    effects.Expire: (effects.Expire(60.0), ["expire"]),
+    effects.PutTombstone: (effects.PutTombstone(RUNNING), ["put", "expire", "list", "close"]),
+    effects.ReadTombstone: (effects.ReadTombstone("the-run"), ["get", "close"]),
+    effects.RecordHistory: (effects.RecordHistory(RUNNING, 0.1, ("host",)), ["get", "put"]),
+    effects.Tell: (effects.Tell("found", "a line"), []),
+    effects.FinishJoin: (effects.FinishJoin(effects.Outcome(document=RUNNING)), []),
 }
 
 
@@ -129,7 +129,7 @@ def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
     node = Node("n1", RECORD, rules, 60.0, lambda: 1.0, random.Random(1))
     noted = [] if calls is None else calls
 
-    def open_master(naming: str) -> str:
+    def open_master(world_id: str) -> str:
         noted.append("open")
         return "host:1"
 
@@ -137,7 +137,7 @@ def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
 
 
 def test_every_request_is_carried_out() -> None:
-    assert set(REQUESTS) == set(get_args(steps.Request))
+    assert set(REQUESTS) == set(effects.Effect.__subclasses__())
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
@@ -150,7 +150,7 @@ def test_a_request_is_one_errand(kind: type) -> None:
     assert until(lambda: noted == calls, 10.0), noted
 
 
-def scripted(asked: list[Any], answers: list[Any]) -> steps.Steps:
+def scripted(asked: list[Any], answers: list[Any]) -> effects.Effects[None]:
     for request in asked:
         try:
             answers.append((yield request))
@@ -162,11 +162,11 @@ def test_answers_and_errors_reach_the_node_unchanged() -> None:
     client = MemoryClient(MemoryServer(), "run")
     answers: list[Any] = []
     asked = [
-        steps.CompareAndSet("state", b"a", None),
-        steps.CompareAndSet("state", b"b", None),
-        steps.Read("state"),
-        steps.Park("state", None, 0.0),
-        steps.List("st"),
+        effects.CompareAndSet("state", b"a", None),
+        effects.CompareAndSet("state", b"b", None),
+        effects.Read("state"),
+        effects.Park("state", None, 0.0),
+        effects.List("st"),
     ]
     carry_out(client, tombstones([]), scripted(asked, answers))
     (entry, written), (same, again), read, parked, listed = answers
@@ -177,17 +177,17 @@ def test_answers_and_errors_reach_the_node_unchanged() -> None:
     client.close()
     driver, answers = make_driver(client), []
     with pytest.raises(StopIteration):
-        driver._drive(scripted([steps.Read("state"), steps.Rest(0.001)], answers))
+        driver._drive(scripted([effects.Read("state"), effects.Rest(0.001)], answers))
     assert isinstance(answers[0], RendezvousConnectionError)
     assert answers[1:] == [None]
 
 
 def test_what_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     away, unreadable = RendezvousConnectionError("away"), RendezvousStateError("unreadable")
-    rests = [steps.Rest(0.001, because) for because in (away, away, unreadable, unreadable)]
+    rests = [effects.Rest(0.001, because) for because in (away, away, unreadable, unreadable)]
     driver = make_driver(MemoryClient(MemoryServer(), "run"))
     with pytest.raises(StopIteration):
-        driver._drive(scripted([*rests, steps.Read("state"), steps.Rest(0.001, away)], []))
+        driver._drive(scripted([*rests, effects.Read("state"), effects.Rest(0.001, away)], []))
     said = [message.partition(" ")[0] for message in caplog.messages]
     assert said == ["away", "unreadable", "the", "away"]
 

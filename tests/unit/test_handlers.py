@@ -23,9 +23,16 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins.documents import BELL_KEY, NODES_PREFIX, STATE_KEY, NodeRecord, Outcome, Wants
 from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.kv import MemoryClient, RendezvousStateError
+from rdzv_plugins.protocol.documents import (
+    BELL_KEY,
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Outcome,
+    Status,
+)
 from rdzv_plugins.testing.threads import Background
 
 from .handlers import LEASE, Site
@@ -277,7 +284,7 @@ class TestAbandonedJoin:
         assert not joins.done(3 * LEASE), site.document
         record = MemoryClient(site.server, site.run_id).get(NODES_PREFIX + gives_up._node.id)
         assert record is not None
-        assert NodeRecord.decode(record.value).wants is Wants.LEFT
+        assert NodeRecord.decode(record.value).status is Status.LEFT
         # And it may ask again.
         site.join(gives_up)
         assert joins.result(20.0).world_size == 2
@@ -352,7 +359,7 @@ def test_a_last_request_that_hangs_beyond_the_end_does_not_undo_the_farewell(sit
     def release_late() -> None:
         def told() -> bool:
             entry = observer.get(key)
-            return entry is not None and NodeRecord.decode(entry.value).wants is Wants.LEFT
+            return entry is not None and NodeRecord.decode(entry.value).status is Status.LEFT
 
         site.await_that(told)
         released.set()

@@ -40,3 +40,19 @@ def test_every_module_has_its_layer() -> None:
 def test_each_imports_only_what_stands_below_it() -> None:
     rows = layers()
     assert [pair for pair in imports() if rows[pair[0]] > rows[pair[1]]] == []
+
+
+def test_the_protocol_does_nothing_itself() -> None:
+    """No I/O, no thread, no torch: what its modules may import."""
+    allowed = {
+        "__future__", "collections", "dataclasses", "enum", "functools", "json", "math", "random",
+        "re", "types", "typing", "zlib", "ipaddress", "rdzv_plugins.kv", "rdzv_plugins.protocol",
+    }  # fmt: skip
+    for path in (PACKAGE / "protocol").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                room = ".".join(name.split(".")[: 2 if name.startswith("rdzv_plugins") else 1])
+                assert room in allowed, f"{path.name} imports {name}"

@@ -5,53 +5,57 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv_plugins.leases import Leases
+from rdzv_plugins.protocol.failure_detector import FailureDetector
 
 
-def looks(*at: tuple[int | None, float]) -> Leases:
+def looks(*at: tuple[int | None, float]) -> FailureDetector:
     """A node's beat as seen at these times; answers come in no time."""
-    leases = Leases()
+    leases = FailureDetector()
     for beat, now in at:
         leases.observe("n", beat, now, now)
     return leases
 
 
 def test_an_unknown_node_is_not_silent() -> None:
-    leases = Leases()
-    assert (leases.age("n"), leases.silence("n", 9.0), leases.moved("n")) == (0, 0, False)
+    leases = FailureDetector()
+    assert (
+        leases.confirmed_silence("n"),
+        leases.possible_silence("n", 9.0),
+        leases.moved("n"),
+    ) == (0, 0, False)
 
 
 def test_the_first_look_begins_the_window() -> None:
     leases = looks((5, 100.0))
-    assert leases.age("n") == 0
-    assert leases.silence("n", 103.0) == 3
+    assert leases.confirmed_silence("n") == 0
+    assert leases.possible_silence("n", 103.0) == 3
     assert not leases.moved("n")
 
 
 def test_silence_is_known_up_to_the_last_look_only() -> None:
     leases = looks((5, 100.0), (5, 102.0))
-    assert leases.age("n") == 2
-    assert leases.silence("n", 110.0) == 10
+    assert leases.confirmed_silence("n") == 2
+    assert leases.possible_silence("n", 110.0) == 10
 
 
 def test_a_beat_that_moves_ends_the_silence() -> None:
     leases = looks((5, 100.0), (5, 102.0), (6, 103.0))
-    assert leases.age("n") == 0
+    assert leases.confirmed_silence("n") == 0
     assert leases.moved("n")
 
 
 def test_a_slow_answer_shows_the_time_of_the_question() -> None:
     leases = looks((5, 100.0))
     leases.observe("n", 5, 101.0, 109.0)
-    assert leases.age("n") == 1
+    assert leases.confirmed_silence("n") == 1
     leases.observe("n", 6, 110.0, 119.0)
     leases.observe("n", 6, 120.0, 120.0)
-    assert leases.age("n") == 1
+    assert leases.confirmed_silence("n") == 1
 
 
 def test_a_record_that_disappears_begins_a_window() -> None:
     leases = looks((5, 100.0), (None, 102.0), (None, 103.0))
-    assert leases.age("n") == 1
+    assert leases.confirmed_silence("n") == 1
     assert not leases.moved("n")
 
 
@@ -63,20 +67,20 @@ def test_a_record_that_comes_back_is_no_movement() -> None:
 def test_a_lower_beat_is_no_sign_of_life() -> None:
     """It was written before the last one that was seen, and held up on its way."""
     leases = looks((5, 100.0), (4, 102.0), (5, 103.0))
-    assert leases.age("n") == 3
+    assert leases.confirmed_silence("n") == 3
     assert not leases.moved("n")
 
 
 def test_a_lower_beat_after_none_begins_a_window() -> None:
     leases = looks((5, 100.0), (None, 102.0), (1, 103.0), (1, 104.0))
-    assert leases.age("n") == 1
+    assert leases.confirmed_silence("n") == 1
 
 
 def test_whatever_else_it_wrote_ends_the_silence() -> None:
     leases = looks((None, 100.0), (None, 102.0))
     leases.heard("n", 102.5)
     leases.observe("n", None, 103.0, 103.0)
-    assert leases.age("n") == 0.5
+    assert leases.confirmed_silence("n") == 0.5
     # It may have been written long before this observer first looked.
     assert not leases.moved("n")
 
@@ -86,10 +90,10 @@ def test_restart_begins_all_windows_but_one() -> None:
     leases.observe("deposed", 1, 100.0, 100.0)
     leases.observe("deposed", 1, 104.0, 104.0)
     leases.restart(105.0, unless="deposed")
-    assert leases.age("n") == 0
+    assert leases.confirmed_silence("n") == 0
     assert not leases.moved("n")
-    assert leases.silence("n", 106.0) == 1
-    assert leases.age("deposed") == 4
+    assert leases.possible_silence("n", 106.0) == 1
+    assert leases.confirmed_silence("deposed") == 4
 
 
 def test_a_grace_ends_with_a_beat_that_was_written_in_it() -> None:
@@ -98,13 +102,13 @@ def test_a_grace_ends_with_a_beat_that_was_written_in_it() -> None:
     # Written before the outage, and not seen then.
     leases.observe("n", 6, 103.5, 103.5)
     leases.observe("n", 6, 107.0, 107.0)
-    assert leases.age("n") == 1
+    assert leases.confirmed_silence("n") == 1
     assert not leases.moved("n")
     leases.restart(108.0, grace=3.0)
     leases.observe("n", 6, 108.5, 108.5)
     for now in (109.0, 110.0):
         leases.observe("n", 7, now, now)
-    assert leases.age("n") == 1
+    assert leases.confirmed_silence("n") == 1
     assert leases.moved("n")
 
 
@@ -113,23 +117,23 @@ def test_being_late_takes_no_grace_away() -> None:
     leases.restart(103.0, grace=3.0)
     leases.restart(103.0)
     leases.observe("n", 5, 106.5, 106.5)
-    assert leases.age("n") == 0.5
+    assert leases.confirmed_silence("n") == 0.5
 
 
 def test_an_outage_is_taken_out_of_every_window() -> None:
     leases = looks((5, 100.0), (5, 102.0))
     leases.discount(1.5, 103.5)
     leases.observe("n", 5, 104.0, 104.0)
-    assert leases.age("n") == 2.5
+    assert leases.confirmed_silence("n") == 2.5
     # Never more than there is.
     leases.discount(9.0, 104.0)
-    assert leases.age("n") == 0
+    assert leases.confirmed_silence("n") == 0
 
 
 def test_keep_forgets_the_others() -> None:
     leases = looks((5, 100.0), (6, 102.0), (6, 105.0))
     leases.keep({"other"})
-    assert leases.age("n") == 0
+    assert leases.confirmed_silence("n") == 0
     assert not leases.moved("n")
 
 
@@ -140,7 +144,7 @@ LOOKS = st.tuples(st.none() | st.integers(0, 3), st.floats(0, 10), st.floats(0, 
 def test_age_runs_from_the_first_answer_to_the_last_question(
     looked: list[tuple[int | None, float, float]],
 ) -> None:
-    leases, now = Leases(), 0.0
+    leases, now = FailureDetector(), 0.0
     last: tuple[int | None] | None = None
     since = 0.0
     for beat, pause, wait in looked:
@@ -152,5 +156,5 @@ def test_age_runs_from_the_first_answer_to_the_last_question(
             last, since, expected = (beat,), now, 0.0
         else:
             expected = asked - since
-        assert leases.age("n") == expected
-        assert leases.silence("n", now) == now - since
+        assert leases.confirmed_silence("n") == expected
+        assert leases.possible_silence("n", now) == now - since

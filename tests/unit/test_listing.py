@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rdzv_plugins.documents import NODES_PREFIX, NodeRecord, Wants
 from rdzv_plugins.kv import Entry
-from rdzv_plugins.listing import Listing
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Status
+from rdzv_plugins.protocol.record_cache import RecordCache
 
 from .views import record
 
@@ -17,18 +17,18 @@ def entries(version: str, *records: NodeRecord) -> dict[str, Entry]:
 
 def test_a_record_never_goes_back() -> None:
     """A beat that was held up on its way lands after the farewell of its node."""
-    beat = record("n1", Wants.RUN, 4, beat=7)
-    left = replace(beat, beat=8, wants=Wants.LEFT)
-    listing = Listing()
+    beat = record("n1", Status.RUN, 4, beat=7)
+    left = replace(beat, beat=8, status=Status.LEFT)
+    listing = RecordCache()
     assert listing.decode(entries("1", beat)) == {"n1": beat}
     assert listing.decode(entries("2", left)) == {"n1": left}
     for _ in range(2):
         assert listing.decode(entries("3", beat)) == {"n1": left}
-    again = replace(beat, beat=9, wants=Wants.JOIN)
+    again = replace(beat, beat=9, status=Status.JOIN)
     assert listing.decode(entries("4", again)) == {"n1": again}
 
 
 def test_what_nobody_can_read_is_left_out() -> None:
-    listing = Listing()
+    listing = RecordCache()
     garbage = {NODES_PREFIX + "n2": Entry(b"garbage", "1")}
     assert listing.decode({**entries("1", record("n1")), **garbage}) == {"n1": record("n1")}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from rdzv_plugins import steps
-from rdzv_plugins.decisions import Failure, Rules
-from rdzv_plugins.documents import Phase, Wants
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.documents import Phase, Status
+from rdzv_plugins.protocol.rules import Failure, Rules
 
 from .crowd import Crowd, Member
 
@@ -27,8 +28,8 @@ def rules(low: int, high: int, **more: object) -> Rules:
     return replace(base, **more)  # type: ignore[arg-type]
 
 
-def lists(request: steps.Request) -> bool:
-    return isinstance(request, steps.List)
+def lists(request: effects.Effect[Any]) -> bool:
+    return isinstance(request, effects.List)
 
 
 class TestGreyLeader:
@@ -155,7 +156,7 @@ class TestWedgedAgent:
         assert "goes on without this node" in wedged.told[0]
         assert [len(member.given) for member in (failing, other)] == [2, 2]
         # Its record still says that it runs: that alone disturbs nobody.
-        assert wedged.node.record.wants is Wants.RUN
+        assert wedged.node.record.status is Status.RUN
         wedged.ask()
         crowd.play_until(lambda: len(wedged.given) > 1, 30.0)
         assert set(crowd.document.participants) == {"n1", "n2", "n3"}
@@ -166,7 +167,7 @@ class TestWedgedAgent:
         failing, wedged, _ = crowd.begin(self.RULES, "n1", "n2", "n3")
         spare = crowd.join("spare", self.RULES)
         crowd.play(10.0)
-        assert spare.node.record.wants is Wants.SPARE
+        assert spare.node.record.status is Status.SPARE
         wedged.stops = None
         failing.ask()
         took = crowd.play_until(lambda: bool(spare.given), 70.0)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from rdzv_plugins import steps
-from rdzv_plugins.closing import close_run
-from rdzv_plugins.decisions import Failure
-from rdzv_plugins.documents import (
+from rdzv_plugins.driver import perform
+from rdzv_plugins.kv import (
+    MemoryServer,
+)
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.cleanup import close_run
+from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
     NodeRecord,
     Outcome,
     Phase,
     RoundDocument,
-    Wants,
+    Status,
 )
-from rdzv_plugins.driver import perform
-from rdzv_plugins.kv import (
-    MemoryServer,
-)
+from rdzv_plugins.protocol.rules import Failure
 from tests.unit.crowd import Crowd
 from tests.unit.life import RULES, Life, Time, finish, stored
 
@@ -31,7 +32,7 @@ def test_a_joiner_asks_five_times(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
     assert joiner.log == [
-        "PutRecord", "Read state", "Park state", "PutRecord", "Park state", "Deliver",
+        "PutRecord", "Read state", "Park state", "PutRecord", "Park state", "FinishJoin",
     ]  # fmt: skip
     assert joiner.outcomes[0].document == stored(leader)
 
@@ -45,12 +46,12 @@ def test_a_participant_starts_a_round_that_was_over_before_it_saw_it_run(
     slow = Life("n2", server, time, rules)
     slow.go()
     while stored(leader).phase is not Phase.CONFIRMING:
-        leader.wake() if isinstance(leader.request, steps.Rest) else leader.go()
+        leader.wake() if isinstance(leader.request, effects.Rest) else leader.go()
     slow.go()
     # There is room for it: the round runs, and at once gives way to the next.
     Life("n3", server, time, rules).go()
     while stored(leader).round == 0:
-        leader.wake() if isinstance(leader.request, steps.Rest) else leader.go()
+        leader.wake() if isinstance(leader.request, effects.Rest) else leader.go()
     assert leader.outcomes
     slow.go()
     assert [outcome.document for outcome in slow.outcomes] == [leader.outcomes[0].document]
@@ -63,7 +64,7 @@ def test_the_founder_leads_and_hears_of_joins_by_the_bell(server: MemoryServer, 
         "PutRecord", "Read state", "CompareAndSet state", "List nodes/",
         "Park bell", "List nodes/", "Read state",
     ]  # fmt: skip
-    assert isinstance(leader.request, steps.Park)
+    assert isinstance(leader.request, effects.Park)
     assert leader.request.key == BELL_KEY
 
 
@@ -71,8 +72,8 @@ def test_the_leaders_own_agent_does_not_wait_for_the_tidying(pair: tuple[Life, L
     leader, joiner = pair
     finish(leader, joiner)
     leader.go()
-    assert leader.log.index("Deliver") < leader.log.index("Chronicle")
-    assert leader.log.count("Chronicle") == leader.log.count("DropStores") == 1
+    assert leader.log.index("FinishJoin") < leader.log.index("RecordHistory")
+    assert leader.log.count("RecordHistory") == leader.log.count("DropStores") == 1
 
 
 def test_a_steady_node_writes_once_and_reads_once_an_interval() -> None:
@@ -120,7 +121,7 @@ def test_who_joins_again_looks_at_the_leader_without_delay(pair: tuple[Life, Lif
     joiner.wake()
     # The leader beats once more, dies, and its end makes the joiner's workers fail.
     last = replace(leader.node.record, beat=leader.node.record.beat + 1)
-    perform(leader.client, leader.tombstones, steps.PutRecord("n1", last, ring=False))
+    perform(leader.client, leader.tombstones, effects.PutRecord("n1", last, ring=False))
     joiner.time.now += 0.2
     joiner.join_again()
     assert joiner.go() == ["PutRecord", "Read state", "Read nodes/n1"]
@@ -166,20 +167,20 @@ def test_a_beat_that_lands_after_the_farewell_is_written_over(pair: tuple[Life, 
     joiner.life.close()
     late = joiner.node.record
     work = joiner.node.farewell()
-    request: steps.Request = next(work)
-    asked: list[steps.Request] = []
+    request: effects.Effect[Any] = next(work)
+    asked: list[effects.Effect[Any]] = []
     with contextlib.suppress(StopIteration):
         while True:
             answer = perform(joiner.client, joiner.tombstones, request)
             if not asked:
                 # The one that its thread hung in when it was stopped.
-                perform(joiner.client, joiner.tombstones, steps.PutRecord("n2", late, ring=False))
+                perform(joiner.client, joiner.tombstones, effects.PutRecord("n2", late, ring=False))
             asked.append(request)
             request = work.send(answer)
     entry = joiner.client.get(NODES_PREFIX + "n2")
     assert entry is not None
-    assert NodeRecord.decode(entry.value).wants is Wants.LEFT
-    assert len([each for each in asked if isinstance(each, steps.PutRecord)]) == 2
+    assert NodeRecord.decode(entry.value).status is Status.LEFT
+    assert len([each for each in asked if isinstance(each, effects.PutRecord)]) == 2
 
 
 NEVER_SEEN = RoundDocument(
@@ -201,7 +202,7 @@ def test_closing_wakes_whoever_waits(known: bool, server: MemoryServer, time: Ti
     asked = close(leader, stored(leader) if known else NEVER_SEEN, "done")
     assert asked == [
         "Read state", *([] if known else ["ReadTombstone"]), "CompareAndSet state", "Ring",
-        "Chronicle", "PutTombstone", "Expire", "CompareAndSet state",
+        "RecordHistory", "PutTombstone", "Expire", "CompareAndSet state",
     ]  # fmt: skip
     assert (stored(leader).phase, stored(leader).reason) == (Phase.CLOSED, "done")
     assert (stored(leader).outcome, stored(leader).expires) == (Outcome.CLOSED, True)

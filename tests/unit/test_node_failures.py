@@ -6,23 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from rdzv_plugins import steps
-from rdzv_plugins.decisions import Failure
-from rdzv_plugins.documents import (
-    NODES_PREFIX,
-    STATE_KEY,
-    CorruptDocumentError,
-    NodeRecord,
-    Outcome,
-    Phase,
-    Wants,
-)
 from rdzv_plugins.kv import (
     MemoryClient,
     MemoryServer,
     RendezvousConnectionError,
     RendezvousStateError,
 )
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    CorruptDocumentError,
+    NodeRecord,
+    Outcome,
+    Phase,
+    Status,
+)
+from rdzv_plugins.protocol.rules import Failure
 from tests.unit.life import RULES, Life, Time, finish, stored, sweep
 
 
@@ -51,7 +51,7 @@ def test_a_join_times_out_and_says_so(server: MemoryServer, time: Time) -> None:
     assert 60 <= time.now - 1000 < 62
     entry = node.client.get(NODES_PREFIX + "n1")
     assert entry is not None
-    assert NodeRecord.decode(entry.value).wants is Wants.LEFT
+    assert NodeRecord.decode(entry.value).status is Status.LEFT
     before = time.now
     node.wake()
     assert time.now - before == pytest.approx(1.0, abs=1e-3)
@@ -66,7 +66,7 @@ def test_a_named_node_gives_a_round_that_is_confirmed_a_lease(
         leader.wake()
     joiner.go()
     while not (stored(leader).phase is Phase.CONFIRMING and leader.log[-1] == "PutRecord"):
-        leader.answer() if not isinstance(leader.request, steps.Rest) else leader.wake()
+        leader.answer() if not isinstance(leader.request, effects.Rest) else leader.wake()
     time.now += late
     if late < RULES.lease:
         finish(leader, joiner)
@@ -116,7 +116,7 @@ def test_an_order_that_came_before_a_wait_ends_it(pair: tuple[Life, Life]) -> No
     leader, joiner = pair
     finish(leader, joiner)
     joiner.go()
-    assert isinstance(joiner.request, steps.Park)
+    assert isinstance(joiner.request, effects.Park)
     joiner.time.now += joiner.request.seconds + 1e-6
     joiner.send(None)
     joiner.node.order_join()
@@ -199,7 +199,7 @@ def test_who_comes_back_after_the_sweep_leaves_no_record(
     leader.tombstones.put(replace(stored(leader), phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED))
     sweep(server)
     failures = iter((True, True))
-    joiner.fails = lambda request: isinstance(request, steps.Drop) and next(failures, False)
+    joiner.fails = lambda request: isinstance(request, effects.Drop) and next(failures, False)
     for _ in range(20):
         joiner.wake()
     assert joiner.node.latest is not None

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rdzv_plugins.documents import CorruptDocumentError, Outcome, Phase, RoundDocument
 from rdzv_plugins.kv import Entry
-from rdzv_plugins.observer import Observer
+from rdzv_plugins.protocol.documents import CorruptDocumentError, Outcome, Phase, RoundDocument
+from rdzv_plugins.protocol.observer import Observer
 
 from .life import Time
 from .views import RULES, RUN, document, record
@@ -95,26 +95,26 @@ def test_a_leader_is_judged_by_its_own_record(time: Time) -> None:
 @pytest.mark.parametrize("away", [0.5, 0.9, 1.5])
 def test_only_an_outage_beyond_an_interval_voids_what_was_seen(time: Time, away: float) -> None:
     seen = observer(time, MINE)
-    seen.leases.observe("n3", 1, time.now, time.now)
+    seen.liveness.observe("n3", 1, time.now, time.now)
     time.now += 2.0
-    seen.leases.observe("n3", 1, time.now, time.now)
+    seen.liveness.observe("n3", 1, time.now, time.now)
     for _ in range(2):
         # However many requests fail.
         seen.failed(time.now)
     time.now += away
     seen.succeeded()
     time.now += 0.5
-    seen.leases.observe("n3", 1, time.now, time.now)
-    assert seen.leases.age("n3") == (2.5 if away <= RULES.interval else 0.0)
+    seen.liveness.observe("n3", 1, time.now, time.now)
+    assert seen.liveness.confirmed_silence("n3") == (2.5 if away <= RULES.interval else 0.0)
 
 
 def test_own_requests_are_no_lateness_and_standing_still_is(time: Time) -> None:
     for seconds, voided in ((RULES.request, False), (RULES.request + 1.5, True)):
         seen = observer(time, MINE)
-        seen.leases.observe("n3", 1, time.now, time.now)
+        seen.liveness.observe("n3", 1, time.now, time.now)
         seen.idle_until = time.now
         time.now += seconds
         seen.spent(seconds)
-        seen.leases.observe("n3", 1, time.now, time.now)
+        seen.liveness.observe("n3", 1, time.now, time.now)
         seen.judge_punctuality()
-        assert (seen.leases.age("n3") == 0) is voided
+        assert (seen.liveness.confirmed_silence("n3") == 0) is voided

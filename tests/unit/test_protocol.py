@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins import decisions, protocol
-from rdzv_plugins.decisions import (
+from rdzv_plugins.protocol import member, rules
+from rdzv_plugins.protocol.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.member import decide, nodes_waiting, waits_for_a_living_round
+from rdzv_plugins.protocol.rules import (
     Abdicate,
     Action,
     AskTombstone,
@@ -23,8 +25,6 @@ from rdzv_plugins.decisions import (
     View,
     Wait,
 )
-from rdzv_plugins.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Wants
-from rdzv_plugins.protocol import decide, nodes_waiting, waits_for_a_living_round
 
 from .views import (
     RULES,
@@ -80,7 +80,7 @@ class TestFirstRound:
 
     def test_who_left_is_silent_or_has_other_nodes_is_not_counted(self) -> None:
         others = joining("n1", "n2", "n3") | {
-            "n3": record("n3", Wants.LEFT),
+            "n3": record("n3", Status.LEFT),
             "n4": record("n4", max_nodes=9),
             "n5": record("n5"),
         }
@@ -103,20 +103,20 @@ class TestExclusivity:
         return decide(view(record("n1"), self.FORMING, everybody, silent=silent))
 
     def test_a_participant_that_still_runs_is_waited_for(self) -> None:
-        others = {"n2": record("n2", Wants.RUN, 3), "n3": record("n3", round_=3)}
+        others = {"n2": record("n2", Status.RUN, 3), "n3": record("n3", round_=3)}
         assert self.lead(others, n2=1.0) == Wait(2.0, True)
 
     def test_a_join_older_than_the_round_does_not_count(self) -> None:
         others = {"n2": record("n2", round_=2), "n3": record("n3", round_=3)}
         assert self.lead(others, n2=1.0) == Wait(2.0, True)
 
-    @pytest.mark.parametrize("wants", [Wants.JOIN, Wants.SPARE])
-    def test_all_have_asked_again(self, wants: Wants) -> None:
-        others = {"n2": record("n2", wants, 3), "n3": record("n3", wants, 3)}
+    @pytest.mark.parametrize("status", [Status.JOIN, Status.SPARE])
+    def test_all_have_asked_again(self, status: Status) -> None:
+        others = {"n2": record("n2", status, 3), "n3": record("n3", status, 3)}
         assert set(written(self.lead(others)).participants) > {"n2", "n3"}
 
     def test_the_rest_have_left_or_are_silent(self) -> None:
-        others = {"n2": record("n2", Wants.LEFT, 3), "n3": record("n3", Wants.RUN, 3)}
+        others = {"n2": record("n2", Status.LEFT, 3), "n3": record("n3", Status.RUN, 3)}
         assert set(written(self.lead(others, n3=3.0)).participants) == {"n1", "n4", "n5"}
 
     def test_a_record_that_is_missing_is_silence_not_a_leave(self) -> None:
@@ -148,7 +148,7 @@ class TestConfirming:
         others = all_running(self.NAMED)
         started = written(decide(view(others["n1"], self.NAMED, others)))
         assert (started.phase, started.master) == (Phase.RUNNING, "n1:1")
-        assert started.ran == started.naming
+        assert started.ran == started.world_id
 
     def test_a_participant_that_dies_meanwhile_is_found_out(self) -> None:
         others = all_running(self.NAMED)
@@ -188,24 +188,24 @@ class TestRunning:
         assert decide(view(me, later, confirmed=as_named(self.NOW))) == Start(self.NOW)
         other = replace(later, ran="4-00000000")
         assert not isinstance(decide(view(me, other, confirmed=as_named(self.NOW))), Start)
-        again = replace(me, wants=Wants.JOIN)
+        again = replace(me, status=Status.JOIN)
         assert not isinstance(decide(view(again, later, confirmed=as_named(self.NOW))), Start)
 
     def test_what_follows_says_that_it_ran_until_the_next_is_named(self) -> None:
         following = written(self.lead({}, n3=3.0))
-        assert (following.ran, following.master) == (self.NOW.naming, "n1:1")
+        assert (following.ran, following.master) == (self.NOW.world_id, "n1:1")
         everybody = joining("n1", "n2", round_=4)
         named = written(decide(view(everybody["n1"], following, everybody, minimum_age=9.0)))
         assert (named.phase, named.ran, named.master) == (Phase.CONFIRMING, None, None)
 
     def test_who_did_not_confirm_is_not_in_it(self) -> None:
-        assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Wants.JOIN, RUN, 4)
+        assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Status.JOIN, RUN, 4)
 
     def test_a_quiet_round_is_left_alone(self) -> None:
         assert self.lead({}, n2=1.0) == Wait(2.0)
 
     def test_a_newcomer_to_a_full_round_is_a_spare(self) -> None:
-        assert decide(view(record("n4"), self.NOW)) == SetRecord(Wants.SPARE, None, -1, ring=False)
+        assert decide(view(record("n4"), self.NOW)) == SetRecord(Status.SPARE, None, -1, ring=False)
         assert isinstance(self.lead(joining("n4")), Wait)
 
     def test_a_newcomer_with_room_starts_the_next_round(self) -> None:
@@ -232,7 +232,7 @@ class TestRunning:
         assert written(decide(replace(base, moved=lambda node: True))).lost == ()
 
     def test_a_leave_is_a_loss_at_once(self) -> None:
-        following = written(self.lead({"n3": record("n3", Wants.LEFT, 4)}))
+        following = written(self.lead({"n3": record("n3", Status.LEFT, 4)}))
         assert following.reason == "n3[1] left"
 
     def test_a_participant_whose_workers_failed_takes_the_others_along(self) -> None:
@@ -259,16 +259,16 @@ class TestCauses:
         return written(decide(view(everybody["n1"], self.NOW, everybody, silent=silent)))
 
     def test_who_was_lost_is_named_though_the_others_workers_failed_first(self) -> None:
-        after = self.lead({"n3": record("n3", Wants.RUN, 3)}, n3=3.0)
+        after = self.lead({"n3": record("n3", Status.RUN, 3)}, n3=3.0)
         assert after.cause == Cause().plus(failed=["n1[1]"], lost=["n3[1]"])
         assert after.reason == "lost n3[1]: lease ran out; n1[1] joined again (its workers failed)"
 
     def test_who_left_is_named_so(self) -> None:
-        after = self.lead({"n3": record("n3", Wants.LEFT, 3)})
+        after = self.lead({"n3": record("n3", Status.LEFT, 3)})
         assert after.cause == Cause().plus(failed=["n1[1]"], left=["n3[1]"])
 
     def test_who_came_in_the_meantime_is_named_when_it_is_let_in(self) -> None:
-        others = {"n3": record("n3", Wants.LEFT, 3), "n4": record("n4")}
+        others = {"n3": record("n3", Status.LEFT, 3), "n4": record("n4")}
         named = self.lead(others)
         assert named.phase is Phase.CONFIRMING
         assert named.cause == Cause().plus(failed=["n1[1]"], left=["n3[1]"], joined=["n4[1]"])
@@ -301,7 +301,7 @@ class TestCauses:
 class TestLeadership:
     def test_the_heir_takes_over_first(self) -> None:
         now = document(Phase.RUNNING)
-        for name, patience in (("n2", 3.0), ("n3", 3.0 + protocol._TURN_SECONDS)):
+        for name, patience in (("n2", 3.0), ("n3", 3.0 + member._TURN_SECONDS)):
             early = view(running(name, now), now, joining=False, silent={"n1": patience - 0.01})
             waits = decide(early)
             assert isinstance(waits, Wait)
@@ -328,9 +328,9 @@ class TestLeadership:
         """It beats, but does not lead: its looks are told by its beat, an interval later."""
         now = document(Phase.RUNNING)
         base = view(running("n2", now), now, joining=False)
-        early = decide(replace(base, idle_age=3.9, idle_silence=3.9))
+        early = decide(replace(base, confirmed_idleness=3.9, possible_idleness=3.9))
         assert isinstance(early, Wait)
-        after = written(decide(replace(base, idle_age=4.0, idle_silence=4.0)))
+        after = written(decide(replace(base, confirmed_idleness=4.0, possible_idleness=4.0)))
         assert after == replace(now, leader="n2")
 
     def test_a_leader_that_cannot_list_hands_the_lead_over(self) -> None:
@@ -350,12 +350,12 @@ class TestLeadership:
         patient = replace(patient, interval=10.0, lease=30.0)
         here = view(running("n2", now), now, joining=False, silent={"n1": 29.0}, leader=patient)
         assert decide(here) == Wait(1.0)
-        silent = replace(here, age=lambda node: 30.0, silence=lambda node: 30.0)
+        silent = replace(here, confirmed_silence=lambda _: 30.0, possible_silence=lambda _: 30.0)
         assert written(decide(silent)).round == 5
 
     def test_a_leader_whose_workers_are_done_is_not_lost(self) -> None:
         now = document(Phase.RUNNING)
-        done = replace(running("n1", now), wants=Wants.DONE)
+        done = replace(running("n1", now), status=Status.DONE)
         here = view(running("n2", now), now, joining=False, silent={"n1": 9.0}, leader=done)
         assert written(decide(here)) == replace(now, leader="n2")
 
@@ -376,7 +376,7 @@ class TestDone:
         return replace(one, max_nodes=4)
 
     def done(self, name: str) -> dict[str, NodeRecord]:
-        return {name: replace(running(name, self.NOW), wants=Wants.DONE)}
+        return {name: replace(running(name, self.NOW), status=Status.DONE)}
 
     def test_it_is_not_lost_when_it_ends(self) -> None:
         assert isinstance(self.lead(self.done("n3"), n3=99.0), Wait)
@@ -410,7 +410,7 @@ class TestDone:
     def test_a_newcomer_to_what_is_about_to_end_is_a_spare(self) -> None:
         now = replace(self.NOW, finishing=True)
         here = view(self.wide(record("n4")), now, rules=replace(RULES, max_nodes=4))
-        assert decide(here) == SetRecord(Wants.SPARE, None, -1, ring=False)
+        assert decide(here) == SetRecord(Status.SPARE, None, -1, ring=False)
 
     def test_the_next_round_is_without_it(self) -> None:
         after = written(self.lead(self.done("n3"), n2=3.0))
@@ -527,11 +527,11 @@ class TestClosed:
     CLOSED = document(Phase.CLOSED)
 
     @pytest.mark.parametrize(
-        ("wants", "failure"),
-        [(Wants.JOIN, Failure.CLOSED), (Wants.SPARE, Failure.SPARE_CLOSED)],
+        ("status", "failure"),
+        [(Status.JOIN, Failure.CLOSED), (Status.SPARE, Failure.SPARE_CLOSED)],
     )
-    def test_who_waits_is_told(self, wants: Wants, failure: str) -> None:
-        assert decide(view(record("n9", wants), self.CLOSED)) == Fail(failure)
+    def test_who_waits_is_told(self, status: Status, failure: str) -> None:
+        assert decide(view(record("n9", status), self.CLOSED)) == Fail(failure)
 
     def test_it_stays_closed_for_who_saw_it(self) -> None:
         assert decide(view(record("n1"), None, latest=self.CLOSED)) == Fail(Failure.CLOSED)
@@ -565,7 +565,7 @@ class TestMismatch:
         assert (after.participants, after.previous, after.ran) == ((), (), None)
 
     def test_who_left_is_not_waited_for(self) -> None:
-        left = {name: record(name, Wants.LEFT, 4) for name in ("n2", "n3")}
+        left = {name: record(name, Status.LEFT, 4) for name in ("n2", "n3")}
         after = written(decide(self.look(left, silent={"n1": 3.5})))
         assert after.incarnation == "a-new-run"
 
@@ -577,8 +577,10 @@ class TestMismatch:
 class TestSpares:
     NOW = document(Phase.RUNNING)
 
-    def waits(self, now: RoundDocument = NOW, wants: Wants = Wants.SPARE, **silent: float) -> bool:
-        return waits_for_a_living_round(view(record("n4", wants), now, silent=silent))
+    def waits(
+        self, now: RoundDocument = NOW, status: Status = Status.SPARE, **silent: float
+    ) -> bool:
+        return waits_for_a_living_round(view(record("n4", status), now, silent=silent))
 
     def test_one_waits_while_its_round_lives(self) -> None:
         assert self.waits()
@@ -593,7 +595,7 @@ class TestSpares:
         assert not self.waits(document(Phase.CLOSED))
 
     def test_who_is_no_spare_does_not(self) -> None:
-        assert not self.waits(wants=Wants.JOIN)
+        assert not self.waits(status=Status.JOIN)
 
 
 class TestNodesWaiting:
@@ -632,7 +634,7 @@ class TestNodesWaiting:
 
 
 def test_a_node_that_left_does_nothing() -> None:
-    here = view(record("n2", Wants.LEFT), document(Phase.RUNNING), joining=False)
+    here = view(record("n2", Status.LEFT), document(Phase.RUNNING), joining=False)
     assert decide(here) == Wait()
 
 
@@ -646,7 +648,7 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
 
 
 def test_every_action_is_one_of_the_module() -> None:
-    assert {kind.__name__ for kind in decisions.Action.__args__} == {
+    assert {kind.__name__ for kind in rules.Action.__args__} == {
         "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate",
         "Close", "Wait",
     }  # fmt: skip

@@ -94,11 +94,11 @@ def test_where_none_can_they_are_asked_again(make: Make) -> None:
     for handler in handlers:
         real = handler._driver._open_master
 
-        def late(naming: str, real: Callable[[str], str] = real) -> str:
-            tries.append(naming)
+        def late(world_id: str, real: Callable[[str], str] = real) -> str:
+            tries.append(world_id)
             if len(set(tries)) <= NODES:
                 raise RendezvousConnectionError("not yet")
-            return real(naming)
+            return real(world_id)
 
         handler._driver._open_master = late
     infos = [joined.result(20) for joined in begin(handlers)]

@@ -7,13 +7,13 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv_plugins.documents import NodeRecord, Wants
-from rdzv_plugins.ranks import order_ranks
+from rdzv_plugins.protocol.documents import NodeRecord, Status
+from rdzv_plugins.protocol.ranks import order_ranks
 
 
 def record(address: str, pid: int = 1, rank: int | None = None) -> NodeRecord:
     return NodeRecord(
-        address=address, pid=pid, beat=1, wants=Wants.JOIN, round=-1,
+        address=address, pid=pid, beat=1, status=Status.JOIN, round=-1,
         min_nodes=1, max_nodes=64, interval=5.0, lease=15.0, rank=rank,
     )  # fmt: skip
 

@@ -15,11 +15,14 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from rdzv_plugins import torch_handler
-from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import MemoryClient, MemoryServer
-from rdzv_plugins.torch_handler import MendedDynamicRendezvousHandler, create_torch_handler
+from rdzv_plugins.torch_compat import dynamic_handler
+from rdzv_plugins.torch_compat.dynamic_handler import (
+    MendedDynamicRendezvousHandler,
+    create_torch_handler,
+)
+from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
 PARAMS = RendezvousParameters("redis", "", "run", 1, 1, local_addr="127.0.0.1")
 
@@ -73,7 +76,7 @@ def test_it_goes_by_the_name_torch_asked_for(handler: MendedDynamicRendezvousHan
 
 
 @pytest.mark.skipif(
-    not torch_handler.TAKES_KEEP_ALIVE,
+    not dynamic_handler.TAKES_KEEP_ALIVE,
     reason="this torch's handler cannot be told how often to beat",
 )
 def test_our_options_reach_torch_fractions_and_all(server: MemoryServer) -> None:
@@ -103,7 +106,7 @@ def test_an_older_torch_refuses_what_it_cannot_be_told(
     ) -> object:  # fmt: skip
         return MendedDynamicRendezvousHandler.__new__(MendedDynamicRendezvousHandler)
 
-    monkeypatch.setattr(torch_handler, "TAKES_KEEP_ALIVE", False)
+    monkeypatch.setattr(dynamic_handler, "TAKES_KEEP_ALIVE", False)
     monkeypatch.setattr(DynamicRendezvousHandler, "from_backend", classmethod(from_backend))
     client = MemoryClient(server, "run")
     assert create_torch_handler(PARAMS, Settings(), client)._client is client

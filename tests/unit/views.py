@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rdzv_plugins.decisions import Action, Rules, View, Write
-from rdzv_plugins.documents import NodeRecord, Outcome, Phase, RoundDocument, Wants
+from rdzv_plugins.protocol.documents import NodeRecord, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.rules import Action, Rules, View, Write
 
 RUN = "the-run"
 RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=5.0)
 
 
-def record(name: str, wants: Wants = Wants.JOIN, round_: int = -1, **more: object) -> NodeRecord:
+def record(name: str, status: Status = Status.JOIN, round_: int = -1, **more: object) -> NodeRecord:
     base = NodeRecord(
-        address=name, pid=1, beat=1, wants=wants, round=round_, min_nodes=2, max_nodes=3,
+        address=name, pid=1, beat=1, status=status, round=round_, min_nodes=2, max_nodes=3,
         interval=RULES.interval, lease=RULES.lease, incarnation=RUN if round_ >= 0 else None,
     )  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ def document(
     if phase in (Phase.CONFIRMING, Phase.RUNNING):
         base = replace(base, participants=("n1", "n2", "n3"))
     if phase is Phase.RUNNING:
-        base = replace(base, ran=base.naming, master="n1:1")
+        base = replace(base, ran=base.world_id, master="n1:1")
     if phase is Phase.CLOSED:
         base = replace(base, outcome=Outcome.CLOSED)
     return replace(base, **more)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def as_named(of: RoundDocument) -> RoundDocument:
 
 
 def running(name: str, of: RoundDocument) -> NodeRecord:
-    return record(name, Wants.RUN, of.round, naming=of.naming, master=f"{name}:1")
+    return record(name, Status.RUN, of.round, world_id=of.world_id, master=f"{name}:1")
 
 
 def view(
@@ -56,7 +56,7 @@ def view(
 ) -> View:
     ages = silent or {}
     idle = ages.get(now.leader or "", 0.0) if now else 0.0
-    own = me.incarnation if me.naming is not None else None
+    own = me.incarnation if me.world_id is not None else None
     base = View(
         me=me.address,
         rules=RULES,
@@ -69,14 +69,14 @@ def view(
         asked_tombstones=frozenset(),
         own=own,
         member=None,
-        confirmed=as_named(now) if now and me.naming == now.naming else None,
+        confirmed=as_named(now) if now and me.world_id == now.world_id else None,
         records=others,
         leader=None,
-        age=lambda node: ages.get(node, 0.0),
-        silence=lambda node: ages.get(node, 0.0),
+        confirmed_silence=lambda node: ages.get(node, 0.0),
+        possible_silence=lambda node: ages.get(node, 0.0),
         moved=lambda node: False,
-        idle_age=idle,
-        idle_silence=idle,
+        confirmed_idleness=idle,
+        possible_idleness=idle,
         cannot_list=False,
         abdicated=False,
         minimum_age=None,

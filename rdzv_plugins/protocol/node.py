@@ -7,14 +7,14 @@ drives it only carries requests out: `driver.py` on a store, the simulator on vi
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rdzv_plugins import decisions, protocol
-from rdzv_plugins.closing import close_run, let_expire, tidy_up
-from rdzv_plugins.decisions import Failure
-from rdzv_plugins.documents import (
+from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
+from rdzv_plugins.protocol import member, rules
+from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
+from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
     STATE_KEY,
@@ -22,27 +22,26 @@ from rdzv_plugins.documents import (
     NodeRecord,
     Phase,
     RoundDocument,
-    Wants,
+    Status,
 )
-from rdzv_plugins.documents import Outcome as RunOutcome
-from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
-from rdzv_plugins.observer import Observer
-from rdzv_plugins.steps import (
+from rdzv_plugins.protocol.documents import Outcome as RunOutcome
+from rdzv_plugins.protocol.effects import (
     CompareAndSet,
-    Deliver,
     Drop,
+    Effects,
     Expire,
+    FinishJoin,
     OpenMaster,
     Outcome,
     Park,
     PutRecord,
     ReadTombstone,
-    Request,
     Rest,
     Ring,
-    Steps,
     Tell,
 )
+from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.rules import Failure
 
 __all__ = ["Node"]
 
@@ -50,7 +49,7 @@ __all__ = ["Node"]
 _MASTER_SECONDS = 0.05
 
 _PAUSES = (Rest, Park)
-_LOCAL = (Rest, OpenMaster, Tell, Deliver)
+_LOCAL = (Rest, OpenMaster, Tell, FinishJoin)
 
 _LONGEST_OUTAGE_PAUSE = 0.5
 # A leader moves the run's end on so many times before it would come.
@@ -62,7 +61,7 @@ class Node:
 
     Args:
         node_id: unique in the run, without spaces.
-        record: what this node says of itself; its beat, wants and round change here.
+        record: what this node says of itself; its beat, status and round change here.
         rules: the run's settings.
         join_timeout: seconds within which a join must end in a round; a spare's begin when the
             round for which it waits has ended.
@@ -80,7 +79,7 @@ class Node:
         self,
         node_id: str,
         record: NodeRecord,
-        rules: decisions.Rules,
+        rules: rules.Rules,
         join_timeout: float,
         clock: Callable[[], float],
         chance: random.Random,
@@ -116,7 +115,7 @@ class Node:
         self._untidy: tuple[RoundDocument, float] | None = None
         self._abdicated = False
         self._expiry_due = clock()
-        # As rank 0: the TCPStore of the round of a naming, and since when it is being opened.
+        # As rank 0: the TCPStore of the round of a world_id, and since when it is being opened.
         self._opened: tuple[str, str | None, Exception | None] | None = None
         self._opening: tuple[str, float] | None = None
         self._told: set[tuple[str, object]] = set()
@@ -139,7 +138,7 @@ class Node:
     @property
     def done(self) -> bool:
         """Whether this node's workers succeeded in the round that it was given last."""
-        return self.record.wants is Wants.DONE or self._done_reported
+        return self.record.status is Status.DONE or self._done_reported
 
     @property
     def over(self) -> bool:
@@ -150,7 +149,7 @@ class Node:
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node: it would miss it."""
         latest = self.latest
-        if self._member is None or self.record.wants is Wants.LEFT:
+        if self._member is None or self.record.status is Status.LEFT:
             return False  # What it gave up on is the business of the others.
         return latest is None or (latest.is_of(self._member) and latest.names(self.id))
 
@@ -170,13 +169,13 @@ class Node:
         """Say that this node's workers succeeded. Like `order_join`."""
         self._done_reported = True
 
-    def master_opened(self, naming: str, address: str | None, error: Exception | None) -> None:
+    def master_opened(self, world_id: str, address: str | None, error: Exception | None) -> None:
         """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
         opening = self._opening  # Another thread may give it up meanwhile.
-        if opening is not None and opening[0] == naming:
-            self._opened = naming, address, error
+        if opening is not None and opening[0] == world_id:
+            self._opened = world_id, address, error
 
-    def run(self) -> Steps:
+    def run(self) -> Effects[None]:
         """Live until the driver stops driving."""
         failures = 0
         while True:
@@ -187,7 +186,7 @@ class Node:
                 failures += 1
                 yield from self._bear(error, failures)
 
-    def farewell(self) -> Steps:
+    def farewell(self) -> Effects[None]:
         """Announce that this node leaves; driven once, after `run` has been stopped. Rule 10."""
         yield from self._leave()
         # A last beat that was held up on its way may land after the farewell.
@@ -195,11 +194,11 @@ class Node:
         if entry is None or entry.value != self.record.encode():
             yield from self._leave()
 
-    def _leave(self) -> Steps:
+    def _leave(self) -> Effects[None]:
         """Say that this node is in no round, and leave the lead to others."""
-        wants = Wants.DONE if self.done else Wants.LEFT
-        self.record = replace(self.record, beat=self.record.beat + 1, wants=wants)
-        yield PutRecord(self.id, self.record, ring=True)
+        status = Status.DONE if self.done else Status.LEFT
+        self.record = replace(self.record, beat=self.record.beat + 1, status=status)
+        yield from PutRecord(self.id, self.record, ring=True)
         for _ in range(3):
             yield from self._seen.read_document()
             document = self.document
@@ -208,7 +207,7 @@ class Node:
             if (yield from self._write(replace(document, leader=None))):
                 return
 
-    def _timed(self, steps: Steps) -> Steps:
+    def _timed(self, steps: Effects[None]) -> Effects[None]:
         """Carry out ``steps``; note how long requests take, and whether the store is there."""
         seen = self._seen
         answer: Any = None
@@ -236,13 +235,13 @@ class Node:
             else:
                 seen.spent(self._clock() - asked)
 
-    def _turn(self) -> Steps:
+    def _turn(self) -> Effects[None]:
         self._take_orders()
         if self._withdraw_ordered:
             self._withdraw_ordered = self._joining = False
             yield from self._leave()
         seen = self._seen
-        if self.record.wants is not Wants.LEFT and not seen.closed:
+        if self.record.status is not Status.LEFT and not seen.closed:
             yield from self._beat()
         if seen.document_due:
             yield from seen.read_document()
@@ -250,12 +249,12 @@ class Node:
             yield from seen.observe()
         seen.judge_punctuality()
         view = self._view()
-        for about, key, text in protocol.remarks(view):
+        for about, key, text in member.remarks(view):
             if (about, key) not in self._told:
                 self._told.add((about, key))
-                yield Tell(about, text)
-        action = protocol.decide(view)
-        writes = isinstance(action, decisions.Write | decisions.Abdicate)
+                yield from Tell(about, text)
+        action = member.decide(view)
+        writes = isinstance(action, rules.Write | rules.Abdicate)
         if view.records is not None and not (seen.document_is_fresh or writes):
             # The records may be newer than the document. A write is guarded by its version; any
             # other action is for the document as it is now.
@@ -263,14 +262,14 @@ class Node:
             yield from seen.read_document()
             if seen.token != token:
                 return
-        self.waiting = protocol.nodes_waiting(view)
-        if protocol.waits_for_a_living_round(view):
+        self.waiting = member.nodes_waiting(view)
+        if member.waits_for_a_living_round(view):
             # A spare waits for as long as the round lasts, as torch's redundant nodes do.
             self._join_deadline = self._clock() + self._join_timeout
         # After the store has answered: that it is away is told as such, and a round that runs by
         # now is no failure.
-        if not isinstance(action, decisions.Start | decisions.Fail) and self._is_late():
-            action = decisions.Fail(Failure.TIMEOUT)
+        if not isinstance(action, rules.Start | rules.Fail) and self._is_late():
+            action = rules.Fail(Failure.TIMEOUT)
         yield from self._act(action)
 
     def _take_orders(self) -> None:
@@ -280,7 +279,7 @@ class Node:
             self._joined_at = self._clock()
             self._join_deadline = self._joined_at + self._join_timeout
             self.record = replace(
-                self.record, wants=Wants.JOIN, master=None, hosts=True, failed=self._failed
+                self.record, status=Status.JOIN, master=None, hosts=True, failed=self._failed
             )
             self._fresh = self._new_incarnation()
             self._record_due = self._ring = True
@@ -290,9 +289,9 @@ class Node:
             self.waiting = 0
         if self._done_reported:
             self._done_reported = False
-            if self.record.wants is Wants.RUN and not self._joining:
+            if self.record.status is Status.RUN and not self._joining:
                 # Nobody waits for this word: no bell.
-                self.record = replace(self.record, wants=Wants.DONE)
+                self.record = replace(self.record, status=Status.DONE)
                 self._record_due = True
 
     def _new_incarnation(self) -> str:
@@ -311,7 +310,7 @@ class Node:
         self._join_deadline = patience
         return False
 
-    def _beat(self) -> Steps:
+    def _beat(self) -> Effects[None]:
         """Write the record if it changed or a keep-alive interval has passed."""
         punctual = self._clock() >= self._next_beat
         if not (self._record_due or punctual):
@@ -319,7 +318,7 @@ class Node:
         self.record = replace(self.record, beat=self.record.beat + 1, looks=self._seen.looks)
         ring, self._record_due, self._ring = self._ring, False, False
         try:
-            yield PutRecord(self.id, self.record, ring)
+            yield from PutRecord(self.id, self.record, ring)
         except RendezvousConnectionError:
             self._record_due, self._ring = True, ring
             raise
@@ -329,11 +328,11 @@ class Node:
         if punctual:
             self._seen.leader_due = self._seen.list_due = True
 
-    def _view(self) -> decisions.View:
+    def _view(self) -> rules.View:
         now, seen = self._clock(), self._seen
         minimum_age = None if seen.minimum_since is None else now - seen.minimum_since
         leader = seen.document.leader if seen.document and seen.document.leader else ""
-        return decisions.View(
+        return rules.View(
             me=self.id,
             rules=self._rules,
             record=self.record,
@@ -348,11 +347,11 @@ class Node:
             confirmed=self._confirmed,
             records=seen.records,
             leader=seen.leader,
-            age=seen.leases.age,
-            silence=lambda node: seen.leases.silence(node, now),
-            moved=seen.leases.moved,
-            idle_age=seen.idle.age(leader),
-            idle_silence=seen.idle.silence(leader, now),
+            confirmed_silence=seen.liveness.confirmed_silence,
+            possible_silence=lambda node: seen.liveness.possible_silence(node, now),
+            moved=seen.liveness.moved,
+            confirmed_idleness=seen.progress.confirmed_silence(leader),
+            possible_idleness=seen.progress.possible_silence(leader, now),
             cannot_list=seen.cannot_list,
             abdicated=self._abdicated,
             minimum_age=minimum_age,
@@ -360,28 +359,28 @@ class Node:
             fresh=self._fresh,
         )
 
-    def _act(self, action: decisions.Action) -> Steps:
+    def _act(self, action: rules.Action) -> Effects[None]:
         match action:
-            case decisions.Write(document):
+            case rules.Write(document):
                 if document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0:
-                    yield from self._begin_to_open_master(document.naming)
+                    yield from self._begin_to_open_master(document.world_id)
                 yield from self._write(document)
-            case decisions.Abdicate(document):
+            case rules.Abdicate(document):
                 if (yield from self._write(document)):
                     self._abdicated = True
-            case decisions.SetRecord(wants, incarnation, round_, ring):
+            case rules.SetRecord(status, incarnation, round_, ring):
                 self.record = replace(
-                    self.record, wants=wants, incarnation=incarnation, round=round_, master=None
+                    self.record, status=status, incarnation=incarnation, round=round_, master=None
                 )
                 self._record_due, self._ring = True, ring
-            case decisions.Confirm(document, is_master):
+            case rules.Confirm(document, is_master):
                 yield from self._confirm(document, is_master)
-            case decisions.Start(document):
+            case rules.Start(document):
                 self._member = document
                 yield from self._end_join(Outcome(document=document))
-            case decisions.Fail(failure):
+            case rules.Fail(failure):
                 yield from self._end_join(Outcome(failure=failure))
-            case decisions.Close(document):
+            case rules.Close(document):
                 # As shutdown() says it, which does the rest should this be cut off.
                 why = f"its workers succeeded: closed by {self.record.label}"
                 self.closing = True
@@ -398,16 +397,16 @@ class Node:
                 finally:
                     self.closing = False
                 self._seen.document_due = True
-            case decisions.ListRecords():
+            case rules.ListRecords():
                 self._seen.lists = self._seen.list_due = True
-            case decisions.AskTombstone(incarnation):
-                outcome = yield ReadTombstone(incarnation)
+            case rules.AskTombstone(incarnation):
+                outcome = yield from ReadTombstone(incarnation)
                 if outcome is not None:
                     # What this node wrote since the sweep would have no end. If it fails, the node
                     # asks again: once it has heard of the end it does nothing more.
-                    yield Drop((NODES_PREFIX + self.id,))
+                    yield from Drop((NODES_PREFIX + self.id,))
                 self._seen.hear_of_the_end(incarnation, outcome)
-            case decisions.Wait(seconds, minimum_reached):
+            case rules.Wait(seconds, minimum_reached):
                 if not minimum_reached:
                     self._seen.minimum_since = None
                 elif self._seen.minimum_since is None:
@@ -416,58 +415,58 @@ class Node:
                 self._opening = None
                 yield from self._wait(seconds)
 
-    def _confirm(self, document: RoundDocument, is_master: bool) -> Steps:
+    def _confirm(self, document: RoundDocument, is_master: bool) -> Effects[None]:
         """Say that this node has seen its rank; rank 0 opens MASTER_PORT first."""
         master = None
         if is_master:
-            master = yield from self._open_master(document.naming)
+            master = yield from self._open_master(document.world_id)
             if master is None:
                 return
         self._opening = None
         self._seen.named = document
         self.record = replace(
             self.record,
-            wants=Wants.RUN,
+            status=Status.RUN,
             incarnation=document.incarnation,
             round=document.round,
-            naming=document.naming,
+            world_id=document.world_id,
             master=master,
             failed=False,
         )
         self._record_due = self._ring = True
         self._confirmed = document
 
-    def _begin_to_open_master(self, naming: str) -> Steps:
-        self._opening, self._opened = (naming, self._clock()), None
-        yield OpenMaster(naming, 0.0)
+    def _begin_to_open_master(self, world_id: str) -> Effects[None]:
+        self._opening, self._opened = (world_id, self._clock()), None
+        yield from OpenMaster(world_id, 0.0)
 
-    def _open_master(self, naming: str) -> Generator[Request, Any, str | None]:
+    def _open_master(self, world_id: str) -> Effects[str | None]:
         """The address of this round's TCPStore; None: not yet, and this node has waited."""
         now = self._clock()
-        if self._opening is None or self._opening[0] != naming:
-            yield from self._begin_to_open_master(naming)
+        if self._opening is None or self._opening[0] != world_id:
+            yield from self._begin_to_open_master(world_id)
         assert self._opening is not None
         since = self._opening[1]
         if self._opened is None and now - since < _MASTER_SECONDS:
-            yield OpenMaster(naming, _MASTER_SECONDS)
-        if self._opened is not None and self._opened[0] == naming:
+            yield from OpenMaster(world_id, _MASTER_SECONDS)
+        if self._opened is not None and self._opened[0] == world_id:
             _, address, error = self._opened
             if address is not None:
                 return address
             self._opened = None
             if isinstance(error, RendezvousStateError):
                 raise error  # Of no use to try again.
-            yield Tell("master", str(error))
+            yield from Tell("master", str(error))
             if now - since < self._rules.lease:
-                yield OpenMaster(naming, _MASTER_SECONDS)
+                yield from OpenMaster(world_id, _MASTER_SECONDS)
         if now - since >= self._rules.lease:
             # Another is to be rank 0: this node asks for another round.
-            yield Tell("master", "no TCPStore within the lease: another node is to be rank 0")
+            yield from Tell("master", "no TCPStore within the lease: another node is to be rank 0")
             document = self.document
             assert document is not None
             self._opening = None
             self.record = replace(
-                self.record, wants=Wants.JOIN, incarnation=document.incarnation,
+                self.record, status=Status.JOIN, incarnation=document.incarnation,
                 round=document.round, hosts=False,
             )  # fmt: skip
             self._record_due = self._ring = True
@@ -476,33 +475,33 @@ class Node:
             yield from self._wait(max(0.0, since + self._rules.lease - now))
         return None
 
-    def _end_join(self, outcome: Outcome) -> Steps:
+    def _end_join(self, outcome: Outcome) -> Effects[None]:
         self._joining = False
         if outcome.document is None:
             # It is in no round and asks for none; its last word until the agent asks again.
             closed = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
             try:
                 if closed:
-                    self.record = replace(self.record, wants=Wants.LEFT)
+                    self.record = replace(self.record, status=Status.LEFT)
                     yield from self._clear_away()
                 else:
                     yield from self._leave()
             except (RendezvousConnectionError, RendezvousStateError):
                 # The others have this node's lease; its agent is told all the same.
                 self._seen.document_due = self._seen.list_due = True
-        yield Deliver(outcome)
+        yield from FinishJoin(outcome)
 
-    def _clear_away(self) -> Steps:
+    def _clear_away(self) -> Effects[None]:
         """Leave nothing in a closed run; free its id if whoever closed it could not."""
         # Written after the run was closed, the record may outlive what the sweep takes away.
-        yield Drop((NODES_PREFIX + self.id,))
+        yield from Drop((NODES_PREFIX + self.id,))
         document = self.document
         newcomer = self._seen.named is None
         if newcomer and document is not None and document.closed and not document.expires:
             yield from let_expire(document, self._seen.token, self._rules.sweep_after)
 
-    def _write(self, document: RoundDocument) -> Generator[Request, Any, bool]:
-        entry, written = yield CompareAndSet(STATE_KEY, document.encode(), self._seen.token)
+    def _write(self, document: RoundDocument) -> Effects[bool]:
+        entry, written = yield from CompareAndSet(STATE_KEY, document.encode(), self._seen.token)
         before = self.document
         self._seen.adopt(entry, document if written else None)
         self._seen.document_due = False
@@ -515,12 +514,12 @@ class Node:
             self._expiry_due = self._clock() + self._rules.interval
         if before is not None and before.leader not in (document.leader, None):
             # The leader of before waits for its bell, not for the document.
-            yield Ring(self.id)
+            yield from Ring(self.id)
         if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
             self._untidy = document, self._clock() - self._seen.forming_since
         return True
 
-    def _wait(self, seconds: float | None) -> Steps:
+    def _wait(self, seconds: float | None) -> Effects[None]:
         seen = self._seen
         if self.ordered or (self._opening and self._opened):
             return  # Its driver may have given up ending waits for it before this one began.
@@ -533,23 +532,23 @@ class Node:
         leads = document is not None and document.leader == self.id and not document.closed
         if leads and self._clock() >= self._expiry_due:
             # Should nobody lead this run any more, its keys end by themselves.
-            yield Expire(self._rules.abandoned)
+            yield from Expire(self._rules.abandoned)
             self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
             return
         until_beat = max(0.0, self._next_beat - self._clock())
-        if seen.closed or self.record.wants is Wants.LEFT:
+        if seen.closed or self.record.status is Status.LEFT:
             until_beat = self._rules.interval  # There is no beat to be late for.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if self._joining:
             timeout = min(timeout, max(0.0, self._join_deadline - self._clock()))
         seen.idle_until = self._clock() + timeout
         if leads:
-            bell: Entry | None = yield Park(BELL_KEY, self._bell, timeout)
+            bell = yield from Park(BELL_KEY, self._bell, timeout)
             if bell is not None:
                 self._bell = bell.version
             seen.list_due = True
         else:
-            entry: Entry | None = yield Park(STATE_KEY, seen.token, timeout)
+            entry = yield from Park(STATE_KEY, seen.token, timeout)
             if entry is not None:
                 seen.adopt(entry)
             elif seconds is not None and timeout == seconds:
@@ -557,20 +556,20 @@ class Node:
             if entry is None and timeout == until_beat and seen.document is None:
                 seen.document_due = True
 
-    def _bear(self, error: Exception, failures: int) -> Steps:
+    def _bear(self, error: Exception, failures: int) -> Effects[None]:
         """Rule 11: an outage stops nobody; nobody is judged by what could not be read."""
         self._seen.judge_punctuality()  # A node that stood still may wake to a broken connection.
         self._seen.document_due = self._seen.leader_due = self._seen.list_due = True
         because: Exception | None = error
         if self._joining and self._is_hopeless(error):
             self._joining = False
-            self.record = replace(self.record, wants=Wants.LEFT)
-            yield Deliver(Outcome(error=error))
+            self.record = replace(self.record, status=Status.LEFT)
+            yield from FinishJoin(Outcome(error=error))
             because = None  # Its agent knows.
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
         pause *= 0.5 + 0.5 * self._chance.random()
         self._seen.idle_until = self._clock() + pause
-        yield Rest(pause, because=because)
+        yield from Rest(pause, because=because)
 
     def _is_hopeless(self, error: Exception) -> bool:
         if isinstance(error, CorruptDocumentError):

@@ -190,7 +190,7 @@ class KeyValueStore(Store):
         """Ask until the store answers: that it is away for a while ends no agent."""
         timeout = self._timeout().total_seconds() if seconds is None else seconds
         with _c10d_errors():
-            return retry(request, timeout=timeout, passing=store_is_away)
+            return retry(request, timeout=timeout, retryable=store_is_away)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rdzv_plugins.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.kv import Entry, RendezvousStateError, Version
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 
-__all__ = ["Listing", "readable"]
+__all__ = ["RecordCache", "readable"]
 
 
-class Listing:
+class RecordCache:
     """Its length is how many records the last one held."""
 
     def __init__(self) -> None:

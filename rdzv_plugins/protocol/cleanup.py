@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
-from rdzv_plugins.documents import (
+from rdzv_plugins.kv import Entry, RendezvousConnectionError, Version
+from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     Cause,
@@ -15,21 +15,19 @@ from rdzv_plugins.documents import (
     Outcome,
     Phase,
     RoundDocument,
-    Wants,
+    Status,
 )
-from rdzv_plugins.kv import Entry, RendezvousConnectionError, Version
-from rdzv_plugins.steps import (
-    Chronicle,
+from rdzv_plugins.protocol.effects import (
     CompareAndSet,
     Drop,
     DropStores,
+    Effects,
     Expire,
     PutTombstone,
     Read,
     ReadTombstone,
-    Request,
+    RecordHistory,
     Ring,
-    Steps,
     Tell,
 )
 
@@ -46,7 +44,7 @@ def close_run(
     sweep_after: float,
     *,
     members_only: bool = True,
-) -> Generator[Request, Any, bool]:
+) -> Effects[bool]:
     """Close a run, whatever its state, and let its keys expire. Rule 14.
 
     Args:
@@ -60,13 +58,13 @@ def close_run(
     Returns:
         Whether the run is closed, by this node or another.
     """
-    entry: Entry | None = yield Read(STATE_KEY)
+    entry = yield from Read(STATE_KEY)
     while True:
         document = _readable(entry, latest)
         if document is None and latest is not None:
-            if (yield ReadTombstone(latest.incarnation)):
+            if (yield from ReadTombstone(latest.incarnation)):
                 # What this node wrote since the sweep would have no end.
-                yield Drop((NODES_PREFIX + node_id,))
+                yield from Drop((NODES_PREFIX + node_id,))
                 return True
             document = latest
         if document is None or (latest is not None and not document.is_of(latest)):
@@ -76,7 +74,7 @@ def close_run(
             # Those that went on to work after that wait for this node's workers, for ever.
             failed = replace(document, outcome=outcome, cause=Cause(note=why))
             expected = entry.version if entry else None
-            entry, written = yield CompareAndSet(STATE_KEY, failed.encode(), expected)
+            entry, written = yield from CompareAndSet(STATE_KEY, failed.encode(), expected)
             if written:
                 return True
             continue
@@ -90,12 +88,12 @@ def close_run(
             return False
         closed = replace(document, phase=Phase.CLOSED, outcome=outcome, cause=Cause(note=why))
         expected = entry.version if entry else None
-        entry, written = yield CompareAndSet(STATE_KEY, closed.encode(), expected)
-        if written:
+        entry, written = yield from CompareAndSet(STATE_KEY, closed.encode(), expected)
+        if written and entry is not None:
             break
     # Joiners wait for the document; the leader waits for its bell.
-    yield Ring(node_id)
-    yield Chronicle(closed, 0.0, ())
+    yield from Ring(node_id)
+    yield from RecordHistory(closed, 0.0, ())
     yield from let_expire(closed, entry.version, sweep_after)
     return True
 
@@ -110,20 +108,20 @@ def _readable(entry: Entry | None, latest: RoundDocument | None) -> RoundDocumen
         return None
 
 
-def let_expire(closed: RoundDocument, version: Version | None, sweep_after: float) -> Steps:
+def let_expire(closed: RoundDocument, version: Version | None, sweep_after: float) -> Effects[None]:
     """Free the id of a closed run after ``sweep_after`` seconds, once.
 
     The tombstone first: from the sweep on only it tells a node that comes back that its run ended.
     """
     try:
-        yield PutTombstone(closed)
+        yield from PutTombstone(closed)
     except RendezvousConnectionError as error:
         # If the store is away, so it is to the next request. If it refuses us here, the id is to be
         # free all the same.
-        yield Tell("tombstone", f"it cannot be noted that this run ended: {error}")
-    yield Expire(sweep_after)
+        yield from Tell("tombstone", f"it cannot be noted that this run ended: {error}")
+    yield from Expire(sweep_after)
     done = replace(closed, expires=True)
-    yield CompareAndSet(STATE_KEY, done.encode(), version)
+    yield from CompareAndSet(STATE_KEY, done.encode(), version)
 
 
 def tidy_up(
@@ -131,7 +129,7 @@ def tidy_up(
     seconds: float,
     records: Mapping[str, NodeRecord],
     is_silent: Callable[[str], bool],
-) -> Steps:
+) -> Effects[None]:
     """Note the round that runs, and drop the stores and the records of what was before it.
 
     Args:
@@ -142,12 +140,13 @@ def tidy_up(
     """
     first = runs.participants[:_MEMBERS_IN_HISTORY]
     members = tuple(records[node].label for node in first if node in records)
-    yield Chronicle(runs, seconds, members)
-    yield DropStores(runs.incarnation, runs.round)
+    yield from RecordHistory(runs, seconds, members)
+    yield from DropStores(runs.incarnation, runs.round)
     dead = [
         node
         for node, record in records.items()
-        if node not in runs.ranks and (record.wants in (Wants.LEFT, Wants.DONE) or is_silent(node))
+        if node not in runs.ranks
+        and (record.status in (Status.LEFT, Status.DONE) or is_silent(node))
     ]
     if dead:
-        yield Drop(tuple(NODES_PREFIX + node for node in dead))
+        yield from Drop(tuple(NODES_PREFIX + node for node in dead))

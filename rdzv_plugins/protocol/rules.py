@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rdzv_plugins.documents import NodeRecord, RoundDocument, Wants
+from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument, Status
 
 __all__ = [
     "Abdicate",
@@ -70,10 +70,12 @@ class View:
         confirmed: the round that this node last said it has seen, as it stood then.
         records: all nodes' records, read after ``document``; None: not read.
         leader: the leader's record as this node, which does not lead, last read it.
-        age: seconds that a node's beat is known to have stood still, by this node's clock.
-        silence: seconds since a node's beat was last seen to move; another look may end it.
+        confirmed_silence: seconds for which a node's beat is known to have stood still, on this
+            node's clock.
+        possible_silence: seconds since a node's beat was last seen to move; it may have done so
+            again.
         moved: whether a node's beat has moved since this node began to watch it.
-        idle_age, idle_silence: the same of the leader's looks at all records.
+        confirmed_idleness, possible_idleness: the same of the leader's looks at all records.
         cannot_list: this node leads, and has not been able to read all records for a lease.
         abdicated: so it was once.
         minimum_age: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
@@ -95,11 +97,11 @@ class View:
     confirmed: RoundDocument | None
     records: Mapping[str, NodeRecord] | None
     leader: NodeRecord | None
-    age: Callable[[str], float]
-    silence: Callable[[str], float]
+    confirmed_silence: Callable[[str], float]
+    possible_silence: Callable[[str], float]
     moved: Callable[[str], bool]
-    idle_age: float
-    idle_silence: float
+    confirmed_idleness: float
+    possible_idleness: float
     cannot_list: bool
     abdicated: bool
     minimum_age: float | None
@@ -134,7 +136,7 @@ class Write:
 class SetRecord:
     """Write this node's record; ``ring`` tells the leader."""
 
-    wants: Wants
+    status: Status
     incarnation: str | None
     round: int
     ring: bool = True

@@ -19,7 +19,7 @@ from datetime import timedelta
 from torch.distributed import DistStoreError
 
 from rdzv_plugins.kv import Entry, KeyValueClient
-from rdzv_plugins.store import KeyValueStore
+from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 
 __all__ = ["AgentStore"]
 

@@ -19,14 +19,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from rdzv_plugins.addresses import node_address, store_hosts
-from rdzv_plugins.backend import KeyValueBackend
 from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import (
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from rdzv_plugins.store import KeyValueStore
+from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
+from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
 __all__ = ["TAKES_KEEP_ALIVE", "MendedDynamicRendezvousHandler", "create_torch_handler"]
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from rdzv_plugins.documents import NodeRecord, RoundDocument
-from rdzv_plugins.kv import Version
+from rdzv_plugins.kv import Entry, Version
+from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
+from rdzv_plugins.protocol.documents import Outcome as RunOutcome
 
 __all__ = [
-    "Chronicle",
     "CompareAndSet",
-    "Deliver",
     "Drop",
     "DropStores",
+    "Effect",
+    "Effects",
     "Expire",
+    "FinishJoin",
     "List",
     "OpenMaster",
     "Outcome",
@@ -24,16 +26,34 @@ __all__ = [
     "PutTombstone",
     "Read",
     "ReadTombstone",
-    "Request",
+    "RecordHistory",
     "Rest",
     "Ring",
-    "Steps",
     "Tell",
 ]
 
+T = TypeVar("T")
+
+
+class Effect(Generic[T]):
+    """A request of a node; ``answer = yield from effect`` hands it to the driver.
+
+    The type parameter is that of the answer.
+    """
+
+    __slots__ = ()
+
+    def __iter__(self) -> Generator[Effect[Any], Any, T]:
+        answer: T = yield self
+        return answer
+
+
+Effects: TypeAlias = Generator[Effect[Any], Any, T]
+"""Effects one after the other, and what comes of them in the end."""
+
 
 @dataclass(frozen=True, slots=True)
-class PutRecord:
+class PutRecord(Effect[None]):
     """Write this node's record; with ``ring`` also the bell, in the same round trip."""
 
     node: str
@@ -42,21 +62,21 @@ class PutRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(Effect[None]):
     """Wake the leader; ``node`` rings."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Read(Effect[Entry | None]):
     """Answered with the key's `Entry` or None."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class CompareAndSet:
+class CompareAndSet(Effect[tuple[Entry | None, bool]]):
     """Answered with (`Entry` or None, whether it was written)."""
 
     key: str
@@ -65,21 +85,21 @@ class CompareAndSet:
 
 
 @dataclass(frozen=True, slots=True)
-class List:
+class List(Effect[dict[str, Entry]]):
     """Answered with a dict of `Entry` by key."""
 
     prefix: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Effect[None]):
     """Delete keys."""
 
     keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Park:
+class Park(Effect[Entry | None]):
     """Wait until the key's version differs; answered with its `Entry`, or None."""
 
     key: str
@@ -88,7 +108,7 @@ class Park:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Rest(Effect[None]):
     """Pause; ends early when an order arrives.
 
     ``because``: what failed, for people.
@@ -99,20 +119,20 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenMaster:
-    """Open a fresh TCPStore for the round of this naming, unless that has begun already.
+class OpenMaster(Effect[None]):
+    """Open a fresh TCPStore for the round of this world_id, unless that has begun already.
 
     Answered when it is open, but after ``seconds`` at the latest: name resolution may hang, and the
     node must go on beating. The driver calls `Node.master_opened` when it is open or cannot be
     opened; if the answer came first, it ends the node's `Park` or `Rest` too.
     """
 
-    naming: str
+    world_id: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class DropStores:
+class DropStores(Effect[None]):
     """Delete the c10d stores of other incarnations, and of this one's rounds before that one."""
 
     incarnation: str
@@ -120,28 +140,28 @@ class DropStores:
 
 
 @dataclass(frozen=True, slots=True)
-class Expire:
+class Expire(Effect[None]):
     """From ``seconds`` from now the run reads as empty, unless its deadline is moved on."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class PutTombstone:
+class PutTombstone(Effect[None]):
     """Note that this incarnation of the run ended, where no expiry of the run takes it away."""
 
     document: RoundDocument
 
 
 @dataclass(frozen=True, slots=True)
-class ReadTombstone:
+class ReadTombstone(Effect[RunOutcome | None]):
     """Answered with the `documents.Outcome` of this incarnation; None: it has not ended."""
 
     incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(Effect[None]):
     """A line for people in this node's log.
 
     ``about`` tells kinds of lines apart: ``found`` (a run that others hold), ``spare``,
@@ -153,7 +173,7 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Chronicle:
+class RecordHistory(Effect[None]):
     """Note a round in the run's history, for people.
 
     ``seconds`` is how long the round took to form, ``members`` names some of its nodes.
@@ -166,7 +186,7 @@ class Chronicle:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a join ended: in a round (``document``), by a `decisions.Failure`, or by an error."""
+    """How a join ended: in a round (``document``), by a `rules.Failure`, or by an error."""
 
     document: RoundDocument | None = None
     failure: str | None = None
@@ -174,28 +194,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class FinishJoin(Effect[None]):
     """Release the agent that waits in ``next_rendezvous()``."""
 
     outcome: Outcome
-
-
-Request: TypeAlias = (
-    PutRecord
-    | Ring
-    | Read
-    | CompareAndSet
-    | List
-    | Drop
-    | Park
-    | Rest
-    | OpenMaster
-    | DropStores
-    | Expire
-    | PutTombstone
-    | ReadTombstone
-    | Tell
-    | Chronicle
-    | Deliver
-)
-Steps: TypeAlias = Generator[Request, Any, None]

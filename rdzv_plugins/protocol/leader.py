@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rdzv_plugins.decisions import Action, Close, ListRecords, View, Wait, Write
-from rdzv_plugins.documents import Cause, NodeRecord, Phase, RoundDocument, Wants
-from rdzv_plugins.ranks import order_ranks
+from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.ranks import order_ranks
+from rdzv_plugins.protocol.rules import Action, Close, ListRecords, View, Wait, Write
 
 __all__ = ["lead", "next_round", "without"]
 
@@ -34,7 +34,7 @@ def lead(view: View, document: RoundDocument) -> Action:
 def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
     rules, old = view.rules, set(document.previous)
     live = {node for node, record in records.items() if _is_live(view, node, record)}
-    runs = {node for node in live if records[node].wants is Wants.RUN}
+    runs = {node for node in live if records[node].status is Status.RUN}
     strays = sorted(runs - old - {*document.evicted})
     highest = max((_round_in(document, records[node]) for node in live), default=-1)
     if strays or highest >= document.round:
@@ -56,7 +56,7 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         node
         for node in live
         if _fits(records[node], document)
-        and records[node].wants in (Wants.JOIN, Wants.SPARE)
+        and records[node].status in (Status.JOIN, Status.SPARE)
         and node not in awaited
     }
     enough = len(ready) >= rules.min_nodes
@@ -114,18 +114,18 @@ def _lead_confirming(
         # This round never ran: what ended the one before it is still to be told.
         cause = _amended(document.cause, records, lost)
         return Write(next_round(view, document, lost, 0, cause))
-    naming = document.naming
+    world_id = document.world_id
     missing = [
         node
         for node in document.participants
         if (record := records.get(node)) is None
-        or record.wants is not Wants.RUN
-        or record.naming != naming
+        or record.status is not Status.RUN
+        or record.world_id != world_id
     ]
     if missing:
         return Wait(_until_lease(view, document.participants))
     master = records[document.participants[0]].master
-    return Write(replace(document, phase=Phase.RUNNING, ran=naming, master=master))
+    return Write(replace(document, phase=Phase.RUNNING, ran=world_id, master=master))
 
 
 def _lead_running(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
@@ -136,14 +136,14 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         if node not in document.ranks
         and _is_live(view, node, record)
         and _fits(record, document)
-        and record.wants in (Wants.JOIN, Wants.SPARE)
+        and record.status in (Status.JOIN, Status.SPARE)
     ]
     # Who was only out of reach, and has not been replaced, has never stopped running.
     back = {
         node
         for node in document.lost
         if (record := records.get(node)) is not None
-        and (record.wants, record.naming) == (Wants.RUN, document.naming)
+        and (record.status, record.world_id) == (Status.RUN, document.world_id)
         and _is_live(view, node, record)
         and (node == view.me or view.moved(node))
     }
@@ -214,28 +214,28 @@ def next_round(
 def _is_live(view: View, node: str, record: NodeRecord) -> bool:
     if node == view.me:
         return True
-    return record.wants is not Wants.LEFT and view.age(node) < view.lease(node)
+    return record.status is not Status.LEFT and view.confirmed_silence(node) < view.lease(node)
 
 
 def _is_gone(view: View, node: str, record: NodeRecord | None) -> bool:
     """Left, done, or silent for a lease. A record that is missing is silence, not a leave."""
-    if record is not None and record.wants in (Wants.LEFT, Wants.DONE):
+    if record is not None and record.status in (Status.LEFT, Status.DONE):
         return True
     if node == view.me:
         return False
-    return view.age(node) >= view.lease(node)
+    return view.confirmed_silence(node) >= view.lease(node)
 
 
 def _is_done(document: RoundDocument, record: NodeRecord | None) -> bool:
     """Whether the node's workers succeeded in this round; it may have ended since."""
-    if record is None or record.wants is not Wants.DONE:
+    if record is None or record.status is not Status.DONE:
         return False
-    return record.naming == document.naming
+    return record.world_id == document.world_id
 
 
 def _has_rejoined(document: RoundDocument, record: NodeRecord | None, ended_round: int) -> bool:
     """Whether the node asked to join after ``ended_round``; an older request does not count."""
-    if record is None or record.wants not in (Wants.JOIN, Wants.SPARE):
+    if record is None or record.status not in (Status.JOIN, Status.SPARE):
         return False
     return _round_in(document, record) >= ended_round
 
@@ -251,7 +251,7 @@ def _fits(record: NodeRecord, document: RoundDocument) -> bool:
 
 def _until_lease(view: View, nodes: Iterable[str]) -> float | None:
     """Seconds until the first of these leases could run out."""
-    left = [view.lease(node) - view.silence(node) for node in nodes if node != view.me]
+    left = [view.lease(node) - view.possible_silence(node) for node in nodes if node != view.me]
     return max(0.0, min(left)) if left else None
 
 
@@ -266,8 +266,8 @@ def _amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str
     silent: list[str] = []
     for node in gone:
         record = records.get(node)
-        if record is None or record.wants is not Wants.DONE:
-            said_so = record is not None and record.wants is Wants.LEFT
+        if record is None or record.status is not Status.DONE:
+            said_so = record is not None and record.status is Status.LEFT
             (left if said_so else silent).append(record.label if record else node)
     return cause.plus(lost=silent, left=left)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Leases"]
+__all__ = ["FailureDetector"]
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class _Seen:
     stale: bool = False
 
 
-class Leases:
+class FailureDetector:
     """Since when each node's beat has stood still, as far as this observer has looked.
 
     Times are seconds of one monotonic clock, the observer's. A node seen for the first time is as
@@ -58,12 +58,12 @@ class Leases:
         seen = self._seen.setdefault(node, _Seen(None, now, now))
         seen.since, seen.looked = max(seen.since, now), now
 
-    def age(self, node: str) -> float:
+    def confirmed_silence(self, node: str) -> float:
         """Seconds that the beat is known to have stood still: up to the last look, not to now."""
         seen = self._seen.get(node)
         return max(0.0, seen.looked - seen.since) if seen else 0.0
 
-    def silence(self, node: str, now: float) -> float:
+    def possible_silence(self, node: str, now: float) -> float:
         """Seconds since the beat was last seen to move; a look may end it."""
         seen = self._seen.get(node)
         return now - seen.since if seen else 0.0

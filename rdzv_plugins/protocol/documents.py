@@ -30,7 +30,7 @@ __all__ = [
     "Outcome",
     "Phase",
     "RoundDocument",
-    "Wants",
+    "Status",
     "store_prefix",
 ]
 
@@ -87,7 +87,7 @@ class Phase(StrEnum):
 _PHASE_ORDER = {phase: order for order, phase in enumerate(Phase)}
 
 
-class Wants(StrEnum):
+class Status(StrEnum):
     """What a node's own record says."""
 
     JOIN = "join"
@@ -110,7 +110,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
     """An agent gave up: the others end too."""
     CLOSED = "closed"
-    """Somebody wants no further round; the one that runs goes on."""
+    """Somebody status no further round; the one that runs goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +219,8 @@ class RoundDocument:
         finishing: a participant's workers succeeded, so that nobody new is let in.
         outcome: of a closed run.
         expires: of a closed run: its keys have been told to expire after ``closed_ttl``.
-        ran: `naming` of the round that runs; it stays until the next one has its participants, for
-            those of a round that was over before they saw it run.
+        ran: `world_id` of the round that runs; it stays until the next one has its participants,
+            for those of a round that was over before they saw it run.
         master: ``address:port`` of rank 0's TCPStore in that round.
     """
 
@@ -273,7 +273,7 @@ class RoundDocument:
         return {node: rank for rank, node in enumerate(self.participants)}
 
     @cached_property
-    def naming(self) -> str:
+    def world_id(self) -> str:
         """Tells rounds of one number apart: a store that forgot may see it given twice."""
         people = " ".join((self.incarnation, *self.participants)).encode(errors="backslashreplace")
         return f"{self.round}-{zlib.crc32(people):08x}"
@@ -355,9 +355,9 @@ class NodeRecord:
 
     Attributes:
         beat: grows with every write; a node whose beat stands still is lost.
-        incarnation: the run whose rounds ``round`` and ``naming`` are; None before its first.
+        incarnation: the run whose rounds ``round`` and ``world_id`` are; None before its first.
         round: the last round in which this node was named; -1 before its first.
-        naming: `RoundDocument.naming` of the last round in which it has seen its rank.
+        world_id: `RoundDocument.world_id` of the last round in which it has seen its rank.
         min_nodes, max_nodes: its ``--nnodes``.
         interval: seconds between two of its beats.
         lease: seconds without a beat after which it is lost.
@@ -371,14 +371,14 @@ class NodeRecord:
     address: str
     pid: int
     beat: int
-    wants: Wants
+    status: Status
     round: int
     min_nodes: int
     max_nodes: int
     interval: float
     lease: float
     incarnation: str | None = None
-    naming: str | None = None
+    world_id: str | None = None
     looks: int = 0
     rank: int | None = None
     master: str | None = None
@@ -395,15 +395,15 @@ class NodeRecord:
             "addr": self.address,
             "pid": self.pid,
             "beat": self.beat,
-            "wants": self.wants.value,
+            "status": self.status.value,
             "round": self.round,
             "nodes": [self.min_nodes, self.max_nodes],
             "lease": [self.interval, self.lease],
         }
         if self.incarnation is not None:
             fields["in"] = self.incarnation
-        if self.naming is not None:
-            fields["naming"] = self.naming
+        if self.world_id is not None:
+            fields["world_id"] = self.world_id
         if self.looks:
             fields["looks"] = self.looks
         if self.rank is not None:
@@ -429,14 +429,14 @@ class NodeRecord:
                 address=_typed(fields["addr"], str),
                 pid=_typed(fields["pid"], int),
                 beat=_typed(fields["beat"], int),
-                wants=Wants(fields["wants"]),
+                status=Status(fields["status"]),
                 round=_typed(fields["round"], int),
                 min_nodes=_typed(low, int),
                 max_nodes=_typed(high, int),
                 interval=interval,
                 lease=lease,
                 incarnation=_optional(fields.get("in"), str),
-                naming=_optional(fields.get("naming"), str),
+                world_id=_optional(fields.get("world_id"), str),
                 looks=_typed(fields.get("looks", 0), int),
                 rank=_optional(fields.get("rank"), int),
                 master=_optional(fields.get("master"), str),

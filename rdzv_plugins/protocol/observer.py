@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from rdzv_plugins.decisions import Rules
-from rdzv_plugins.documents import (
+from rdzv_plugins.kv import Entry, Version
+from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     CorruptDocumentError,
@@ -16,10 +15,10 @@ from rdzv_plugins.documents import (
     Phase,
     RoundDocument,
 )
-from rdzv_plugins.kv import Entry, Version
-from rdzv_plugins.leases import Leases
-from rdzv_plugins.listing import Listing, readable
-from rdzv_plugins.steps import List, Read, Request, Rest, Steps
+from rdzv_plugins.protocol.effects import Effects, List, Read, Rest
+from rdzv_plugins.protocol.failure_detector import FailureDetector
+from rdzv_plugins.protocol.record_cache import RecordCache, readable
+from rdzv_plugins.protocol.rules import Rules
 
 __all__ = ["Observer"]
 
@@ -71,8 +70,8 @@ class Observer:
         self.asked_tombstones: frozenset[str] = frozenset()
         self.forming_since = clock()
         self.leader: NodeRecord | None = None
-        self.leases = Leases()
-        self.idle = Leases()
+        self.liveness = FailureDetector()
+        self.progress = FailureDetector()
         self.records: dict[str, NodeRecord] | None = None
         self.lists = False
         self.looks = 0
@@ -85,7 +84,7 @@ class Observer:
         self.list_due = True
         self.named: RoundDocument | None = None
         self._leader_is: str | None = None  # Whose record `leader` is.
-        self._listing = Listing()
+        self._listing = RecordCache()
         self._listed_at = float("-inf")
         self.document_is_fresh = False
 
@@ -102,8 +101,8 @@ class Observer:
             return False
         return self._clock() - self.listed_since >= self._rules.lease
 
-    def read_document(self) -> Steps:
-        entry: Entry | None = yield Read(STATE_KEY)
+    def read_document(self) -> Effects[None]:
+        entry = yield from Read(STATE_KEY)
         self.adopt(entry)
         self.document_due = False
 
@@ -124,8 +123,8 @@ class Observer:
             self._begin_windows(was, document)
         if document.leader is not None:
             # Nobody else writes in its name.
-            self.leases.heard(document.leader, self._clock())
-            self.idle.heard(document.leader, self._clock())
+            self.liveness.heard(document.leader, self._clock())
+            self.progress.heard(document.leader, self._clock())
         if was is None or (was.incarnation, was.round) != (document.incarnation, document.round):
             self.forming_since = self._clock()
             self.minimum_since = None
@@ -153,8 +152,8 @@ class Observer:
         self.list_due, self.lists = True, False
         now = self._clock()
         deposed = was.leader if was and document.leader == self._me else None
-        self.leases.restart(now, unless=deposed)
-        self.idle = Leases()
+        self.liveness.restart(now, unless=deposed)
+        self.progress = FailureDetector()
         self.listed_since = now
 
     def _is_later(self, document: RoundDocument) -> bool:
@@ -179,11 +178,11 @@ class Observer:
                 self.latest = replace(run, phase=Phase.CLOSED, outcome=outcome, expires=True)
                 return
 
-    def read_record(self, node: str) -> Generator[Request, Any, Entry | None]:
-        entry: Entry | None = yield Read(NODES_PREFIX + node)
+    def read_record(self, node: str) -> Effects[Entry | None]:
+        entry = yield from Read(NODES_PREFIX + node)
         return entry
 
-    def observe(self) -> Steps:
+    def observe(self) -> Effects[None]:
         """Read what is due of others: all records as the leader, else the leader's."""
         document = self.document
         if document is None or document.closed:
@@ -196,7 +195,7 @@ class Observer:
             if self.leader_due:
                 yield from self._look_at_the_leader(document.leader)
 
-    def _look_at_the_leader(self, leader: str) -> Steps:
+    def _look_at_the_leader(self, leader: str) -> Effects[None]:
         self.leader_due = False
         asked = self._clock()
         entry = yield from self.read_record(leader)
@@ -206,30 +205,30 @@ class Observer:
         if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record
         beat, looks = (record.beat, record.looks) if record else (None, None)
-        self.leases.observe(leader, beat, asked, self._clock())
-        self.idle.observe(leader, looks, asked, self._clock())
+        self.liveness.observe(leader, beat, asked, self._clock())
+        self.progress.observe(leader, looks, asked, self._clock())
         # Without the leader's record the document may be gone too.
         self.document_due = record is None
 
-    def _list(self) -> Steps:
+    def _list(self) -> Effects[None]:
         rest = self._listed_at + _REST_PER_RECORD * len(self._listing) - self._clock()
         if rest > _SHORTEST_REST:
             self.idle_until = self._clock() + rest
-            yield Rest(rest)
+            yield from Rest(rest)
         document = self.document
         assert document is not None
         asked = self._clock()
-        entries: dict[str, Entry] = yield List(NODES_PREFIX)
+        entries = yield from List(NODES_PREFIX)
         now = self._clock()
         records = self.records = self._listing.decode(entries)
         named = {*document.participants, *document.previous}
         if document.leader is not None:
             # It may have no record, and is to be found dead all the same.
             named.add(document.leader)
-        self.leases.keep({*records, *named})
+        self.liveness.keep({*records, *named})
         for node in {*records, *named}:
             record = records.get(node)
-            self.leases.observe(node, record.beat if record else None, asked, now)
+            self.liveness.observe(node, record.beat if record else None, asked, now)
         self._listed_at = self.listed_since = now
         self.looks += 1
         self.list_due = False
@@ -242,7 +241,7 @@ class Observer:
         """
         now = self._clock()
         if now - self.idle_until > self._rules.interval:
-            self._void(now, grace=0.0)
+            self._reset_windows(now, grace=0.0)
         self.idle_until = now
 
     def paused(self) -> None:
@@ -270,15 +269,15 @@ class Observer:
         now, since = self._clock(), self.trouble_since
         self.trouble_since = None
         if now - since > self._rules.interval:
-            self._void(now, grace=self._rules.lease)
+            self._reset_windows(now, grace=self._rules.lease)
         else:
-            self.leases.discount(now - since, now)
-            self.idle.discount(now - since, now)
+            self.liveness.discount(now - since, now)
+            self.progress.discount(now - since, now)
 
-    def _void(self, now: float, grace: float) -> None:
+    def _reset_windows(self, now: float, grace: float) -> None:
         """Forget since when things are as they are, and read all again."""
-        self.leases.restart(now, grace)
-        self.idle.restart(now, grace)
+        self.liveness.restart(now, grace)
+        self.progress.restart(now, grace)
         self.listed_since = now
         self.minimum_since = None
         self.document_due = self.leader_due = self.list_due = True
@@ -287,4 +286,4 @@ class Observer:
         """Whether the lease of another node has run out."""
         record = self.records.get(node) if self.records else None
         lease = record.lease if record else self._rules.lease
-        return node != self._me and self.leases.age(node) >= lease
+        return node != self._me and self.liveness.confirmed_silence(node) >= lease

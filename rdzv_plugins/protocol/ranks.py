@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rdzv_plugins.documents import NodeRecord
+from rdzv_plugins.protocol.documents import NodeRecord
 
 __all__ = ["order_ranks"]
 

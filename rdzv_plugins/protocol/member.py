@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rdzv_plugins import leading
-from rdzv_plugins.decisions import (
+from rdzv_plugins.protocol.documents import Cause, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.leader import lead, next_round, without
+from rdzv_plugins.protocol.rules import (
     Abdicate,
     Action,
     AskTombstone,
@@ -28,7 +29,6 @@ from rdzv_plugins.decisions import (
     Wait,
     Write,
 )
-from rdzv_plugins.documents import Cause, Outcome, Phase, RoundDocument, Wants
 
 __all__ = ["decide", "nodes_waiting", "remarks", "waits_for_a_living_round"]
 
@@ -60,10 +60,12 @@ def waits_for_a_living_round(view: View) -> bool:
     document = view.document
     if not view.joining or document is None or document.phase is not Phase.RUNNING:
         return False
-    if view.record.wants is not Wants.SPARE or view.me in document.ranks:
+    if view.record.status is not Status.SPARE or view.me in document.ranks:
         return False
     leader = document.leader
-    return leader is not None and (leader == view.me or view.age(leader) < view.lease(leader))
+    return leader is not None and (
+        leader == view.me or view.confirmed_silence(leader) < view.lease(leader)
+    )
 
 
 def decide(view: View) -> Action:
@@ -73,7 +75,7 @@ def decide(view: View) -> Action:
         return Start(mine)
     if latest is not None and latest.closed:
         return _on_closed(view)
-    if view.record.wants is Wants.LEFT:
+    if view.record.status is Status.LEFT:
         return Wait()
     if view.own is not None and document is not None and _is_strange(view, document):
         return AskTombstone(view.own)
@@ -88,7 +90,7 @@ def decide(view: View) -> Action:
         if action is not None:
             return action
     if document.leader == view.me:
-        return leading.lead(view, document)
+        return lead(view, document)
     return _watch_leader(view, document)
 
 
@@ -99,9 +101,9 @@ def _confirmed_and_released(view: View) -> RoundDocument | None:
     were released and wait for this node's.
     """
     confirmed, latest = view.confirmed, view.latest
-    if view.record.wants is not Wants.RUN or confirmed is None or latest is None:
+    if view.record.status is not Status.RUN or confirmed is None or latest is None:
         return None
-    if latest.ran != confirmed.naming:
+    if latest.ran != confirmed.world_id:
         return None
     return replace(confirmed, phase=Phase.RUNNING, ran=latest.ran, master=latest.master)
 
@@ -109,7 +111,7 @@ def _confirmed_and_released(view: View) -> RoundDocument | None:
 def _on_closed(view: View) -> Action:
     if not view.joining:
         return Wait()
-    spare = view.record.wants is Wants.SPARE
+    spare = view.record.status is Status.SPARE
     return Fail(Failure.SPARE_CLOSED if spare else Failure.CLOSED)
 
 
@@ -155,14 +157,14 @@ def _write_back(view: View) -> Action:
 
 
 def _take_part(view: View, document: RoundDocument) -> Action | None:
-    """What a node that wants into a round does, whoever leads."""
+    """What a node that status into a round does, whoever leads."""
     record, rules, here = view.record, view.rules, document.incarnation
     if (document.min_nodes, document.max_nodes) != (rules.min_nodes, rules.max_nodes):
         return _on_mismatch(view, document)
     named = view.me in document.ranks
     last = record.round if record.incarnation == here else -1
-    wants_in = record.wants in (Wants.JOIN, Wants.SPARE)
-    confirmed = named and record.naming == document.naming
+    wants_in = record.status in (Status.JOIN, Status.SPARE)
+    confirmed = named and record.world_id == document.world_id
     if named and document.phase is Phase.CONFIRMING and not confirmed:
         asks_for_a_later_one = wants_in and last >= document.round
         if not asks_for_a_later_one:
@@ -170,17 +172,17 @@ def _take_part(view: View, document: RoundDocument) -> Action | None:
     asks_again = wants_in and last >= document.round
     if named and document.phase is Phase.RUNNING and not confirmed and not asks_again:
         # It ran without us, in a store that forgot: we are as good as lost in it.
-        return SetRecord(Wants.JOIN, here, document.round)
+        return SetRecord(Status.JOIN, here, document.round)
     if document.phase is Phase.FORMING and view.me in document.previous:
         # Named in a round that never ran, or that we never saw: say that we are not in it.
         if not wants_in or last < document.round - 1:
-            return SetRecord(Wants.JOIN, here, max(last, document.round - 1))
-    elif record.wants is Wants.RUN and not confirmed:
-        return SetRecord(Wants.JOIN, record.incarnation, record.round)
+            return SetRecord(Status.JOIN, here, max(last, document.round - 1))
+    elif record.status is Status.RUN and not confirmed:
+        return SetRecord(Status.JOIN, record.incarnation, record.round)
     full = len(document.participants) - len(document.lost) >= document.max_nodes
     no_room = full or document.finishing
-    if record.wants is Wants.JOIN and document.phase is Phase.RUNNING and no_room and not named:
-        return SetRecord(Wants.SPARE, record.incarnation, record.round, ring=False)
+    if record.status is Status.JOIN and document.phase is Phase.RUNNING and no_room and not named:
+        return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
     return None
 
 
@@ -195,12 +197,16 @@ def _on_mismatch(view: View, document: RoundDocument) -> Action:
     patience = view.share * view.rules.interval
     if not holders and view.document_age < view.rules.lease + patience:
         return Wait(view.rules.lease + patience - view.document_age)
-    left = {node for node, record in view.records.items() if record.wants is Wants.LEFT}
+    left = {node for node, record in view.records.items() if record.status is Status.LEFT}
     alive = [
-        node for node in map(str, holders - left) if view.age(node) < view.lease(node) + patience
+        node
+        for node in map(str, holders - left)
+        if view.confirmed_silence(node) < view.lease(node) + patience
     ]
     if alive:
-        return Wait(max(0.0, min(view.lease(n) + patience - view.silence(n) for n in alive)))
+        return Wait(
+            max(0.0, min(view.lease(n) + patience - view.possible_silence(n) for n in alive))
+        )
     return Write(
         RoundDocument(
             incarnation=view.fresh,
@@ -224,14 +230,16 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
     lease = view.lease(leader)
     # Its looks at the records are told by its next beat, and so seen to stand still later.
     idle = lease + (view.leader.interval if view.leader else view.rules.interval)
-    if view.age(leader) < lease and view.idle_age < idle:
-        return Wait(max(0.0, min(lease - view.silence(leader), idle - view.idle_silence)))
+    if view.confirmed_silence(leader) < lease and view.confirmed_idleness < idle:
+        return Wait(
+            max(0.0, min(lease - view.possible_silence(leader), idle - view.possible_idleness))
+        )
     turn = _turn(view, document)
-    if view.age(leader) >= lease + turn:
+    if view.confirmed_silence(leader) >= lease + turn:
         return _replace_the_dead(view, document, leader)
-    if view.idle_age >= idle + turn:
+    if view.confirmed_idleness >= idle + turn:
         return Write(replace(document, leader=view.me))
-    until = (lease + turn - view.silence(leader), idle + turn - view.idle_silence)
+    until = (lease + turn - view.possible_silence(leader), idle + turn - view.possible_idleness)
     return Wait(max(0.0, min(until)))
 
 
@@ -254,20 +262,20 @@ def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Actio
 
     That is evidence enough against it, not against anybody else: all other windows begin now.
     """
-    done = view.leader is not None and view.leader.wants is Wants.DONE
+    done = view.leader is not None and view.leader.status is Status.DONE
     if done or not document.names(leader):
         return Write(replace(document, leader=view.me))
     label = view.leader.label if view.leader else leader
     if document.phase is Phase.FORMING:
-        previous = leading.without(document.previous, [leader])
+        previous = without(document.previous, [leader])
         cause = document.cause.plus(lost=[label])
         return Write(replace(document, leader=view.me, previous=previous, cause=cause))
     if document.phase is Phase.RUNNING and not view.rules.restart_on_loss:
-        lost = (*leading.without(document.lost, [leader]), leader)
+        lost = (*without(document.lost, [leader]), leader)
         return Write(replace(document, leader=view.me, lost=lost))
     ran = document.phase is Phase.RUNNING
     cause = (Cause() if ran else document.cause).plus(lost=[label])
-    return Write(leading.next_round(view, document, [leader], 0, cause))
+    return Write(next_round(view, document, [leader], 0, cause))
 
 
 def remarks(view: View) -> Iterator[tuple[str, object, str]]:

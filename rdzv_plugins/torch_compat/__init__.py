@@ -1,0 +1,1 @@
+"""What torch has besides the handler: c10d stores, rendezvous backends, a handler of its own."""
