@@ -444,7 +444,9 @@ class TestEviction:
         assert written(self.lead(10.0, "n4")).evicted == ("n2",)
 
     def test_whoever_died_meanwhile_is_lost_and_not_left_out(self) -> None:
-        after = written(self.lead(50.0, age=lambda node: 30.0 if node == "n2" else 0.0))
+        after = written(
+            self.lead(50.0, confirmed_silence=lambda node: 30.0 if node == "n2" else 0.0)
+        )
         assert after.cause.lost.first == ("n2[1]",)
         assert not after.evicted
 
