@@ -271,7 +271,8 @@ class StoreClient(KeyValueClient):
     # The contract.
 
     def get(self, key: str) -> Entry | None:
-        return self.get_many([key]).get(key)
+        seen = self._call(lambda limit: self._read([key], limit).get(key))
+        return seen.entry if seen is not None else None
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         found: dict[str, Entry] = {}

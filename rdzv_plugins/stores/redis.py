@@ -198,8 +198,8 @@ class Options(ServerOptions):
 class Client(StoreClient):
     """One run on Redis.
 
-    redis-py makes the connections; they are kept here, for its pool costs 0.02 ms of processor time
-    a request, a third of all.
+    redis-py makes the connections, for Sentinel, Cluster and TLS too; idle ones are kept here: a
+    read through its pool takes 0.04 ms in place of 0.02, and in redis-py 8 the pool has 100 at most.
     """
 
     name = "redis"
@@ -308,10 +308,9 @@ class Client(StoreClient):
         seconds = min(limit.seconds, _LONGEST_PARK)
         after = seen.guard if seen is not None else "0-0"
         # Never 0, which to Redis is for ever.
-        park = ("BLOCK", max(1, math.ceil(seconds * 1000)), "STREAMS", self._stream(key), after)
-        # The server ends it, and says so up to a round trip later.
-        patient = Limit(time.monotonic() + seconds + self.timeout, limit.wake)
-        for _, entries in self._ask(patient, "XREAD", *park) or ():
+        block = max(1, math.ceil(seconds * 1000))
+        park = ("BLOCK", block, "STREAMS", self._stream(key), after)
+        for _, entries in self._ask(limit, "XREAD", *park, park=seconds) or ():
             number, (field, value, *_) = entries[-1]
             if field == b"v":
                 return _stored(number + b" " + value)
@@ -377,14 +376,16 @@ class Client(StoreClient):
             # A server that has never seen it, or has restarted since.
             return self._ask(limit, "EVAL", _SCRIPTS[name], *rest)
 
-    def _ask(self, limit: Limit, *command: Any) -> Any:
-        """One request and its answer."""
+    def _ask(self, limit: Limit, *command: Any, park: float = 0.0) -> Any:
+        """One request and its answer, which the server may hold back for ``park`` seconds."""
         line = self._take(limit)
         try:
             line.send_packed_command(line.pack_command(*command), check_health=False)
-            # The socket's own time-out suffices for a first attempt.
-            if limit.wake is not None or limit.seconds < self.timeout - 0.005:
-                limit.await_readable(line._sock.fileno())
+            # An attempt has the socket's time-out, not what is left of the limit: in its last
+            # milliseconds "no answer" would hide what the server has answered until then.
+            if limit.wake is not None:
+                patient = time.monotonic() + self.timeout + park
+                Limit(patient, limit.wake).await_readable(line._sock.fileno())
             answer = line.read_response()
         except BaseException as error:
             unknown = isinstance(error, errors.NoScriptError)
@@ -436,8 +437,9 @@ class Client(StoreClient):
             # From Python 3.12 on there are no new threads once the interpreter ends.
             connect()
         while thread.is_alive():
-            # Raises once it is woken.
-            thread.join(min(0.02, limit.seconds))
+            thread.join(0.02)
+            if limit.wake is not None and limit.wake.rung:
+                raise WokenError
         if failures:
             raise failures[0]
 
