@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TypeVar
 
-from rdzv_plugins.config import parse_endpoint
+from rdzv_plugins.endpoint import parse_endpoint
 
 __all__ = ["loopback", "node_address", "store_hosts"]
 

@@ -1,4 +1,4 @@
-"""From ``--rdzv-endpoint`` and ``--rdzv-conf`` to typed settings; secrets are never shown.
+"""From ``--rdzv-conf`` to typed settings; secrets are never shown.
 
 Each option is a field of a dataclass here or in a backend's module, and a row of the table in that
 dataclass's docstring; ``docs/options.md`` is generated from those tables.
@@ -7,26 +7,19 @@ dataclass's docstring; ``docs/options.md`` is generated from those tables.
 from __future__ import annotations
 
 import difflib
-import ipaddress
-import re
 import types
-import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
-from urllib.parse import parse_qsl, unquote
 
 __all__ = [
-    "Endpoint",
     "ServerOptions",
     "Settings",
     "StoreOptions",
     "first_line",
     "option_names",
-    "parse_endpoint",
     "parse_options",
-    "redact",
 ]
 
 ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
@@ -244,109 +237,3 @@ def _convert(name: str, raw: object, hint: Any, item: Field[Any]) -> object:
     if choices and value not in choices:
         raise ValueError(f"option '{name}': {shown} is not one of: {', '.join(choices)}")
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A parsed ``--rdzv-endpoint``; its ``repr`` hides what may be secret.
-
-    Attributes:
-        scheme: in lower case; "" where none was given.
-        hosts: (name, port) pairs, at least one.
-        path: what follows the hosts, with its leading "/"; "" where there is none.
-        query: the parameters after "?".
-    """
-
-    scheme: str
-    hosts: tuple[tuple[str, int], ...]
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    path: str = ""
-    query: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-
-# Scheme, authority, path, query; by hand, for the urlsplit of patched Pythons takes an address in
-# brackets for the only host.
-_URL = re.compile(r"(?s)(?:([^:/?#]+)://)?([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#.*)?")
-_PORT = re.compile(r"[0-9]{1,5}")
-# Up to the last "@": a password whose "/", "#" or "@" is not percent-encoded is no less secret.
-_USERINFO = re.compile(r"(?s)(^|//)([^/@:]*):(?!//).*@")
-_SECRET_PARAMETER = re.compile(r"(?i)([?&][^=&]*(?:password|token|secret)[^=&]*=)[^&]*")
-
-
-def redact(endpoint: str) -> str:
-    """The endpoint with its password replaced by ``***``."""
-    return _SECRET_PARAMETER.sub(r"\1***", _USERINFO.sub(r"\1\2:***@", endpoint))
-
-
-def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] = ()) -> Endpoint:
-    """Parse ``[scheme://][user[:password]@]host[:port][,host[:port]...][/path][?name=value]``.
-
-    "" means localhost. IPv6 addresses stand in brackets.
-
-    Raises:
-        ValueError: a scheme that is not among ``schemes``, or a malformed host or port.
-    """
-    text = endpoint.strip() or "localhost"
-    allowed = list(schemes)
-    parts = _URL.fullmatch(re.sub(r"[\t\r\n]", "", text))
-    assert parts is not None  # any text matches
-    scheme, authority, path, query = (part or "" for part in parts.groups())
-    # Some characters become a delimiter when the name is looked up, U+2100 "a/c".
-    plain = unicodedata.normalize("NFKC", authority)
-    if any(plain.count(mark) != authority.count(mark) for mark in "/?#@:"):
-        raise _not_a_url(text)
-    if "@" not in authority and re.match(r"(?s)[^/@:]*:.*@", text.partition("://")[2] or text):
-        raise ValueError(
-            f"the endpoint '{redact(text)}' has an '@' after a '/', '?' or '#'; percent-encode "
-            "them in a password"
-        )
-    scheme = scheme.lower()
-    if scheme and scheme not in allowed:
-        raise ValueError(
-            f"the endpoint '{redact(text)}' starts with '{scheme}://'; "
-            f"allowed: host:port{''.join(f', {name}://' for name in allowed)}"
-        )
-    userinfo, _, location = authority.rpartition("@")
-    user, _, password = userinfo.partition(":")
-    hosts = tuple(_parse_host(item, text, default_port) for item in location.split(","))
-    return Endpoint(
-        scheme=scheme,
-        hosts=hosts,
-        user=unquote(user) or None,
-        password=unquote(password) or None,
-        path=unquote(path),
-        query=dict(parse_qsl(query, keep_blank_values=True)),
-    )
-
-
-def _not_a_url(endpoint: str) -> ValueError:
-    return ValueError(f"the endpoint '{redact(endpoint)}' is not a valid URL")
-
-
-def _parse_host(item: str, endpoint: str, default_port: int) -> tuple[str, int]:
-    if "[" in item or "]" in item:
-        bracketed = re.fullmatch(r"\[(.*)\](?::(.*))?", item)
-        if bracketed is None or not _is_ipv6(bracketed[1]):
-            raise _not_a_url(endpoint)
-        host, port = bracketed[1], bracketed[2] or ""
-    elif item.count(":") > 1:
-        raise ValueError(
-            f"the endpoint '{redact(endpoint)}' has more than one port after a host; "
-            "an IPv6 address stands in brackets: [::1]:6379"
-        )
-    else:
-        host, _, port = item.partition(":")
-    if not host or re.search(r"[\s/]", host):
-        raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid host name")
-    if port and (not _PORT.fullmatch(port) or not 0 < int(port) < 65536):
-        raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid port")
-    return host, int(port) if port else default_port
-
-
-def _is_ipv6(address: str) -> bool:
-    try:
-        ipaddress.IPv6Address(address)
-    except ValueError:
-        return False
-    return True

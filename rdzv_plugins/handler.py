@@ -29,8 +29,9 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins.addresses import loopback, node_address, store_hosts
-from rdzv_plugins.config import Settings, option_names, parse_options, redact
+from rdzv_plugins.config import Settings
 from rdzv_plugins.driver import Driver, carry_out
+from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.protocol import effects
@@ -51,7 +52,7 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.signals import SignalWatch
-from rdzv_plugins.stores import load, open_run
+from rdzv_plugins.stores import load, opener
 from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
 from rdzv_plugins.torch_compat.agent_store import AgentStore
 
@@ -476,16 +477,9 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
         ValueError: a bad endpoint or option, or a missing client package.
         RendezvousConnectionError: the store cannot be reached or refuses us.
     """
-    store = load(client)
-    store_options = option_names(store.options)
-    settings = parse_options(Settings, params.config, os.environ, also_allowed=store_options)
-    own = option_names(Settings)
-    rest = {name: value for name, value in params.config.items() if name not in own}
-    connect = partial(
-        open_run, store, params.endpoint, config=rest, request_timeout=settings.heartbeat_timeout
-    )
+    settings, connect = opener(load(client), params)
     opened = connect(params.run_id)
-    log.debug("connected to %s at '%s'", store.name, redact(params.endpoint))
+    log.debug("connected to %s at '%s'", opened.name, redact(params.endpoint))
     try:
         tombstones = Tombstones(partial(connect, tombstone_run_id(params.run_id)))
         return _over(opened, tombstones, params, settings)

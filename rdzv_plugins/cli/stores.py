@@ -20,7 +20,7 @@ from rdzv_plugins.cli.options import (
     delete_run,
     plain_console,
 )
-from rdzv_plugins.config import redact
+from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient
 
 __all__ = ["check"]

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rdzv_plugins import history, servers
-from rdzv_plugins.config import redact
 from rdzv_plugins.demo.agents import Fleet, TrainingError, World
+from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.stores import open_client

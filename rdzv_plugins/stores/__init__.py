@@ -7,15 +7,19 @@ an extra in ``pyproject.toml``; see ``docs/writing-a-backend.md``.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from rdzv_plugins.config import parse_options, redact
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from rdzv_plugins.config import Settings, option_names, parse_options
+from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient
 
-__all__ = ["STORES", "client_class", "is_store", "load", "open_client", "open_run"]
+__all__ = ["STORES", "client_class", "is_store", "load", "open_client", "open_run", "opener"]
 
 STORES = {
     "redis": "rdzv_plugins.stores.redis:Client",
@@ -99,6 +103,23 @@ def open_client(
     """
     return open_run(
         client_class(name), endpoint, run_id, config or {}, request_timeout=request_timeout
+    )
+
+
+def opener(
+    client: type[KeyValueClient], params: RendezvousParameters
+) -> tuple[Settings, Callable[[str], KeyValueClient]]:
+    """The settings in torchrun's parameters, and what connects to the namespace of a run id.
+
+    Raises:
+        ValueError: a bad option, naming it and what is allowed.
+    """
+    also_allowed = option_names(client.options)
+    settings = parse_options(Settings, params.config, os.environ, also_allowed=also_allowed)
+    ours = option_names(Settings)
+    rest = {name: value for name, value in params.config.items() if name not in ours}
+    return settings, partial(
+        open_run, client, params.endpoint, config=rest, request_timeout=settings.heartbeat_timeout
     )
 
 

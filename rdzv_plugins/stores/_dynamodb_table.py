@@ -30,7 +30,7 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from rdzv_plugins.config import redact
+from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.kv.base import Limit, Problem, Wake
 from rdzv_plugins.kv.retry import retry

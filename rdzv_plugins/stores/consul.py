@@ -39,7 +39,8 @@ from urllib.parse import quote, unquote
 import consul.base
 from consul import ConsulException
 
-from rdzv_plugins.config import ServerOptions, first_line, option, parse_endpoint, redact
+from rdzv_plugins.config import ServerOptions, first_line, option
+from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, segments
 from rdzv_plugins.kv.contract import Capabilities
 from rdzv_plugins.stores._http import Http, Request, http_problem

@@ -37,7 +37,8 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from rdzv_plugins.config import StoreOptions, option, redact
+from rdzv_plugins.config import StoreOptions, option
+from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import Capabilities, Entry, RendezvousConnectionError, Version
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped
 from rdzv_plugins.stores._dynamodb_table import INDEX, Table, code_of, problem_of

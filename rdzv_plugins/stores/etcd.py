@@ -39,7 +39,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rdzv_plugins.config import ServerOptions, parse_endpoint, redact
+from rdzv_plugins.config import ServerOptions
+from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     STAMP_BYTES,
     Limit,

@@ -52,7 +52,8 @@ from psycopg.errors import (
 )
 from psycopg.waiting import Ready, Wait
 
-from rdzv_plugins.config import ServerOptions, option, parse_endpoint, redact
+from rdzv_plugins.config import ServerOptions, option
+from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
 from rdzv_plugins.stores._tls import tls_context

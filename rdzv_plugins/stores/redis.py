@@ -35,7 +35,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
-from rdzv_plugins.config import ServerOptions, option, parse_endpoint, redact
+from rdzv_plugins.config import ServerOptions, option
+from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
 from rdzv_plugins.stores._tls import stays_refused, tls_context, tls_problem, unheard_alert
@@ -199,7 +200,7 @@ class Client(StoreClient):
     """One run on Redis.
 
     redis-py makes the connections, for Sentinel, Cluster and TLS too; idle ones are kept here: a
-    read through its pool takes 0.04 ms in place of 0.02, and in redis-py 8 the pool has 100 at most.
+    read through its pool takes 0.04 ms in place of 0.02, and in redis-py 8 it has 100 at most.
     """
 
     name = "redis"

@@ -56,7 +56,8 @@ from kazoo.protocol.serialization import (
 )
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
-from rdzv_plugins.config import Endpoint, ServerOptions, option, parse_endpoint, redact
+from rdzv_plugins.config import ServerOptions, option
+from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, segments
 from rdzv_plugins.stores._tls import tls_context, tls_problem

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import zlib
 
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError
+from rdzv_plugins.stores import client_class, opener
+from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 
-__all__ = ["KeyValueBackend"]
+__all__ = ["KeyValueBackend", "create_backend"]
+
+_STORE_PREFIX = "torch-store/"
 
 
 class KeyValueBackend(RendezvousBackend):
@@ -31,6 +36,10 @@ class KeyValueBackend(RendezvousBackend):
     @property
     def name(self) -> str:
         return self._name
+
+    def close(self) -> None:
+        """Release the connection; idempotent."""
+        self._client.close()
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """The state and its token, or None if there is no state.
@@ -59,6 +68,25 @@ class KeyValueBackend(RendezvousBackend):
         if entry is None:
             return None
         return (state if written else _decode(entry)), entry.version, written
+
+
+def create_backend(params: RendezvousParameters) -> tuple[KeyValueBackend, KeyValueStore]:
+    """A store of this package for a handler of your own, as torch's modules offer it.
+
+    ``DynamicRendezvousHandler.from_backend(params.run_id, store, backend, ...)`` takes both. They
+    share one connection; ``backend.close()`` ends it.
+
+    Args:
+        params: ``backend``, ``endpoint``, ``run_id`` and ``config`` are used; of the config the
+            store's own options, and ``heartbeat_timeout``, seconds that one request may take.
+
+    Raises:
+        ValueError: an unknown backend, a bad endpoint or option, or a missing client package.
+        RendezvousConnectionError: the store cannot be reached or refuses us.
+    """
+    _, connect = opener(client_class(params.backend), params)
+    client = connect(params.run_id)
+    return KeyValueBackend(client, params.backend), KeyValueStore(client, _STORE_PREFIX)
 
 
 def _decode(entry: Entry) -> bytes:

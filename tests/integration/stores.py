@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from rdzv_plugins import servers
-from rdzv_plugins.config import parse_endpoint
+from rdzv_plugins.endpoint import parse_endpoint
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.servers.process import find_file
 from rdzv_plugins.stores import open_client

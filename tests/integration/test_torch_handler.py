@@ -37,7 +37,7 @@ from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import KeyValueClient, MemoryClient, MemoryServer
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 from rdzv_plugins.torch_compat.dynamic_handler import TAKES_KEEP_ALIVE, create_torch_handler
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
+from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend, create_backend
 from tests.integration.stores import RunningStore
 
 KINDS = ["stock, c10d", "stock, memory", "stock, redis", "mended, memory", "mended, redis"]
@@ -274,3 +274,25 @@ def lose_rank_0(run: Run) -> None:
     back = run.start(lost)
     assert eventually(lambda: run.handlers[0].num_nodes_waiting() == 1)
     assert not back.done()
+
+
+def test_a_handler_of_ones_own_over_each_store(running_store: RunningStore, run_id: str) -> None:
+    """As torch's modules do it: a backend and a store, for `DynamicRendezvousHandler`."""
+    backends, handlers = [], []
+    for _ in range(2):
+        params = RendezvousParameters(
+            running_store.backend, running_store.endpoint, run_id, 2, 2, **running_store.config
+        )
+        backend, store = create_backend(params)
+        backends.append(backend)
+        handlers.append(
+            DynamicRendezvousHandler.from_backend(run_id, store, backend, 2, 2, ADDRESS)
+        )
+    with ThreadPoolExecutor(2) as pool:
+        worlds = [*pool.map(lambda handler: handler.next_rendezvous(), handlers)]
+    assert sorted(world.rank for world in worlds) == [0, 1]
+    worlds[0].store.set("key", b"value")
+    assert worlds[1].store.get("key") == b"value"
+    for handler, backend in zip(handlers, backends, strict=True):
+        assert handler.shutdown()
+        backend.close()

@@ -13,9 +13,9 @@ from rdzv_plugins.config import (
     StoreOptions,
     option,
     option_names,
-    parse_endpoint,
     parse_options,
 )
+from rdzv_plugins.endpoint import parse_endpoint
 from rdzv_plugins.stores import STORES, client_class
 
 

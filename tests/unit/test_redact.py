@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv_plugins.config import parse_endpoint, redact
+from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.stores import open_client
 
 SECRET = "hunter2"

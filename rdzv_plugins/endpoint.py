@@ -1,0 +1,118 @@
+"""``--rdzv-endpoint``, taken apart; and what of it may be shown."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, unquote
+
+__all__ = ["Endpoint", "parse_endpoint", "redact"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A parsed ``--rdzv-endpoint``; its ``repr`` hides what may be secret.
+
+    Attributes:
+        scheme: in lower case; "" where none was given.
+        hosts: (name, port) pairs, at least one.
+        path: what follows the hosts, with its leading "/"; "" where there is none.
+        query: the parameters after "?".
+    """
+
+    scheme: str
+    hosts: tuple[tuple[str, int], ...]
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    path: str = ""
+    query: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+# Scheme, authority, path, query; by hand, for the urlsplit of patched Pythons takes an address in
+# brackets for the only host.
+_URL = re.compile(r"(?s)(?:([^:/?#]+)://)?([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#.*)?")
+_PORT = re.compile(r"[0-9]{1,5}")
+# Up to the last "@": a password whose "/", "#" or "@" is not percent-encoded is no less secret.
+_USERINFO = re.compile(r"(?s)(^|//)([^/@:]*):(?!//).*@")
+_SECRET_PARAMETER = re.compile(r"(?i)([?&][^=&]*(?:password|token|secret)[^=&]*=)[^&]*")
+
+
+def redact(endpoint: str) -> str:
+    """The endpoint with its password replaced by ``***``."""
+    return _SECRET_PARAMETER.sub(r"\1***", _USERINFO.sub(r"\1\2:***@", endpoint))
+
+
+def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] = ()) -> Endpoint:
+    """Parse ``[scheme://][user[:password]@]host[:port][,host[:port]...][/path][?name=value]``.
+
+    "" means localhost. IPv6 addresses stand in brackets.
+
+    Raises:
+        ValueError: a scheme that is not among ``schemes``, or a malformed host or port.
+    """
+    text = endpoint.strip() or "localhost"
+    allowed = list(schemes)
+    parts = _URL.fullmatch(re.sub(r"[\t\r\n]", "", text))
+    assert parts is not None  # any text matches
+    scheme, authority, path, query = (part or "" for part in parts.groups())
+    # Some characters become a delimiter when the name is looked up, U+2100 "a/c".
+    plain = unicodedata.normalize("NFKC", authority)
+    if any(plain.count(mark) != authority.count(mark) for mark in "/?#@:"):
+        raise _not_a_url(text)
+    if "@" not in authority and re.match(r"(?s)[^/@:]*:.*@", text.partition("://")[2] or text):
+        raise ValueError(
+            f"the endpoint '{redact(text)}' has an '@' after a '/', '?' or '#'; percent-encode "
+            "them in a password"
+        )
+    scheme = scheme.lower()
+    if scheme and scheme not in allowed:
+        raise ValueError(
+            f"the endpoint '{redact(text)}' starts with '{scheme}://'; "
+            f"allowed: host:port{''.join(f', {name}://' for name in allowed)}"
+        )
+    userinfo, _, location = authority.rpartition("@")
+    user, _, password = userinfo.partition(":")
+    hosts = tuple(_parse_host(item, text, default_port) for item in location.split(","))
+    return Endpoint(
+        scheme=scheme,
+        hosts=hosts,
+        user=unquote(user) or None,
+        password=unquote(password) or None,
+        path=unquote(path),
+        query=dict(parse_qsl(query, keep_blank_values=True)),
+    )
+
+
+def _not_a_url(endpoint: str) -> ValueError:
+    return ValueError(f"the endpoint '{redact(endpoint)}' is not a valid URL")
+
+
+def _parse_host(item: str, endpoint: str, default_port: int) -> tuple[str, int]:
+    if "[" in item or "]" in item:
+        bracketed = re.fullmatch(r"\[(.*)\](?::(.*))?", item)
+        if bracketed is None or not _is_ipv6(bracketed[1]):
+            raise _not_a_url(endpoint)
+        host, port = bracketed[1], bracketed[2] or ""
+    elif item.count(":") > 1:
+        raise ValueError(
+            f"the endpoint '{redact(endpoint)}' has more than one port after a host; "
+            "an IPv6 address stands in brackets: [::1]:6379"
+        )
+    else:
+        host, _, port = item.partition(":")
+    if not host or re.search(r"[\s/]", host):
+        raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid host name")
+    if port and (not _PORT.fullmatch(port) or not 0 < int(port) < 65536):
+        raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid port")
+    return host, int(port) if port else default_port
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return True
