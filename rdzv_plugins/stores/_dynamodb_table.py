@@ -49,8 +49,8 @@ _LONGEST_ATTEMPT = 2.0
 _REGION = re.compile(r"[a-z]{2,4}(-[a-z]+)+-[0-9]+")
 
 _ACTIONS = (
-    "dynamodb:PutItem, UpdateItem, Query, BatchGetItem, BatchWriteItem and PartiQLUpdate on the "
-    f"table and on index/{INDEX}"
+    "dynamodb:GetItem, PutItem, UpdateItem, Query, BatchGetItem, BatchWriteItem and PartiQLUpdate "
+    f"on the table and on index/{INDEX}"
 )
 _CREATE_ACTIONS = "dynamodb:CreateTable and UpdateTimeToLive"
 
