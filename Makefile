@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit lint simulate soak bench docs lock servers test-compose test-oldest build clean
+.PHONY: help demo test unit test-store lint simulate soak bench docs lock servers test-compose test-oldest build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -26,7 +26,10 @@ test: .venv/installed servers lint ## Install what the tests need and run them a
 	@$(PYTEST) --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 unit: .venv/installed ## The tests that need no server
-	@$(PYTEST) tests/unit
+	@$(PYTEST) --numprocesses 2 tests/unit
+
+test-store: .venv/installed servers ## The tests of one store [STORE=redis]
+	@$(PYTEST) --numprocesses 2 --dist loadgroup -k $(or $(STORE),redis) tests/integration
 
 lint: .venv/installed ## ruff, mypy --strict, and whether the generated docs are up to date
 	@echo "==> checking style and types"
