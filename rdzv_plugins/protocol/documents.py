@@ -1,19 +1,19 @@
 """What stands in the store: the round document and the nodes' own records, as small JSON.
 
-Bytes from the store are never trusted: they are parsed as JSON, checked field by field, and refused
-with `RendezvousStateError`. Nothing is unpickled.
+Bytes from the store are never trusted: msgspec checks each field's type as it parses them, and what
+is not as declared here is refused with `RendezvousStateError`. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
-import json
-import types
 import zlib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from rdzv_plugins.kv import RendezvousStateError
 
@@ -48,14 +48,19 @@ _COMPRESSED = b"z"
 _LARGEST_DOCUMENT = 16 * 1024 * 1024
 _LONGEST_LEASE = 1e12
 
+# A leader reads thousands of records: short names.
+_SHORT = {
+    "address": "addr",
+    "min_nodes": "min",
+    "max_nodes": "max",
+    "interval": "every",
+    "incarnation": "in",
+    "world_id": "world",
+}
+
 # How many names a cause keeps, and how many of them a sentence shows.
 _NAMES_KEPT = 16
 _NAMES_SHOWN = 4
-
-# One for all: json.dumps makes another encoder for each call.
-_JSON = json.JSONEncoder(separators=(",", ":"))
-
-T = TypeVar("T")
 
 
 def store_prefix(incarnation: str, round_: int) -> str:
@@ -113,8 +118,7 @@ class Outcome(StrEnum):
     """Somebody status no further round; the one that runs goes on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
+class Names(msgspec.Struct, frozen=True, array_like=True):
     """Nodes by their labels: the first few, and how many there are besides."""
 
     first: tuple[str, ...] = ()
@@ -139,11 +143,11 @@ class Names:
 
     def without(self, labels: Collection[str]) -> Names:
         """These but for some of the first."""
-        return replace(self, first=tuple(label for label in self.first if label not in labels))
+        kept = tuple(label for label in self.first if label not in labels)
+        return Names(kept, self.more)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why a round: what became of which nodes. Amended while the round forms.
 
     Attributes:
@@ -177,32 +181,8 @@ class Cause:
         """This cause with more nodes; each keyword is a field."""
         return replace(self, **{name: getattr(self, name).plus(to) for name, to in names.items()})
 
-    def encode(self) -> str:
-        """As JSON, without the fields that are empty."""
-        fields: dict[str, Any] = {"note": self.note} if self.note else {}
-        for name in _CAUSES:
-            if names := getattr(self, name):
-                fields[name] = [names.more, *names.first]
-        return _JSON.encode(fields)
 
-    @classmethod
-    def decode(cls, text: str) -> Cause:
-        """Raises TypeError or ValueError for what `encode` did not write."""
-        fields = _typed(json.loads(text), dict)
-        named = {}
-        for name in _CAUSES:
-            if name in fields:
-                more, *first = _typed(fields[name], list)
-                labels = tuple(_typed(label, str) for label in first)
-                named[name] = Names(labels, _typed(more, int))
-        return cls(**named, note=_typed(fields.get("note", ""), str))
-
-
-_CAUSES = tuple(item.name for item in fields(Cause) if item.name != "note")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundDocument:
+class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The one thing that all nodes agree on; changed by compare-and-set only.
 
     Attributes:
@@ -224,6 +204,7 @@ class RoundDocument:
         master: ``address:port`` of rank 0's TCPStore in that round.
     """
 
+    schema: int = SCHEMA
     incarnation: str
     round: int
     phase: Phase
@@ -278,36 +259,8 @@ class RoundDocument:
         people = " ".join((self.incarnation, *self.participants)).encode(errors="backslashreplace")
         return f"{self.round}-{zlib.crc32(people):08x}"
 
-    def _check(self) -> None:
-        """Raises ValueError for what no leader writes and no node could act on."""
-        if self.phase in (Phase.CONFIRMING, Phase.RUNNING):
-            if not self.participants or len(self.ranks) != len(self.participants):
-                raise ValueError(f"participants {self.participants!r} while {self.phase}")
-            if self.phase is Phase.RUNNING and self.master is None:
-                raise ValueError("it runs, but names no MASTER_ADDR")
-
     def encode(self) -> bytes:
-        fields = {
-            "schema": SCHEMA,
-            "incarnation": self.incarnation,
-            "round": self.round,
-            "phase": self.phase.value,
-            "leader": self.leader,
-            "nodes": [self.min_nodes, self.max_nodes],
-            # One string is parsed a hundred times faster than a list of thousands.
-            "participants": " ".join(self.participants),
-            "previous": " ".join(self.previous),
-            "lost": " ".join(self.lost),
-            "evicted": " ".join(self.evicted),
-            "waiting": self.waiting,
-            "cause": self.cause.encode(),
-            "finishing": int(self.finishing),
-            "outcome": self.outcome,
-            "expires": int(self.expires),
-            "ran": self.ran,
-            "master": self.master,
-        }
-        plain = _JSON.encode(fields).encode()
+        plain = _ENCODER.encode(self)
         if len(plain) <= _COMPRESS_ABOVE:
             return plain
         return _COMPRESSED + zlib.compress(plain, 1)
@@ -315,42 +268,35 @@ class RoundDocument:
     @classmethod
     def decode(cls, data: bytes) -> RoundDocument:
         """Raises `RendezvousStateError` for another version's, else `CorruptDocumentError`."""
-        fields = _parse(_expand(data), "the round document")
-        schema = fields.get("schema")
-        if schema is not None and schema != SCHEMA:
+        plain = _expand(data)
+        try:
+            document = _DOCUMENTS.decode(plain)
+            problem = document._problem()
+        except (msgspec.DecodeError, RecursionError) as error:
+            problem = str(error)
+        if problem is None:
+            return document
+        schema = _schema_of(plain)
+        if schema not in (None, SCHEMA):
             raise RendezvousStateError(
-                f"the round document has schema {schema!r}, this version of rdzv-plugins reads "
+                f"the round document has schema {schema}, this version of rdzv-plugins reads "
                 f"{SCHEMA}: install the same version on every node, or use another --rdzv-id"
             )
-        try:
-            low, high = fields["nodes"]
-            document = cls(
-                incarnation=_typed(fields["incarnation"], str),
-                round=_typed(fields["round"], int),
-                phase=Phase(fields["phase"]),
-                leader=_optional(fields["leader"], str),
-                min_nodes=_typed(low, int),
-                max_nodes=_typed(high, int),
-                participants=_ids(_typed(fields["participants"], str)),
-                previous=_ids(_typed(fields["previous"], str)),
-                lost=_ids(_typed(fields["lost"], str)),
-                evicted=_ids(_typed(fields["evicted"], str)),
-                waiting=_typed(fields["waiting"], int),
-                cause=_cause(_typed(fields["cause"], str)),
-                finishing=bool(_typed(fields["finishing"], int)),
-                outcome=None if fields["outcome"] is None else Outcome(fields["outcome"]),
-                expires=bool(_typed(fields["expires"], int)),
-                ran=_optional(fields["ran"], str),
-                master=_optional(fields["master"], str),
-            )
-            document._check()
-            return document
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptDocumentError(f"the round document is unreadable: {error!r}") from error
+        raise CorruptDocumentError(f"the round document is unreadable: {problem}")
+
+    def _problem(self) -> str | None:
+        """Why no leader writes this, or no node could act on it."""
+        if self.schema != SCHEMA:
+            return f"schema {self.schema}"
+        if self.phase in (Phase.CONFIRMING, Phase.RUNNING):
+            if not self.participants or len(self.ranks) != len(self.participants):
+                return f"participants {self.participants!r} while {self.phase}"
+            if self.phase is Phase.RUNNING and self.master is None:
+                return "it runs, but names no MASTER_ADDR"
+        return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRecord:
+class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename=_SHORT):
     """What a node says of itself; written by nobody else.
 
     Attributes:
@@ -391,72 +337,35 @@ class NodeRecord:
         return f"{self.address}[{self.pid}]"
 
     def encode(self) -> bytes:
-        fields: dict[str, Any] = {
-            "addr": self.address,
-            "pid": self.pid,
-            "beat": self.beat,
-            "status": self.status.value,
-            "round": self.round,
-            "nodes": [self.min_nodes, self.max_nodes],
-            "lease": [self.interval, self.lease],
-        }
-        if self.incarnation is not None:
-            fields["in"] = self.incarnation
-        if self.world_id is not None:
-            fields["world_id"] = self.world_id
-        if self.looks:
-            fields["looks"] = self.looks
-        if self.rank is not None:
-            fields["rank"] = self.rank
-        if self.master is not None:
-            fields["master"] = self.master
-        if not self.hosts:
-            fields["hosts"] = 0
-        if self.failed:
-            fields["failed"] = 1
-        return _JSON.encode(fields).encode()
+        return _ENCODER.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> NodeRecord:
         """Raises `RendezvousStateError` for anything that `encode` did not write."""
-        fields = _parse(data, "a node's record")
         try:
-            low, high = fields["nodes"]
-            interval, lease = (float(_typed(item, int | float)) for item in fields["lease"])
-            if not 0 < interval <= lease < _LONGEST_LEASE:
-                raise ValueError(f"a beat every {interval} s, a lease of {lease} s")
-            return cls(
-                address=_typed(fields["addr"], str),
-                pid=_typed(fields["pid"], int),
-                beat=_typed(fields["beat"], int),
-                status=Status(fields["status"]),
-                round=_typed(fields["round"], int),
-                min_nodes=_typed(low, int),
-                max_nodes=_typed(high, int),
-                interval=interval,
-                lease=lease,
-                incarnation=_optional(fields.get("in"), str),
-                world_id=_optional(fields.get("world_id"), str),
-                looks=_typed(fields.get("looks", 0), int),
-                rank=_optional(fields.get("rank"), int),
-                master=_optional(fields.get("master"), str),
-                hosts=bool(_typed(fields.get("hosts", 1), int)),
-                failed=bool(_typed(fields.get("failed", 0), int)),
+            record = _RECORDS.decode(data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RendezvousStateError(f"a node's record is unreadable: {error}") from error
+        if not 0 < record.interval <= record.lease < _LONGEST_LEASE:
+            raise RendezvousStateError(
+                f"a node's record is unreadable: a beat every {record.interval} s, a lease of "
+                f"{record.lease} s"
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise RendezvousStateError(f"a node's record is unreadable: {error!r}") from error
+        return record
 
 
-# The participants of a round that confirms are those of the round that runs: split them once.
-@lru_cache(maxsize=8)
-def _ids(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+_ENCODER = msgspec.json.Encoder()
+_DOCUMENTS = msgspec.json.Decoder(RoundDocument)
+_RECORDS = msgspec.json.Decoder(NodeRecord)
 
 
-# Most documents that a node reads have the cause of the one before.
-@lru_cache(maxsize=8)
-def _cause(text: str) -> Cause:
-    return Cause.decode(text)
+def _schema_of(plain: bytes) -> object:
+    """The schema of what may be another version's document; None: it is no document."""
+    try:
+        fields: Any = msgspec.json.decode(plain)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return fields.get("schema") if isinstance(fields, dict) else None
 
 
 def _expand(data: bytes) -> bytes:
@@ -471,24 +380,3 @@ def _expand(data: bytes) -> bytes:
     if not expander.eof:
         raise CorruptDocumentError("the round document is cut off or too large")
     return plain
-
-
-def _parse(data: bytes, what: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptDocumentError(f"{what} is not JSON") from error
-    if not isinstance(fields, dict):
-        raise CorruptDocumentError(f"{what} is not a JSON object")
-    return fields
-
-
-def _typed(value: Any, kind: type[T] | types.UnionType) -> Any:
-    # bool is an int to Python, not to a reader of the document.
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is not a {getattr(kind, '__name__', kind)}")
-    return value
-
-
-def _optional(value: object, kind: type[T]) -> Any:
-    return None if value is None else _typed(value, kind)

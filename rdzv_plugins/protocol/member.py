@@ -11,7 +11,8 @@ formed must be found out before any agent is released, not after a time-out of m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import Cause, Outcome, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.leader import lead, next_round, without

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
 from rdzv_plugins.protocol import member, rules

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
 
 from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import STATE_KEY, Status
-from tests import Measure
+from tests import Measure, replace
 from tests.integration.agents import Run as Handlers
 from tests.integration.agents import crash
 from tests.integration.jobs import Job

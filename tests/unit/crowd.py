@@ -7,13 +7,13 @@ is the simulator's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.protocol.rules import Rules
+from tests import replace
 from tests.unit.life import NAMESPACE, Life, Time
 
 __all__ = ["Crowd", "Member"]
@@ -158,4 +158,4 @@ class Crowd:
 
     def write(self, **changes: object) -> None:
         """Change the document behind everybody's back."""
-        self._client.put(STATE_KEY, replace(self.document, **changes).encode())  # type: ignore[arg-type]
+        self._client.put(STATE_KEY, replace(self.document, **changes).encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,6 +20,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
+from tests import replace
 
 IDS = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=12)
 PEOPLE = st.lists(IDS, unique=True, max_size=200).map(tuple)

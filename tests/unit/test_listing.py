@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rdzv_plugins.kv import Entry
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Status
 from rdzv_plugins.protocol.record_cache import RecordCache
+from tests import replace
 
 from .views import record
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import Phase, Status
 from rdzv_plugins.protocol.rules import Failure, Rules
+from tests import replace
 
 from .crowd import Crowd, Member
 
@@ -25,7 +25,7 @@ DEATHS = 90
 
 def rules(low: int, high: int, **more: object) -> Rules:
     base = Rules(min_nodes=low, max_nodes=high, lease=LEASE, interval=INTERVAL, last_call=1.0)
-    return replace(base, **more)  # type: ignore[arg-type]
+    return replace(base, **more)
 
 
 def lists(request: effects.Effect[Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.rules import Failure
+from tests import replace
 from tests.unit.crowd import Crowd
 from tests.unit.life import RULES, Life, Time, finish, stored
 

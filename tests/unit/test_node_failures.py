@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from rdzv_plugins.kv import (
@@ -23,6 +21,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.rules import Failure
+from tests import replace
 from tests.unit.life import RULES, Life, Time, finish, stored, sweep
 
 

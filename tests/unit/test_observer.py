@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from rdzv_plugins.kv import Entry
 from rdzv_plugins.protocol.documents import CorruptDocumentError, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.observer import Observer
+from tests import replace
 
 from .life import Time
 from .views import RULES, RUN, document, record

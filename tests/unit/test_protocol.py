@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from rdzv_plugins.protocol.rules import (
     View,
     Wait,
 )
+from tests import replace
 
 from .views import (
     RULES,
@@ -605,7 +605,7 @@ class TestNodesWaiting:
 
     def waiting(self, now: RoundDocument | None, **more: object) -> int:
         base = view(running("n2", self.NOW), now, joining=False, member=self.NOW)
-        return nodes_waiting(replace(base, **more))  # type: ignore[arg-type]
+        return nodes_waiting(replace(base, **more))
 
     def test_the_own_round_is_quiet(self) -> None:
         assert self.waiting(self.NOW) == 0

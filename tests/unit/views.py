@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from rdzv_plugins.protocol.documents import NodeRecord, Outcome, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.rules import Action, Rules, View, Write
+from tests import replace
 
 RUN = "the-run"
 RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=5.0)
@@ -17,7 +17,7 @@ def record(name: str, status: Status = Status.JOIN, round_: int = -1, **more: ob
         address=name, pid=1, beat=1, status=status, round=round_, min_nodes=2, max_nodes=3,
         interval=RULES.interval, lease=RULES.lease, incarnation=RUN if round_ >= 0 else None,
     )  # fmt: skip
-    return replace(base, **more)  # type: ignore[arg-type]
+    return replace(base, **more)
 
 
 def document(
@@ -32,7 +32,7 @@ def document(
         base = replace(base, ran=base.world_id, master="n1:1")
     if phase is Phase.CLOSED:
         base = replace(base, outcome=Outcome.CLOSED)
-    return replace(base, **more)  # type: ignore[arg-type]
+    return replace(base, **more)
 
 
 def as_named(of: RoundDocument) -> RoundDocument:
@@ -83,7 +83,7 @@ def view(
         share=0.5,
         fresh="a-new-run",
     )
-    return replace(base, **more)  # type: ignore[arg-type]
+    return replace(base, **more)
 
 
 def written(action: Action) -> RoundDocument:
