@@ -116,6 +116,8 @@ class Node:
         self._untidy: tuple[RoundDocument, float] | None = None
         self._abdicated = False
         self._expiry_due = clock()
+        # Whether it has been told since this node took the lead.
+        self._expires = False
         # As rank 0: the TCPStore of the round of a world_id, and since when it is being opened.
         self._opened: tuple[str, str | None, Exception | None] | None = None
         self._opening: tuple[str, float] | None = None
@@ -206,6 +208,9 @@ class Node:
             if document is None or document.leader != self.id or document.closed:
                 return
             if (yield from self._write(replace(document, leader=None))):
+                if not self._expires:
+                    # Perhaps nobody else is there to see to it.
+                    yield from Expire(self._rules.abandoned)
                 return
 
     def _timed(self, steps: Effects[None]) -> Effects[None]:
@@ -512,7 +517,9 @@ class Node:
             self._fresh = self._new_incarnation()  # Should this node found another run.
         if before is None or before.leader != self.id:
             # A store that forgot has forgotten the deadline too. Soon, but not while others wait.
-            self._expiry_due = self._clock() + self._rules.interval
+            self._expires, self._expiry_due = False, self._clock() + self._rules.interval
+        elif document.phase is Phase.RUNNING and not self._expires:
+            self._expiry_due = self._clock()
         if before is not None and before.leader not in (document.leader, None):
             # The leader of before waits for its bell, not for the document.
             yield from Ring(self.id)
@@ -534,6 +541,7 @@ class Node:
         if leads and self._clock() >= self._expiry_due:
             # Should nobody lead this run any more, its keys end by themselves.
             yield from Expire(self._rules.abandoned)
+            self._expires = True
             self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
             return
         until_beat = max(0.0, self._next_beat - self._clock())

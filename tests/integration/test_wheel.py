@@ -92,7 +92,12 @@ def test_its_extras_name_each_client(wheel: Path) -> None:
     extras = {line.removeprefix("Provides-Extra: ") for line in lines if "Provides-Extra" in line}
     assert extras == {name.removesuffix("-v3") for name in STORES} | {"embedded", "all"}
     unconditional = [line for line in lines if line.startswith("Requires-Dist") and ";" not in line]
-    assert [line.split()[1].split(">")[0] for line in unconditional] == ["torch", "msgspec", "typer", "rich"]
+    assert [line.split()[1].split(">")[0] for line in unconditional] == [
+        "torch",
+        "msgspec",
+        "typer",
+        "rich",
+    ]
 
 
 def test_torch_finds_all_backends_in_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -98,9 +98,9 @@ def test_a_broken_rule_is_caught(name: str) -> None:
 
 
 def test_a_mutant_whose_text_is_gone_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
-    edit = Edit("protocol", "no such text in there", "")
+    edit = Edit("member", "no such text in there", "")
     monkeypatch.setitem(MUTANTS, "gone", Mutant("nothing", (edit,)))
-    with pytest.raises(LookupError, match=r"gone: 0 times in protocol\.py: no such text"):
+    with pytest.raises(LookupError, match=r"gone: 0 times in member\.py: no such text"):
         build("gone")
 
 

@@ -150,6 +150,20 @@ def test_a_leader_that_says_farewell_is_followed_at_once(pair: tuple[Life, Life]
     assert joiner.time.now - before < 0.1
 
 
+def test_a_leader_that_leaves_at_once_lets_the_keys_end(server: MemoryServer, time: Time) -> None:
+    leader = Life("n1", server, time, RULES)
+    assert "Expire" not in leader.go()
+    assert "Expire" in leader.carry_out(leader.node.farewell())
+
+
+def test_a_leader_lets_the_keys_end_as_soon_as_the_round_runs(pair: tuple[Life, Life]) -> None:
+    leader, joiner = pair
+    finish(leader, joiner)
+    leader.go()
+    assert leader.log.index("FinishJoin") < leader.log.index("Expire")
+    assert "Expire" not in leader.carry_out(leader.node.farewell())
+
+
 def test_a_participant_that_says_farewell_rings(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
