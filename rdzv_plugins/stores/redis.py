@@ -48,6 +48,9 @@ _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 # A parked read is renewed this often: it finds a stream that was dropped (FLUSHALL) under it.
 _LONGEST_PARK = 5.0
 
+# Of so many keys a client remembers the id of the last value.
+_MOST_IDS = 1000
+
 # MovedError is an AskError, MasterDownError a ClusterDownError.
 _NOT_NOW_ERRORS = (
     errors.AskError,
@@ -96,6 +99,7 @@ local function write(stream, key, tag, value)
   local id = next_number() .. '-' .. tag
   redis.call('HSET', hash, '=' .. key, id .. ' ' .. value)
   if redis.call('HEXISTS', hash, '!' .. key) == 1 then publish(stream, id, 'v', value) end
+  return id
 end
 local function read(key)
   local stored = redis.call('HGET', hash, '=' .. key)
@@ -108,8 +112,7 @@ _SCRIPTS = {
     "compare_and_set": """
 local stored, _, tag = read(ARGV[1])
 if tag ~= ARGV[2] then return stored end
-write(KEYS[2], ARGV[1], ARGV[3], ARGV[4])
-return 1
+return {write(KEYS[2], ARGV[1], ARGV[3], ARGV[4])}
 """,
     "put": """
 for i = 2, #KEYS do write(KEYS[i], ARGV[3 * i - 5], ARGV[3 * i - 4], ARGV[3 * i - 3]) end
@@ -154,8 +157,10 @@ local stored, id, tag = read(ARGV[1])
 -- A stream may outlive its run, or its key, by some seconds.
 local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 if last and last[1] ~= id then redis.call('DEL', KEYS[2]) end
-if tag == ARGV[2] and stored then return id .. ' ' end
-return stored
+if stored and id ~= ARGV[2] and not (last and last[1] == id) then
+  publish(KEYS[2], id, 'v', string.sub(stored, #id + 2))
+end
+return id
 """,
     "expire": """
 for _, field in ipairs(redis.call('HKEYS', hash)) do
@@ -221,6 +226,8 @@ class Client(StoreClient):
         self._redis: Any = None
         self._doubtful = False
         self._idle: deque[Any] = deque()
+        # Of keys that were looked at: the version, and under which id it stands in the stream.
+        self._ids: dict[str, tuple[str, str]] = {}
 
         def request(limit: Limit) -> None:
             # The two of a node, which asks while it waits: joining is what must be fast.
@@ -244,7 +251,8 @@ class Client(StoreClient):
             found = self._run(
                 limit, "compare_and_set", [key], key, if_tagged, _tag(ours.version), value
             )
-            if found == 1:
+            if isinstance(found, list):
+                self._ids[key] = stamp.hex(), found[0].decode()
                 return ours, True
             entry = _stored(found).entry if found is not None else None
             # Ours: an earlier attempt was done, and its answer lost.
@@ -274,9 +282,12 @@ class Client(StoreClient):
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         names = [*keys]
-        values = self._ask(limit, "HMGET", self._hash, *(f"={key}" for key in names))
+        values = self._ask(limit, ("HMGET", self._hash, *(f"={key}" for key in names)))
         found = zip(names, values, strict=True)
-        return {key: _stored(data) for key, data in found if data is not None}
+        read = {key: _stored(data) for key, data in found if data is not None}
+        if len(read) == 1:
+            self._remember(read)
+        return read
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         flat = self._run(limit, "list", [], prefix)
@@ -301,21 +312,52 @@ class Client(StoreClient):
         # 0 deletes at once: what is written next must not be lost.
         self._run(limit, "expire", [], max(0, int(seconds * 1000)), self._stream(""))
 
+    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
+        # `_look` asks nothing where `_park` looks too, in the same round trip.
+        if timeout <= 0 and not self._closed:
+            entry = self.get(key)
+            return entry if entry is not None and entry.version != version else None
+        return super().wait(key, version, timeout)
+
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
-        found = self._run(limit, "look", [key], key, _tag(version))
-        return _stored(found) if found is not None else None
+        known = self._ids.get(key)
+        if version is None:
+            return None
+        if known is not None and known[0] == version:
+            return Stored(b"", known[0], known[1])
+        return super()._look(key, version, limit)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
         seconds = min(limit.seconds, _LONGEST_PARK)
         after = seen.guard if seen is not None else "0-0"
         # Never 0, which to Redis is for ever.
         block = max(1, math.ceil(seconds * 1000))
-        park = ("BLOCK", block, "STREAMS", self._stream(key), after)
-        for _, entries in self._ask(limit, "XREAD", *park, park=seconds) or ():
+        look = ("EVALSHA", DIGESTS["look"], 2, self._hash, self._stream(key), key, after)
+        park = ("XREAD", "BLOCK", block, "STREAMS", self._stream(key), after)
+        try:
+            # One round trip: the look makes the stream hold what XREAD then finds or waits for.
+            answer = self._ask(limit, look, park, park=seconds, go_on=partial(_is_later, after))
+        except errors.NoScriptError:
+            self._run(limit, "look", [key], key, after)
+            return None
+        except _EarlierError:
+            # Of a server that lost its memory: the version is not one of its.
+            self._ids.pop(key, None)
+            return self._read([key], limit).get(key)
+        for _, entries in answer or ():
             number, (field, value, *_) = entries[-1]
             if field == b"v":
-                return _stored(number + b" " + value)
+                found = _stored(number + b" " + value)
+                self._remember({key: found})
+                return found
+            # Deleted.
+            self._ids.pop(key, None)
         return None
+
+    def _remember(self, read: Mapping[str, Stored]) -> None:
+        if len(self._ids) > _MOST_IDS:
+            self._ids.clear()
+        self._ids.update({key: (stored.version, stored.guard) for key, stored in read.items()})
 
     def _disconnect(self) -> None:
         self._drop_idle()
@@ -372,36 +414,53 @@ class Client(StoreClient):
         """What a script returns."""
         rest = (1 + len(keys), self._hash, *map(self._stream, keys), *args)
         try:
-            return self._ask(limit, "EVALSHA", DIGESTS[name], *rest)
+            return self._ask(limit, ("EVALSHA", DIGESTS[name], *rest))
         except errors.NoScriptError:
             # A server that has never seen it, or has restarted since.
-            return self._ask(limit, "EVAL", _SCRIPTS[name], *rest)
+            return self._ask(limit, ("EVAL", _SCRIPTS[name], *rest))
 
-    def _ask(self, limit: Limit, *command: Any, park: float = 0.0) -> Any:
-        """One request and its answer, which the server may hold back for ``park`` seconds."""
+    def _ask(
+        self,
+        limit: Limit,
+        *commands: tuple[Any, ...],
+        park: float = 0.0,
+        go_on: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """The answer to the last of the commands, held back by the server for ``park`` seconds.
+
+        ``go_on`` is given the answer to the first of two, and may raise.
+        """
         line = self._take(limit)
         try:
-            line.send_packed_command(line.pack_command(*command), check_health=False)
-            # An attempt has the socket's time-out, not what is left of the limit: in its last
-            # milliseconds "no answer" would hide what the server has answered until then.
-            if limit.wake is not None:
-                patient = time.monotonic() + self.timeout + park
-                Limit(patient, limit.wake).await_readable(line._sock.fileno())
+            packed = line.pack_commands(commands) if go_on else line.pack_command(*commands[0])
+            line.send_packed_command(packed, check_health=False)
+            if go_on is not None:
+                self._await_answer(line, limit, 0.0)
+                go_on(line.read_response())
+            self._await_answer(line, limit, park)
             answer = line.read_response()
         except BaseException as error:
-            unknown = isinstance(error, errors.NoScriptError)
-            if unknown or (isinstance(error, errors.ResponseError) and not _not_now(error)):
+            unknown = isinstance(error, errors.NoScriptError) and go_on is None
+            refused = isinstance(error, errors.ResponseError) and not _not_now(error)
+            if unknown or (refused and go_on is None):
                 self._keep(line)
                 raise
             # An answer may be yet to come on it: the next request would take that for its own.
             line.disconnect()
-            if not isinstance(error, WokenError):
+            if not (refused or isinstance(error, WokenError | _EarlierError)):
                 # The others are to the same server, which has failed or may never be primary again.
                 self._drop_idle()
                 self._doubtful = True
             raise
         self._keep(line)
         return answer
+
+    def _await_answer(self, line: Any, limit: Limit, park: float) -> None:
+        # An attempt has the socket's time-out, not what is left of the limit: in its last
+        # milliseconds "no answer" would hide what the server has answered until then.
+        if limit.wake is not None and not line.can_read(timeout=0):
+            patient = time.monotonic() + self.timeout + park
+            Limit(patient, limit.wake).await_readable(line._sock.fileno())
 
     def _take(self, limit: Limit, checked: bool = False) -> Any:
         """A connection for one request, if ``checked`` not one that the server has closed."""
@@ -491,6 +550,17 @@ class Client(StoreClient):
             inner = cause.__context__
             raise (inner if isinstance(inner, errors.ResponseError) else cause) from None
         return client.connection_pool
+
+
+class _EarlierError(Exception):
+    """A key stands under an earlier id than the one that a waiter knows."""
+
+
+def _is_later(known: str, found: bytes) -> None:
+    number, _, tag = found.decode().partition("-")
+    known_number, _, known_tag = known.partition("-")
+    if number and (int(number), int(tag)) < (int(known_number), int(known_tag)):
+        raise _EarlierError
 
 
 def _stored(data: bytes) -> Stored:
