@@ -228,6 +228,7 @@ class Client(StoreClient):
         self._idle: deque[Any] = deque()
         # Of keys that were looked at: the version, and under which id it stands in the stream.
         self._ids: dict[str, tuple[str, str]] = {}
+        self._failed_parks: set[str] = set()
 
         def request(limit: Limit) -> None:
             # The two of a node, which asks while it waits: joining is what must be fast.
@@ -320,6 +321,10 @@ class Client(StoreClient):
         return super().wait(key, version, timeout)
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
+        if key in self._failed_parks:
+            # What the last park met is told by this, if it lasts.
+            self._run(limit, "look", [key], key, "")
+            self._failed_parks.discard(key)
         known = self._ids.get(key)
         if version is None:
             return None
@@ -344,6 +349,9 @@ class Client(StoreClient):
             # Of a server that lost its memory: the version is not one of its.
             self._ids.pop(key, None)
             return self._read([key], limit).get(key)
+        except BaseException:
+            self._failed_parks.add(key)
+            raise
         for _, entries in answer or ():
             number, (field, value, *_) = entries[-1]
             if field == b"v":
