@@ -58,17 +58,17 @@ class Settings:
     heartbeat_timeout       5       seconds that one request to the store may take, retries included
     keep_alive_interval     5       seconds between two beats of a node
     keep_alive_max_attempt  3       intervals without a beat after which a node is lost (the lease)
-    restart_on_loss         true    a lost participant starts the next round at once
+    restart_on_loss         true    when a node is lost, restart the others at once
     rank_order              natural natural (by address, node2 before node10), stable (survivors
                                     keep their order, newcomers follow) or hint (by ``rank``)
     rank                    none    this node's place for rank_order=hint, e.g. $SLURM_NODEID
-    rejoin_timeout          600     seconds within which a node of the last round that lives must
-                                    ask for the next, or the others go on without it; a tenth where
-                                    they fill the round; never over 0.8 x join_timeout
-    closed_ttl              60      seconds after which the id of a closed run can be used again;
-                                    never before the lease is over
-    abandoned_ttl           3600    seconds after which the keys of a run end that nobody leads any
-                                    more; never under four leases
+    rejoin_timeout          600     seconds that a round waits for a live node of the last round;
+                                    then the others go on without it. A tenth of that where the
+                                    others fill the round; at most 0.8 x join_timeout
+    closed_ttl              60      seconds until the id of a closed run can be used again; at least
+                                    the lease
+    abandoned_ttl           3600    seconds until the keys of a run that nobody leads expire; at
+                                    least four leases
     handler                 rdzv    rdzv (this package's) or torch (torch's own over this backend,
                                     without restart_on_loss, rank_order and rank)
     ======================= ======= ===============================================================

@@ -105,7 +105,8 @@ def clean(
 ) -> None:  # fmt: skip
     """Delete everything of a run, so that its id can be used again at once.
 
-    Give the run's own keep_alive_interval in --rdzv-conf: that it lives is told by its beats.
+    Live nodes are detected by their heartbeats: give the run's own keep_alive_interval in
+    --rdzv-conf.
     """
     with connect(backend, endpoint, run_id, conf) as client:
         if not force and _is_torchs(client):
