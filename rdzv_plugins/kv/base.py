@@ -453,16 +453,26 @@ class StoreClient(KeyValueClient):
         except WokenError:
             raise
         except Exception as error:
-            if wake is not None and wake.rung:
+            if wake is not None and wake.rung and self._is_the_librarys(error):
                 raise WokenError from None
             self._fail(error)
 
     def _raise_unless_retryable(self, error: Exception, wake: Wake) -> None:
-        if isinstance(error, WokenError) or self._closed or wake.rung:
+        if isinstance(error, WokenError):
+            raise error
+        if (self._closed or wake.rung) and self._is_the_librarys(error):
             raise WokenError from None
         problem = self._problem(error)
         if problem is None or not problem.retryable:
             self._fail(error)
+
+    def _is_the_librarys(self, error: Exception) -> bool:
+        """Whether it comes of the connection, and not of a signal's handler, as torch's do.
+
+        A connection that another thread closes also makes libraries stumble over their own state.
+        """
+        stumbled = isinstance(error, OSError | AttributeError | ValueError)
+        return stumbled or self._problem(error) is not None
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise the contract's error for one of the client library's."""
@@ -470,7 +480,7 @@ class StoreClient(KeyValueClient):
         ours = isinstance(error, RendezvousError | ValueError)
         if ours and not isinstance(error, OSError):
             raise error
-        if self._closed:
+        if self._closed and self._is_the_librarys(error):
             raise ClientClosedError(self.where) from error
         if (problem := self._problem(error)) is None:
             raise error

@@ -38,8 +38,11 @@ def install() -> None:
 
 install()
 sys.path.append(str(FOLDER))
-# The page's own test: pytest collects what it holds the store to.
-TestMyStore = import_module("test_mystore").TestMyStore
+try:
+    # The page's own test: pytest collects what it holds the store to.
+    TestMyStore = import_module("test_mystore").TestMyStore
+finally:
+    sys.path.remove(str(FOLDER))
 
 TORCHRUN = """
 import sys

@@ -129,6 +129,24 @@ def test_errors_are_the_contracts(client: DictClient) -> None:
     assert time.monotonic() - began < 2
 
 
+class SignalError(Exception):
+    """What a signal's handler raises in the midst of a request, as torch's does."""
+
+
+@pytest.mark.parametrize("ends", ["interrupt", "close"])
+@pytest.mark.parametrize("where", ["_read", "_park"])
+def test_a_signal_is_not_lost_where_the_wait_ends_at_the_same_time(
+    client: DictClient, monkeypatch: pytest.MonkeyPatch, where: str, ends: str
+) -> None:
+    def signalled(*_: object) -> None:
+        getattr(client, ends)()
+        raise SignalError
+
+    monkeypatch.setattr(client, where, signalled)
+    with pytest.raises(SignalError):
+        client.wait("key", None, 5)
+
+
 def test_values_that_are_not_ours_are_refused(client: DictClient) -> None:
     client.inner.put("key", b"somebody else's")
     with pytest.raises(RendezvousStateError, match="was not written by this package"):
