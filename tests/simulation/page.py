@@ -22,7 +22,7 @@ _HEAD = """\
 
 Written by `python -m tests.simulation --page docs/simulation.md`; do not edit.
 
-The real code of `protocol.py`, `node.py`, `closing.py` and all below them runs unchanged, as it
+The real code of `rdzv_plugins/protocol/` runs unchanged, as it
 does under `handler.py`: a node is a generator of requests, and the simulator carries them out on an
 in-memory store with real compare-and-set and expiry, over a network that delays and loses, for
 hosts with clocks of their own rate (0.5 to 2), on virtual time. One seed draws the run's settings,
