@@ -253,7 +253,7 @@ class Client(StoreClient):
                 limit, "compare_and_set", [key], key, if_tagged, _tag(ours.version), value
             )
             if isinstance(found, list):
-                self._ids[key] = stamp.hex(), found[0].decode()
+                self._remember(key, stamp.hex(), found[0].decode())
                 return ours, True
             entry = _stored(found).entry if found is not None else None
             # Ours: an earlier attempt was done, and its answer lost.
@@ -287,7 +287,8 @@ class Client(StoreClient):
         found = zip(names, values, strict=True)
         read = {key: _stored(data) for key, data in found if data is not None}
         if len(read) == 1:
-            self._remember(read)
+            for key, stored in read.items():
+                self._remember(key, stored.version, stored.guard)
         return read
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
@@ -349,23 +350,24 @@ class Client(StoreClient):
             # Of a server that lost its memory: the version is not one of its.
             self._ids.pop(key, None)
             return self._read([key], limit).get(key)
-        except BaseException:
+        except (errors.RedisError, errors.RedisClusterException, OSError):
+            # Not if the wait was ended: the next one would ask once more for nothing.
             self._failed_parks.add(key)
             raise
         for _, entries in answer or ():
             number, (field, value, *_) = entries[-1]
             if field == b"v":
                 found = _stored(number + b" " + value)
-                self._remember({key: found})
+                self._remember(key, found.version, found.guard)
                 return found
             # Deleted.
             self._ids.pop(key, None)
         return None
 
-    def _remember(self, read: Mapping[str, Stored]) -> None:
+    def _remember(self, key: str, version: str, number: str) -> None:
         if len(self._ids) > _MOST_IDS:
             self._ids.clear()
-        self._ids.update({key: (stored.version, stored.guard) for key, stored in read.items()})
+        self._ids[key] = version, number
 
     def _disconnect(self) -> None:
         self._drop_idle()

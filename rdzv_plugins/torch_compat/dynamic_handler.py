@@ -26,11 +26,9 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
 )
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
+from rdzv_plugins.torch_compat.rendezvous_backend import TORCH_STORE_PREFIX, KeyValueBackend
 
 __all__ = ["TAKES_KEEP_ALIVE", "MendedDynamicRendezvousHandler", "create_torch_handler"]
-
-_STORE_PREFIX = "torch-store/"
 
 TAKES_KEEP_ALIVE = (
     "keep_alive_interval" in signature(DynamicRendezvousHandler.from_backend).parameters
@@ -78,7 +76,7 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
     def _delete_past_rounds(self) -> None:
         # torch puts a round's keys under torch.rendezvous.<run id>.<round>/. The last round but
         # one stays: a slow agent may be reading there still.
-        prefix = f"{_STORE_PREFIX}torch.rendezvous.{self.get_run_id()}."
+        prefix = f"{TORCH_STORE_PREFIX}torch.rendezvous.{self.get_run_id()}."
         with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
             rounds: dict[int, list[str]] = {}
             for key in self._client.list(prefix):
@@ -99,7 +97,7 @@ def create_torch_handler(
     _refuse_ours(settings)
     handler: MendedDynamicRendezvousHandler = MendedDynamicRendezvousHandler.from_backend(
         params.run_id,
-        KeyValueStore(client, _STORE_PREFIX),
+        KeyValueStore(client, TORCH_STORE_PREFIX),
         KeyValueBackend(client, params.backend),
         params.min_nodes,
         params.max_nodes,

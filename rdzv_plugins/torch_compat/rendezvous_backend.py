@@ -11,9 +11,9 @@ from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError
 from rdzv_plugins.stores import client_class, opener
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 
-__all__ = ["KeyValueBackend", "create_backend"]
+__all__ = ["TORCH_STORE_PREFIX", "KeyValueBackend", "create_backend"]
 
-_STORE_PREFIX = "torch-store/"
+TORCH_STORE_PREFIX = "torch-store/"
 
 
 class KeyValueBackend(RendezvousBackend):
@@ -86,7 +86,7 @@ def create_backend(params: RendezvousParameters) -> tuple[KeyValueBackend, KeyVa
     """
     _, connect = opener(client_class(params.backend), params)
     client = connect(params.run_id)
-    return KeyValueBackend(client, params.backend), KeyValueStore(client, _STORE_PREFIX)
+    return KeyValueBackend(client, params.backend), KeyValueStore(client, TORCH_STORE_PREFIX)
 
 
 def _decode(entry: Entry) -> bytes:
