@@ -243,7 +243,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             latest = self._node.latest
             if latest is None and self._client.get(STATE_KEY) is None:
                 latest = never_seen
-            self._close(latest, Outcome.CLOSED, "closed", members_only=False)
+            self._close(latest, Outcome.CLOSED, "closed", may_close=lambda _: True)
 
         retry(close, timeout=self._settings.close_timeout, retryable=store_is_away)
 
@@ -266,7 +266,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         why = "its workers succeeded" if error is None else "its agent failed"
 
         def close() -> bool:
-            return self._close(self._node.latest, outcome, why, members_only=True)
+            node = self._node
+            return self._close(node.latest, outcome, why, lambda now: now.names(node.id))
 
         def end() -> None:
             timeout = self._settings.close_timeout
@@ -277,7 +278,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._end(end, "the run could not be closed")
 
     def _close(
-        self, latest: RoundDocument | None, outcome: Outcome, why: str, *, members_only: bool
+        self,
+        latest: RoundDocument | None,
+        outcome: Outcome,
+        why: str,
+        may_close: Callable[[RoundDocument], bool],
     ) -> bool:
         work = close_run(
             self._node.id,
@@ -285,7 +290,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             outcome,
             f"{why}: closed by {self._node.record.label}",
             self._settings.sweep_after,
-            members_only=members_only,
+            may_close=may_close,
         )
         return carry_out(self._client, self._tombstones, work)
 

@@ -90,7 +90,7 @@ def close(
             partial(open_run, backend, endpoint, tombstone_run_id(run_id), conf)
         )
         why = "closed by the command rdzv close"
-        work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, members_only=False)
+        work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close=lambda _: True)
         carry_out(client, tombstones, work)
         typer.echo(
             f"closed run '{run_id}': what trains goes on, no further round forms; "

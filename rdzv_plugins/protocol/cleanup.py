@@ -43,8 +43,7 @@ def close_run(
     outcome: Outcome,
     why: str,
     sweep_after: float,
-    *,
-    members_only: bool = True,
+    may_close: Callable[[RoundDocument], bool],
 ) -> Effects[bool]:
     """Close a run, whatever its state, and let its keys expire. Rule 14.
 
@@ -54,7 +53,8 @@ def close_run(
             and this one also where the store has forgotten it. None: whatever run is there.
         why: for people.
         sweep_after: seconds that its keys stay.
-        members_only: only if the node is in the round, or was in the last one.
+        may_close: whether the run may be closed where its document is this one; asked again
+            whenever the document changes meanwhile.
 
     Returns:
         Whether the run is closed, by this node or another.
@@ -85,7 +85,7 @@ def close_run(
                 # come here at once when a job ends.
                 yield from let_expire(document, entry.version, sweep_after)
             return True
-        if members_only and not document.names(node_id):
+        if not may_close(document):
             return False
         closed = replace(document, phase=Phase.CLOSED, outcome=outcome, cause=Cause(note=why))
         expected = entry.version if entry else None

@@ -391,14 +391,14 @@ class Node:
                 why = f"its workers succeeded: closed by {self.record.label}"
                 self.closing = True
                 try:
-                    # Also by a spare: it leads.
                     yield from close_run(
                         self.id,
                         document,
                         RunOutcome.SUCCEEDED,
                         why,
                         self._rules.sweep_after,
-                        members_only=False,
+                        # Also a spare; and no longer one that lost the lead.
+                        may_close=lambda now: now.leader == self.id,
                     )
                 finally:
                     self.closing = False

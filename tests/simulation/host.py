@@ -80,6 +80,7 @@ class Host:
         self.wedged = False
         """Its agent never comes back from stopping its workers."""
         self.succeeded = False
+        """Its workers did."""
         self.grey = ""
         """What of its requests fails: "lists", "some", or "slow" ones."""
         self.long_join = world.join_timeout > world.plan.join_timeout
@@ -204,6 +205,7 @@ class Host:
         if self.agent is not Agent.RUNNING:
             return
         self.world.note(f"{self.id}: its workers succeed")
+        self.succeeded = True
         self._set(Agent.BARRIER)
         self.world.checker.stopped(self.id)
         self.node.report_done()
@@ -258,7 +260,12 @@ class Host:
 
         close_run = sys.modules[self.world.build.__module__].close_run  # A mutant has its own.
         work = close_run(
-            self.id, self.node.latest, outcome, "closed", self.rules.sweep_after, members_only=True
+            self.id,
+            self.node.latest,
+            outcome,
+            "closed",
+            self.rules.sweep_after,
+            may_close=lambda now: now.names(self.id),
         )
         self._live(work, end)
 
@@ -369,7 +376,6 @@ class Host:
 
     def _end_well(self) -> None:
         self.world.note(f"{self.id}: its agent ends, all done: {self._all_done}")
-        self.succeeded = True
         self.shut_down(error=False)
 
     def _fail(self) -> None:

@@ -161,6 +161,8 @@ class Track:
         beats, arrivals: the beats that reached the store, when each was new.
         shown: of the last two of these, those that were not hidden since by an older write.
         confirmed: namings that its record has confirmed, with the first record that did.
+        masters: of those, each address that it opened as rank 0; a store that forgot may see the
+            same round confirmed twice.
         awaits: the naming that it confirmed last, until it is given that round or gives up.
         last_rounds: the last round that it was given, by incarnation.
         member: the incarnation in which it was last given a round.
@@ -177,6 +179,7 @@ class Track:
     arrivals: list[float] = field(default_factory=list)
     shown: list[float] = field(default_factory=list)
     confirmed: dict[str, NodeRecord] = field(default_factory=dict)
+    masters: dict[str, set[str | None]] = field(default_factory=dict)
     awaits: tuple[str, int] | None = None
     last_rounds: dict[str, int] = field(default_factory=dict)
     member: str | None = None
@@ -258,14 +261,12 @@ class Checker:
             track.shown = track.shown[:1]
         if record.status is Status.DONE and record.world_id:
             track.done[record.world_id] = epoch
-        if (
-            record.status is Status.RUN
-            and record.world_id
-            and record.world_id not in track.confirmed
-        ):
-            track.confirmed[record.world_id] = record
-            track.lease_lost = late
-            track.awaits = record.world_id, epoch
+        if record.status is Status.RUN and record.world_id:
+            track.masters.setdefault(record.world_id, set()).add(record.master)
+            if record.world_id not in track.confirmed:
+                track.confirmed[record.world_id] = record
+                track.lease_lost = late
+                track.awaits = record.world_id, epoch
 
     def beats_lost(self, since: float) -> None:
         """The store lost what was written since then."""
@@ -522,7 +523,7 @@ class Checker:
                 if after.world_id not in self._tracks[person].confirmed:
                     raise InvariantError("confirmed", f"{person} never saw {show(after)}")
             first = self._tracks[after.participants[0]]
-            if after.master is None or first.confirmed[after.world_id].master != after.master:
+            if after.master is None or after.master not in first.masters[after.world_id]:
                 raise InvariantError(
                     "confirmed", f"{after.master} is not the master of {show(after)}"
                 )

@@ -424,12 +424,23 @@ MUTANTS: dict[str, Mutant] = {
         ),
         seed=10,
     ),
+    "closes-without-the-lead": Mutant(
+        "rule 14: a spare that led, and lost the lead to a store that forgot, closes the run",
+        (
+            _in(
+                "node",
+                "may_close=lambda now: now.leader == self.id,",
+                "may_close=lambda _: True,",
+            ),
+        ),
+        seed=4008719,
+    ),
     "anybody-closes": Mutant(
         "rule 14: a node that was replaced closes the run of the others",
         (
             _in(
                 "cleanup",
-                "        if members_only and not document.names(node_id):\n",
+                "        if not may_close(document):\n",
                 "        if False:\n",
             ),
         ),
