@@ -140,6 +140,8 @@ class Driver:
                 answer = self._perform(request)
             except (RendezvousConnectionError, RendezvousStateError) as error:
                 request = life.throw(error)
+                if isinstance(request, effects.Rest):
+                    self._note_failure(error)
             else:
                 self._note_success(request)
                 request = life.send(answer)
@@ -156,9 +158,7 @@ class Driver:
                 return self._open_master_within(world_id, seconds)
             case effects.Tell(_, text):
                 return log.warning("%s: %s", self._run, text)
-            case effects.Rest(seconds, because):
-                if because is not None:
-                    self._note_failure(because)
+            case effects.Rest(seconds):
                 _empty(self._nudges)
                 with suppress(Empty):
                     self._nudges.get(timeout=seconds)

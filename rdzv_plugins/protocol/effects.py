@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from rdzv_plugins.kv import Entry, Version
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
 from rdzv_plugins.protocol.documents import Outcome as RunOutcome
+from rdzv_plugins.protocol.rules import Failure
 
 __all__ = [
     "CompareAndSet",
@@ -109,13 +110,9 @@ class Park(Effect[Entry | None]):
 
 @dataclass(frozen=True, slots=True)
 class Rest(Effect[None]):
-    """Pause; ends early when an order arrives.
-
-    ``because``: what failed, for people.
-    """
+    """Pause; ends early when an order arrives."""
 
     seconds: float
-    because: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +120,8 @@ class OpenMaster(Effect[None]):
     """Open a fresh TCPStore for the round of this world_id, unless that has begun already.
 
     Answered when it is open, but after ``seconds`` at the latest: name resolution may hang, and the
-    node must go on beating. The driver calls `Node.master_opened` when it is open or cannot be
-    opened; if the answer came first, it ends the node's `Park` or `Rest` too.
+    node must keep beating. The driver calls `Node.master_opened` when it is open or cannot be
+    opened; if that comes after the answer, the driver also ends the node's `Park` or `Rest`.
     """
 
     world_id: str
@@ -141,14 +138,14 @@ class DropStores(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class Expire(Effect[None]):
-    """From ``seconds`` from now the run reads as empty, unless its deadline is moved on."""
+    """Set the run's deadline: after ``seconds`` it reads as empty, unless this is sent again."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class PutTombstone(Effect[None]):
-    """Note that this incarnation of the run ended, where no expiry of the run takes it away."""
+    """Note that this incarnation of the run ended, outside the keys that expire with the run."""
 
     document: RoundDocument
 
@@ -189,7 +186,7 @@ class Outcome:
     """How a join ended: in a round (``document``), by a `rules.Failure`, or by an error."""
 
     document: RoundDocument | None = None
-    failure: str | None = None
+    failure: Failure | None = None
     error: Exception | None = None
 
 

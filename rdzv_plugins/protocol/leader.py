@@ -1,12 +1,12 @@
-"""What the leader of a run decides from the records of all nodes. As pure as `protocol`.
+"""What the leader of a run decides from the records of all nodes. Pure functions, as in `member`.
 
-Any number of nodes may believe that they lead: each decision is a compare-and-set, and only the one
-whose view was the latest is done.
+Several nodes may believe that they lead. That is safe: each decision is a compare-and-set, and only
+the one that read the latest document succeeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -16,8 +16,8 @@ from rdzv_plugins.protocol.rules import Action, Close, ListRecords, View, Wait, 
 
 __all__ = ["lead", "next_round", "without"]
 
-# A participant that does not ask for the next round is waited for so much shorter where the others
-# fill a round without it.
+# Where spares fill the round, the leader waits only this share of `Rules.rejoin` for a participant
+# that does not ask for it.
 _SPARES_SUFFICE = 0.1
 
 
@@ -33,20 +33,10 @@ def lead(view: View, document: RoundDocument) -> Action:
 
 
 def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
-    rules, old = view.rules, set(document.previous)
+    rules = view.rules
     live = {node for node, record in records.items() if _is_live(view, node, record)}
-    runs = {node for node in live if records[node].status is Status.RUN}
-    strays = sorted(runs - old - {*document.evicted})
-    highest = max((_round_in(document, records[node]) for node in live), default=-1)
-    if strays or highest >= document.round:
-        # Somebody runs in a round that this document, written after an amnesia, knows nothing of.
-        return Write(
-            replace(
-                document,
-                round=max(document.round, highest + 1),
-                previous=(*document.previous, *strays),
-            )
-        )
+    if (ahead := _ahead_of(document, records, live)) is not None:
+        return Write(ahead)
     awaited = [
         node
         for node in document.previous
@@ -64,46 +54,87 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
     if pending := without(awaited, gone):  # Rule 5.
         patience = rules.rejoin * (_SPARES_SUFFICE if len(ready) >= rules.max_nodes else 1.0)
         if view.round_age >= patience:
-            evicted = (*document.evicted, *pending)
-            labels = [records[node].label for node in pending if node in records]
-            cause = _amended(document.cause, records, gone).plus(evicted=labels)
-            previous = without(document.previous, awaited)
-            return Write(replace(document, previous=previous, evicted=evicted, cause=cause))
+            return Write(_evict(document, records, pending, gone))
         if gone:
             return Write(_amend(document, records, gone))
         until = (_until_lease(view, pending), patience - view.round_age)
         return Wait(min(seconds for seconds in until if seconds is not None), enough)
-    last_call = view.minimum_age or 0.0
+    last_call = view.enough_for or 0.0
     if len(ready) < rules.max_nodes and not (enough and last_call >= rules.last_call):
         if gone:
             return Write(_amend(document, records, gone))
         return Wait(rules.last_call - last_call if enough else None, enough)
+    return Write(_name_participants(view, document, records, ready))
+
+
+def _ahead_of(
+    document: RoundDocument, records: Mapping[str, NodeRecord], live: Iterable[str]
+) -> RoundDocument | None:
+    """The document with the rounds and nodes that its writer, after an amnesia, did not know of."""
+    runs = [node for node in live if records[node].status is Status.RUN]
+    strays = sorted({*runs} - {*document.previous, *document.evicted})
+    highest = max((_round_in(document, records[node]) for node in live), default=-1)
+    if strays or highest >= document.round:
+        return replace(
+            document,
+            round=max(document.round, highest + 1),
+            previous=(*document.previous, *strays),
+        )
+    return None
+
+
+def _evict(
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    pending: Iterable[str],
+    gone: Iterable[str],
+) -> RoundDocument:
+    """The forming round without those that did not ask for it in time, or are gone."""
+    labels = [records[node].label for node in pending if node in records]
+    return replace(
+        document,
+        previous=without(document.previous, (*pending, *gone)),
+        evicted=(*document.evicted, *pending),
+        cause=_amended(document.cause, records, gone).plus(evicted=labels),
+    )
+
+
+def _name_participants(
+    view: View, document: RoundDocument, records: Mapping[str, NodeRecord], ready: Collection[str]
+) -> RoundDocument:
+    """The round with its ranks: survivors first, then newcomers, at most ``max_nodes``."""
+    rules, old = view.rules, {*document.previous}
     survivors = [node for node in document.previous if node in ready]
     newcomers = order_ranks(
         (node for node in ready if node not in old), records, (), rules.rank_order
     )
     chosen = [*survivors, *newcomers][: rules.max_nodes]
     failed = [records[node].label for node in survivors if records[node].failed]
-    # Some had asked for this round, and were lost since.
+    # Nodes that had asked for this round, and were lost since.
     missing = [node for node in document.previous if _is_gone(view, node, records.get(node))]
     cause = _amended(document.cause, records, missing).plus(failed=failed)
     if document.round > 0:
-        # All that asked were named when the last round ended; some stay spares.
+        # The cause names every node that waited when the last round ended; some stay spares.
         spares = [records[node].label for node in newcomers if node not in chosen]
         cause = replace(cause, joined=cause.joined.without(spares))
         cause = cause.plus(joined=[records[node].label for node in newcomers if node in chosen])
-    return Write(
-        replace(
-            document,
-            phase=Phase.CONFIRMING,
-            participants=order_ranks(chosen, records, document.previous, rules.rank_order),
-            previous=(),
-            evicted=tuple(node for node in document.evicted if node in runs),
-            waiting=len(ready) - len(chosen),
-            cause=cause,
-            ran=None,
-            master=None,
-        )
+    still_run = {
+        node
+        for node in document.evicted
+        if (record := records.get(node)) is not None
+        and record.status is Status.RUN
+        and _is_live(view, node, record)
+    }
+    return replace(
+        document,
+        phase=Phase.CONFIRMING,
+        participants=order_ranks(chosen, records, document.previous, rules.rank_order),
+        previous=(),
+        evicted=tuple(node for node in document.evicted if node in still_run),
+        waiting=len(ready) - len(chosen),
+        cause=cause,
+        ran=None,
+        master=None,
     )
 
 
@@ -112,7 +143,7 @@ def _lead_confirming(
 ) -> Action:
     lost, rejoined = _changes(view, document, records)
     if lost or rejoined:
-        # This round never ran: what ended the one before it is still to be told.
+        # This round never ran: keep the cause of the round before it.
         cause = _amended(document.cause, records, lost)
         return Write(next_round(view, document, lost, 0, cause))
     world_id = document.world_id
@@ -139,7 +170,7 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         and _fits(record, document)
         and record.status in (Status.JOIN, Status.SPARE)
     ]
-    # Who was only out of reach, and has not been replaced, has never stopped running.
+    # A node that was only cut off, and was not replaced, never stopped running.
     back = {
         node
         for node in document.lost
@@ -150,12 +181,12 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     }
     gone = {*lost, *document.lost} - {*rejoined, *back}
     done = {node for node in document.participants if _is_done(document, records.get(node))}
-    # Nobody is disturbed for newcomers once a node is done.
+    # Once a node is done, newcomers no longer restart the others.
     room = 0 if done else document.max_nodes - len(document.participants) + len(gone)
     if rejoined or (lost and view.rules.restart_on_loss) or (newcomers and room > 0):
         cause = _amended(Cause(), records, gone).plus(
             failed=[records[node].label for node in rejoined if records[node].failed],
-            # Some have been in it and were told to join anew: the store forgot the round.
+            # A node without failed workers joins again where the store forgot its round.
             joined=[
                 records[node].label
                 for node in (*newcomers, *rejoined)
@@ -166,8 +197,8 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     if gone != set(document.lost):
         return Write(replace(document, lost=tuple(sorted(gone))))
     if done and done == set(document.participants) - gone:
-        # They may wait in torch's exit barrier: for those that are gone, or, in a store that forgot
-        # who had come, for each other.
+        # They may wait in torch's exit barrier for nodes that are gone; or for each other, if the
+        # store forgot who had come.
         return Close(document)
     if done and newcomers and not document.finishing:
         return Write(replace(document, finishing=True))
@@ -178,7 +209,7 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
 def _changes(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> tuple[list[str], list[str]]:
-    """Participants that are gone (and not known to be), and those that ask to join again."""
+    """Participants that are newly gone, and those that ask to join again."""
     lost = [
         node
         for node in document.participants
@@ -228,14 +259,14 @@ def _is_gone(view: View, node: str, record: NodeRecord | None) -> bool:
 
 
 def _is_done(document: RoundDocument, record: NodeRecord | None) -> bool:
-    """Whether the node's workers succeeded in this round; it may have ended since."""
+    """Whether the node's workers succeeded in this round; the node may have ended since."""
     if record is None or record.status is not Status.DONE:
         return False
     return record.world_id == document.world_id
 
 
 def _has_rejoined(document: RoundDocument, record: NodeRecord | None, ended_round: int) -> bool:
-    """Whether the node asked to join after ``ended_round``; an older request does not count."""
+    """Whether the node asked to join after ``ended_round``; an earlier request does not count."""
     if record is None or record.status not in (Status.JOIN, Status.SPARE):
         return False
     return _round_in(document, record) >= ended_round
@@ -262,7 +293,7 @@ def without(nodes: Iterable[str], gone: Iterable[str | None]) -> tuple[str, ...]
 
 
 def _amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str]) -> Cause:
-    """The cause with those that are gone, by how they went."""
+    """The cause with the nodes that are gone: each as lost, or as left."""
     left: list[str] = []
     silent: list[str] = []
     for node in gone:
@@ -276,6 +307,6 @@ def _amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str
 def _amend(
     document: RoundDocument, records: Mapping[str, NodeRecord], gone: Iterable[str]
 ) -> RoundDocument:
-    """The forming round without those of the last one that are gone."""
+    """The forming round without the nodes of the last one that are gone."""
     cause = _amended(document.cause, records, gone)
     return replace(document, previous=without(document.previous, gone), cause=cause)

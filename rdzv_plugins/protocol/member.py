@@ -1,11 +1,11 @@
-"""The round protocol: from what a node knows to what it does next. No I/O, no clock, no thread.
+"""What a node decides from what it knows. No I/O, no clock, no thread.
 
-`decide` is a pure function. `node.py` feeds it and carries out its decisions; the simulator and the
-handler run both unchanged. The rules by number are those of ``docs/design.md``.
+`decide` is a pure function. `node.py` calls it and carries out its decisions; the simulator and the
+handler run both unchanged. The numbers of rules are those of ``docs/design.md``.
 
-A round goes forming -> confirming -> running. Confirming is there because torch's agent, once it
-has its rank, blocks on a message from every other agent: a participant that died while the round
-formed must be found out before any agent is released, not after a time-out of minutes.
+A round goes forming -> confirming -> running. The phase confirming exists because torch's agent,
+once it has its rank, waits for a message from every other agent. If a participant dies while the
+round forms, the protocol must notice before it releases any agent; torch would need minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from rdzv_plugins.protocol.documents import Cause, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.documents import (
+    Cause,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Status,
+)
 from rdzv_plugins.protocol.leader import lead, next_round, without
 from rdzv_plugins.protocol.rules import (
     Abdicate,
@@ -33,7 +40,7 @@ from rdzv_plugins.protocol.rules import (
 
 __all__ = ["decide", "nodes_waiting", "remarks", "waits_for_a_living_round"]
 
-# What an heir of the leader leaves to the one before it: many times a compare-and-set.
+# How long each heir of the leader waits for the heir before it: many times a compare-and-set.
 _TURN_SECONDS = 0.05
 
 
@@ -43,21 +50,21 @@ def nodes_waiting(view: View) -> int:
     if view.joining or member is None or latest is None:
         return 0
     if latest.is_of(member) and latest.closed:
-        # Somebody gave up: the workers of this node wait for that node's, perhaps for ever.
+        # An agent gave up. The workers of this node may wait for its workers for ever.
         return int(latest.outcome is Outcome.FAILED)
     if document is None or document.closed:
         return 0
     if not document.is_of(member):
         return int(member.incarnation in view.asked_tombstones)
     if document.place < latest.place:
-        return 0  # A store that forgot; the living round is being written back.
+        return 0  # The store forgot; the nodes of the living round write it back.
     if document.round > member.round or document.participants != member.participants:
         return max(1, document.waiting)
     return 0
 
 
 def waits_for_a_living_round(view: View) -> bool:
-    """Whether this node is a spare of a round that runs, or is about to be."""
+    """Whether this node is a spare of a round that runs and has a live leader."""
     document = view.document
     if not view.joining or document is None or document.phase is not Phase.RUNNING:
         return False
@@ -84,7 +91,7 @@ def decide(view: View) -> Action:
         return _write_back(view)
     assert document is not None
     if view.cannot_list:
-        # Its beats may pass all the while, so that nobody takes it for dead.
+        # Its heartbeats may still arrive, so that no other node finds it dead.
         return Abdicate(replace(document, leader=None))
     if view.joining:
         action = _take_part(view, document)
@@ -96,10 +103,10 @@ def decide(view: View) -> Action:
 
 
 def _confirmed_and_released(view: View) -> RoundDocument | None:
-    """The round that this node confirmed, once it runs.
+    """The round that this node confirmed, once it has run.
 
-    Also if it was over, or the run closed, before this node saw it run: the agents of the others
-    were released and wait for this node's.
+    Also if the round ended, or the run was closed, before this node saw it run: the agents of the
+    other nodes were released and wait for this node's agent.
     """
     confirmed, latest = view.confirmed, view.latest
     if view.record.status is not Status.RUN or confirmed is None or latest is None:
@@ -117,21 +124,21 @@ def _on_closed(view: View) -> Action:
 
 
 def _is_strange(view: View, document: RoundDocument) -> bool:
-    """Whether another run of this id stands there, and it is not known whether ours has ended."""
+    """Whether the document is of another run, and this node has not asked if its own has ended."""
     return document.incarnation != view.own and view.own not in view.asked_tombstones
 
 
 def _is_behind(document: RoundDocument | None, latest: RoundDocument | None) -> bool:
-    """Whether the store forgot what this node remembers, or is new."""
+    """Whether the store has no document, or an older one than this node remembers."""
     if document is None or latest is None:
         return True
     if not document.is_of(latest):
-        return True  # A run that is over, in the place of one that is not: see Observer.adopt.
+        return True  # A run that is over stands in the place of a living one: see Observer.adopt.
     return document.place < latest.place
 
 
 def _write_back(view: View) -> Action:
-    """Rule 12: the store forgot, or is new."""
+    """Rule 12: found a run in a new store; in one that forgot, restore the latest document."""
     latest = view.latest
     if latest is None:
         if not view.joining:
@@ -147,50 +154,69 @@ def _write_back(view: View) -> Action:
                 cause=Cause(note="first round"),
             )
         )
-    # The leader first; the others in turn, should it be gone too.
+    # The leader first; then the others in turn, in case the leader is gone too.
     patience = 0.0 if latest.leader == view.me else view.share * view.rules.interval
     if view.document_age < patience:
         return Wait(patience - view.document_age)
     if latest.incarnation not in view.asked_tombstones:
-        # It may have been swept because it was over.
+        # The document may have been swept because its run ended.
         return AskTombstone(latest.incarnation)
     return Write(replace(latest, leader=view.me))
 
 
 def _take_part(view: View, document: RoundDocument) -> Action | None:
-    """What a node that status into a round does, whoever leads."""
-    record, rules, here = view.record, view.rules, document.incarnation
+    """What a node that wants to be in a round does, whether it leads or not."""
+    rules = view.rules
     if (document.min_nodes, document.max_nodes) != (rules.min_nodes, rules.max_nodes):
         return _on_mismatch(view, document)
-    named = view.me in document.ranks
-    last = record.round if record.incarnation == here else -1
-    wants_in = record.status in (Status.JOIN, Status.SPARE)
-    confirmed = named and record.world_id == document.world_id
-    if named and document.phase is Phase.CONFIRMING and not confirmed:
-        asks_for_a_later_one = wants_in and last >= document.round
-        if not asks_for_a_later_one:
-            return Confirm(document, document.ranks[view.me] == 0)
-    asks_again = wants_in and last >= document.round
-    if named and document.phase is Phase.RUNNING and not confirmed and not asks_again:
-        # It ran without us, in a store that forgot: we are as good as lost in it.
-        return SetRecord(Status.JOIN, here, document.round)
+    confirmed = view.me in document.ranks and view.record.world_id == document.world_id
+    if view.me in document.ranks and not confirmed:
+        action = _on_rank(view, document)
+        if action is not None:
+            return action
+    return _ask(view, document, confirmed)
+
+
+def _on_rank(view: View, document: RoundDocument) -> Action | None:
+    """What a node does that has a rank and has not confirmed it."""
+    if _wants_in(view.record) and _last_round(view, document) >= document.round:
+        return None  # It asks for a later round.
+    if document.phase is Phase.CONFIRMING:
+        return Confirm(document, document.ranks[view.me] == 0)
+    # The round ran without this node, in a store that forgot.
+    return SetRecord(Status.JOIN, document.incarnation, document.round)
+
+
+def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
+    """What a node does that has no rank to confirm: say that it waits, and for what."""
+    record, last = view.record, _last_round(view, document)
     if document.phase is Phase.FORMING and view.me in document.previous:
-        # Named in a round that never ran, or that we never saw: say that we are not in it.
-        if not wants_in or last < document.round - 1:
-            return SetRecord(Status.JOIN, here, max(last, document.round - 1))
+        # It had a rank in a round that never ran, or that it never saw: say that it is not in it.
+        if not _wants_in(record) or last < document.round - 1:
+            round_ = max(last, document.round - 1)
+            return SetRecord(Status.JOIN, document.incarnation, round_)
     elif record.status is Status.RUN and not confirmed:
         return SetRecord(Status.JOIN, record.incarnation, record.round)
     full = len(document.participants) - len(document.lost) >= document.max_nodes
-    no_room = full or document.finishing
-    if record.status is Status.JOIN and document.phase is Phase.RUNNING and no_room and not named:
+    no_room = (full or document.finishing) and view.me not in document.ranks
+    if record.status is Status.JOIN and document.phase is Phase.RUNNING and no_room:
         return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
     return None
 
 
+def _wants_in(record: NodeRecord) -> bool:
+    return record.status in (Status.JOIN, Status.SPARE)
+
+
+def _last_round(view: View, document: RoundDocument) -> int:
+    """The last round of this run in which this node had a rank; -1: none."""
+    return view.record.round if view.record.incarnation == document.incarnation else -1
+
+
 def _on_mismatch(view: View, document: RoundDocument) -> Action:
-    """Other ``--nnodes`` than the run's: refused, unless nobody lives who holds on to them."""
-    named = document.participants or document.previous
-    holders = {*named, document.leader} - {view.me, None}
+    """Refuse to join a run of other ``--nnodes``; found a new run if all its nodes are gone."""
+    people = document.participants or document.previous
+    holders = {*people, document.leader} - {view.me, None}
     if view.records is None:
         return ListRecords()
     if any(view.moved(str(node)) for node in holders):
@@ -229,7 +255,7 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
             return Wait(turn - view.document_age)
         return Write(replace(document, leader=view.me))
     lease = view.lease(leader)
-    # Its looks at the records are told by its next beat, and so seen to stand still later.
+    # The leader's next heartbeat carries its count of listings: an interval later than they happen.
     idle = lease + (view.leader.interval if view.leader else view.rules.interval)
     if view.confirmed_silence(leader) < lease and view.confirmed_idleness < idle:
         return Wait(
@@ -245,23 +271,23 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
 
 
 def _turn(view: View, document: RoundDocument) -> float:
-    """Seconds that this node leaves the lead to others.
+    """Seconds that this node waits for other heirs to take the lead.
 
-    One after the other in rank order; not the first alone, who may be gone with the leader.
+    The heirs take turns in rank order; the first may be gone together with the leader.
     """
     old = document.participants or document.previous
     heirs = [node for node in old if node != document.leader and node not in document.lost]
     turn = view.share * view.rules.interval
     if view.me in heirs:
         turn = min(turn, heirs.index(view.me) * _TURN_SECONDS)
-    # Anybody is better than a node that could not lead.
+    # Any other node is better than one that could not lead before.
     return turn + view.rules.lease if view.abdicated else turn
 
 
 def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Action:
     """Take the lead from a node whose lease ran out.
 
-    That is evidence enough against it, not against anybody else: all other windows begin now.
+    The evidence is against that node only: the windows of all others begin now.
     """
     done = view.leader is not None and view.leader.status is Status.DONE
     if done or not document.names(leader):
@@ -280,7 +306,7 @@ def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Actio
 
 
 def remarks(view: View) -> Iterator[tuple[str, object, str]]:
-    """What people should know: what it is about, what is to be told once of it, and a sentence."""
+    """What people should know: its kind, a key for which it is told once, and a sentence."""
     document = view.document
     if document is None or document.closed:
         return

@@ -1,7 +1,7 @@
-"""One node's life in a run, as a generator of requests: the protocol without I/O or threads.
+"""One node's life in a run, as a generator of effects: the protocol without I/O or threads.
 
-`Node.run` yields requests and is sent their answers; a failed request is thrown into it. Whoever
-drives it only carries requests out: `driver.py` on a store, the simulator on virtual time.
+`Node.run` yields requests and is sent their answers; a failed request is thrown into it. A driver
+only carries requests out: `driver.py` on a store, the simulator on virtual time.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from rdzv_plugins.protocol.rules import Failure
 
 __all__ = ["Node"]
 
-# A TCPStore is open within a few milliseconds, unless name resolution hangs.
+# A TCPStore opens within a few milliseconds, unless name resolution hangs.
 _MASTER_SECONDS = 0.05
 
 _PAUSES = (Rest, Park)
 _LOCAL = (Rest, OpenMaster, Tell, FinishJoin)
 
 _LONGEST_OUTAGE_PAUSE = 0.5
-# A leader moves the run's end on so many times before it would come.
+# A leader renews the run's deadline so many times before it would pass.
 _RENEWALS = 4
 
 
@@ -69,11 +69,12 @@ class Node:
         clock: this node's monotonic clock, in seconds.
         chance: the source of its random share and of incarnations.
 
-    Public members may be used from other threads; the generators are driven by one.
+    Public members may be used from other threads; one thread drives the generators.
 
     Attributes:
-        closing: it closes the run, and must not be stopped before its keys have an end: the first
-            step of that ends the other agents, and this node's too.
+        waiting: what ``num_nodes_waiting()`` returns.
+        closing: this node is closing the run. Do not stop it now: the first step ends all agents,
+            this node's too, and a later one gives the run's keys their end.
     """
 
     def __init__(
@@ -104,19 +105,17 @@ class Node:
         self._fresh = ""
         self._join_deadline = 0.0
         self._member: RoundDocument | None = None
-        self._confirmed: RoundDocument | None = None
-        # The record is to be written before the next decision; and the leader told.
+        # Whether to write the record before the next decision, and to ring the leader's bell.
         self._record_due = False
         self._ring = False
-        # Not the first: it comes with the order to join, and a look at the leader can wait.
+        # The first beat comes with the order to join; the first look at the leader can wait.
         self._next_beat = clock() + rules.interval
-        # As a leader: the bell as last heard, and a round that has left something behind, with
-        # the seconds that it took to form.
+        # As a leader: the bell as last heard; a round to tidy up after, with the seconds that it
+        # took to form; when to renew the run's deadline, and whether that was done since it leads.
         self._bell: Version | None = None
         self._untidy: tuple[RoundDocument, float] | None = None
         self._abdicated = False
         self._expiry_due = clock()
-        # Whether it has been told since this node took the lead.
         self._expires = False
         # As rank 0: the TCPStore of the round of a world_id, and since when it is being opened.
         self._opened: tuple[str, str | None, Exception | None] | None = None
@@ -130,42 +129,42 @@ class Node:
 
     @property
     def ordered(self) -> bool:
-        """Whether something that was ordered or reported has not been taken up yet."""
+        """Whether an order or a report has not been taken up yet."""
         return self._join_ordered or self._withdraw_ordered or self._done_reported
 
     @property
     def latest(self) -> RoundDocument | None:
-        """The document of the highest place that this node has seen of its run."""
+        """As `observer.Observer.latest`."""
         return self._seen.latest
 
     @property
     def done(self) -> bool:
-        """Whether this node's workers succeeded in the round that it was given last."""
+        """Whether this node's workers succeeded in the last round that its agent was given."""
         return self.record.status is Status.DONE or self._done_reported
 
     @property
     def over(self) -> bool:
-        """Whether the run has left the round that the agent was given: nobody is to wait in it."""
+        """Whether the run has left the round of this node's agent: no agent is to wait in it."""
         return self.waiting > 0 or self._seen.closed
 
     @property
     def in_round(self) -> bool:
-        """Whether the run, as last seen, still counts on this node: it would miss it."""
+        """Whether the run, as last seen, still counts on this node."""
         latest = self.latest
         if self._member is None or self.record.status is Status.LEFT:
-            return False  # What it gave up on is the business of the others.
+            return False  # This node gave the run up; the others decide about it.
         return latest is None or (latest.is_of(self._member) and latest.names(self.id))
 
     def order_join(self, failed: bool = False) -> None:
-        """Ask to be in the next round; the driver ends its `Park` or `Rest` early for it.
+        """Ask to be in the next round; the driver ends its `Park` or `Rest` early for this.
 
-        ``failed``: because this node's workers failed, and not because it was told to.
+        ``failed``: this node asks because its workers failed, not because it was told to.
         """
         self._failed = failed
         self._withdraw_ordered, self._join_ordered = False, True
 
     def order_withdrawal(self) -> None:
-        """Give up the join: the agent that asked for it is gone. Like `order_join`."""
+        """Give up the join: the agent that ordered it is gone. Like `order_join`."""
         self._withdraw_ordered = True
 
     def report_done(self) -> None:
@@ -192,7 +191,7 @@ class Node:
     def farewell(self) -> Effects[None]:
         """Announce that this node leaves; driven once, after `run` has been stopped. Rule 10."""
         yield from self._leave()
-        # A last beat that was held up on its way may land after the farewell.
+        # A last beat that was delayed on its way may be applied after the farewell.
         entry: Entry | None = yield from self._seen.read_record(self.id)
         if entry is None or entry.value != self.record.encode():
             yield from self._leave()
@@ -209,12 +208,12 @@ class Node:
                 return
             if (yield from self._write(replace(document, leader=None))):
                 if not self._expires:
-                    # Perhaps nobody else is there to see to it.
+                    # No other node may be left to set the deadline.
                     yield from Expire(self._rules.abandoned)
                 return
 
     def _timed(self, steps: Effects[None]) -> Effects[None]:
-        """Carry out ``steps``; note how long requests take, and whether the store is there."""
+        """Carry out ``steps``; note how long requests take, and whether the store answers."""
         seen = self._seen
         answer: Any = None
         error: Exception | None = None
@@ -229,10 +228,10 @@ class Node:
                 answer = yield request
             except RendezvousConnectionError as failure:
                 error = failure
-                # How long the store was away before a wait broke, nobody knows.
+                # When the store went away during a wait is unknown.
                 seen.failed(self._clock() if isinstance(request, Park) else asked)
             except RendezvousStateError as failure:
-                error = failure  # The store is there, and refuses.
+                error = failure  # The store answers, and refuses.
             else:
                 if not local:
                     seen.succeeded()
@@ -248,11 +247,8 @@ class Node:
             yield from self._leave()
         seen = self._seen
         if self.record.status is not Status.LEFT and not seen.closed:
-            yield from self._beat()
-        if seen.document_due:
-            yield from seen.read_document()
-        if not seen.cannot_list:
-            yield from seen.observe()
+            yield from self._keep_alive()
+        yield from seen.observe()
         seen.judge_punctuality()
         view = self._view()
         for about, key, text in member.remarks(view):
@@ -262,8 +258,8 @@ class Node:
         action = member.decide(view)
         writes = isinstance(action, rules.Write | rules.Abdicate)
         if view.records is not None and not (seen.document_is_fresh or writes):
-            # The records may be newer than the document. A write is guarded by its version; any
-            # other action is for the document as it is now.
+            # The records may be newer than the document. Compare-and-set guards a write; any other
+            # action must be for the document as it is now.
             token = seen.token
             yield from seen.read_document()
             if seen.token != token:
@@ -272,8 +268,8 @@ class Node:
         if member.waits_for_a_living_round(view):
             # A spare waits for as long as the round lasts, as torch's redundant nodes do.
             self._join_deadline = self._clock() + self._join_timeout
-        # After the store has answered: that it is away is told as such, and a round that runs by
-        # now is no failure.
+        # Only now, after the store has answered: an outage is reported as such, and a round that
+        # runs by now is no failure.
         if not isinstance(action, rules.Start | rules.Fail) and self._is_late():
             action = rules.Fail(Failure.TIMEOUT)
         yield from self._act(action)
@@ -289,14 +285,13 @@ class Node:
             )
             self._fresh = self._new_incarnation()
             self._record_due = self._ring = True
-            self._seen.document_due = True
-            # Who joins again may have lost the leader: its last beat is seen now, not at our next.
-            self._seen.leader_due = self._seen.leader_due or self._member is not None
+            # A node that joins again may have lost the leader: look at it now, not an interval on.
+            self._seen.read_again(document=True, leader=self._member is not None)
             self.waiting = 0
         if self._done_reported:
             self._done_reported = False
             if self.record.status is Status.RUN and not self._joining:
-                # Nobody waits for this word: no bell.
+                # No node waits for this: do not ring the bell.
                 self.record = replace(self.record, status=Status.DONE)
                 self._record_due = True
 
@@ -306,8 +301,8 @@ class Node:
     def _is_late(self) -> bool:
         if not self._joining or self._clock() < self._join_deadline:
             return False
-        # A node already named gets one more lease. Timing out now would abort a round about to run:
-        # among many nodes that have waited for long, one after the other would.
+        # A node already named gets one more lease; timing out now would abort a round about to run.
+        # Among many nodes that have waited for long, one after the other would do that.
         document, patience = self.document, self._seen.document_since + self._rules.lease
         if document is None or document.phase is not Phase.CONFIRMING:
             return True
@@ -316,11 +311,18 @@ class Node:
         self._join_deadline = patience
         return False
 
-    def _beat(self) -> Effects[None]:
-        """Write the record if it changed or a keep-alive interval has passed."""
-        punctual = self._clock() >= self._next_beat
-        if not (self._record_due or punctual):
-            return
+    def _keep_alive(self) -> Effects[None]:
+        """Once an interval, beat and look at the others; write a changed record at once."""
+        interval_over = self._clock() >= self._next_beat
+        if self._record_due or interval_over:
+            yield from self._write_record()
+            # Never sooner than an interval. The random part keeps thousands of nodes out of step.
+            interval = self._rules.interval
+            self._next_beat = self._clock() + interval * (1 + 0.1 * self._chance.random())
+        if interval_over:
+            self._seen.read_again(leader=True, records=True)
+
+    def _write_record(self) -> Effects[None]:
         self.record = replace(self.record, beat=self.record.beat + 1, looks=self._seen.looks)
         ring, self._record_due, self._ring = self._ring, False, False
         try:
@@ -328,15 +330,9 @@ class Node:
         except RendezvousConnectionError:
             self._record_due, self._ring = True, ring
             raise
-        # Never earlier than an interval; later by chance, or thousands of nodes beat in step.
-        interval = self._rules.interval
-        self._next_beat = self._clock() + interval * (1 + 0.1 * self._chance.random())
-        if punctual:
-            self._seen.leader_due = self._seen.list_due = True
 
     def _view(self) -> rules.View:
         now, seen = self._clock(), self._seen
-        minimum_age = None if seen.minimum_since is None else now - seen.minimum_since
         leader = seen.document.leader if seen.document and seen.document.leader else ""
         return rules.View(
             me=self.id,
@@ -345,12 +341,11 @@ class Node:
             joining=self._joining,
             document=seen.document,
             document_age=now - seen.document_since,
-            round_age=now - seen.forming_since,
+            round_age=now - seen.round_since,
             latest=seen.latest,
             asked_tombstones=seen.asked_tombstones,
-            own=seen.named.incarnation if seen.named else None,
             member=self._member,
-            confirmed=self._confirmed,
+            confirmed=seen.confirmed,
             records=seen.records,
             leader=seen.leader,
             confirmed_silence=seen.liveness.confirmed_silence,
@@ -360,7 +355,7 @@ class Node:
             possible_idleness=seen.progress.possible_silence(leader, now),
             cannot_list=seen.cannot_list,
             abdicated=self._abdicated,
-            minimum_age=minimum_age,
+            enough_for=seen.enough_for,
             share=self._share,
             fresh=self._fresh,
         )
@@ -387,7 +382,7 @@ class Node:
             case rules.Fail(failure):
                 yield from self._end_join(Outcome(failure=failure))
             case rules.Close(document):
-                # As shutdown() says it, which does the rest should this be cut off.
+                # The same words as shutdown()'s, which finishes this if it is interrupted.
                 why = f"its workers succeeded: closed by {self.record.label}"
                 self.closing = True
                 try:
@@ -397,39 +392,36 @@ class Node:
                         RunOutcome.SUCCEEDED,
                         why,
                         self._rules.sweep_after,
-                        # Also a spare; and no longer one that lost the lead.
+                        # Any leader, also a spare; not a node that has lost the lead since.
                         may_close=lambda now: now.leader == self.id,
                     )
                 finally:
                     self.closing = False
-                self._seen.document_due = True
+                self._seen.read_again(document=True)
             case rules.ListRecords():
-                self._seen.lists = self._seen.list_due = True
+                self._seen.list_records()
             case rules.AskTombstone(incarnation):
                 outcome = yield from ReadTombstone(incarnation)
                 if outcome is not None:
-                    # What this node wrote since the sweep would have no end. If it fails, the node
-                    # asks again: once it has heard of the end it does nothing more.
+                    # What this node wrote since the sweep has no deadline. If the Drop fails, the
+                    # node asks again; once it knows of the end it does nothing more.
                     yield from Drop((NODES_PREFIX + self.id,))
                 self._seen.hear_of_the_end(incarnation, outcome)
-            case rules.Wait(seconds, minimum_reached):
-                if not minimum_reached:
-                    self._seen.minimum_since = None
-                elif self._seen.minimum_since is None:
-                    self._seen.minimum_since = self._clock()
-                    return  # Decide again: the last call may be of no length.
+            case rules.Wait(seconds, enough):
+                if self._seen.count_ready(enough):
+                    return  # Decide again: the last call may take no time.
                 self._opening = None
                 yield from self._wait(seconds)
 
     def _confirm(self, document: RoundDocument, is_master: bool) -> Effects[None]:
-        """Say that this node has seen its rank; rank 0 opens MASTER_PORT first."""
+        """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first."""
         master = None
         if is_master:
             master = yield from self._open_master(document.world_id)
             if master is None:
                 return
         self._opening = None
-        self._seen.named = document
+        self._seen.confirm(document)
         self.record = replace(
             self.record,
             status=Status.RUN,
@@ -440,14 +432,13 @@ class Node:
             failed=False,
         )
         self._record_due = self._ring = True
-        self._confirmed = document
 
     def _begin_to_open_master(self, world_id: str) -> Effects[None]:
         self._opening, self._opened = (world_id, self._clock()), None
         yield from OpenMaster(world_id, 0.0)
 
     def _open_master(self, world_id: str) -> Effects[str | None]:
-        """The address of this round's TCPStore; None: not yet, and this node has waited."""
+        """The address of this round's TCPStore; None: it is not open yet, decide again."""
         now = self._clock()
         if self._opening is None or self._opening[0] != world_id:
             yield from self._begin_to_open_master(world_id)
@@ -461,12 +452,12 @@ class Node:
                 return address
             self._opened = None
             if isinstance(error, RendezvousStateError):
-                raise error  # Of no use to try again.
+                raise error  # Trying again is of no use.
             yield from Tell("master", str(error))
             if now - since < self._rules.lease:
                 yield from OpenMaster(world_id, _MASTER_SECONDS)
         if now - since >= self._rules.lease:
-            # Another is to be rank 0: this node asks for another round.
+            # This node asks for another round, in which another node is rank 0.
             yield from Tell("master", "no TCPStore within the lease: another node is to be rank 0")
             document = self.document
             assert document is not None
@@ -484,7 +475,7 @@ class Node:
     def _end_join(self, outcome: Outcome) -> Effects[None]:
         self._joining = False
         if outcome.document is None:
-            # It is in no round and asks for none; its last word until the agent asks again.
+            # The node is in no round and asks for none until its agent asks again.
             closed = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
             try:
                 if closed:
@@ -493,16 +484,16 @@ class Node:
                 else:
                     yield from self._leave()
             except (RendezvousConnectionError, RendezvousStateError):
-                # The others have this node's lease; its agent is told all the same.
-                self._seen.document_due = self._seen.list_due = True
+                # The others wait for this node's lease; its agent is told all the same.
+                self._seen.read_again(document=True, records=True)
         yield from FinishJoin(outcome)
 
     def _clear_away(self) -> Effects[None]:
-        """Leave nothing in a closed run; free its id if whoever closed it could not."""
-        # Written after the run was closed, the record may outlive what the sweep takes away.
+        """Leave nothing in a closed run; free its id if the node that closed it could not."""
+        # A record written after the run was closed may outlive the sweep.
         yield from Drop((NODES_PREFIX + self.id,))
         document = self.document
-        newcomer = self._seen.named is None
+        newcomer = self._seen.confirmed is None
         if newcomer and document is not None and document.closed and not document.expires:
             yield from let_expire(document, self._seen.token, self._rules.sweep_after)
 
@@ -510,78 +501,82 @@ class Node:
         entry, written = yield from CompareAndSet(STATE_KEY, document.encode(), self._seen.token)
         before = self.document
         self._seen.adopt(entry, document if written else None)
-        self._seen.document_due = False
         if not written:
             return False
         if document.incarnation == self._fresh:
-            self._fresh = self._new_incarnation()  # Should this node found another run.
+            self._fresh = self._new_incarnation()  # In case this node founds another run.
         if before is None or before.leader != self.id:
-            # A store that forgot has forgotten the deadline too. Soon, but not while others wait.
+            # A store that forgot has forgotten the deadline too. Renew it soon, but not while the
+            # others wait for this round.
             self._expires, self._expiry_due = False, self._clock() + self._rules.interval
         elif document.phase is Phase.RUNNING and not self._expires:
             self._expiry_due = self._clock()
         if before is not None and before.leader not in (document.leader, None):
-            # The leader of before waits for its bell, not for the document.
+            # The former leader waits for the bell, not for the document.
             yield from Ring(self.id)
         if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
-            self._untidy = document, self._clock() - self._seen.forming_since
+            self._untidy = document, self._clock() - self._seen.round_since
         return True
 
     def _wait(self, seconds: float | None) -> Effects[None]:
-        seen = self._seen
+        """Wait for a change, a beat's time or ``seconds``; but first do what nobody waits for."""
         if self.ordered or (self._opening and self._opened):
-            return  # Its driver may have given up ending waits for it before this one began.
+            return  # The driver may have ended its waits for this before this wait began.
         if self._untidy is not None:
             (released, took), self._untidy = self._untidy, None
-            # The round is released, to this node's own agent too: nobody waits for it.
-            yield from tidy_up(released, took, seen.records or {}, seen.is_silent)
+            # The round is released, to this node's agent too.
+            yield from tidy_up(released, took, self._seen.records or {}, self._seen.is_silent)
             return
-        document = seen.document
+        document = self.document
         leads = document is not None and document.leader == self.id and not document.closed
         if leads and self._clock() >= self._expiry_due:
-            # Should nobody lead this run any more, its keys end by themselves.
+            # If nobody leads this run any more, its keys end by themselves.
             yield from Expire(self._rules.abandoned)
             self._expires = True
             self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
             return
+        yield from self._park(seconds, leads)
+
+    def _park(self, seconds: float | None, leads: bool) -> Effects[None]:
+        """Wait for the bell as the leader, else for the document."""
+        seen = self._seen
         until_beat = max(0.0, self._next_beat - self._clock())
         if seen.closed or self.record.status is Status.LEFT:
             until_beat = self._rules.interval  # There is no beat to be late for.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if self._joining:
             timeout = min(timeout, max(0.0, self._join_deadline - self._clock()))
-        seen.idle_until = self._clock() + timeout
+        seen.pauses(timeout)
         if leads:
             bell = yield from Park(BELL_KEY, self._bell, timeout)
             if bell is not None:
                 self._bell = bell.version
-            seen.list_due = True
-        else:
-            entry = yield from Park(STATE_KEY, seen.token, timeout)
-            if entry is not None:
-                seen.adopt(entry)
-            elif seconds is not None and timeout == seconds:
-                seen.leader_due = seen.list_due = True
-            if entry is None and timeout == until_beat and seen.document is None:
-                seen.document_due = True
+            seen.read_again(records=True)
+            return
+        entry = yield from Park(STATE_KEY, seen.token, timeout)
+        if entry is not None:
+            seen.adopt(entry)
+            return
+        if seconds is not None and timeout == seconds:
+            seen.read_again(leader=True, records=True)
+        if timeout == until_beat and seen.document is None:
+            seen.read_again(document=True)
 
     def _bear(self, error: Exception, failures: int) -> Effects[None]:
-        """Rule 11: an outage stops nobody; nobody is judged by what could not be read."""
+        """Rule 11: an outage stops no node, and no node is judged by what could not be read."""
         self._seen.judge_punctuality()  # A node that stood still may wake to a broken connection.
-        self._seen.document_due = self._seen.leader_due = self._seen.list_due = True
-        because: Exception | None = error
+        self._seen.read_again(document=True, leader=True, records=True)
         if self._joining and self._is_hopeless(error):
             self._joining = False
             self.record = replace(self.record, status=Status.LEFT)
             yield from FinishJoin(Outcome(error=error))
-            because = None  # Its agent knows.
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
         pause *= 0.5 + 0.5 * self._chance.random()
-        self._seen.idle_until = self._clock() + pause
-        yield from Rest(pause, because=because)
+        self._seen.pauses(pause)
+        yield from Rest(pause)
 
     def _is_hopeless(self, error: Exception) -> bool:
         if isinstance(error, CorruptDocumentError):
-            # Those of the run, if any live, write it anew.
+            # The nodes of the run, if any live, write the document again.
             return self._clock() >= self._joined_at + self._rules.lease + self._rules.interval
         return isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline

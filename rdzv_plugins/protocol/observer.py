@@ -1,4 +1,4 @@
-"""What a node has seen of its run: the document, the leader's beat or all records, and when."""
+"""What a node has read of its run: the document, the leader's record or all records, and when."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from rdzv_plugins.protocol.rules import Rules
 
 __all__ = ["Observer"]
 
-# A leader rests this long per record between two listings, so that a thousand joins cost a handful
-# of listings and not a thousand.
+# A leader rests this long per record between two listings: a thousand joins then cost a handful of
+# listings instead of a thousand.
 _REST_PER_RECORD = 20e-6
 _SHORTEST_REST = 0.5e-3
 
 
 class Observer:
-    """Reads what rules 2 to 5 need, and remembers since when it is as it is.
+    """Reads what rules 2 to 5 need, and notes since when each thing has been as it is.
+
+    Other modules read its attributes; only its own methods change them.
 
     Args:
-        node_id: of the node that looks.
+        node_id: of the node that observes.
         rules: the run's settings.
         clock: the node's monotonic clock, in seconds.
 
@@ -41,23 +43,18 @@ class Observer:
         document: as last read; None: there is none.
         token: the version under which it was read.
         document_since: when it was first seen as it is.
-        latest: the document of the highest place that was seen of this node's run.
-        asked_tombstones: incarnations that were looked for among those that ended, and had not;
-            none since a later document was seen.
-        forming_since: when the document's round was first seen.
-        leader: the leader's record, where another node leads; None: it was not read.
-        leases: of the nodes that were looked at.
-        idle: the same of the leader's looks at all records.
-        records: all nodes' records, where this node lists them; None: not listed since it does.
-        lists: whether it reads all records though it does not lead.
-        looks: how often it has.
-        listed_since: when it last did, or began to have to.
-        minimum_since: when this leader first counted enough nodes; None: there were fewer.
-        idle_until: when the node was last where it should be.
-        trouble_since: since when no request has succeeded; None: the last one did.
-        document_due, leader_due, list_due: what is to be read before the next decision.
+        round_since: when its round was first seen.
+        latest: of all documents of this node's run that it has read, the one of the highest place.
+        asked_tombstones: incarnations without a tombstone, as far as this node has asked; emptied
+            when a later document is read.
+        leader: the leader's record, where another node leads; None: not read.
+        liveness: since when each node's heartbeat has stood still.
+        progress: since when the leader's count of listings has stood still.
+        records: all nodes' records, where this node lists them; None: not listed yet.
+        looks: how often this node has listed all records.
+        listed_since: when it last did, or when it began to have to.
         document_is_fresh: it was read or written since this node last paused.
-        named: the round that this node was last named in.
+        confirmed: the round whose rank this node confirmed last, as it stood then.
     """
 
     def __init__(self, node_id: str, rules: Rules, clock: Callable[[], float]) -> None:
@@ -67,27 +64,32 @@ class Observer:
         self.document: RoundDocument | None = None
         self.token: Version | None = None
         self.document_since = clock()
+        self.round_since = clock()
         self.latest: RoundDocument | None = None
         self.asked_tombstones: frozenset[str] = frozenset()
-        self.forming_since = clock()
         self.leader: NodeRecord | None = None
         self.liveness = FailureDetector()
         self.progress = FailureDetector()
         self.records: dict[str, NodeRecord] | None = None
-        self.lists = False
         self.looks = 0
         self.listed_since = clock()
-        self.minimum_since: float | None = None
-        self.idle_until = clock()
-        self.trouble_since: float | None = None
-        self.document_due = True
-        self.leader_due = False
-        self.list_due = True
-        self.named: RoundDocument | None = None
+        self.document_is_fresh = False
+        self.confirmed: RoundDocument | None = None
+        # What is to be read before the next decision.
+        self._document_due = True
+        self._leader_due = False
+        self._records_due = True
+        # Whether it lists all records though it does not lead.
+        self._lists = False
         self._leader_is: str | None = None  # Whose record `leader` is.
         self._listing = RecordCache()
         self._listed_at = float("-inf")
-        self.document_is_fresh = False
+        # Since when a leader has counted enough ready nodes; None: there are fewer.
+        self._enough_since: float | None = None
+        # Until when the node pauses on purpose.
+        self._idle_until = clock()
+        # Since when no request has succeeded; None: the last one did.
+        self._trouble_since: float | None = None
 
     @property
     def closed(self) -> bool:
@@ -102,33 +104,65 @@ class Observer:
             return False
         return self._clock() - self.listed_since >= self._rules.lease
 
+    @property
+    def enough_for(self) -> float | None:
+        """Seconds since the leader has counted enough ready nodes; None: there are fewer."""
+        return None if self._enough_since is None else self._clock() - self._enough_since
+
+    def count_ready(self, enough: bool) -> bool:
+        """Note whether enough nodes are ready; returns whether the last call begins with this."""
+        begins = enough and self._enough_since is None
+        if begins:
+            self._enough_since = self._clock()
+        elif not enough:
+            self._enough_since = None
+        return begins
+
+    def read_again(
+        self, *, document: bool = False, leader: bool = False, records: bool = False
+    ) -> None:
+        """Read these before the next decision."""
+        self._document_due = self._document_due or document
+        self._leader_due = self._leader_due or leader
+        self._records_due = self._records_due or records
+
+    def list_records(self) -> None:
+        """List all records, as a leader does, until the lead changes."""
+        self._lists = self._records_due = True
+
+    def confirm(self, document: RoundDocument) -> None:
+        """Note the round whose rank this node confirms."""
+        self.confirmed = document
+
     def read_document(self) -> Effects[None]:
         entry = yield from Read(STATE_KEY)
         self.adopt(entry)
-        self.document_due = False
 
     def adopt(self, entry: Entry | None, known: RoundDocument | None = None) -> None:
-        """Make what stands in the store the document; ``known`` saves decoding our own."""
+        """Take what stands in the store as the document; ``known`` saves decoding this node's own.
+
+        Raises `CorruptDocumentError` if it is unreadable, and this node knows no valid one.
+        """
         self.document_is_fresh = True
         token = entry.version if entry else None
-        if token == self.token and (entry is None) == (self.document is None):
-            return
-        was = self.document
-        self.document = known or self._decode(entry)
-        self.token = token
-        self.document_since = self._clock()
-        document = self.document
-        if document is None:
-            return
+        if token != self.token or (entry is None) != (self.document is None):
+            was, self.document, self.token = self.document, known or self._decode(entry), token
+            self.document_since = self._clock()
+            if self.document is not None:
+                self._compare(was, self.document)
+        self._document_due = False
+
+    def _compare(self, was: RoundDocument | None, document: RoundDocument) -> None:
+        """Note what is new in the document: its leader, its round, its place."""
         if was is None or (was.incarnation, was.leader) != (document.incarnation, document.leader):
             self._begin_windows(was, document)
         if document.leader is not None:
-            # Nobody else writes in its name.
+            # Only the leader writes in the leader's name: the write is a sign of life.
             self.liveness.heard(document.leader, self._clock())
             self.progress.heard(document.leader, self._clock())
         if was is None or (was.incarnation, was.round) != (document.incarnation, document.round):
-            self.forming_since = self._clock()
-            self.minimum_since = None
+            self.round_since = self._clock()
+            self._enough_since = None
         if self._is_later(document):
             self.latest = document
             self.asked_tombstones = frozenset()
@@ -139,18 +173,18 @@ class Observer:
         except CorruptDocumentError:
             if self.latest is None:
                 raise
-            return None  # As good as forgotten: whoever has a valid one writes it back.
+            return None  # As if the store had forgotten it: a node with a valid one writes it back.
 
     def _begin_windows(self, was: RoundDocument | None, document: RoundDocument) -> None:
-        """Another node leads: what was seen before, perhaps long ago, is too old to judge by.
+        """Begin every window now: another node leads, and older observations are too old.
 
-        Every window begins now, but for the leader that this node deposed on good evidence.
+        The window of a leader that this node has just deposed stays: its silence is proven.
         """
         self.records = None
         if self._leader_is != document.leader:
             self.leader = None
-        self.minimum_since = None
-        self.list_due, self.lists = True, False
+        self._enough_since = None
+        self._records_due, self._lists = True, False
         now = self._clock()
         deposed = was.leader if was and document.leader == self._me else None
         self.liveness.restart(now, unless=deposed)
@@ -158,23 +192,20 @@ class Observer:
         self.listed_since = now
 
     def _is_later(self, document: RoundDocument) -> bool:
-        """Whether it says more of this node's run than the latest that was seen."""
+        """Whether the document is newer than `latest`, or of a run that replaces this node's."""
         latest = self.latest
         if latest is None:
             return True
         if document.is_of(latest):
             return document.closed or (not latest.closed and document.place >= latest.place)
-        # Another run of this id. One that is over is none of ours, and who was in a run that is
-        # over is in no other.
-        return not document.closed and not (latest.closed and self._member_of(latest))
-
-    def _member_of(self, document: RoundDocument) -> bool:
-        return document.is_of(self.named)
+        # Another run of this id. It replaces ours only while it lives, and not if this node was in
+        # a run that was closed: a node is in one run only.
+        return not document.closed and not (latest.closed and latest.is_of(self.confirmed))
 
     def hear_of_the_end(self, incarnation: str, outcome: Outcome | None) -> None:
-        """Note what the tombstone of a run says that this node remembers; None: there is none."""
+        """Note the tombstone of a run that this node remembers; None: there is none."""
         self.asked_tombstones |= {incarnation}
-        for run in (self.latest, self.named):
+        for run in (self.latest, self.confirmed):
             if outcome is not None and run is not None and run.incarnation == incarnation:
                 self.latest = replace(run, phase=Phase.CLOSED, outcome=outcome, expires=True)
                 return
@@ -184,37 +215,39 @@ class Observer:
         return entry
 
     def observe(self) -> Effects[None]:
-        """Read what is due of others: all records as the leader, else the leader's."""
+        """Read what is due: the document, then all records as the leader, else the leader's."""
+        if self._document_due:
+            yield from self.read_document()
         document = self.document
-        if document is None or document.closed:
+        if document is None or document.closed or self.cannot_list:
             return
-        if document.leader == self._me or self.lists:
-            if self.list_due:
+        if document.leader == self._me or self._lists:
+            if self._records_due:
                 yield from self._list()
         elif document.leader is not None:
             self.records = None
-            if self.leader_due:
+            if self._leader_due:
                 yield from self._look_at_the_leader(document.leader)
 
     def _look_at_the_leader(self, leader: str) -> Effects[None]:
-        self.leader_due = False
+        self._leader_due = False
         asked = self._clock()
         entry = yield from self.read_record(leader)
         record = readable(entry)
         self._leader_is = leader
-        # One that is missing or goes back says no more than what is known.
+        # A record that is missing, or older than the last one, tells nothing new.
         if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record
         beat, looks = (record.beat, record.looks) if record else (None, None)
         self.liveness.observe(leader, beat, asked, self._clock())
         self.progress.observe(leader, looks, asked, self._clock())
-        # Without the leader's record the document may be gone too.
-        self.document_due = record is None
+        # A store that lost the leader's record may have lost the document too.
+        self._document_due = record is None
 
     def _list(self) -> Effects[None]:
         rest = self._listed_at + _REST_PER_RECORD * len(self._listing) - self._clock()
         if rest > _SHORTEST_REST:
-            self.idle_until = self._clock() + rest
+            self.pauses(rest)
             yield from Rest(rest)
         document = self.document
         assert document is not None
@@ -224,7 +257,7 @@ class Observer:
         records = self.records = self._listing.decode(entries)
         named = {*document.participants, *document.previous}
         if document.leader is not None:
-            # It may have no record, and is to be found dead all the same.
+            # A leader without a record must be found dead too.
             named.add(document.leader)
         self.liveness.keep({*records, *named})
         for node in {*records, *named}:
@@ -232,43 +265,47 @@ class Observer:
             self.liveness.observe(node, record.beat if record else None, asked, now)
         self._listed_at = self.listed_since = now
         self.looks += 1
-        self.list_due = False
+        self._records_due = False
 
     def judge_punctuality(self) -> None:
-        """Begin all windows afresh if this node stood still: suspended, or starved.
+        """Begin all windows again if this node stood still: its process was suspended or starved.
 
-        What it saw, or did not see, in that time proves nothing of others. The time that its own
-        requests take is no lateness: see `spent`.
+        What it did not see in that time proves nothing about others. The time that its own requests
+        take is no lateness: see `spent`.
         """
         now = self._clock()
-        if now - self.idle_until > self._rules.interval:
+        if now - self._idle_until > self._rules.interval:
             self._reset_windows(now, grace=0.0)
-        self.idle_until = now
+        self._idle_until = now
+
+    def pauses(self, seconds: float) -> None:
+        """Note that the node pauses on purpose: so much time is no lateness."""
+        self._idle_until = self._clock() + seconds
 
     def paused(self) -> None:
-        """Time passed in which the document may have changed."""
+        """Note that time has passed in which the document may have changed."""
         self.document_is_fresh = False
 
     def spent(self, seconds: float) -> None:
-        """A request took so long; what is beyond its time-out, the node stood still."""
-        self.idle_until += min(seconds, self._rules.request)
+        """Note how long a request took. Up to the request timeout that is no lateness."""
+        self._idle_until += min(seconds, self._rules.request)
 
     def failed(self, asked: float) -> None:
-        """A request of ``asked`` failed: read all again."""
-        if self.trouble_since is None:
-            self.trouble_since = asked
-        self.document_due = self.leader_due = self.list_due = True
+        """Note that a request made at ``asked`` failed: read everything again."""
+        if self._trouble_since is None:
+            self._trouble_since = asked
+        self.read_again(document=True, leader=True, records=True)
 
     def succeeded(self) -> None:
-        """A request was answered: the store is there, perhaps again.
+        """Note that the store answered, perhaps after an outage.
 
-        While it was away nobody could beat. A short while is taken out of each window; after a
-        longer one all windows begin afresh, each node's when it beats again or a lease later.
+        During an outage no node can beat. A short outage is taken out of each window. After a
+        longer one all windows begin again: each node's when it beats again or a lease later.
         """
-        if self.trouble_since is None:
+        if self._trouble_since is None:
             return
-        now, since = self._clock(), self.trouble_since
-        self.trouble_since = None
+        now, since = self._clock(), self._trouble_since
+        self._trouble_since = None
         if now - since > self._rules.interval:
             self._reset_windows(now, grace=self._rules.lease)
         else:
@@ -276,12 +313,12 @@ class Observer:
             self.progress.discount(now - since, now)
 
     def _reset_windows(self, now: float, grace: float) -> None:
-        """Forget since when things are as they are, and read all again."""
+        """Begin all windows now, and read everything again."""
         self.liveness.restart(now, grace)
         self.progress.restart(now, grace)
         self.listed_since = now
-        self.minimum_since = None
-        self.document_due = self.leader_due = self.list_due = True
+        self._enough_since = None
+        self.read_again(document=True, leader=True, records=True)
 
     def is_silent(self, node: str) -> bool:
         """Whether the lease of another node has run out."""

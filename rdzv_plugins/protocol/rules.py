@@ -1,9 +1,10 @@
-"""What `protocol.decide` is given, and what it answers."""
+"""What `member.decide` is given (a `View`), and what it answers (an `Action`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeAlias
 
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument, Status
@@ -32,9 +33,9 @@ class Rules:
 
     Attributes:
         request: the longest that a request to the store takes, its retries included.
-        rejoin: how long a participant that lives may take to ask for the next round.
+        rejoin: how long a live participant may take to ask for the next round.
         sweep_after: how long the keys of a closed run stay.
-        abandoned: how long the keys of a run stay that nobody leads any more.
+        abandoned: how long the keys of a run without a leader stay.
     """
 
     min_nodes: int
@@ -53,32 +54,30 @@ class Rules:
 # Not frozen: one is made for each decision, and a frozen one takes three times as long to make.
 @dataclass(slots=True, kw_only=True)
 class View:
-    """All that a node knows when it decides; nobody changes it.
+    """All that a node knows when it decides; never changed.
 
     Attributes:
         me: this node's id.
         record: this node's record as it last wrote it.
         joining: an agent waits for a round; False: its workers run, or it has not asked yet.
-        document: the document as last read; None: there is none, or nobody can read it.
+        document: the document as last read; None: there is none, or it is unreadable.
         document_age: seconds since ``document`` was first seen as it is.
         round_age: seconds since its round was first seen.
-        latest: the document of the highest place that this node has seen of its run.
-        asked_tombstones: incarnations that were looked for among those that ended, and had not;
-            none since ``document`` was last as it should be.
-        own: the incarnation in which this node was named last.
+        latest: as `observer.Observer.latest`.
+        asked_tombstones: as `observer.Observer.asked_tombstones`.
         member: the round that the agent runs in, or ran in last.
-        confirmed: the round that this node last said it has seen, as it stood then.
+        confirmed: the round whose rank this node confirmed last, as it stood then.
         records: all nodes' records, read after ``document``; None: not read.
         leader: the leader's record as this node, which does not lead, last read it.
         confirmed_silence: seconds for which a node's beat is known to have stood still, on this
             node's clock.
-        possible_silence: seconds since a node's beat was last seen to move; it may have done so
-            again.
+        possible_silence: seconds since a node's beat was last seen to move; it may have moved
+            since.
         moved: whether a node's beat has moved since this node began to watch it.
-        confirmed_idleness, possible_idleness: the same of the leader's looks at all records.
-        cannot_list: this node leads, and has not been able to read all records for a lease.
-        abdicated: so it was once.
-        minimum_age: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
+        confirmed_idleness, possible_idleness: the same for the leader's listings of all records.
+        cannot_list: this node leads, and has not been able to list all records for a lease.
+        abdicated: it gave up a lead for that reason once.
+        enough_for: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
         share: this node's random share of an interval, in [0, 1).
         fresh: an incarnation, should this node found a run.
     """
@@ -92,7 +91,6 @@ class View:
     round_age: float
     latest: RoundDocument | None
     asked_tombstones: frozenset[str]
-    own: str | None
     member: RoundDocument | None
     confirmed: RoundDocument | None
     records: Mapping[str, NodeRecord] | None
@@ -104,25 +102,34 @@ class View:
     possible_idleness: float
     cannot_list: bool
     abdicated: bool
-    minimum_age: float | None
+    enough_for: float | None
     share: float
     fresh: str
 
+    @property
+    def own(self) -> str | None:
+        """The incarnation in which this node confirmed a rank last."""
+        return self.confirmed.incarnation if self.confirmed is not None else None
+
     def lease(self, node: str) -> float:
-        """Each node is judged by its own lease, as its record says."""
+        """The lease of a node, by which it is judged, as its own record says."""
         record = self.records.get(node) if self.records is not None else None
         if record is None and self.document is not None and node == self.document.leader:
             record = self.leader
         return self.rules.lease if record is None else record.lease
 
 
-class Failure:
+class Failure(StrEnum):
     """Why a join cannot succeed."""
 
     CLOSED = "closed"
+    """The run is closed."""
     SPARE_CLOSED = "spare closed"
+    """The run was closed while this node waited as a spare."""
     MISMATCH = "mismatch"
+    """The run was started with other ``--nnodes``."""
     TIMEOUT = "timeout"
+    """No round formed within ``join_timeout``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,7 @@ class SetRecord:
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """Say in this node's record that it has seen its rank; rank 0 opens MASTER_PORT first."""
+    """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first."""
 
     document: RoundDocument
     is_master: bool
@@ -159,43 +166,46 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Raise in the agent's call; ``failure`` is one of `Failure`."""
+    """Raise in the agent's call."""
 
-    failure: str
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class ListRecords:
-    """Read the document again, then all records: this node leads, or must know who lives."""
+    """List all records: this node leads, or must know which nodes live."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskTombstone:
-    """Look whether the run that this node remembers has ended."""
+    """Look for a tombstone of the run that this node remembers."""
 
     incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close the run as succeeded: nobody that is left has work."""
+    """Close the run as succeeded: no node has work left."""
 
     document: RoundDocument
 
 
 @dataclass(frozen=True, slots=True)
 class Abdicate:
-    """Compare-and-set the document to one without a leader: this node cannot lead."""
+    """Write the document without a leader: this node cannot lead."""
 
     document: RoundDocument
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do before something changes or ``seconds`` have passed (None: for any time)."""
+    """Do nothing until something changes or ``seconds`` have passed (None: no limit).
+
+    ``enough``: this leader counts ``min_nodes`` ready nodes, so that the last call runs.
+    """
 
     seconds: float | None = None
-    minimum_reached: bool = False
+    enough: bool = False
 
 
 Action: TypeAlias = (

@@ -323,8 +323,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "member",
-                "record.world_id == document.world_id\n    if named and document.phase",
-                "record.round == document.round\n    if named and document.phase",
+                "view.record.world_id == document.world_id\n",
+                "view.record.round == document.round\n",
             ),
             _in("leader", "or record.world_id != world_id", "or record.round != document.round"),
         ),
@@ -418,8 +418,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "observer",
-                "return not document.closed and not (latest.closed and self._member_of(latest))",
-                "return False",
+                " and not (latest.closed and latest.is_of(self.confirmed))",
+                " and False",
             ),
         ),
         seed=10,

@@ -156,7 +156,7 @@ def scripted(asked: list[Any], answers: list[Any]) -> effects.Effects[None]:
     for request in asked:
         try:
             answers.append((yield request))
-        except RendezvousConnectionError as error:
+        except (RendezvousConnectionError, RendezvousStateError) as error:
             answers.append(error)
 
 
@@ -186,10 +186,18 @@ def test_answers_and_errors_reach_the_node_unchanged() -> None:
 
 def test_what_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     away, unreadable = RendezvousConnectionError("away"), RendezvousStateError("unreadable")
-    rests = [effects.Rest(0.001, because) for because in (away, away, unreadable, unreadable)]
-    driver = make_driver(MemoryClient(MemoryServer(), "run"))
+    met = [away, away, unreadable, unreadable, None, away]
+
+    class Failing(MemoryClient):
+        def get(self, key: str) -> Entry | None:
+            error = met.pop(0)
+            if error is not None:
+                raise error
+            return super().get(key)
+
+    driver = make_driver(Failing(MemoryServer(), "run"))
     with pytest.raises(StopIteration):
-        driver._drive(scripted([*rests, effects.Read("state"), effects.Rest(0.001, away)], []))
+        driver._drive(scripted([effects.Read("state"), effects.Rest(0.001)] * len(met), []))
     said = [message.partition(" ")[0] for message in caplog.messages]
     assert said == ["away", "unreadable", "the", "away"]
 

@@ -22,7 +22,8 @@ def observer(time: Time, *seen: RoundDocument) -> Observer:
     made = Observer("n2", RULES, time)
     for number, each in enumerate(seen):
         made.adopt(entry(each, str(number)))
-    made.named = seen[0] if seen else None
+    if seen:
+        made.confirm(seen[0])
     return made
 
 
@@ -82,7 +83,7 @@ def test_a_leader_is_judged_by_its_own_record(time: Time) -> None:
     for version, leader, beat in (("a", "n1", 9), ("b", "n3", 4)):
         older = replace(MINE, phase=Phase.CONFIRMING, ran=None, master=None)
         seen.adopt(entry(running if leader == "n3" else older, version))
-        seen.leader_due = True
+        seen.read_again(leader=True)
         observing = seen.observe()
         next(observing)
         written = record(leader, beat=beat, lease=float(beat))
@@ -111,7 +112,7 @@ def test_own_requests_are_no_lateness_and_standing_still_is(time: Time) -> None:
     for seconds, voided in ((RULES.request, False), (RULES.request + 1.5, True)):
         seen = observer(time, MINE)
         seen.liveness.observe("n3", 1, time.now, time.now)
-        seen.idle_until = time.now
+        seen.pauses(0.0)
         time.now += seconds
         seen.spent(seconds)
         seen.liveness.observe("n3", 1, time.now, time.now)

@@ -70,12 +70,12 @@ class TestFirstRound:
         self, waited: float | None, done: bool
     ) -> None:
         forming = document(Phase.FORMING)
-        action = decide(view(record("n1"), forming, joining("n1", "n2"), minimum_age=waited))
+        action = decide(view(record("n1"), forming, joining("n1", "n2"), enough_for=waited))
         if done:
             assert written(action).participants == ("n1", "n2")
         else:
             assert isinstance(action, Wait)
-            assert action.minimum_reached
+            assert action.enough
             assert action.seconds == pytest.approx(5.0 - (waited or 0.0))
 
     def test_who_left_is_silent_or_has_other_nodes_is_not_counted(self) -> None:
@@ -195,7 +195,7 @@ class TestRunning:
         following = written(self.lead({}, n3=3.0))
         assert (following.ran, following.master) == (self.NOW.world_id, "n1:1")
         everybody = joining("n1", "n2", round_=4)
-        named = written(decide(view(everybody["n1"], following, everybody, minimum_age=9.0)))
+        named = written(decide(view(everybody["n1"], following, everybody, enough_for=9.0)))
         assert (named.phase, named.ran, named.master) == (Phase.CONFIRMING, None, None)
 
     def test_who_did_not_confirm_is_not_in_it(self) -> None:
@@ -454,7 +454,7 @@ class TestEviction:
         now = replace(self.FORMING, previous=("n1", "n3"), evicted=("n2",))
         everybody = joining("n1", "n3", round_=3)
         everybody["n2"] = running("n2", document(Phase.RUNNING, round_=3))
-        named = written(decide(view(everybody["n1"], now, everybody, minimum_age=9.0)))
+        named = written(decide(view(everybody["n1"], now, everybody, enough_for=9.0)))
         assert (named.phase, named.participants) == (Phase.CONFIRMING, ("n1", "n3"))
 
 
@@ -467,7 +467,8 @@ class TestAnotherRun:
 
     def look(self, now: RoundDocument, **more: Any) -> View:
         me = running("n1", self.MINE)
-        return view(me, now, joining=False, latest=now, member=self.MINE, **more)
+        more = {"latest": now, "member": self.MINE, "confirmed": as_named(self.MINE), **more}
+        return view(me, now, joining=False, **more)
 
     def test_it_asks_first_whether_its_own_has_ended(self) -> None:
         assert decide(self.look(self.THEIRS)) == AskTombstone(RUN)
@@ -490,7 +491,8 @@ class TestAnotherRun:
         here = replace(self.look(self.THEIRS, asked_tombstones=frozenset({RUN})), latest=ended)
         assert decide(here) == Wait()
         assert nodes_waiting(here) == 0
-        assert decide(replace(here, joining=True)) == Fail(Failure.CLOSED)
+        again = replace(here.record, status=Status.JOIN)
+        assert decide(replace(here, joining=True, record=again)) == Fail(Failure.CLOSED)
 
 
 class TestAmnesia:
@@ -532,7 +534,7 @@ class TestClosed:
         ("status", "failure"),
         [(Status.JOIN, Failure.CLOSED), (Status.SPARE, Failure.SPARE_CLOSED)],
     )
-    def test_who_waits_is_told(self, status: Status, failure: str) -> None:
+    def test_who_waits_is_told(self, status: Status, failure: Failure) -> None:
         assert decide(view(record("n9", status), self.CLOSED)) == Fail(failure)
 
     def test_it_stays_closed_for_who_saw_it(self) -> None:

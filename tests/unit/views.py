@@ -56,7 +56,6 @@ def view(
 ) -> View:
     ages = silent or {}
     idle = ages.get(now.leader or "", 0.0) if now else 0.0
-    own = me.incarnation if me.world_id is not None else None
     base = View(
         me=me.address,
         rules=RULES,
@@ -67,7 +66,6 @@ def view(
         round_age=0.0,
         latest=latest or now,
         asked_tombstones=frozenset(),
-        own=own,
         member=None,
         confirmed=as_named(now) if now and me.world_id == now.world_id else None,
         records=others,
@@ -79,7 +77,7 @@ def view(
         possible_idleness=idle,
         cannot_list=False,
         abdicated=False,
-        minimum_age=None,
+        enough_for=None,
         share=0.5,
         fresh="a-new-run",
     )
