@@ -212,7 +212,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Above 0 when the agent should join again; from memory, without I/O. Never raises."""
-        # torch installs its handlers of signals when its workers start, after next_rendezvous().
+        # next_rendezvous() may have run in another thread, where this is not possible.
         self._signals.renew()
         waiting = self._node.waiting
         self._was_told = self._was_told or waiting > 0

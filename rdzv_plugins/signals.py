@@ -1,20 +1,21 @@
-"""Tells at once that this process is about to end when a signal says so.
+"""Announces at once that this process is about to end, when a signal says so.
 
-torch's agent installs its signal handlers when its first workers start, and announces nothing: it
-stops its workers, which may take as long as they need to save, and exits. Before the first workers
-a signal ends the process at once. So a handler of ours stands before torch's, or in the place of
-none.
+torch's agent installs its signal handlers when its workers start, and announces nothing: at a
+signal it stops its workers, which may take as long as they need to save, and then exits. Before its
+first workers a signal ends the process at once. So a thread hears of every signal through the
+wakeup descriptor of Python's `signal` module, whatever handler is installed; and until torch's
+handlers are, one of ours replaces the system's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 from types import FrameType
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -25,73 +26,86 @@ _TORCHS = "torch.distributed.elastic"
 
 
 class SignalWatch:
-    """Calls ``announce``, in a thread of its own, when a signal comes that ends this process.
+    """Calls ``announce``, in a thread of its own, when a signal ends this process.
+
+    An application's own handlers stay as they are, and their signals announce nothing: only the
+    application knows what they mean. One watch of a process listens at a time.
 
     Args:
-        announce: what to do; the signal's handler itself must take no lock.
+        announce: what to do.
         name: of the thread.
     """
 
     def __init__(self, announce: Callable[[], object], name: str) -> None:
         self._announce = announce
         self._name = name
-        self._pid = os.getpid()
-        # Its put() may be called in a signal handler, whatever the thread was doing.
-        self._signals: SimpleQueue[int | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._receive, self._send = socket.socketpair()
+        self._send.setblocking(False)
         self._released = False
-        self._previous: dict[int, Any] = {}
-        self._handler = self._on_signal
 
     def renew(self) -> None:
-        """Stand before the handlers of torch and of the system, where that is not so; it is cheap.
+        """Listen, and replace the system's handlers; cheap, and to be called again and again.
 
-        An application's own handlers stay as they are: what they mean, only it knows. Only the main
-        thread may do this; in another nothing happens.
+        Python allows this in the main thread only; in another nothing happens.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if self._released or threading.current_thread() is not threading.main_thread():
             return
-        if self._released or os.getpid() != self._pid:
-            return
-        for number in (*_FATAL, signal.SIGINT):
-            current = signal.getsignal(number)
-            if current is self._handler:
-                continue
-            torchs = getattr(current, "__module__", "") or ""
-            if not torchs.startswith(_TORCHS) and not (
-                current is signal.SIG_DFL and number in _FATAL
-            ):
-                continue
-            self._previous[number] = current
-            signal.signal(number, self._handler)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+        for number in _FATAL:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _raise)
+        if _listening is None:
+            self._listen()
 
     def release(self) -> None:
-        """Put the handlers back that stood before, where the caller may, and end the thread."""
+        """End the thread and, where the caller may, put the system's handlers back."""
         self._released = True
-        self._signals.put(None)
-        if threading.current_thread() is threading.main_thread():
-            for number, previous in self._previous.items():
-                if signal.getsignal(number) is self._handler:
-                    signal.signal(number, previous)
+        with contextlib.suppress(OSError):
+            self._send.send(b"\0")
+        if _listening is self and threading.current_thread() is threading.main_thread():
+            _restore()
+
+    def _listen(self) -> None:
+        global _listening
+        taken = signal.set_wakeup_fd(self._send.fileno(), warn_on_full_buffer=False)
+        if taken != -1:
+            signal.set_wakeup_fd(taken)  # An event loop in the main thread needs it.
+            return
+        # Referred to while it is installed: a closed descriptor's number is soon another file's.
+        _listening = self
+        threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def _run(self) -> None:
-        if self._signals.get() is not None:
-            self._announce()
+        while not self._released:
+            if any(_ends_this_process(number) for number in self._receive.recv(64)):
+                self._announce()
+                return
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous[number]
-        if os.getpid() != self._pid:
-            # A child that was forked has our handler, and not our node.
-            signal.signal(number, previous)
-            signal.raise_signal(number)
-            return
-        self._signals.put(number)
-        if callable(previous):
-            previous(number, frame)
-            return
-        name = signal.Signals(number)
-        # As torch's own handler does, once it is installed.
-        raise SignalException(f"Process {os.getpid()} got signal: {name}", sigval=name)
+
+_listening: SignalWatch | None = None
+
+
+def _ends_this_process(number: int) -> bool:
+    if number not in (*_FATAL, signal.SIGINT):
+        return False
+    handler = signal.getsignal(number)
+    return handler is _raise or (getattr(handler, "__module__", "") or "").startswith(_TORCHS)
+
+
+def _raise(number: int, _: FrameType | None) -> None:
+    """What torch's handler does."""
+    name = signal.Signals(number)
+    raise SignalException(f"Process {os.getpid()} got signal: {name}", sigval=name)
+
+
+def _restore() -> None:
+    global _listening
+    for number in _FATAL:
+        if signal.getsignal(number) is _raise:
+            signal.signal(number, signal.SIG_DFL)
+    if _listening is not None:
+        signal.set_wakeup_fd(-1)
+        _listening = None
+
+
+# A forked child shares the descriptor: its signals are not this process's.
+os.register_at_fork(after_in_child=_restore)

@@ -88,6 +88,18 @@ def saving(handler: StoreRendezvousHandler) -> None:
         raise
 
 
+def saving_at_once(handler: StoreRendezvousHandler) -> None:
+    """The signal comes before the agent's first look at its workers, an interval after start."""
+    handler.next_rendezvous()
+    install_torchs_handlers()
+    begin("unpolled")
+    try:
+        time.sleep(60)
+    except SignalException:
+        time.sleep(SAVING)
+        raise
+
+
 def ending(handler: StoreRendezvousHandler) -> None:
     handler.next_rendezvous()
     install_torchs_handlers()
@@ -161,6 +173,7 @@ CASES: dict[str, tuple[Callable[[StoreRendezvousHandler], None], int]] = {
     "roles": (exchanging_roles, 1),
     "released": (released, 1),
     "saving": (saving, 1),
+    "unpolled": (saving_at_once, 1),
     "ending": (ending, 1),
     "barrier": (in_the_exit_barrier, 2),
     "own": (with_a_handler_of_its_own, 1),

@@ -20,6 +20,7 @@ ANNOUNCED = {
     "roles SIGTERM": RAISED,
     "released SIGTERM": RAISED,
     "saving SIGTERM": RAISED,
+    "unpolled SIGTERM": RAISED,
     "own SIGTERM": 7,
     "thread SIGTERM": RAISED,
     "forking SIGTERM": RAISED,
