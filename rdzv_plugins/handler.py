@@ -101,6 +101,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._rules = rules
         self._settings = settings
         self._address = address
+        self._address_checked = False
         self._servers: dict[str, TCPStore] = {}
         self._store: AgentStore | None = None
         self._was_told = False
@@ -379,7 +380,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         if not self.use_agent_store:
             return f"{self._address}:{_free_port()}"
-        self._check_address()
+        if not self._address_checked:
+            self._check_address()
+            self._address_checked = True
         try:
             server = TCPStore(
                 # It listens on all addresses; here it dials itself.

@@ -8,11 +8,14 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from email.message import Message
+from email.utils import formatdate
 
 import pytest
 
 from rdzv_plugins.kv.base import Limit, Wake, WokenError
 from rdzv_plugins.stores._http import Http, Request
+from rdzv_plugins.stores.consul import _time_of
 from rdzv_plugins.testing.threads import Background
 
 Serve = Callable[[socket.socket], None]
@@ -149,3 +152,11 @@ def test_lines_come_one_by_one(wake: Wake) -> None:
             wake.ring()
             with pytest.raises(WokenError):
                 list(response)
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, -1.5, 0.0, 1.5, 3600.0])
+def test_the_agents_clock_counts(ahead: float) -> None:
+    headers = Message()
+    agent = time.time() + ahead
+    headers["Date"] = formatdate(agent, usegmt=True)
+    assert abs(_time_of(headers) - agent) <= 1.1

@@ -13,7 +13,16 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, WokenError
+from rdzv_plugins.kv.base import (
+    Limit,
+    Problem,
+    StoreClient,
+    Stored,
+    Wake,
+    WokenError,
+    segments,
+    stamped,
+)
 from rdzv_plugins.kv.memory import MemoryClient
 
 
@@ -175,3 +184,29 @@ def test_portions_fit_the_batch(client: DictClient) -> None:
     client.batch = 3, 10  # type: ignore[misc]
     parts = [*client._parts({"a": b"12345678", "b": b"123", "c": b"", "d": b"", "e": b"x" * 20})]
     assert [[*part] for part in parts] == [["a"], ["b", "c", "d"], ["e"]]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "prefix", "parts"),
+    [
+        ("rdzv/run", "rdzv", ["rdzv", "run"]),
+        ("ml/rdzv/run", "ml/rdzv", ["ml", "rdzv", "run"]),
+        ("rdzv/a/b", "rdzv", ["rdzv", "a%2Fb"]),
+        ("rdzv/..", "rdzv", ["rdzv", "%%2E%2E"]),
+        ("rdzv/", "rdzv", ["rdzv", "%"]),
+        ("other/ü", "rdzv", ["other", "%C3%BC"]),
+    ],
+)
+def test_a_run_is_one_segment(namespace: str, prefix: str, parts: list[str]) -> None:
+    assert segments(namespace, prefix) == parts
+
+
+def test_runs_have_segments_of_their_own() -> None:
+    runs = ["", ".", "..", "%2E", "%", "%%2E", "a/b", "a%2Fb", "!expire", "=k", "#k"]
+    assert len({segments(f"rdzv/{run}", "rdzv")[1] for run in runs}) == len(runs)
+
+
+def test_equal_values_have_different_versions() -> None:
+    one, two = Stored.parse(stamped(b"same")), Stored.parse(stamped(b"same"))
+    assert one.value == two.value == b"same"
+    assert one.version != two.version
