@@ -1,4 +1,4 @@
-# Every target makes and uses the virtual environment .venv; nothing else needs to be set up.
+# The targets create the virtual environment .venv and use it; no other setup is needed.
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -10,28 +10,28 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 .venv/installed: requirements.lock pyproject.toml
-	@echo "==> making the virtual environment .venv and installing what requirements.lock pins"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed (PYTHON=... names one)"; exit 1; }
+	@echo "==> creating the virtual environment .venv and installing requirements.lock"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is required (select one with PYTHON=...)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' || { echo "install Python's venv first: apt-get install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: .venv/installed ## Three agents train, one is killed, training goes on [ENDPOINT=redis://...]
+demo: .venv/installed ## Train with three agents, kill one, continue training [ENDPOINT=redis://...]
 	@$(BIN)/rdzv demo $(if $(ENDPOINT),--endpoint "$(ENDPOINT)")
 
-test: .venv/installed servers lint ## Install what the tests need and run them all
+test: .venv/installed servers lint ## Install the test dependencies and run all tests except the long ones
 	@echo "==> running the tests"
 	@$(PYTEST) --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-unit: .venv/installed ## The tests that need no server
+unit: .venv/installed ## Run the tests that need no server
 	@$(PYTEST) --numprocesses 2 tests/unit
 
-test-store: .venv/installed servers ## The tests of one store [STORE=redis]
+test-store: .venv/installed servers ## Run the tests of one store [STORE=redis]
 	@$(PYTEST) --numprocesses 2 --dist loadgroup -k $(or $(STORE),redis) tests/integration
 
-lint: .venv/installed ## ruff, mypy --strict, and whether the generated docs are up to date
+lint: .venv/installed ## Run ruff and mypy --strict; check that the generated docs are up to date
 	@echo "==> checking style and types"
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
@@ -40,33 +40,33 @@ lint: .venv/installed ## ruff, mypy --strict, and whether the generated docs are
 
 SEEDS ?= 100000
 FIRST_SEED ?= 1
-simulate: .venv/installed ## The protocol under faults on virtual time [SEEDS=100000 FIRST_SEED=1]
+simulate: .venv/installed ## Simulate the protocol under faults on virtual time [SEEDS=100000 FIRST_SEED=1]
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED)
 
-soak: .venv/installed servers ## Every torchrun scenario on every store, with repetitions
+soak: .venv/installed servers ## Run every torchrun scenario on every store, with repetitions
 	@$(PYTEST) -m "soak or not soak" tests/integration
 
-bench: .venv/installed servers ## Measure all stores beside torch's own; writes docs/benchmarks.md
+bench: .venv/installed servers ## Measure all stores and torch's own backends; writes docs/benchmarks.md
 	@$(BIN)/python -m benchmarks
 
 docs: .venv/installed ## Generate docs/options.md and docs/stores.md from the docstrings
 	@$(BIN)/python -m docs.generate
 
-lock: ## Renew requirements.lock from pyproject.toml
+lock: ## Update requirements.lock from pyproject.toml
 	@scripts/lock "$(PYTHON)"
 
-servers: ## Install the servers of the integration tests (Debian, without Docker)
-	@echo "==> installing the servers that the tests run against"
+servers: ## Install the servers for the integration tests (Debian, without Docker)
+	@echo "==> installing the servers for the tests"
 	@scripts/install-servers
 
-test-oldest: servers ## The tests on the oldest torch and clients that pyproject.toml allows
+test-oldest: servers ## Run the tests on the oldest versions that pyproject.toml allows
 	@scripts/test-oldest "$(PYTHON)" tests/unit tests/integration
 
-test-compose: .venv/installed ## The integration tests against docker-compose.yml
+test-compose: .venv/installed ## Run the conformance tests against docker-compose.yml
 	@scripts/test-compose
 
-build: .venv/installed ## The wheel and the source distribution
+build: .venv/installed ## Build the wheel and the source distribution
 	@$(BIN)/python -m build --no-isolation
 
-clean: ## Remove what these targets made
+clean: ## Remove everything that these targets created
 	@rm -rf .venv .servers .compose build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

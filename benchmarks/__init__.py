@@ -1,6 +1,6 @@
-"""What each store costs, beside torch's own handlers."""
+"""Benchmarks of each store, compared with torch's own handlers."""
 
 import warnings
 
-# torch says so, as it is imported, to every process of an environment without NumPy.
+# Without NumPy, torch prints this warning in every process that imports it.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")

@@ -1,4 +1,4 @@
-"""Measure every store beside torch's own handlers in one run, and write docs/benchmarks.md.
+"""Measure every store and torch's own handlers in one run, and write docs/benchmarks.md.
 
 python -m benchmarks --help
 """
@@ -20,7 +20,7 @@ from benchmarks.floors import FLOORS
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 STORES = ("redis", "valkey", "zookeeper", "consul", "etcd-v3", "dynamodb", "postgres")
-# So many handlers are tried only where they do not take one machine minutes.
+# Measured only on stores where so many handlers take less than minutes on one machine.
 LARGE = 1024
 
 
@@ -28,9 +28,9 @@ def main(
     nodes: Annotated[
         str, typer.Option(help="comma-separated numbers of nodes")
     ] = "2,16,64,128,256",
-    repeats: Annotated[int, typer.Option(help="runs of each; medians are shown")] = 3,
-    processes: Annotated[int, typer.Option(help="processes that share the nodes")] = 4,
-    stores: Annotated[str, typer.Option(help="comma-separated")] = ",".join(STORES),
+    repeats: Annotated[int, typer.Option(help="runs of each; the page has medians")] = 3,
+    processes: Annotated[int, typer.Option(help="number of processes that run the nodes")] = 4,
+    stores: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(STORES),
     torch_own: Annotated[str, typer.Option(help="torch's backends")] = ",".join(
         rendezvous.TORCH_OWN
     ),
@@ -95,7 +95,7 @@ def _joins(
         whole = len(done) == repeats
         cells.append(rendezvous.show(statistics.median(done) if whole else None))
         if not whole:
-            # It will not finish with more nodes either.
+            # More nodes would not finish either.
             break
     row = f"| {name} | {' | '.join(cells)} |"
     console.print(row)
@@ -115,12 +115,12 @@ def _page(
             "",
             f"One run on {os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python "
             f"{platform.python_version()}, torch {torch.__version__}, servers on loopback. Medians "
-            f"of {repeats}. On a shared machine read them as +-30 %.",
+            f"of {repeats}. On a shared machine the error is about +-30 %.",
             "",
             "## One request, milliseconds",
             "",
-            "A compare-and-set and a read of 2 KB; from a write to the return of a waiter that was "
-            "parked (DynamoDB cannot push: its waiters poll).",
+            "`compare-and-set` and `read` use 2 KB. `wake-up` is the time from a write until a "
+            "blocked waiter returns (DynamoDB cannot push changes: its waiters poll).",
             "",
             "| store | compare-and-set | read | wake-up |",
             "| --- | --- | --- | --- |",
@@ -128,15 +128,16 @@ def _page(
             "",
             "## Rendezvous of N nodes, all joining at once",
             "",
-            f"N handlers in {processes} processes on this one machine, from the common start until "
-            "the last has its rank, world size and MASTER_ADDR. On the stores of this package that "
-            "includes rank 0's TCPStore and the confirmation of every node. It is mostly processor "
-            "time, on redis and valkey two to three milliseconds a node, the server's included, "
-            "shared by the cores. How fast this machine is can be told by two programs that are no "
-            "rendezvous (`benchmarks/floors.py`): a bare barrier, and the least that gives ranks "
-            "and a MASTER_ADDR, without leases, confirmation or a second round. c10d and etcd-v2 "
-            "are torch's own. An empty cell was not tried: fewer nodes had not finished within "
-            f"{rendezvous.RENDEZVOUS_SECONDS:g} s, or (1,024) it would take one machine minutes.",
+            f"N handlers run in {processes} processes on one machine. The time runs from the "
+            "common start until the last handler has its rank, world size and MASTER_ADDR. On "
+            "the stores of this package it includes rank 0's TCPStore and the confirmation of "
+            "every node. It is mostly processor time, shared by the cores: on redis and valkey "
+            "two to three milliseconds per node, including the server. Two programs without a "
+            "rendezvous protocol show the speed of the machine (`benchmarks/floors.py`): a bare "
+            "barrier, and the least program that assigns ranks and a MASTER_ADDR, without "
+            "leases, confirmation or a second round. c10d and etcd-v2 are torch's own backends. "
+            "Empty cells were not measured: fewer nodes had not finished within "
+            f"{rendezvous.RENDEZVOUS_SECONDS:g} s, or (1,024) one machine would take minutes.",
             "",
             f"| store | {head} |",
             f"| --- | {rule} |",

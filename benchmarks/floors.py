@@ -1,6 +1,6 @@
-"""What N nodes on one machine cost without a protocol: two floors to read the other times by.
+"""Two lower bounds: the time that N nodes on one machine take without a rendezvous protocol.
 
-Each looks like a handler, so that `rendezvous` measures it in the same way.
+Each class has the interface of a handler, so `rendezvous` measures it in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PATIENCE_MS = 60_000
 
 
 class Barrier:
-    """A bare barrier: a script and a parked read a node."""
+    """A bare barrier: each node runs one script and one blocking read."""
 
     def __init__(self, endpoint: str, run_id: str, nodes: int) -> None:
         self._redis: Any = redis.Redis.from_url(endpoint, single_connection_client=True)
@@ -40,10 +40,11 @@ class Barrier:
 
 
 class Sketch:
-    """The least that gives ranks and a MASTER_ADDR: no leases, confirmations, or second round.
+    """The least program that assigns ranks and a MASTER_ADDR.
 
-    A node writes its record and rings a bell; the first one counts records whenever the bell has
-    rung and writes one list of all; rank 0 then names an address.
+    It has no leases, confirmations or second round. Each node writes its record and rings a bell.
+    The first node counts the records after each ring and writes one list of all nodes. Rank 0 then
+    publishes an address.
     """
 
     def __init__(self, endpoint: str, run_id: str, nodes: int) -> None:
@@ -64,7 +65,7 @@ class Sketch:
         return SimpleNamespace(rank=rank)
 
     def _write_record(self) -> bool:
-        """Whether this node is the first."""
+        """Write the record; return whether this node is the first."""
         record = json.dumps({"addr": "127.0.0.1", "pid": os.getpid(), "beat": 1, "status": "join"})
         pipe = self._redis.pipeline(transaction=False)
         pipe.hset(f"{self._run}:nodes", self._id, record)

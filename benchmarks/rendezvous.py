@@ -1,8 +1,8 @@
-"""How long N nodes take to rendezvous, all joining at once: ours on each store, beside torch's own.
+"""The rendezvous time of N nodes that join at once, on each store and on torch's own backends.
 
-N handlers live in a few processes of one machine, so what is measured is mostly one machine's CPU;
-real nodes have their own. Handlers are made (and connected) first; the time runs from the common
-start until the last of them has its rank.
+N handlers run in a few processes on one machine, so the result is mostly the CPU time of that
+machine; real nodes have their own CPUs. The handlers are created and connected first. The time runs
+from the common start until the last handler has its rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.floors import FLOORS
 from rdzv_plugins import servers
 
 TORCH_OWN = ("c10d", "etcd-v2")
-# Of all handlers and of the group of processes around them; a run that needs longer has failed.
+# The limit for one measurement; a run that needs longer has failed.
 RENDEZVOUS_SECONDS = 60.0
 
 
@@ -64,12 +64,12 @@ def make_handler(run: Run, is_host: bool) -> Any:
 
 
 def host(run: Run, share: int, first: bool, start: Event, results: Any) -> None:
-    """One process: ``share`` handlers, each with a thread of its own."""
-    # Hundreds of threads that wait for one interpreter look every 5 ms whether they may go on,
-    # which is then all that is measured: 100,000 switches a second. Real nodes are one a process.
+    """One process with ``share`` handlers, each in its own thread."""
+    # By default hundreds of waiting threads each request the interpreter every 5 ms. The resulting
+    # 100,000 switches a second would dominate the measurement. Real nodes have one process each.
     sys.setswitchinterval(0.05)
     handlers = [make_handler(run, first and index == 0) for index in range(share)]
-    # The collector walks all that torch has imported in 0.2 s, and would do so now and then.
+    # A garbage collection over torch's modules takes 0.2 s and could fall into the measurement.
     gc.collect()
     gc.freeze()
     finished: list[tuple[float, int]] = []
@@ -93,12 +93,12 @@ def host(run: Run, share: int, first: bool, start: Event, results: Any) -> None:
     for thread in threads:
         thread.join()
     results.put(("done", (max((at for at, _ in finished), default=0.0), finished, errors)))
-    # The parent ends this process: how long closing takes is not measured here.
+    # The parent kills this process: the time of closing is not measured.
     time.sleep(3600)
 
 
 def measure(run: Run, processes: int) -> float | None:
-    """Seconds until the last node had its rank; None: not all had it within the limit.
+    """Seconds until the last node had its rank; None if a node had none within the limit.
 
     Raises `RuntimeError` if a node's rendezvous failed.
     """
@@ -114,7 +114,7 @@ def measure(run: Run, processes: int) -> float | None:
         worker.start()
         workers.append(worker)
         if run.backend == "c10d" and index == 0:
-            # The first process hosts the TCPStore that the others connect to.
+            # The first process hosts the TCPStore for the others.
             assert results.get(timeout=120)[0] == "ready"
     try:
         for _ in range(len(shares) - (run.backend == "c10d")):
@@ -144,14 +144,14 @@ def measure(run: Run, processes: int) -> float | None:
 
 @contextlib.contextmanager
 def server_of(backend: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """An endpoint and its options: a server of the backend's kind, for as long as it is needed."""
+    """Start a server for the backend and yield its endpoint and options; stop it afterwards."""
     if backend == "c10d":
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         yield f"127.0.0.1:{port}", {}
         return
     if backend == "etcd-v2":
-        import etcd  # noqa: F401  # The client that torch's backend needs; torch only warns.
+        import etcd  # noqa: F401  # torch's backend needs this client; without it torch only warns.
 
         os.environ["ETCD_ENABLE_V2"] = "true"
     kind = {"etcd-v3": "etcd", "etcd-v2": "etcd"}.get(backend, backend)
@@ -169,5 +169,5 @@ def show(seconds: float | None) -> str:
 def measure_new_run(
     backend: str, endpoint: str, config: dict[str, str], nodes: int, processes: int
 ) -> float | None:
-    """`measure` under a run id of its own."""
+    """Call `measure` with a new run id."""
     return measure(Run(backend, endpoint, uuid.uuid4().hex[:8], nodes, config), processes)

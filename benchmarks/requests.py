@@ -1,4 +1,4 @@
-"""What one request costs on each store: a compare-and-set of 2 KB, and waking a waiter."""
+"""The time of one request on each store: compare-and-set and read of 2 KB, and a wake-up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAKE_UPS = 30
 
 
 def measure(backend: str, endpoint: str, config: dict[str, str], samples: int) -> dict[str, float]:
-    """Median seconds of a compare-and-set, of a read, and from a write to the waiter's return."""
+    """Median seconds of a compare-and-set, a read, and a wake-up (write to the waiter's return)."""
     run_id = uuid.uuid4().hex[:8]
     writer = open_client(backend, endpoint, run_id, config)
     waiter = open_client(backend, endpoint, run_id, config)
@@ -66,7 +66,7 @@ def _wake_up(writer: KeyValueClient, waiter: KeyValueClient) -> float:
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
-        # Until it has surely parked: being woken is measured, not finding a value.
+        # Give the waiter time to block: the wake-up is measured, not a read.
         time.sleep(0.1)
         began = time.perf_counter()
         version = writer.put("bell", uuid.uuid4().bytes)

@@ -1,4 +1,4 @@
-"""The planned faults, each a few lines: what befalls whom."""
+"""The planned faults: what each fault does to which host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FAULTS", "end_faults"]
 
 
 def _victim(world: World) -> Host | None:
-    """A live host; often the one whose loss matters most."""
+    """A random live host; half of the time the leader or rank 0."""
     alive = [host for host in world.hosts if host.alive]
     if not alive:
         return None
@@ -54,7 +54,7 @@ def _freeze(world: World) -> None:
 def _stop_a_while(world: World, frozen: bool) -> None:
     if host := _victim(world):
         seconds = world.chance.choice((0.3, 1.5, 3.0, 6.0, 12.0)) * world.chance.uniform(0.5, 1.5)
-        world.note(f"{host.id} stalls for {seconds:.1f} s{' with its clock' if frozen else ''}")
+        world.note(f"{host.id} stalls for {seconds:.1f} s{', its clock too' if frozen else ''}")
         host.stall(seconds, frozen)
 
 
@@ -73,7 +73,7 @@ def _fail(world: World) -> None:
 
 
 def _succeed(world: World) -> None:
-    """The workers of a host are done, those of the others soon."""
+    """The workers of a host succeed; the workers of the others succeed soon after."""
     host = _victim(world)
     if host is None or host.stalls or host.track.world is None:
         return
@@ -91,7 +91,7 @@ def _abandon(world: World) -> None:
 
 
 def _wedge(world: World) -> None:
-    # One at a time: where all hang nobody is left to go on.
+    # At most one host: if all agents hang, no host can continue.
     host = _victim(world)
     if host and not host.stalls and not any(other.wedged for other in world.hosts):
         world.note(f"the agent of {host.id} will hang")
@@ -99,12 +99,12 @@ def _wedge(world: World) -> None:
 
 
 def _grey(world: World) -> None:
-    """Some requests of a host fail: an MTU black hole, a full disk's timeouts, a bad cable."""
+    """Some requests of a host fail or are slow: an MTU black hole, a full disk, a bad cable."""
     host = _victim(world)
     if host is None or any(other.grey for other in world.hosts if other.alive):
         return
     host.grey = world.chance.choice(("lists", "lists", "some", "slow"))
-    world.note(f"{host.id} is grey: {host.grey}")
+    world.note(f"{host.id} is a grey host: {host.grey}")
     if world.chance.random() < 0.4:
         world.kernel.after(_duration(world), _clear_up, host)
 
@@ -134,7 +134,7 @@ def _heal(cut: list[Host]) -> None:
 
 def _cut_off(world: World, share: float, seconds: float) -> list[Host]:
     cut = [host for host in world.hosts if host.alive and world.chance.random() < share]
-    world.note(f"no store for {seconds:.1f} s on {' '.join(host.id for host in cut)}")
+    world.note(f"no access to the store for {seconds:.1f} s: {' '.join(host.id for host in cut)}")
     for host in cut:
         host.cut_off = True
         if world.chance.random() < 0.5:
@@ -154,7 +154,7 @@ def _restore(world: World) -> None:
     world.network.down = False
     if world.network.quiet or world.chance.random() < 0.5:
         return
-    # Its clients connect again after pauses of their own.
+    # Each client reconnects after its own delay.
     for host in world.hosts:
         if host.alive and not host.cut_off:
             host.cut_off = True
@@ -174,7 +174,7 @@ def _speed_up(world: World) -> None:
 
 
 def _amnesia(world: World) -> None:
-    world.note("the store forgets everything")
+    world.note("the store loses all data")
     world.store.forget()
     if world.chance.random() < 0.7:
         _break_waits(world)
@@ -186,7 +186,7 @@ def _fail_over(world: World) -> None:
     seconds = world.chance.choice((0.01, 0.05, 0.3, 1.0, 2.0, 5.0))
     lost = world.store.fail_over(seconds)
     world.checker.beats_lost(world.kernel.now - seconds)
-    world.note(f"a fail-over: the last {seconds} s are lost, {lost} writes")
+    world.note(f"a fail-over loses the last {seconds} s, {lost} writes")
     for host in world.hosts:
         if host.alive:
             host.break_wait()
@@ -200,7 +200,7 @@ def _corrupt(world: World) -> None:
         whole = world.store.entries[STATE_KEY].value
         rubbish = (b"", b"\xff\xfe", b"{}", whole[: len(whole) // 2])
         world.store.put(STATE_KEY, world.chance.choice(rubbish))
-        # As good as forgotten.
+        # This counts as a loss of data.
         world.store.epoch += 1
 
 
@@ -214,7 +214,7 @@ def _break_waits(world: World) -> None:
 def _change_rate(world: World) -> None:
     if host := _victim(world):
         rate = world.chance.uniform(SLOWEST, FASTEST)
-        world.note(f"the clock of {host.id} goes on at {rate:.2f}")
+        world.note(f"the clock of {host.id} now runs at rate {rate:.2f}")
         host.set_rate(rate)
 
 
@@ -228,7 +228,7 @@ def _close(world: World) -> None:
 
 
 def _close_and_resubmit(world: World) -> None:
-    """Some do not hear of it, and come back when the run was swept, or was submitted again."""
+    """Close the run; some hosts are cut off until it was swept or submitted again."""
     if world.chance.random() < 0.7:
         seconds = world.plan.rules.sweep_after + world.chance.uniform(0.5, 6.0)
         cut = _cut_off(world, world.chance.choice((0.2, 0.5)), seconds)
@@ -250,12 +250,12 @@ def _kill_and_resubmit(world: World) -> None:
     for host in world.hosts:
         if host.alive:
             host.crash()
-    world.note("all are killed")
+    world.note("all hosts are killed")
     world.kernel.after(world.chance.choice((0.1, 1.0, 5.0, 15.0)), _resubmit, world, 1.0)
 
 
 def _resubmit(world: World, share: float) -> None:
-    """The id is used again, perhaps with fewer nodes; some old process may still hang."""
+    """Use the id again, perhaps with fewer nodes; some old processes may still run."""
     if world.network.quiet:
         return
     world.note("the run is submitted again")
@@ -273,7 +273,7 @@ def _duration(world: World) -> float:
 
 
 def end_faults(world: World) -> None:
-    """From now on hosts, clocks, network and store do as they should; but for a grey host."""
+    """End all faults of hosts, clocks, network and store, except perhaps on a grey host."""
     world.note("-- the faults stop --")
     network = world.network
     network.down, network.slow, network.quiet = False, 0.0, True

@@ -1,39 +1,42 @@
-"""What must hold at every step, judged from outside: by what reached the store, and when.
+"""Invariants of the protocol, checked at every step against the contents of the store.
 
-A *world* is a round as its participants were named: its incarnation, its number, and its
-participants in rank order. A host *runs* a world from the moment its agent is given it until its
-workers have stopped or succeeded; a host that stalls, or whose agent hangs, goes on running.
+A *world* is one round as its participants were named: the incarnation, the round number, and the
+participants in rank order. A host *runs* a world from the moment when its agent gets the round
+until its workers have stopped or succeeded. A host that stalls, or whose agent hangs, still runs
+its world.
 
-The *lease* of a host in a world holds as long as no stretch of ``lease / fastest clock rate`` (less
-the staleness of listings, where a seed has stale ones) has passed without a new beat of it
-reaching the store. Once run out it does not come back in that world: a host that was cut off for
-so long has been replaced, and runs on until it hears of it. So has one that was *evicted*: its
-agent did not ask for the next round in time.
+The *lease* of a host in a world is valid while its heartbeats keep reaching the store: no gap
+between two new heartbeats reaches ``lease / fastest clock rate`` (minus the staleness of listings,
+if the seed has stale listings). An expired lease does not become valid again in that world: the
+other nodes have replaced the host, and it keeps running until it learns of this. The same applies
+to an *evicted* host, whose agent did not ask for the next round in time.
 
-A world is *named* by each write that puts it into the store: by the one that gives out its ranks,
-and by those that write it back into a store that forgot.
+Each write that puts a world into the store *names* the world: the write that assigns the ranks, and
+each write that restores the document after the store lost it.
 
-The store *loses* what was written when it restarts empty, when it fails over to a replica that
-lacks the last seconds, or when the document is damaged. What expires is not lost.
+The store *loses* data when it restarts empty, when it fails over to a replica that lacks the last
+seconds, or when the document is damaged. Expiry is not a loss.
 
-The *amnesia exception*: two hosts whose leases hold may run different worlds if the store lost
-something between a naming of the one world and a later naming of the other, and the listing that
-the namer of the other had last read did not show that the one's host runs: it had no record of the
-host, or, being stale, one from before the host confirmed. Participants write their records back
-within an interval, so that only a round that completes sooner than that, or than the staleness, can
-be the second; and the run must still end in one world within the bound.
+The *amnesia exception*: two hosts with valid leases may run different worlds under two conditions.
+First, the store lost data between a naming of the one world and a later naming of the other.
+Second, the last listing of the node that named the other world did not show that the host runs the
+one: it had no record of the host, or it was stale and had a record from before the host confirmed.
+Participants restore their records within an interval, so the second world can only be a round that
+completes sooner than that (or sooner than the staleness). The run must still end in one world
+within the bound.
 
-A run is *finished* when its document was closed. Hosts that run it on, because it was not closed as
-failed, are in nobody's way; nor are they part of a later run of that id.
+A run is *finished* when its document was closed. Hosts that continue a finished run, because it was
+not closed as failed, violate nothing. They do not belong to a later run of that id.
 
-A host *leads* a run, as far as its keys are concerned, if it does so when the run stands still, and
-its listings do not fail. Who is killed sooner may not have come to set when the keys end: they stay
-until the id is used again. The next run, of as many nodes as a round needs, starts then, succeeds
-and is swept; one that is refused, since the last was closed, is started again after the sweep.
+A host *leads* a run, for the check of its keys, if it leads when the run has settled and its
+listings do not fail. A leader that is killed earlier may not have set the deadline of the keys:
+then they stay until the id is used again. In that case the simulator starts a next run with as many
+nodes as a round needs; the next run succeeds and is swept. If the next run is refused because the
+last run was closed, it is started again after the sweep.
 
-A launcher that gives up a join early, and starts another node in its place, is one of the faults
-and ends with them: where a run needs all its nodes, and each is away now and then, there may be no
-moment at which all are there.
+A launcher that gives up a join early, and starts another node instead, is one of the faults and
+stops with them: if a run needs all its nodes, and each node is absent from time to time, there may
+be no moment at which all nodes are present.
 """
 
 from __future__ import annotations
@@ -50,56 +53,60 @@ from tests import replace
 __all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show", "world_of"]
 
 INVARIANTS = {
-    "one world": "hosts whose leases hold all run the same world (amnesia exception above)",
-    "agreement": "all hosts that are given a round hold the same participants, in the same rank "
-    "order, and the same address of rank 0; it stood in the store as running",
-    "ranks": "participants differ from one another, and whoever is given a round is among them",
+    "one world": "all hosts with a valid lease run the same world (amnesia exception: see above)",
+    "agreement": "all hosts that get a round get the same participants in the same rank order, "
+    "and the same address of rank 0; the store held this round as running",
+    "ranks": "the participants of a round are distinct, and each host that gets the round is one "
+    "of them",
     "size": "a round has at least the minimum and at most the maximum of nodes, fewer than the "
     "maximum only after the last call, and only nodes with the run's own --nnodes",
-    "confirmed": "a round runs only after each participant's record has said that it has seen it, "
-    "and with the address that rank 0 opened for it",
-    "missed": "a host that confirmed a round asks for no other, once another host was given that "
-    "round and while it runs it, unless its lease ran out, the store lost something, it was given "
-    "up by its agent, or another world runs too (amnesia exception above): torch's agents, once "
-    "released, wait for each other",
-    "readable": "what is written as the round document can be read as one",
-    "rounds of a node": "a node is given rounds of growing numbers in each incarnation, and named "
-    "only in rounds above the last one that its listed record tells of",
-    "rounds of a run": "the document of an incarnation only moves forward in round and phase; a "
-    "store that lost something is the only way back",
-    "incarnations": "a document gives way to one of another incarnation only if it is closed and "
-    "the other is not new; or if all its nodes are silent for a lease, or left, and the other has "
-    "other --nnodes",
-    "evidence": "nobody is declared lost whose beats reached the store within its lease, by the "
-    "deciding node's clock, counted from the latest of: the last new beat (or the first look "
-    "that found its record gone, if that was sooner), the last document in its name, the end of "
-    "an outage of the decider (no request of it answered for more than an interval; then with a "
-    "lease more), the end of a stall of more than two intervals, its taking the lead; nobody "
-    "that is done is lost or left; nobody that was listed as left or done is waited for, or "
-    "counted on, because of an older record; nobody is evicted sooner than a tenth of the time "
-    "to join again",
-    "causes": "a round that runs names those of the last that are not in it, as lost, left or "
-    "evicted, but for those that are done (unless the store lost something)",
-    "done": "nobody is restarted for newcomers while a participant is done, as far as was listed",
-    "closed": "the document of a closed run is never written again, but by the same with "
-    "`expires`, or by the nodes of a run that lives",
-    "members close": "who closes a run was named in its last round, and in that incarnation; or "
-    "leads it",
-    "finished": "nothing of a run that is closed or has a tombstone is written again (unless the "
-    "store lost something, or the writer looked for the tombstone before)",
-    "join ends": "an agent's call ends in a round, or with a reason",
-    "rests": "no host makes more than 2,000 requests in a second, or decides for ever without one, "
-    "or asks for the same tombstone again though it has read no other document since the answer",
-    "gets going": "after the faults stop every live host is in one world or a spare within a "
-    "bounded time, if there are enough of them, or else its join has ended; nobody dead and nobody "
-    "whose listings fail leads; and then nothing changes any more",
-    "all end": "once all workers of a run have succeeded, or those of one host have failed for "
-    "good, all its agents have ended within a lease and 10 intervals, its spares too, and it is "
-    "closed or gone, or was closed before the store lost that",
-    "keys end": "when all hosts are gone, the run reads as empty in the end, where somebody led it "
-    "or it was closed; what else stays, the next run of the id sweeps, unless the document was "
-    "damaged and nobody alive has read another; and a node that knows of its run's end has no "
-    "record in the store once the run is swept",
+    "confirmed": "a round runs only after the record of each participant has confirmed it, and "
+    "with the address that rank 0 opened for it",
+    "missed": "a host that confirmed a round asks for no other round while another host runs the "
+    "confirmed one, because torch's agents wait for each other after their release; exceptions: "
+    "its lease expired, the store lost data, its agent gave up, or another world runs too "
+    "(amnesia exception: see above)",
+    "readable": "each value written as the round document can be decoded",
+    "rounds of a node": "in each incarnation, a node gets rounds with increasing numbers; a "
+    "leader names a node only in rounds above the last round in the listed record of the node",
+    "rounds of a run": "the document of an incarnation only moves forward in round and phase, "
+    "unless the store lost data",
+    "incarnations": "a document is replaced by one of another incarnation in two cases only: it "
+    "is closed, and the other incarnation is not new; or all its nodes have left or been silent "
+    "for a lease, and the other incarnation has other --nnodes",
+    "evidence": "a node is declared lost only if no heartbeat of it reached the store for its "
+    "lease, on the deciding node's clock; the time counts from the latest of: its last new "
+    "heartbeat (or the first read that found no record of it, if that was earlier), the last "
+    "document written in its name, the end of an outage of the deciding node (no request answered "
+    "for more than an interval; then one more lease is added), the end of a stall of more than "
+    "two intervals, and the moment when the deciding node took the lead; a done node is not "
+    "declared lost or left; after a listing showed a node as left or done, an older record does "
+    "not make it awaited or counted again; a node is evicted at the earliest after a tenth of "
+    "`rejoin_timeout`",
+    "causes": "the cause of a running round names each participant of the last round that is "
+    "missing, as lost, left or evicted; exceptions: the node is done, or the store lost data",
+    "done": "newcomers restart no round in which a participant is done, as far as the leader's "
+    "listing showed it",
+    "closed": "the document of a closed run is overwritten only by the same document with "
+    "`expires`, or by nodes of a run that is not closed",
+    "members close": "a node that closes a run leads it, or was named in its last round and got a "
+    "round of the same incarnation",
+    "finished": "nothing is written for a run that is closed or has a tombstone, unless the store "
+    "lost data, or the writer looked for the tombstone before the run was closed",
+    "join ends": "each call of an agent ends with a round or with a reason",
+    "rests": "no host makes more than 2,000 requests per second, or decides forever without a "
+    "request, or asks again for the same tombstone without having read another document since the "
+    "answer",
+    "gets going": "after the faults stop, every live host is in one world or a spare within a "
+    "bounded time, if there are enough hosts; otherwise its join has ended; no leader is dead or "
+    "has failing listings; afterwards nothing changes any more",
+    "all end": "once all workers of a run have succeeded, or the workers of one host have failed "
+    "permanently, all its agents, including those of spares, have ended within a lease and 10 "
+    "intervals; the run is closed or deleted, or was closed before the store lost the closing",
+    "keys end": "after all hosts are gone, the keys of a run expire if a node led it or it was "
+    "closed; the next run of the id sweeps all other keys, unless the document was damaged and no "
+    "live node has read another one; a node that knows that its run has ended has no record in "
+    "the store after the sweep",
 }
 
 World: TypeAlias = tuple[str, int, tuple[str, ...]]

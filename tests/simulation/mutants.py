@@ -1,7 +1,7 @@
-"""The package's own code with one rule broken at a time; each must be caught.
+"""Copies of the package's code with one rule broken; the simulator must catch each of them.
 
-A mutant is a list of substitutions in the source of some modules. One whose text is no longer
-there, or is there twice, fails loudly: it would break nothing.
+A mutant is a list of substitutions in the source of some modules. If a replaced text is missing or
+occurs twice, `build` raises an error: the mutant would change nothing or the wrong place.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """What it breaks, in words, and how.
+    """A broken rule, in words, and the edits that break it.
 
-    ``seed`` is near one that notices. Where what it takes is too rare in plans of all kinds,
-    ``focus`` narrows them.
+    ``seed`` is close to a seed that catches the mutant. If the necessary faults are too rare in
+    unrestricted plans, ``focus`` restricts the plans.
     """
 
     breaks: str
@@ -50,7 +50,7 @@ def _in(module: str, old: str, new: str) -> Edit:
 
 MUTANTS: dict[str, Mutant] = {
     "no-exclusivity": Mutant(
-        "rule 5: a round does not wait for the participants of the last",
+        "rule 5: a round does not wait for the participants of the last round",
         (
             _in(
                 "leader",
@@ -61,7 +61,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=3,
     ),
     "stale-join": Mutant(
-        "rule 5: a join asked for before the round counts as one after it",
+        "rule 5: a join request from before the round counts as one from after it",
         (
             _in(
                 "leader",
@@ -71,7 +71,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "no-compare": Mutant(
-        "rule 1: a leader takes a refused write for done",
+        "rule 1: a leader treats a refused write as done",
         (
             _in("node", "        if not written:\n            return False\n", ""),
             _in(
@@ -83,7 +83,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=2,
     ),
     "wall-clocks": Mutant(
-        "rule 2: a beat is its writer's clock, and age its distance from the reader's",
+        "rule 2: a heartbeat is the writer's clock, and its age is the difference to the reader's",
         (
             _in(
                 "node",
@@ -98,7 +98,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "half-a-lease": Mutant(
-        "rule 2: half a lease of silence is enough",
+        "rule 2: a node is lost after half a lease of silence",
         (
             _in(
                 "leader",
@@ -109,7 +109,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=2,
     ),
     "coup": Mutant(
-        "rule 4: the leader is deposed without waiting for its lease",
+        "rule 4: the leader is replaced without waiting for its lease",
         (
             _in(
                 "member",
@@ -124,7 +124,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "no-heir": Mutant(
-        "rule 4: nobody takes over from a leader that died",
+        "rule 4: no node takes over from a dead leader",
         (
             _in(
                 "member",
@@ -136,7 +136,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=6,
     ),
     "never-mind-leading": Mutant(
-        "rule 4: a leader that beats, and cannot read all records, goes on leading",
+        "rule 4: a leader that sends heartbeats but cannot read all records stays the leader",
         (
             _in("member", "    idle = lease + (", "    idle = 1e9 + ("),
             _in(
@@ -162,7 +162,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "below-minimum": Mutant(
-        "rule 7: one node is enough",
+        "rule 7: one node is enough for a round",
         (
             _in(
                 "leader",
@@ -173,35 +173,35 @@ MUTANTS: dict[str, Mutant] = {
         seed=9,
     ),
     "above-maximum": Mutant(
-        "rule 7: everybody is taken",
+        "rule 7: a round takes all nodes",
         (_in("leader", "newcomers][: rules.max_nodes]", "newcomers]"),),
         seed=4,
     ),
     "no-last-call": Mutant(
-        "rule 7: the minimum is enough at once",
+        "rule 7: the round completes as soon as the minimum is reached",
         (_in("leader", "(enough and last_call >= rules.last_call)", "enough"),),
     ),
     "spares-disturb": Mutant(
-        "rule 8: a node that waits restarts a round that is full",
+        "rule 8: a waiting node restarts a full round",
         (_in("leader", "or (newcomers and room > 0)", "or newcomers"),),
         seed=2,
     ),
     "newcomers-wait": Mutant(
-        "rule 8: a node that waits is not let in where there is room",
+        "rule 8: a waiting node is not admitted although there is room",
         (_in("leader", " or (newcomers and room > 0)", ""),),
     ),
     "loss-unseen": Mutant(
-        "rule 9: the loss of a participant changes nothing",
+        "rule 9: the loss of a participant does not restart the round",
         (_in("leader", " or (lost and view.rules.restart_on_loss)", ""),),
         seed=255,
     ),
     "failure-unseen": Mutant(
-        "a participant that joins again changes nothing for the others",
+        "a participant that joins again does not restart the round of the others",
         (_in("leader", "    if rejoined or (lost and", "    if (lost and"),),
         seed=24,
     ),
     "no-window-after-outage": Mutant(
-        "rule 11: windows go on over an outage of the store",
+        "rule 11: observation windows continue across an outage of the store",
         (
             _in(
                 "observer",
@@ -212,12 +212,12 @@ MUTANTS: dict[str, Mutant] = {
         seed=7,
     ),
     "no-grace-after-outage": Mutant(
-        "rule 11: after an outage all are to beat within a lease, whenever they are back",
+        "rule 11: after an outage, a node that reconnects late gets no extra lease",
         (_in("observer", "grace=self._rules.lease)", "grace=0.0)"),),
         seed=30,
     ),
     "no-window-after-stall": Mutant(
-        "rule 11: windows go on over this node's own lateness",
+        "rule 11: observation windows continue across a stall of the observer",
         (
             _in(
                 "observer",
@@ -228,12 +228,12 @@ MUTANTS: dict[str, Mutant] = {
         seed=30,
     ),
     "no-window-at-takeover": Mutant(
-        "a new leader judges by what it saw before it led",
+        "a new leader judges nodes by observations from before it led",
         (_in("observer", "        self.liveness.restart(now, unless=deposed)\n", ""),),
         seed=104,
     ),
     "answer-time": Mutant(
-        "a slow answer counts as a look at the time when it came",
+        "a slow answer counts as an observation at the time when it arrived",
         (
             _in(
                 "failure_detector",
@@ -248,7 +248,8 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "documents-are-no-beats": Mutant(
-        "two amnesias within a lease hide the beats of a leader whose documents are seen",
+        "documents written by the leader do not count as its heartbeats, although two "
+        "amnesias within a lease hide the heartbeats",
         (
             _in(
                 "observer",
@@ -269,12 +270,12 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "no-write-back": Mutant(
-        "rule 12: nobody writes the document back to a store that forgot",
+        "rule 12: no node writes the document back after the store lost it",
         (_in("member", "    if latest is None:\n        if not", "    if True:\n        if not"),),
         seed=13,
     ),
     "newcomer-rules": Mutant(
-        "rule 12: a document that is behind what this node remembers is taken",
+        "rule 12: a node accepts a document that is older than the one it remembers",
         (_in("member", "    return document.place < latest.place\n", "    return False\n"),),
         seed=4,
         focus=Focus(
@@ -296,7 +297,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "strays-unseen": Mutant(
-        "rule 12: a leader does not look for nodes that run in a round it does not know",
+        "rule 12: a leader ignores nodes that run in a round it does not know",
         (
             _in(
                 "leader",
@@ -307,7 +308,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=299,
     ),
     "numbers-from-zero": Mutant(
-        "rule 12: rounds are numbered without looking at the records",
+        "rule 12: a leader numbers rounds without looking at the records",
         (
             _in("leader", "    if strays or highest >= document.round:\n", "    if strays:\n"),
             _in("leader", "round=max(document.round, highest + 1),", "round=document.round,"),
@@ -319,7 +320,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "numbers-alike": Mutant(
-        "rounds of one number are taken for the same round",
+        "two rounds with the same number are treated as the same round",
         (
             _in(
                 "member",
@@ -331,7 +332,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=64,
     ),
     "closed-reopens": Mutant(
-        "rule 14: a closed run goes on",
+        "rule 14: a closed run continues",
         (
             _in(
                 "member",
@@ -341,17 +342,17 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "no-confirmation": Mutant(
-        "a round runs before its participants have seen it",
+        "a round runs before its participants have confirmed it",
         (_in("leader", "    if missing:\n", "    if False:\n"),),
         seed=2,
     ),
     "confirming-blind": Mutant(
-        "a participant that dies while the round is confirmed is waited for",
+        "the leader waits for a participant that dies while the round is being confirmed",
         (_in("leader", "    if lost or rejoined:\n", "    if rejoined:\n"),),
         seed=38,
     ),
     "mixed-nodes": Mutant(
-        "a node with other --nnodes is let in",
+        "a node with other --nnodes is admitted",
         (
             _in(
                 "member",
@@ -369,12 +370,12 @@ MUTANTS: dict[str, Mutant] = {
         seed=6,
     ),
     "lost-for-good": Mutant(
-        "a participant that comes back to a round that went on stays lost",
+        "a participant that returns to a round that continued without it stays lost",
         (_in("leader", "- {*rejoined, *back}", "- {*rejoined}"),),
         seed=50,
     ),
     "silent-failure": Mutant(
-        "a join that failed is not reported when the store is away",
+        "a failed join is not reported to the agent while the store is unreachable",
         (
             _in(
                 "node",
@@ -386,7 +387,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=238,
     ),
     "missed-round": Mutant(
-        "a round that was over before a participant saw it run is never started there",
+        "if a round ended before a participant saw it run, the participant never starts it",
         (
             _in(
                 "member",
@@ -397,7 +398,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=134,
     ),
     "swept-runs-again": Mutant(
-        "a round is written back to an empty store without a look for the tombstone",
+        "a node writes a round back to an empty store without looking for the tombstone",
         (
             _in(
                 "member",
@@ -408,13 +409,13 @@ MUTANTS: dict[str, Mutant] = {
         seed=240,
     ),
     "no-tombstone": Mutant(
-        "who closes a run leaves no tombstone",
+        "the node that closes a run writes no tombstone",
         (_in("cleanup", "yield from PutTombstone(closed)", "pass"),),
         seed=10,
         focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
     "older-run-wins": Mutant(
-        "another run of this id that lives is written over by the nodes of an older one",
+        "the nodes of an older run overwrite the document of another live run of the same id",
         (
             _in(
                 "observer",
@@ -425,7 +426,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=10,
     ),
     "closes-without-the-lead": Mutant(
-        "rule 14: a spare that led, and lost the lead to a store that forgot, closes the run",
+        "rule 14: a spare that lost the lead because the store lost data closes the run",
         (
             _in(
                 "node",
@@ -451,7 +452,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "closes-any-run": Mutant(
-        "rule 14: a node closes whatever run of its id it finds",
+        "rule 14: a node closes any run of its id, also another incarnation",
         (_in("cleanup", "not document.is_of(latest)):\n", "False):\n"),),
         seed=33,
         focus=Focus(
@@ -460,11 +461,11 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "nobody-told-of-failure": Mutant(
-        "rule 14: a run closed as failed disturbs nobody",
+        "rule 14: a run that is closed as failed does not end the other agents",
         (_in("member", "int(latest.outcome is Outcome.FAILED)\n", "0\n"),),
     ),
     "done-is-gone": Mutant(
-        "a node whose workers succeeded is lost like any other",
+        "a node whose workers succeeded is treated as lost",
         (
             _in(
                 "leader",
@@ -475,18 +476,18 @@ MUTANTS: dict[str, Mutant] = {
         seed=2,
     ),
     "done-is-disturbed": Mutant(
-        "newcomers are let in although a node's workers have succeeded",
+        "newcomers restart a round in which a node's workers have succeeded",
         (_in("leader", "room = 0 if done else ", "room = "),),
         seed=112,
         focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
     ),
     "nobody-closes-what-is-done": Mutant(
-        "those that are done wait for the lost in torch's exit barrier",
+        "nodes that are done wait in torch's exit barrier for lost nodes",
         (_in("leader", "    if done and done == set", "    if not gone and done == set"),),
         seed=792,
     ),
     "one-lease-for-all": Mutant(
-        "each node is judged by the leader's lease",
+        "each node is judged by the leader's lease instead of its own",
         (
             _in(
                 "leader",
@@ -497,7 +498,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=50,
     ),
     "beats-go-back": Mutant(
-        "a beat that was held up on its way undoes what its node said later",
+        "a delayed heartbeat overrides a later record of the same node",
         (
             _in(
                 "record_cache",
@@ -509,7 +510,7 @@ MUTANTS: dict[str, Mutant] = {
         focus=Focus(kinds=("leave", "workers succeed", "worker failure"), settings={"late": 0.3}),
     ),
     "stray-founds-at-once": Mutant(
-        "a node with other --nnodes founds a run while the nodes of another live",
+        "a node with other --nnodes creates a run while the nodes of another run live",
         (
             _in(
                 "member",
@@ -521,16 +522,16 @@ MUTANTS: dict[str, Mutant] = {
         seed=6,
     ),
     "evicted-at-once": Mutant(
-        "who has not asked for the next round yet is left out",
+        "a node that has not yet asked for the next round is evicted at once",
         (_in("leader", "        if view.round_age >= patience:\n", "        if True:\n"),),
     ),
     "never-evicted": Mutant(
-        "a node whose agent hangs is waited for as long as it beats",
+        "the leader waits for a node with a hanging agent as long as it sends heartbeats",
         (_in("leader", "        if view.round_age >= patience:\n", "        if False:\n"),),
         seed=14,
     ),
     "spare-for-ever": Mutant(
-        "a spare waits on when its round is over",
+        "a spare keeps waiting after its round has ended",
         (
             _in(
                 "member",
@@ -541,7 +542,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=73,
     ),
     "withdrawal-after-join": Mutant(
-        "an abandoned join takes the next one with it",
+        "the withdrawal of an abandoned join also cancels the next join",
         (
             _in(
                 "node",
@@ -552,7 +553,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=5249,
     ),
     "join-goes-on": Mutant(
-        "an abandoned join takes a rank",
+        "an abandoned join still takes a rank",
         (
             _in(
                 "node",
@@ -564,7 +565,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=61,
     ),
     "no-expiry": Mutant(
-        "nobody sees to it that the keys of a run end",
+        "no leader sets a deadline for the keys of a run",
         (
             _in(
                 "node",
@@ -575,13 +576,13 @@ MUTANTS: dict[str, Mutant] = {
         seed=4,
     ),
     "zombie-leaves-its-record": Mutant(
-        "a node that hears of its run's end leaves what it wrote since",
+        "a node that learns of its run's end does not delete the record that it has written since",
         (_in("node", "                if outcome is not None:\n", "                if False:\n"),),
         seed=48,
         focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
     "old-master-is-taken": Mutant(
-        "a TCPStore that opens too late is taken for that of the next round",
+        "a TCPStore that opens too late is used for the next round",
         (
             _in(
                 "node",
@@ -592,7 +593,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=1009,
     ),
     "one-tombstone-at-a-time": Mutant(
-        "a node that was in two runs asks for the one, then for the other, for ever",
+        "a node that was in two runs asks for their tombstones in turn, forever",
         (
             _in(
                 "observer",
@@ -604,7 +605,7 @@ MUTANTS: dict[str, Mutant] = {
         focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
     ),
     "cause-forgotten": Mutant(
-        "a round that breaks up before it runs forgets why it was",
+        "a round that ends before it runs loses its cause",
         (
             _in(
                 "leader",
@@ -615,7 +616,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=77,
     ),
     "loss-unnamed": Mutant(
-        "who is lost while a round forms is not named",
+        "a node lost while a round forms is missing from the cause",
         (
             _in(
                 "leader",
@@ -626,7 +627,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=7,
     ),
     "rubbish-stays": Mutant(
-        "a document that nobody can read is not written anew",
+        "no node overwrites an unreadable document",
         (
             _in(
                 "observer",
@@ -637,7 +638,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=188,
     ),
     "waits-for-the-dead": Mutant(
-        "what an agent waits for in the c10d store of a round that is over never comes",
+        "the c10d store of a finished round does not answer an agent's pending reads",
         (
             _in(
                 "node",
@@ -648,7 +649,7 @@ MUTANTS: dict[str, Mutant] = {
         seed=171,
     ),
     "no-rest": Mutant(
-        "a node that left waits for a beat that is never due",
+        "a node that left waits for a heartbeat that is never due",
         (
             _in(
                 "node",
@@ -663,7 +664,7 @@ MUTANTS: dict[str, Mutant] = {
 
 @functools.cache
 def build(name: str) -> type[Node]:
-    """The mutant's code; raises `LookupError` if what it replaces is not there exactly once."""
+    """The mutant's code; raises `LookupError` if a replaced text does not occur exactly once."""
     edits = MUTANTS[name].edits
     modules = {}
     for module in _MODULES:
