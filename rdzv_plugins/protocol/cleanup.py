@@ -35,6 +35,7 @@ from rdzv_plugins.protocol.effects import (
 __all__ = ["close_run", "let_expire", "tidy_up"]
 
 _MEMBERS_IN_HISTORY = 16
+_TOMBSTONE_ATTEMPTS = 3
 
 
 def close_run(
@@ -112,15 +113,23 @@ def _readable(entry: Entry | None, latest: RoundDocument | None) -> RoundDocumen
 def let_expire(closed: RoundDocument, version: Version | None, sweep_after: float) -> Effects[None]:
     """Free the id of a closed run after ``sweep_after`` seconds, once.
 
-    The tombstone first: from the sweep on only it tells a node that comes back that its run ended.
+    The tombstone comes first: after the sweep only the tombstone tells a node that its run ended.
     """
-    try:
-        yield from PutTombstone(closed)
-    except RendezvousConnectionError as error:
-        # If the store is away, so it is to the next request. If it refuses us here, the id is to be
-        # free all the same.
-        yield from Tell("tombstone", f"it cannot be noted that this run ended: {error}")
-    yield from Expire(sweep_after)
+    failure: RendezvousConnectionError | None = None
+    for attempt in range(_TOMBSTONE_ATTEMPTS):
+        try:
+            yield from PutTombstone(closed)
+            failure = None
+        except RendezvousConnectionError as error:
+            failure = error
+        if attempt == 0:
+            # Fails too if the store is away. If the store refuses only the tombstone, the id must
+            # become free all the same.
+            yield from Expire(sweep_after)
+        if failure is None:
+            break
+    else:
+        yield from Tell("tombstone", f"it cannot be noted that this run ended: {failure}")
     done = replace(closed, expires=True)
     yield from CompareAndSet(STATE_KEY, done.encode(), version)
 

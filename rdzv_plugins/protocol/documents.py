@@ -115,7 +115,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
     """An agent gave up: the others end too."""
     CLOSED = "closed"
-    """Somebody status no further round; the one that runs goes on."""
+    """No further round forms by request; the round that runs goes on."""
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True):

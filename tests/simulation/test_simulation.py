@@ -53,6 +53,7 @@ FOUND = (
     (2002304, EVERYTHING, "a run whose closing a fail-over lost is closed to all that knew of it"),
     (11334, EVERYTHING, "a leader's record went back at a fail-over: done, and lost after all"),
     (770501, EVERYTHING, "like 2647, of three nodes"),
+    (6005412, EVERYTHING, "a lost answer left a run that ended without a tombstone"),
     (4004804, EVERYTHING, "a node that is killed in the exit barrier has done its work"),
     (4007927, EVERYTHING, "a store that forgot saw one round confirmed twice, on two ports"),
     (4008719, EVERYTHING, "a spare led, lost the lead to a fail-over, and closed the run"),
