@@ -298,7 +298,7 @@ class Host:
         again = world.chance.random() < world.plan.rejoins
         if outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED, Failure.MISMATCH):
             again = False
-        if outcome.failure == Failure.TIMEOUT and world.network.quiet:
+        if world.network.quiet and (outcome.error or outcome.failure == Failure.TIMEOUT):
             # It would keep its short time-out; the node in its place has a long one.
             again = False
         pause = world.chance.uniform(0, 1)

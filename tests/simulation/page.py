@@ -66,6 +66,8 @@ def write_page(
     """Run everything and write the page; returns 0, or 1 if something failed."""
     small = run_seeds(first, seeds, 12, processes)
     say(str(small))
+    for result in small.failed:
+        say(f"seed {result.seed}: {result.violation}")
     large = run_seeds(first, _LARGE_SEEDS, _LARGE_NODES, processes)
     say(str(large))
     for totals in (small, large):

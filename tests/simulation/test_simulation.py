@@ -53,6 +53,8 @@ FOUND = (
     (2002304, EVERYTHING, "a run whose closing a fail-over lost is closed to all that knew of it"),
     (11334, EVERYTHING, "a leader's record went back at a fail-over: done, and lost after all"),
     (770501, EVERYTHING, "like 2647, of three nodes"),
+    (6012455, EVERYTHING, "a launcher started short joins again and again, after the faults"),
+    (6014157, EVERYTHING, "a node that a launcher started after the faults has its join's time"),
     (6005412, EVERYTHING, "a lost answer left a run that ended without a tombstone"),
     (4004804, EVERYTHING, "a node that is killed in the exit barrier has done its work"),
     (4007927, EVERYTHING, "a store that forgot saw one round confirmed twice, on two ports"),

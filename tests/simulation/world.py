@@ -73,8 +73,9 @@ class Result:
 
 def bound(plan: Plan) -> float:
     """Seconds after the last fault within which the run must stand still."""
-    # Until then joins that cannot succeed still end.
-    return settling(plan) + plan.long_join / plan.rates[0]
+    # Joins that cannot succeed end meanwhile: first the short ones, then those of the nodes that are
+    # started in their places.
+    return settling(plan) + (plan.join_timeout + plan.long_join) / plan.rates[0]
 
 
 class World:
