@@ -73,8 +73,8 @@ class Result:
 
 def bound(plan: Plan) -> float:
     """Seconds after the last fault within which the run must stand still."""
-    # Joins that cannot succeed end meanwhile: first the short ones, then those of the nodes that are
-    # started in their places.
+    # Joins that cannot succeed end meanwhile: first the short ones, then those of the nodes started
+    # in their places.
     return settling(plan) + (plan.join_timeout + plan.long_join) / plan.rates[0]
 
 
