@@ -1,9 +1,9 @@
-"""Tells at once that this process is about to end when a signal says so.
+"""Announces at once that a signal is about to end this process.
 
-torch's agent installs its signal handlers when its first workers start, and announces nothing: it
-stops its workers, which may take as long as they need to save, and exits. Before the first workers
-a signal ends the process at once. So a handler of ours stands before torch's, or in the place of
-none.
+torch's agent installs its signal handlers when its first workers start. They announce nothing: they
+stop the workers, which may take as long as a worker needs to save, and exit. Before the first
+workers start, a signal ends the process at once. So this module installs a handler that runs before
+torch's, or instead of the default.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _TORCHS = "torch.distributed.elastic"
 
 
 class SignalWatch:
-    """Calls ``announce``, in a thread of its own, when a signal comes that ends this process.
+    """Calls ``announce`` in a separate thread when a signal arrives that ends this process.
 
     Args:
-        announce: what to do; the signal's handler itself must take no lock.
+        announce: runs in the thread, because a signal handler must not take a lock.
         name: of the thread.
     """
 
@@ -36,7 +36,7 @@ class SignalWatch:
         self._announce = announce
         self._name = name
         self._pid = os.getpid()
-        # Its put() may be called in a signal handler, whatever the thread was doing.
+        # A signal handler may call its put() at any point of the interrupted thread.
         self._signals: SimpleQueue[int | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._released = False
@@ -44,10 +44,10 @@ class SignalWatch:
         self._handler = self._on_signal
 
     def renew(self) -> None:
-        """Stand before the handlers of torch and of the system, where that is not so; it is cheap.
+        """Install the handler before those of torch and of the system, unless installed; cheap.
 
-        An application's own handlers stay as they are: what they mean, only it knows. Only the main
-        thread may do this; in another nothing happens.
+        An application's own handlers stay in place, because their meaning is unknown. Does nothing
+        outside the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -69,7 +69,7 @@ class SignalWatch:
                 self._thread.start()
 
     def release(self) -> None:
-        """Put the handlers back that stood before, where the caller may, and end the thread."""
+        """Restore the previous handlers, if this is the main thread, and end the thread."""
         self._released = True
         self._signals.put(None)
         if threading.current_thread() is threading.main_thread():
@@ -84,7 +84,7 @@ class SignalWatch:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]
         if os.getpid() != self._pid:
-            # A child that was forked has our handler, and not our node.
+            # A forked child inherits the handler, but is not this node.
             signal.signal(number, previous)
             signal.raise_signal(number)
             return
@@ -93,5 +93,5 @@ class SignalWatch:
             previous(number, frame)
             return
         name = signal.Signals(number)
-        # As torch's own handler does, once it is installed.
+        # torch's own handler raises the same, once it is installed.
         raise SignalException(f"Process {os.getpid()} got signal: {name}", sigval=name)
