@@ -1,4 +1,4 @@
-"""The address under which the other nodes reach this one: their MASTER_ADDR if it is rank 0."""
+"""The address at which other nodes reach this node: their MASTER_ADDR if this node is rank 0."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ __all__ = ["loopback", "node_address", "store_hosts"]
 T = TypeVar("T")
 Address = IPv4Address | IPv6Address
 
-# A dead DNS must not stall a start: its resolver's own limit is 10 s or more a name.
+# An unreachable DNS must not delay the start: the resolver's own time-out is 10 s or more per name.
 _RESOLVER_SECONDS = 2.0
 
-# An address for documentation (RFC 5737): the way to it is the default route.
+# An address for documentation (RFC 5737): its route is the default route.
 _ANYWHERE = ("192.0.2.1", 9)
 
 
 def node_address(local_addr: str | None, store_hosts: Iterable[tuple[str, int]]) -> str:
-    """An address of this host that a server can be bound to and its peers can dial.
+    """An address of this host to which a server can bind and its peers can connect.
 
     In this order: ``local_addr``; the host's fully qualified name, if it resolves to an address of
-    this host that is not loopback; the address from which the host reaches the store, or where
-    that is loopback or unknown, the one that its short name resolves to; loopback. A name without
-    a dot is not handed out: containers have names that nobody else can resolve (pytorch #150532).
+    this host that is neither loopback nor link-local; the address from which the host reaches the
+    store, or, if that is loopback or unknown, the address of its short name; loopback. A name
+    without a dot is not returned: nobody else can resolve a container's name (pytorch #150532).
 
     Args:
         local_addr: as in ``--local-addr``.
-        store_hosts: (name, port) of the store's servers; where none resolves, the default route
+        store_hosts: (name, port) of the store's servers; if none resolves, the default route
             decides. Nothing is sent to them.
 
     Returns:
-        A name or an IP address, after 4 s at the most even where name resolution hangs.
+        A name or an IP address, within 4 s even if name resolution hangs.
     """
     if local_addr:
         return local_addr
@@ -53,28 +53,28 @@ def node_address(local_addr: str | None, store_hosts: Iterable[tuple[str, int]])
 
 
 def store_hosts(endpoint: str) -> list[tuple[str, int]]:
-    """(name, port) of each host in an endpoint of whatever store; none where it names no host."""
+    """(name, port) of each host in the endpoint of any store; empty if it names no host."""
     scheme = endpoint.partition("://")[0] if "://" in endpoint else ""
     if not endpoint.strip() or scheme == "unix":
         return []
     try:
-        # The port picks no route, so that any will do.
+        # The port does not affect the route: any port will do.
         return [*parse_endpoint(endpoint, default_port=_ANYWHERE[1], schemes=[scheme]).hosts]
     except ValueError:
         return []
 
 
 def loopback() -> str:
-    """The address of loopback that c10d dials without asking DNS for its name.
+    """The loopback address to which c10d connects without a DNS look-up of its name.
 
-    It dials 127.0.0.1 as ::ffff:127.0.0.1, which is in no /etc/hosts; ::1 is in that of every
-    distribution and container that has IPv6.
+    c10d connects to 127.0.0.1 as ::ffff:127.0.0.1, which no /etc/hosts contains; the /etc/hosts of
+    every distribution and container with IPv6 contains ::1.
     """
     return "::1" if _is_own(IPv6Address("::1")) else "127.0.0.1"
 
 
 def _own_name() -> tuple[str, Address | None]:
-    """The host's name, and the first address it resolves to that peers may be able to dial."""
+    """The host's name, and its first address to which peers may be able to connect."""
     name = socket.getfqdn()
     for address in _resolve(name):
         if not address.is_loopback and not address.is_link_local and _is_own(address):
@@ -116,7 +116,7 @@ def _route(hosts: Iterable[tuple[str, int]]) -> Address | None:
 
 
 def _within(seconds: float, question: Callable[[], T], otherwise: T) -> T:
-    """The answer, or ``otherwise`` if there is none in time; name resolution has no time-out."""
+    """The answer, or ``otherwise`` after ``seconds``: name resolution has no time-out."""
     answers: list[T] = []
     thread = threading.Thread(
         target=lambda: answers.append(question()), name="rdzv-resolver", daemon=True

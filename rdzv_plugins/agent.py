@@ -1,32 +1,32 @@
-"""torch's agent for ``rdzv run``: it counts the failures of its own workers, not their peers' ends.
+"""torch's agent for ``rdzv run``: it counts only the failures that its own workers caused.
 
-torchrun counts every failure of a node's workers against ``--max-restarts``, which is 0 unless told
-otherwise. But workers also fail because a peer is gone, and notice that long before its lease has
-run out: the survivors end a job that could go on.
+torchrun counts every failure of a node's workers against ``--max-restarts``, by default 0. But
+workers also fail because a peer is gone, long before the peer's lease expires. With torchrun the
+surviving nodes then end a job that could continue.
 
-The rule, for a node whose workers failed in a round of ours:
+The rule for a node whose workers failed in a round of this package's handler:
 
-1. Alone in its round: the failure is its own.
-2. ``num_nodes_waiting()`` says that the round is over: a peer was lost, left or starts again. The
-   failure follows from that and counts against nothing; the workers start again in the next round.
+1. The node is alone in its round: the failure is its own.
+2. ``num_nodes_waiting()`` says that the round is over: a peer was lost, left or restarts. The
+   failure follows from that and does not count; the workers start again in the next round.
 3. The run was closed: a peer ended the job. This node ends too, with its failure.
-4. Until then it waits. It says in the store of the round that its workers failed. The node that
-   said so first names the cause as soon as all others have said so too, for a node that was lost
-   says nothing; or, where peers hang in a collective, once the time is over within which a loss
-   would have shown. The cause is itself, unless only others' workers were killed (SIGKILL, as for
-   want of memory), which no peer's failure does to them.
-5. The failure of the node that is the cause counts: its agent starts its workers again or ends the
-   run. Those of the other nodes follow from that. They wait for it, and count their own only if
-   nothing comes.
+4. Otherwise the node waits. It reports in the round's store that its workers failed. The node that
+   reported first names the cause as soon as all other nodes have reported too (a lost node never
+   reports), or, if peers hang in a collective, after the time within which a loss would show. The
+   cause is this first node, unless only the workers of other nodes were killed (SIGKILL, for
+   example out of memory): no peer's failure does that.
+5. The failure of the node that is the cause counts: its agent restarts its workers or ends the
+   run. The failures of the other nodes follow from that. They wait for the restart or the end, and
+   count their own failure only if neither comes.
 
-So a script that always fails ends the job at once; a job whose node was killed goes on; and of a
-failure that brought down the workers of all nodes only one counts, on one node alone. Whether the
-others failed because of it or of themselves nobody can know: with ``--max-restarts=K`` a script
-that always fails is tried up to K times a node. And agents look at their workers ten times a second
-(``--monitor-interval``): of failures that are closer together any may be taken for the first.
+So a script that always fails ends the job at once, a job whose node was killed continues, and a
+failure that ends the workers of all nodes counts once, on one node. Nothing shows whether the other
+nodes failed because of it or on their own: with ``--max-restarts=K`` a script that always fails is
+tried up to K times per node. Agents check their workers ten times a second
+(``--monitor-interval``): of failures closer together, any may be taken for the first.
 
-Time in which the store does not answer is not counted, since the leader could not decide either.
-With ``restart_on_loss=false`` a loss ends no round, and what follows from it counts.
+Time in which the store does not answer does not count, because the leader cannot decide either.
+With ``restart_on_loss=false`` a loss ends no round, and failures that follow from it count.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ __all__ = ["RunAgent", "torchrun"]
 
 log = logging.getLogger(__name__)
 
-# How often a waiting agent looks at what its handler knows from memory.
+# A waiting agent checks its handler's state in memory this often, in seconds.
 _LOOK_SECONDS = 0.05
 
-# One look at the store; and the pause after one that failed.
+# Time-out of one request to the store, and the pause before the next.
 _STORE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.2
 
-# What the first node that failed needs to stop its workers, and to ask again or to close the run.
+# Time for the node that is the cause to stop its workers, and to rejoin or to close the run.
 _DECISION_SECONDS = 5.0
 
-# A store that is away for longer has lost this job, as c10d's own time-out has it.
+# After a longer outage of the store the failure counts, as after c10d's own time-out.
 _LONGEST_OUTAGE = 300.0
 
-# Keys in the store of a round: what each node says of its workers, by its rank; the rank of the
-# node that said so first; and that of the node whose failure the others' follow from.
+# Keys in the store of a round: each node's report of its failure, by rank; the rank of the node
+# that reported first; and the rank of the node that is the cause.
 _FAILED = "rdzv/failed/"
 _FIRST = "rdzv/first"
 _CAUSE = "rdzv/cause"
@@ -74,11 +74,11 @@ _KILLED = b"killed"
 
 
 class RunAgent(LocalElasticAgent):
-    """torch's agent, with the rule of this module for our own handler.
+    """torch's agent, with the rule of this module for this package's handler.
 
-    It leans on names that are not torch's public ones; ``tests/unit/test_agent.py`` says so when
-    torch changes them. There is no public way to tell the agent's loop that a failure does not
-    count: `_monitor_workers`, what an agent implements for the loop, is where it is told.
+    It uses private names of torch; ``tests/unit/test_agent.py`` fails when torch changes them.
+    torch has no public way to exclude a failure from the count, so this class overrides
+    `_monitor_workers`, which the agent's loop calls.
     """
 
     _failure: RunResult | None = None
@@ -91,11 +91,11 @@ class RunAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """As torch's; HEALTHY for workers whose failure follows from a change of the round.
 
-        The loop then finds the change itself, stops what is left of the workers, and starts them
-        in the next round.
+        The loop then detects the change, stops the remaining workers, and starts all of them in
+        the next round.
         """
         handler = worker_group.spec.rdzv_handler
-        # Asked once: workers that failed and were stopped may look different the next time.
+        # Keep the first result: failed workers that were stopped may look different later.
         result = self._failure or super()._monitor_workers(worker_group)
         if result.state is not WorkerState.FAILED or not isinstance(
             handler, StoreRendezvousHandler
@@ -104,7 +104,7 @@ class RunAgent(LocalElasticAgent):
         self._failure = result
         if self._is_own(worker_group, handler, result):
             return result
-        log.warning("the workers failed because the round is over; that counts against nothing")
+        log.warning("the workers failed because the round is over; no restart is counted")
         return RunResult(state=WorkerState.HEALTHY)
 
     def _is_own(
@@ -115,10 +115,10 @@ class RunAgent(LocalElasticAgent):
         word: _Word | None = None
         try:
             while True:
-                # In this order: that a run was closed may be told as a change, too.
+                # In this order: closing the run may show as a change, too.
                 changed = handler.num_nodes_waiting() > 0
                 if handler.is_closed():
-                    # To ask for another round would only replace torch's report of the failure.
+                    # No restart: joining again would only replace torch's report of the failure.
                     self._remaining_restarts = 0
                     return True
                 if changed:
@@ -130,7 +130,7 @@ class RunAgent(LocalElasticAgent):
                         "the workers failed; waiting up to %.0f s to learn whether a peer is gone",
                         handler.loss_shows_within,
                     )
-                    # torch ends what is left of a node's workers by SIGTERM.
+                    # torch stops a node's remaining workers by SIGTERM.
                     ends = {failure.exitcode for failure in result.failures.values()}
                     killed = -signal.SIGKILL in ends <= {-signal.SIGKILL, -signal.SIGTERM}
                     word = _Word(worker_group.store, rank, nodes, killed, handler.loss_shows_within)
@@ -142,21 +142,21 @@ class RunAgent(LocalElasticAgent):
 
 
 class _Word(threading.Thread):
-    """What a node says of its failure to the others of its round, and hears of its cause.
+    """Reports this node's failure to the other nodes of its round, and learns the cause.
 
-    A thread of its own: torch raises an exception in the agent's at a signal, in the midst of
-    whatever it does, and a store's client might swallow it.
+    It is a thread: at a signal torch raises an exception in the agent's thread, at any point, and a
+    store's client might swallow it.
 
     Args:
-        store: of the round; torch's stubs do not know what a store written in Python has.
+        store: of the round; ``Any``, because torch's stubs lack the methods of a Python store.
         rank: of the node among the ``nodes`` of the round.
-        killed: whether its workers were killed rather than failed.
+        killed: whether its workers were killed and did not fail by themselves.
         patience: seconds within which the loss of a node shows.
     """
 
     def __init__(self, store: Any, rank: int, nodes: int, killed: bool, patience: float) -> None:
         super().__init__(name="rdzv-failure", daemon=True)
-        # One with a time-out of its own; outages are this thread's to sit out.
+        # A clone with a short time-out: this thread itself waits until an outage ends.
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._rank = str(rank).encode()
@@ -165,14 +165,14 @@ class _Word(threading.Thread):
         self._patience = patience
         self._first: bool | None = None
         self._cause: bytes | None = None
-        # When the patience is over; None: the store is away, or has not been told.
+        # When the patience ends; None: the store is unreachable or has no report yet.
         self._deadline: float | None = None
         self._away_since = time.monotonic()
         self._stopping = threading.Event()
 
     @property
     def is_own(self) -> bool:
-        """Whether the failure of this node counts; False: it is not known to."""
+        """Whether the failure of this node counts; False also while that is unknown."""
         now, deadline = time.monotonic(), self._deadline
         if self._cause is not None and self._cause == self._rank:
             return True
@@ -189,7 +189,7 @@ class _Word(threading.Thread):
                 if self._first is None:
                     self._first = self._say()
                 cause = self._hear()
-                # For what the cause's node does there is as much time: it may be lost first.
+                # From the naming on, allow as much time again: that node may be lost first.
                 if self._deadline is None or cause is not None:
                     self._deadline = time.monotonic() + self._patience
                 self._cause = cause
@@ -199,7 +199,7 @@ class _Word(threading.Thread):
             self._stopping.wait(_PAUSE_SECONDS)
 
     def _say(self) -> bool:
-        """Returns whether this node is the first to say so."""
+        """Report the failure; returns whether this node is the first."""
         word = _KILLED if self._killed else b"failed"
         self._store.set(f"{_FAILED}{self._rank.decode()}", word)
         first: bytes = self._store.compare_set(_FIRST, "", self._rank)
@@ -207,7 +207,7 @@ class _Word(threading.Thread):
         return first == self._rank
 
     def _hear(self) -> bytes | None:
-        """The cause as it is named, or as this node names it; None: not now."""
+        """The rank of the cause, named by the first node or this one; None: not named yet."""
         if not self._first:
             if not self._are_there([_CAUSE], _STORE_SECONDS):
                 return None
@@ -238,10 +238,10 @@ class _Word(threading.Thread):
 
 
 def torchrun(arguments: Sequence[str]) -> None:
-    """torchrun's main function, with `RunAgent` where the backend is one of this package.
+    """torchrun's main function, with `RunAgent` if the backend uses this package's handler.
 
-    Raises what torchrun's does: `ChildFailedError` where workers failed, `SignalException`,
-    `SystemExit`, and what a rendezvous raises.
+    Raises what torchrun's does: `ChildFailedError` if workers failed, `SignalException`,
+    `SystemExit`, and the errors of a rendezvous.
     """
     options = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     if options.standalone or not is_store(options.rdzv_backend):
@@ -253,7 +253,7 @@ def torchrun(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _in_the_place_of_torchs_agent() -> Iterator[None]:
-    # The launcher has no parameter for it; it looks its class up by this name.
+    # The launcher has no parameter for the agent's class; it looks the class up by this name.
     before, api.LocalElasticAgent = api.LocalElasticAgent, RunAgent  # type: ignore[attr-defined]
     try:
         yield

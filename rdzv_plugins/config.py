@@ -1,4 +1,4 @@
-"""From ``--rdzv-conf`` to typed settings; secrets are never shown.
+"""Parse ``--rdzv-conf`` and the environment into typed settings; secrets are never shown.
 
 Each option is a field of a dataclass here or in a backend's module, and a row of the table in that
 dataclass's docstring; ``docs/options.md`` is generated from those tables.
@@ -24,7 +24,7 @@ __all__ = [
 
 ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
 
-# torch's launcher adds it to every --rdzv-conf (LaunchConfig.__post_init__); it means nothing here.
+# torch's launcher adds this to every --rdzv-conf (LaunchConfig.__post_init__); it has no effect.
 ADDED_BY_TORCH = frozenset({"timeout"})
 
 Options = TypeVar("Options")
@@ -56,21 +56,22 @@ class Settings:
     last_call_timeout       30      seconds to wait for more nodes once the minimum has joined
     close_timeout           30      seconds within which closing the run must succeed
     heartbeat_timeout       5       seconds that one request to the store may take, retries included
-    keep_alive_interval     5       seconds between two beats of a node
-    keep_alive_max_attempt  3       intervals without a beat after which a node is lost (the lease)
+    keep_alive_interval     5       seconds between two heartbeats of a node
+    keep_alive_max_attempt  3       intervals without a heartbeat until a node is lost (the lease)
     restart_on_loss         true    when a node is lost, restart the others at once
-    rank_order              natural natural (by address, node2 before node10), stable (survivors
-                                    keep their order, newcomers follow) or hint (by ``rank``)
-    rank                    none    this node's place for rank_order=hint, e.g. $SLURM_NODEID
-    rejoin_timeout          600     seconds that a round waits for a live node of the last round;
-                                    then the others go on without it. A tenth of that where the
-                                    others fill the round; at most 0.8 x join_timeout
+    rank_order              natural natural (by address, node2 before node10), stable (nodes of the
+                                    last round keep their order, new nodes follow) or hint (by
+                                    the option ``rank``)
+    rank                    none    this node's position for rank_order=hint, e.g. $SLURM_NODEID
+    rejoin_timeout          600     seconds that a round waits for a live node of the last round
+                                    before it starts without that node; a tenth of this if the
+                                    other nodes fill the round; at most 0.8 x join_timeout
     closed_ttl              60      seconds until the id of a closed run can be used again; at least
                                     the lease
-    abandoned_ttl           3600    seconds until the keys of a run that nobody leads expire; at
+    abandoned_ttl           3600    seconds until the keys of a run without a leader expire; at
                                     least four leases
-    handler                 rdzv    rdzv (this package's) or torch (torch's own over this backend,
-                                    without restart_on_loss, rank_order and rank)
+    handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
+                                    this backend; it has no restart_on_loss, rank_order and rank)
     ======================= ======= ===============================================================
     """
 
@@ -79,7 +80,7 @@ class Settings:
     close_timeout: float = option(30.0, least=0.001)
     heartbeat_timeout: float = option(5.0, least=0.01)
     keep_alive_interval: float = option(5.0, least=0.05)
-    # Two, not one: a lease of one interval would run out between two punctual beats.
+    # At least two: a lease of one interval would expire between two punctual heartbeats.
     keep_alive_max_attempt: int = option(3, least=2)
     restart_on_loss: bool = option(True)
     rank_order: str = option("natural", choices=("natural", "stable", "hint"))
@@ -91,12 +92,12 @@ class Settings:
 
     @property
     def lease(self) -> float:
-        """Seconds without a beat, on the observer's clock, after which a node is lost."""
+        """Seconds without a heartbeat, on the observer's clock, after which a node is lost."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
     @property
     def sweep_after(self) -> float:
-        """Seconds from closing a run to its sweep: never before all its nodes have seen it."""
+        """Seconds from closing a run until its keys expire; at least a lease: all nodes see it."""
         return max(self.closed_ttl, self.lease)
 
 
@@ -114,28 +115,28 @@ class StoreOptions:
     prefix: str = option("rdzv")
 
     def __post_init__(self) -> None:
-        # ZooKeeper refuses an empty part of a path; what one store refuses, none should take.
+        # ZooKeeper refuses an empty path segment; refuse it for every store alike.
         if not all(self.prefix.split("/")):
             raise ValueError(
-                f"option 'prefix': '{self.prefix}' must not be empty, nor have '/' at an end or "
-                "twice in a row"
+                f"option 'prefix': '{self.prefix}' must not be empty, start or end with '/', or "
+                "contain '//'"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(StoreOptions):
-    """Options of the stores that are reached by host and port.
+    """Options of the stores that have a host and a port.
 
     ======================= ======= ===============================================================
     option                  default meaning
     ======================= ======= ===============================================================
-    user                    none    user name; one in the endpoint takes precedence
-    password                none    only from $RDZV_PLUGINS_PASSWORD or the endpoint, never from
+    user                    none    user name; a user in the endpoint takes precedence
+    password                none    set it in $RDZV_PLUGINS_PASSWORD or in the endpoint; refused in
                                     --rdzv-conf, which every user of the host can read
-    password_file           none    a file whose first line is the password
-    tls                     false   encrypt the connection (an endpoint of rediss:// or https://
-                                    says so too)
-    ca_file                 none    PEM file of the authorities to trust; none: the system's
+    password_file           none    file whose first line is the password
+    tls                     false   encrypt the connection; an endpoint with rediss:// or https://
+                                    implies it
+    ca_file                 none    PEM file of the trusted authorities; none: the system's
     cert_file               none    PEM file of the client's certificate
     key_file                none    PEM file of the client's private key
     ======================= ======= ===============================================================
@@ -150,14 +151,14 @@ class ServerOptions(StoreOptions):
     key_file: str | None = option(None)
 
     def secret(self) -> str | None:
-        """The password, read from its file where one is named; `ValueError` if that fails."""
+        """The password, or the first line of ``password_file``; `ValueError` if it has none."""
         if self.password is not None or self.password_file is None:
             return self.password
         return first_line("password_file", self.password_file)
 
 
 def first_line(name: str, path: str) -> str:
-    """The secret in the file that option ``name`` names; `ValueError` if there is none."""
+    """The first line of the file ``path``, the value of option ``name``; `ValueError` without."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -168,7 +169,7 @@ def first_line(name: str, path: str) -> str:
 
 
 def option_names(*classes: type) -> list[str]:
-    """The options that the dataclasses define, in order."""
+    """The names of the options that the dataclasses define, in order."""
     return [item.name for cls in classes for item in fields(cls)]
 
 
@@ -230,7 +231,7 @@ def _convert(name: str, raw: object, hint: Any, item: Field[Any]) -> object:
     except ValueError:
         raise ValueError(f"option '{name}': {shown} is not a valid {kind.__name__}") from None
     least = item.metadata.get("least")
-    # "not >=" and the upper bound refuse nan and inf too.
+    # This form of the comparison also refuses nan and inf.
     if isinstance(value, int | float) and least is not None and not least <= value < 1e9:
         raise ValueError(f"option '{name}': {shown} must be at least {least} and below 1e9")
     choices = item.metadata.get("choices") or ()

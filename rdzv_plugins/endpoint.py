@@ -1,4 +1,4 @@
-"""``--rdzv-endpoint``, taken apart; and what of it may be shown."""
+"""Parse ``--rdzv-endpoint``, and redact its secrets for logs and errors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Endpoint", "parse_endpoint", "redact"]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A parsed ``--rdzv-endpoint``; its ``repr`` hides what may be secret.
+    """A parsed ``--rdzv-endpoint``; its ``repr`` hides password and query.
 
     Attributes:
-        scheme: in lower case; "" where none was given.
+        scheme: in lower case; "" if absent.
         hosts: (name, port) pairs, at least one.
-        path: what follows the hosts, with its leading "/"; "" where there is none.
+        path: with its leading "/"; "" if absent.
         query: the parameters after "?".
     """
 
@@ -31,11 +31,11 @@ class Endpoint:
     query: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
-# Scheme, authority, path, query; by hand, for the urlsplit of patched Pythons takes an address in
-# brackets for the only host.
+# Scheme, authority, path, query. Not urlsplit: in patched Pythons it accepts an address in brackets
+# only as the single host.
 _URL = re.compile(r"(?s)(?:([^:/?#]+)://)?([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#.*)?")
 _PORT = re.compile(r"[0-9]{1,5}")
-# Up to the last "@": a password whose "/", "#" or "@" is not percent-encoded is no less secret.
+# Up to the last "@": also hide a password whose "/", "#" or "@" is not percent-encoded.
 _USERINFO = re.compile(r"(?s)(^|//)([^/@:]*):(?!//).*@")
 _SECRET_PARAMETER = re.compile(r"(?i)([?&][^=&]*(?:password|token|secret)[^=&]*=)[^&]*")
 
@@ -48,24 +48,24 @@ def redact(endpoint: str) -> str:
 def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] = ()) -> Endpoint:
     """Parse ``[scheme://][user[:password]@]host[:port][,host[:port]...][/path][?name=value]``.
 
-    "" means localhost. IPv6 addresses stand in brackets.
+    "" means localhost. IPv6 addresses need brackets.
 
     Raises:
-        ValueError: a scheme that is not among ``schemes``, or a malformed host or port.
+        ValueError: a scheme that is not in ``schemes``, or a malformed host or port.
     """
     text = endpoint.strip() or "localhost"
     allowed = list(schemes)
     parts = _URL.fullmatch(re.sub(r"[\t\r\n]", "", text))
     assert parts is not None  # any text matches
     scheme, authority, path, query = (part or "" for part in parts.groups())
-    # Some characters become a delimiter when the name is looked up, U+2100 "a/c".
+    # A name look-up normalizes some characters to delimiters: U+2100 becomes "a/c".
     plain = unicodedata.normalize("NFKC", authority)
     if any(plain.count(mark) != authority.count(mark) for mark in "/?#@:"):
         raise _not_a_url(text)
     if "@" not in authority and re.match(r"(?s)[^/@:]*:.*@", text.partition("://")[2] or text):
         raise ValueError(
             f"the endpoint '{redact(text)}' has an '@' after a '/', '?' or '#'; percent-encode "
-            "them in a password"
+            "these characters in a password"
         )
     scheme = scheme.lower()
     if scheme and scheme not in allowed:
@@ -99,7 +99,7 @@ def _parse_host(item: str, endpoint: str, default_port: int) -> tuple[str, int]:
     elif item.count(":") > 1:
         raise ValueError(
             f"the endpoint '{redact(endpoint)}' has more than one port after a host; "
-            "an IPv6 address stands in brackets: [::1]:6379"
+            "write an IPv6 address in brackets: [::1]:6379"
         )
     else:
         host, _, port = item.partition(":")

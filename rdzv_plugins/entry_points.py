@@ -1,8 +1,8 @@
-"""The entry points of ``torchrun.handlers``: one factory a backend.
+"""The entry points of ``torchrun.handlers``: one factory per backend.
 
 torch loads all of them at each start, while ``torch.distributed.elastic.rendezvous`` is still being
-imported. So nothing of this package, of a client library or of torch is imported before a handler
-is wanted.
+imported. So the rest of this package, client libraries and torch are imported only when a handler
+is created.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["HandlerFactory", "handler_factory"]
 
 @dataclass(frozen=True)
 class HandlerFactory:
-    """What an entry point of ``torchrun.handlers`` names.
+    """The object that an entry point of ``torchrun.handlers`` names.
 
     Attributes:
         client: ``"<module>:<class>"`` of a `rdzv_plugins.kv.KeyValueClient`, or the name of a store
@@ -35,7 +35,7 @@ class HandlerFactory:
         return _creator(self.client)
 
 
-# torch's registry takes a second registration of a name only if it is the same object.
+# torch's registry accepts a second registration of a name only if it is the same object.
 @cache
 def _creator(client: str) -> Creator:
     def create(params: RendezvousParameters) -> RendezvousHandler:
@@ -47,9 +47,9 @@ def _creator(client: str) -> Creator:
 
 
 def handler_factory(client: str) -> HandlerFactory:
-    """An entry point for the store of ``client``, in this package or another.
+    """Make an entry point for the store of ``client``, in this package or another.
 
-    In a module that imports nothing else, named in ``pyproject.toml`` under
+    Call it in a module that imports nothing else, and name the result in ``pyproject.toml`` under
     ``[project.entry-points."torchrun.handlers"]``::
 
         mystore = handler_factory("mypackage.mystore:Client")

@@ -1,4 +1,4 @@
-"""The last rounds of a run: when, who, how long and why. For people; nothing depends on it."""
+"""The last rounds of a run: time, members, duration and reason. For display only."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Row:
 
     Attributes:
         at: wall-clock time of the writer, ISO 8601 in UTC.
-        seconds: from the round's first document until it ran.
-        nodes: how many nodes were in it.
-        members: names of the first of them, in rank order.
-        reason: why, in words.
-        lost, left, failed, joined, evicted: why, by nodes; see `documents.Cause`.
-        outcome: of the run, where this is its closing.
+        seconds: from the round's first document until the round ran.
+        nodes: the number of participants.
+        members: names of the first participants, in rank order.
+        reason: why the round formed, in words.
+        lost, left, failed, joined, evicted: nodes that were the reason; see `documents.Cause`.
+        outcome: of the run, if this row is its closing.
     """
 
     round: int
@@ -47,7 +47,7 @@ class Row:
 def append(
     client: KeyValueClient, document: RoundDocument, seconds: float, members: tuple[str, ...]
 ) -> None:
-    """Add a row; the oldest beyond fifty go. Two writers at once may lose a row."""
+    """Add a row and drop the oldest beyond fifty. Two writers at once may lose a row."""
     row = Row(
         round=document.round,
         phase=document.phase.value,
@@ -64,7 +64,7 @@ def append(
 
 
 def read(client: KeyValueClient) -> list[Row]:
-    """The rows, oldest first; an unreadable history is an empty one."""
+    """The rows, oldest first; none if the history is unreadable."""
     entry = client.get(HISTORY_KEY)
     try:
         items = json.loads(entry.value) if entry else []

@@ -1,7 +1,7 @@
-"""Which runs of an id have ended: outside the run's own keys, which are swept soon after.
+"""Records of ended runs of an id, outside the run's own keys, which expire soon after the end.
 
-A node that was cut off while its run was closed and swept finds an empty store, like one that
-forgot. It looks here before it writes its old round back.
+A node that was disconnected while its run was closed and expired finds an empty store, as after a
+loss of the store's data. The node reads these records before it writes its old round back.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rdzv_plugins.protocol.documents import Outcome, RoundDocument
 __all__ = ["Tombstones", "tombstone_run_id"]
 
 _KEPT_SECONDS = 7 * 24 * 3600.0
-# An id that is used every few minutes for years leaves no more than these.
+# The most records of one run id, however often the id is used again.
 _MOST = 64
 
 
 class Tombstones:
-    """The ended incarnations of one run id; each call, being rare, opens a connection of its own.
+    """The ended incarnations of one run id; each call opens its own connection: calls are rare.
 
     Args:
         open: connects to the namespace of the run id that `tombstone_run_id` gives.
@@ -32,7 +32,7 @@ class Tombstones:
         self._open = open
 
     def put(self, ended: RoundDocument) -> None:
-        """Note that this incarnation ended; for a week, or until many later ones have."""
+        """Record that this incarnation ended; all records expire a week after the last one."""
         outcome = ended.outcome or Outcome.CLOSED
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         story = {"outcome": outcome.value, "round": ended.round, "reason": ended.reason, "at": at}
@@ -45,7 +45,7 @@ class Tombstones:
                 client.delete_many(by_age[: len(stones) - _MOST])
 
     def get(self, incarnation: str) -> Outcome | None:
-        """How this incarnation ended; None: it has not, as far as is known."""
+        """How this incarnation ended; None: no end is recorded."""
         with closing(self._open()) as client:
             entry = client.get(incarnation)
         if entry is None:
@@ -57,7 +57,7 @@ class Tombstones:
 
 
 def tombstone_run_id(run_id: str) -> str:
-    """The run id under whose namespace the tombstones of ``run_id`` stand."""
+    """The run id whose namespace holds the tombstones of ``run_id``."""
     return f"!ended/{run_id}"
 
 

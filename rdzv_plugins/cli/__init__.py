@@ -1,4 +1,4 @@
-"""The ``rdzv`` command: be an agent, ask after a run, check a store, serve one, see a demo."""
+"""The ``rdzv`` command: run an agent, inspect a run, check a store, start one, show a demo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 import typer
 
-# torch says so, as it is imported, to every program of an environment without NumPy.
+# torch warns so on import in every environment without NumPy.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 from rdzv_plugins.cli import local, run, runs, stores  # noqa: E402
@@ -31,13 +31,13 @@ app.command()(local.demo)
 
 
 def main() -> None:
-    """Entry point; what the user can mend is one line on standard error and exit status 1."""
+    """Entry point; an error that the user can fix is one line on stderr and exit status 1."""
     from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
     from rdzv_plugins.servers import ServerError
 
     if sys.argv[1:2] == ["run"]:
-        # Not through typer, to which "--", Ctrl-C and a broken pipe mean something else; and what
-        # it raises is shown as torchrun shows it.
+        # Not through typer, which treats "--", Ctrl-C and a broken pipe differently; errors look
+        # as in torchrun.
         run.launch(sys.argv[2:])
         return
     try:

@@ -1,4 +1,4 @@
-"""Commands about this machine: a local server, and a demonstration on it."""
+"""Commands for this host: a local server, and a demonstration."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rdzv_plugins import servers
 
 __all__ = ["demo", "serve"]
 
-# Where a server's kind and the backend that speaks to it differ by name.
+# The backend for a kind of server, where the names differ.
 _BACKENDS = {"valkey": "redis", "etcd": "etcd-v3"}
 
 
 def serve(
     kind: Annotated[str, typer.Argument(help=f"one of: {', '.join(servers.KINDS)}")] = "valkey",
-    port: Annotated[int | None, typer.Option(help="of the first server; default: a free one")] = (
+    port: Annotated[int | None, typer.Option(help="first server's port; default: a free one")] = (
         None
     ),
-    nodes: Annotated[int, typer.Option(help="servers of the ensemble, 1 or 3")] = 1,
+    nodes: Annotated[int, typer.Option(help="number of servers, 1 or 3")] = 1,
 ) -> None:
-    """Run a server on 127.0.0.1 until Ctrl-C: for trying things out, not for production."""
+    """Run a server on 127.0.0.1 until Ctrl-C: for tests, not for production."""
     with servers.start(kind, nodes=nodes, port=port) as server:
         conf = ",".join(f"{name}={value}" for name, value in server.config.items())
-        typer.echo(f"{kind} runs at {server.endpoint}; Ctrl-C ends it. For torchrun:")
+        typer.echo(f"{kind} runs at {server.endpoint}; Ctrl-C stops it. For torchrun:")
         for name, value in server.environ.items():
             typer.echo(f"  export {name}={value}")
         typer.echo(
@@ -41,9 +41,9 @@ def serve(
 
 
 def demo(
-    endpoint: Annotated[str, typer.Option(help="of a Redis; default: an embedded Valkey")] = "",
+    endpoint: Annotated[str, typer.Option(help="Redis endpoint; default: embedded Valkey")] = "",
 ) -> None:
-    """Three agents train, one is killed, training goes on; then a timeline of what happened."""
+    """Train with three agents, kill one, continue the training, and show a timeline."""
     from rdzv_plugins.demo import run
 
     raise typer.Exit(run(endpoint))

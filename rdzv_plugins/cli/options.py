@@ -1,4 +1,4 @@
-"""What several commands share: options, torchrun's by the same names, and the console."""
+"""Shared by several commands: options, with the same names as torchrun's, and the console."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def connect(backend: str, endpoint: str, run_id: str, conf: str) -> closing[KeyV
 
     Raises:
         ValueError: a bad option, or a missing client package.
-        RendezvousConnectionError: the store cannot be reached or refuses us.
+        RendezvousConnectionError: the store cannot be reached or refuses the credentials.
     """
     return closing(open_run(backend, endpoint, run_id, conf))
 
@@ -63,16 +63,16 @@ def open_run(backend: str, endpoint: str, run_id: str, conf: str) -> KeyValueCli
 
 
 def delete_run(client: KeyValueClient) -> int:
-    """Delete everything of the client's run; returns how many keys that was."""
+    """Delete all keys of the client's run; returns their number."""
     keys = [*client.list("")]
     client.delete_many(keys)
-    # What a store keeps besides: the deadline of a closed run must not catch the next of this id.
+    # Also cancel the deadline of a closed run: it must not expire the next run with this id.
     client.expire(0)
     return len(keys)
 
 
 def plain_console() -> Console:
-    """Shows text as it is: rich would take ``[fd00::1]`` for a style and ``:b:`` for a picture."""
+    """Shows text as it is: rich would take ``[fd00::1]`` for a style and ``:b:`` for an emoji."""
     return Console(markup=False, emoji=False)
 
 

@@ -1,4 +1,4 @@
-"""``rdzv run``: torchrun, with an agent that knows the run."""
+"""``rdzv run``: torchrun with `rdzv_plugins.agent.RunAgent`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ VERBATIM: dict[str, Any] = {
     "allow_interspersed_args": False,
     "help_option_names": [],
 }
-"""What makes typer leave all arguments, ``--help`` too, to torchrun's own parser."""
+"""Settings with which typer leaves all arguments, even ``--help``, to torchrun's own parser."""
 
 
 def run(context: typer.Context) -> None:
-    """torchrun, but what follows a peer's end does not count against --max-restarts."""
+    """Run torchrun, without counting failures that follow a peer's loss against --max-restarts."""
     launch(context.args)
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Be torchrun for these arguments; raises what torchrun's main function raises."""
+    """Run torchrun with these arguments; raises what torchrun's main function raises."""
     from rdzv_plugins.agent import torchrun
 
-    # For the usage that argparse prints.
+    # argparse prints this name in the usage.
     sys.argv = ["rdzv run", *arguments]
     torchrun(arguments)

@@ -45,7 +45,7 @@ def status(
     run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
     conf: ConfOption = "",
 ) -> None:  # fmt: skip
-    """Show who is in a run, who waits, and why it restarted."""
+    """Show the nodes in a run, the nodes that wait, and why the run restarted."""
     with connect(backend, endpoint, run_id, conf) as client:
         plain_console().print(_describe(client, run_id))
 
@@ -54,7 +54,7 @@ def watch(
     run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
     conf: ConfOption = "",
 ) -> None:  # fmt: skip
-    """Show the status and renew it whenever it changes, until Ctrl-C or the run is closed."""
+    """Show the status and keep it up to date, until Ctrl-C or until the run is closed."""
     with (
         connect(backend, endpoint, run_id, conf) as client,
         Live(console=plain_console(), auto_refresh=False) as live,
@@ -75,7 +75,7 @@ def close(
     run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
     conf: ConfOption = "",
 ) -> None:  # fmt: skip
-    """Close a run: what trains goes on to its end, no further round forms."""
+    """Close a run: the current round trains to its end, and no further round forms."""
     from rdzv_plugins.driver import carry_out
     from rdzv_plugins.protocol.cleanup import close_run
     from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
@@ -93,7 +93,7 @@ def close(
         work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close=lambda _: True)
         carry_out(client, tombstones, work)
         typer.echo(
-            f"closed run '{run_id}': what trains goes on, no further round forms; "
+            f"closed run '{run_id}': the current round continues, no further round forms; "
             f"its id can be used again in {ttl:g} s"
         )
 
@@ -101,30 +101,31 @@ def close(
 def clean(
     run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
     conf: ConfOption = "",
-    force: Annotated[bool, typer.Option(help="also while nodes beat: they will return")] = False,
+    force: Annotated[bool, typer.Option(help="even if nodes are live: they write again")] = False,
 ) -> None:  # fmt: skip
-    """Delete everything of a run, so that its id can be used again at once.
+    """Delete all keys of a run, so that its id can be used again at once.
 
     Live nodes are detected by their heartbeats: give the run's own keep_alive_interval in
     --rdzv-conf.
     """
     with connect(backend, endpoint, run_id, conf) as client:
         if not force and _is_torchs(client):
-            raise ValueError(f"run '{run_id}' is of handler=torch and may live: --force deletes it")
+            raise ValueError(f"run '{run_id}' is of handler=torch and may be live: use --force")
         if not force and (alive := _beating(client, settings(conf).keep_alive_interval)):
             raise ValueError(
-                f"run '{run_id}' lives: {', '.join(sorted(alive)[:4])}; close it first, or --force"
+                f"run '{run_id}' has live nodes: {', '.join(sorted(alive)[:4])}; "
+                "close it first, or use --force"
             )
         typer.echo(f"deleted {delete_run(client)} keys of run '{run_id}'")
 
 
 def _is_torchs(client: KeyValueClient) -> bool:
-    """Whether torch's handler runs it. What that stores is a pickle, which is never read here."""
+    """Whether the run has handler=torch, whose state is a pickle, which is never loaded here."""
     return client.get(KeyValueBackend.KEY) is not None
 
 
 def _beating(client: KeyValueClient, interval: float) -> set[str]:
-    """Names of the nodes whose beat moves within an interval and a half."""
+    """Names of the nodes that send a heartbeat within an interval and a half."""
     before = _records(client)
     if not before:
         return set()
@@ -150,7 +151,7 @@ def _records(client: KeyValueClient) -> dict[str, NodeRecord]:
 def _describe(client: KeyValueClient, run_id: str) -> RenderableType:
     entry = client.get(STATE_KEY)
     if entry is None and _is_torchs(client):
-        return Text(f"run '{run_id}': of handler=torch, whose state cannot be shown")
+        return Text(f"run '{run_id}' is of handler=torch, whose state cannot be shown")
     if entry is None:
         return Text(f"run '{run_id}': nothing is stored under this id")
     document = RoundDocument.decode(entry.value)
@@ -167,7 +168,7 @@ def _describe(client: KeyValueClient, run_id: str) -> RenderableType:
 
 
 def _nodes(document: RoundDocument, records: dict[str, NodeRecord]) -> Table:
-    table = Table("rank", "node", "status", "round", "beat", "", title_justify="left")
+    table = Table("rank", "node", "status", "round", "heartbeat", "", title_justify="left")
     others = sorted(set(records) - set(document.participants))
     for node in [*document.participants, *others][:_NODES_SHOWN]:
         record = records.get(node)

@@ -1,4 +1,4 @@
-"""The command about a store: is it there, are we let in, how fast does it answer?"""
+"""The command that checks a store: is it reachable, does it accept the credentials, how fast?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAMPLES = 20
 def check(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = ""
 ) -> None:
-    """Try on a store all that a rendezvous does, in a run of its own that is deleted again."""
+    """Try all operations of a rendezvous on a store, in a temporary run."""
     console = plain_console()
     began = time.perf_counter()
     run_id = f"check-{uuid.uuid4().hex[:12]}"
@@ -46,7 +46,7 @@ def check(
         def swap() -> None:
             entry, written = client.compare_and_set("state", uuid.uuid4().bytes, versions[-1])
             if entry is None or not written:
-                raise ValueError("a compare-and-set without a rival was refused")
+                raise ValueError("a compare-and-set without another writer was refused")
             versions.append(entry.version)
 
         table.add_row("get", _median(lambda: client.get("state")))
@@ -67,12 +67,12 @@ def check(
 
 @contextmanager
 def _own_run(backend: str, endpoint: str, run_id: str, conf: str) -> Iterator[KeyValueClient]:
-    """A client of a run that is deleted afterwards, whatever happens."""
+    """A client of a run that is deleted afterwards, even after an error."""
     with connect(backend, endpoint, run_id, conf) as client:
         try:
             yield client
         except BaseException:
-            # What went wrong is to be said, not that nothing can be deleted either.
+            # Raise the first error, not the error of the deletion.
             with suppress(RendezvousError):
                 delete_run(client)
             raise
@@ -89,7 +89,7 @@ def _median(request: Callable[[], object]) -> str:
 
 
 def _wake_up(writer: KeyValueClient, waiter: KeyValueClient) -> str:
-    """Time from a write until another connection's waiter has the value."""
+    """Median time from a write until another connection's waiter has the value."""
     times = []
     for sample in range(_SAMPLES):
         key = f"wake/{sample}"
@@ -104,7 +104,7 @@ def _wake_up(writer: KeyValueClient, waiter: KeyValueClient) -> str:
 
         thread = threading.Thread(target=wait, name="rdzv-check", daemon=True)
         thread.start()
-        # Let it park: what is measured is being woken, not finding a value.
+        # Let it park, to measure the wake-up and not a read.
         time.sleep(0.05)
         began = time.perf_counter()
         writer.put(key, b"x")

@@ -1,4 +1,4 @@
-"""A training job on this host that loses a node and goes on; ``python -m rdzv_plugins.demo``."""
+"""A training job on this host that loses a node and continues; ``python -m rdzv_plugins.demo``."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ __all__ = ["run"]
 
 
 def run(endpoint: str = "", *, backend: str = "redis", agents: int = 3, kill: int = 0) -> int:
-    """Show it; returns an exit status, 0 only if the training went on and ended well.
+    """Run the demonstration; returns an exit status, 0 only if the training continued to its end.
 
     Args:
         endpoint: as ``--rdzv-endpoint``; "": a server is started on this host, for ``redis`` a
             Valkey.
         backend: as ``--rdzv-backend``.
-        agents: how many nodes start; at least 3, so that two are left.
+        agents: the number of nodes to start; at least 3, so that two are left.
         kill: the rank whose node is killed.
     """
-    # Late: the workers import this package too, and shall start fast.
+    # Imported late: the workers import this package too, and must start fast.
     from rdzv_plugins.demo.show import show
 
     return show(endpoint, backend, agents, kill)

@@ -1,4 +1,4 @@
-"""torchrun agents as processes of this host: started, watched by their workers' events, killed."""
+"""Start, watch and kill torchrun agents as processes of this host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 __all__ = ["RDZV_RUN", "TORCHRUN", "Agent", "Event", "Fleet", "TrainingError", "World"]
 
-# torchrun's --rdzv-id where none is named.
+# torchrun's default of --rdzv-id.
 _DEFAULT_RUN_ID = "none"
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ RDZV_RUN = ("-m", "rdzv_plugins.cli", "run")
 
 
 class TrainingError(RuntimeError):
-    """The training did not do in time what was waited for."""
+    """The training did not reach an awaited state in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Event:
         event: ``begin``, ``resume``, ``step`` or ``end``.
         at: seconds of this host's monotonic clock.
         node: the name of its agent; ``agent`` is that agent's process id.
-        master: MASTER_ADDR:MASTER_PORT, by which worlds are told apart.
-        step: the training's step that was taken, or from which it goes on.
+        master: MASTER_ADDR:MASTER_PORT, which identifies the world.
+        step: the training's step that was taken, or after which it resumes.
     """
 
     event: str
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(slots=True)
 class World:
-    """The workers that were given one MASTER_ADDR:MASTER_PORT, by rank.
+    """The workers with the same MASTER_ADDR:MASTER_PORT, by rank.
 
     Attributes:
         began: when each of them began, before it imported torch; monotonic seconds.
@@ -98,7 +98,7 @@ class World:
 
 
 class Agent:
-    """One torchrun: its process, and its workers as far as they have said that they run."""
+    """One torchrun: its process, and its workers as far as they have written events."""
 
     def __init__(self, name: str, fleet: Fleet, process: subprocess.Popen[bytes]) -> None:
         self.name = name
@@ -115,13 +115,13 @@ class Agent:
         return self._fleet.folder / f"{self.name}.log"
 
     def workers(self) -> list[int]:
-        """Process ids of its workers that are alive."""
+        """Process ids of its live workers."""
         self._fleet.read_events()
         pids = {event.pid for event in self._fleet.events if event.agent == self.pid}
         return [pid for pid in sorted(pids) if _alive(pid)]
 
     def signal(self, number: int, *, workers: bool = False) -> float:
-        """Send a signal to the agent, with ``workers`` also to them; returns when."""
+        """Send a signal to the agent, with ``workers`` also to them; returns the time of it."""
         at = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
@@ -130,7 +130,7 @@ class Agent:
         return at
 
     def signal_workers(self, number: int) -> float:
-        """Send a signal to the workers only; returns when."""
+        """Send a signal to the workers only; returns the time of it."""
         at = time.monotonic()
         for pid in self.workers():
             with contextlib.suppress(ProcessLookupError):
@@ -138,8 +138,8 @@ class Agent:
         return at
 
     def kill(self) -> float:
-        """``kill -9`` of the agent and its workers, as when a host loses power; returns when."""
-        # The agent first: it would report its worker's end to the others.
+        """``kill -9`` agent and workers, as if the host lost power; returns the time of it."""
+        # The agent first: otherwise it would report its worker's end to the other nodes.
         at = self.signal(signal.SIGKILL, workers=True)
         self.process.wait()
         return at
@@ -151,12 +151,12 @@ class Fleet:
     Args:
         folder: for the checkpoint, the events and the agents' logs.
         backend, endpoint, config, environ: of the store, as torchrun takes them.
-        run_id: as ``--rdzv-id``; torchrun's default is not named to it.
+        run_id: as ``--rdzv-id``; torchrun's default is not passed.
         nodes: as ``--nnodes``, such as "2:3".
         max_restarts: as ``--max-restarts``; None: not given.
         script: what the workers run; it writes a journal as `rdzv_plugins.demo.train` does.
         training: the script's options.
-        launcher: what Python runs as torchrun, such as `RDZV_RUN`.
+        launcher: Python's arguments that run torchrun, such as `RDZV_RUN`.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Fleet:
         config: Mapping[str, object] | None = None,
         training: Mapping[str, object] | None = None,
     ) -> Agent:
-        """Start an agent; its log gets its output and its workers'.
+        """Start an agent; its log gets the output of the agent and of its workers.
 
         ``config`` and ``training`` are this agent's own, on top of the fleet's.
         """
@@ -217,7 +217,7 @@ class Fleet:
         ]
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{name}.log").open("ab") as log:
-            # A session of its own: Ctrl-C is for us, and we end the agents.
+            # A separate session: Ctrl-C reaches only this process, which then stops the agents.
             process = subprocess.Popen(
                 command,
                 env={**os.environ, **_surroundings(), **self._environ},
@@ -230,17 +230,17 @@ class Fleet:
         return agent
 
     def stop_training(self) -> None:
-        """Ask the workers to end after the step at hand, as a training that is done does."""
+        """Let the workers end after the current step, like a training that is done."""
         (self.folder / "stop").touch()
 
     def read_events(self) -> None:
-        """Take in what the workers have written since the last call."""
+        """Read the events that the workers have written since the last call."""
         fresh: list[Event] = []
         for path in sorted((self.folder / "events").glob("*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 data = file.read()
-            # A line that is being written is for the next time.
+            # The next call reads a line that is still being written.
             whole = data[: data.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
             fresh += [Event(**json.loads(line)) for line in whole.splitlines()]
@@ -251,21 +251,21 @@ class Fleet:
             self._worlds[event.master].note(event)
 
     def worlds(self) -> list[World]:
-        """Those that have taken a step, by when they took the first."""
+        """The worlds that have taken a step, ordered by the time of their first."""
         self.read_events()
         stepped = [world for world in self._worlds.values() if world.stepped]
         return sorted(stepped, key=lambda world: min(world.stepped.values()))
 
     def split(self) -> str | None:
-        """Says which two worlds trained at the same time; None: at all times there was one."""
+        """Describes two worlds that trained at the same time; None: there are no such two."""
         worlds = self.worlds()
         for older, newer in pairwise(worlds):
             early = older.last_step_at - min(newer.stepped.values())
             if early > 0:
                 return (
                     f"the world of {older.master} ({', '.join(older.nodes.values())}) still took "
-                    f"a step {early:.3f} s after that of {newer.master} "
-                    f"({', '.join(newer.nodes.values())}) had begun to"
+                    f"a step {early:.3f} s after the first step of the world of {newer.master} "
+                    f"({', '.join(newer.nodes.values())})"
                 )
         return None
 
@@ -279,8 +279,8 @@ class Fleet:
     ) -> World:
         """Wait until exactly these agents train in one world that has taken steps since ``after``.
 
-        With ``by_rank`` also in this order. Raises `TrainingError` after ``timeout`` seconds, or
-        as soon as one of them has ended.
+        With ``by_rank`` also in this rank order. Raises `TrainingError` after ``timeout`` seconds,
+        or as soon as one of them has ended.
         """
         wanted = list(names)
 
@@ -318,12 +318,12 @@ class Fleet:
         return self.await_that(found, f"the end of {', '.join(wanted)}", timeout)
 
     def await_that(self, question: Callable[[], T | None], what: str, timeout: float) -> T:
-        """Ask until the answer is true; raises `TrainingError` with the ends of the logs."""
+        """Ask ``question`` until it is true; raises `TrainingError` with the ends of the logs."""
         deadline = time.monotonic() + timeout
         while not (answer := question()):
             if time.monotonic() > deadline:
                 raise TrainingError(
-                    f"waited {timeout:g} s in vain for {what}\n{self.log_tails(self.agents)}"
+                    f"waited more than {timeout:g} s for {what}\n{self.log_tails(self.agents)}"
                 )
             time.sleep(0.02)
         return answer
@@ -338,9 +338,9 @@ class Fleet:
         return "\n".join(parts)
 
     def close(self) -> None:
-        """Ask all agents to end, kill those that do not, and all their workers."""
+        """Stop all agents, kill those that do not end, and kill all their workers."""
         for agent in self.agents.values():
-            # One that is stopped does not hear.
+            # A suspended process does not handle SIGTERM.
             agent.signal(signal.SIGCONT, workers=True)
             agent.signal(signal.SIGTERM)
         deadline = time.monotonic() + 5
@@ -357,16 +357,16 @@ class Fleet:
 
 
 def _surroundings() -> dict[str, str]:
-    """What makes several torchruns on one host behave like one on each of several."""
+    """The environment in which several torchruns on one host behave like those on several hosts."""
     own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    # Else gloo listens on what the host's name resolves to, if it does.
+    # Otherwise gloo listens on the address of the host's name, if the name resolves.
     if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in dict(socket.if_nameindex()).values():
         own["GLOO_SOCKET_IFNAME"] = "lo"
     return own
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process runs; one that waits to be reaped does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

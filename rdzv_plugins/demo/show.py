@@ -1,4 +1,4 @@
-"""The demonstration: torchrun agents train, one is killed, training goes on, another joins."""
+"""The demonstration: torchrun agents train, one is killed, training continues, another joins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
     """As `rdzv_plugins.demo.run`."""
     story = Story(Console())
     if not agents >= 3 or not 0 <= kill < agents:
-        story.tell(f"there must be 3 agents or more and a rank to kill below {agents}")
+        story.tell(f"the demonstration needs 3 agents or more and a rank to kill below {agents}")
         return 2
     folder = Path(tempfile.mkdtemp(prefix="rdzv-demo-"))
     went_on = keep_logs = False
@@ -60,7 +60,7 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
                         **config,
                     },
                     environ={},
-                    # Should we be killed ourselves, the agents shall not run for ever.
+                    # If this process is killed, the agents must not run forever.
                     training={"seconds": 120},
                 )
                 with fleet:
@@ -68,11 +68,11 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
                 story.add_rounds(history.read(client), fleet)
                 went_on = True
     except KeyboardInterrupt:
-        story.tell("interrupted; all agents and their workers are ended")
+        story.tell("interrupted; all agents and their workers have ended")
         return 130
     except TrainingError as error:
         keep_logs = True
-        story.tell(f"this went wrong: {error}")
+        story.tell(f"the demonstration failed: {error}")
         story.tell(f"the agents' logs are in {folder}")
     except (
         ValueError,
@@ -80,7 +80,7 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
         RendezvousConnectionError,
         RendezvousStateError,
     ) as error:
-        story.tell(f"this went wrong: {error}")
+        story.tell(f"the demonstration failed: {error}")
     finally:
         if not keep_logs:
             shutil.rmtree(folder, ignore_errors=True)
@@ -90,7 +90,7 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
 
 
 class Story:
-    """What is said while it happens, and the timeline in the end."""
+    """Prints messages during the demonstration, and the timeline at its end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -150,7 +150,7 @@ def _play(story: Story, fleet: Fleet, agents: int, kill: int) -> None:
     world = fleet.await_world(names, after=killed)
     _tell_training(story, world, killed)
     if not 0 < world.resumed <= reached:
-        raise TrainingError(f"training began at step {world.resumed + 1}, not at its checkpoint")
+        raise TrainingError(f"training resumed at step {world.resumed + 1}, not at its checkpoint")
     fleet.await_step(world, world.resumed + _STEPS_TO_SEE)
 
     replacement = f"node-{agents + 1}"
@@ -166,7 +166,7 @@ def _play(story: Story, fleet: Fleet, agents: int, kill: int) -> None:
     fleet.stop_training()
     statuses = fleet.await_ends(names)
     if any(statuses.values()):
-        raise TrainingError(f"agents did not end well: {statuses}\n{fleet.log_tails(statuses)}")
+        raise TrainingError(f"agents ended with errors: {statuses}\n{fleet.log_tails(statuses)}")
     story.tell("all agents ended with status 0")
 
 
@@ -176,7 +176,7 @@ def _tell_training(story: Story, world: World, since: float | None = None) -> No
     told = f"{world.size} nodes train: {ranks}"
     noted = f"{world.size} nodes train"
     if world.resumed:
-        told += f"; they went on from the checkpoint of step {world.resumed}"
+        told += f"; they continued from the checkpoint of step {world.resumed}"
         noted += f" from step {world.resumed} on"
     if since is not None:
         told += f", {trains - since:.1f} s later"
@@ -199,7 +199,7 @@ def _store(story: Story, backend: str, endpoint: str) -> Iterator[tuple[str, dic
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGTERM end us as Ctrl-C does, agents and server too."""
+    """Let SIGTERM end this process, its agents and its server as Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -212,7 +212,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _named(text: str, fleet: Fleet) -> str:
-    """The text with our names of the nodes for the run's, ``address[process id]``."""
+    """The text with the agents' names instead of the run's node names, ``address[process id]``."""
     for agent in fleet.agents.values():
         text = text.replace(f"127.0.0.1[{agent.pid}]", agent.name)
     return text

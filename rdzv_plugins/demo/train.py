@@ -1,8 +1,8 @@
-"""Trains a small model on the CPU under torchrun: what the demonstration and the tests run.
+"""Trains a small model on the CPU under torchrun, for the demonstration and the tests.
 
 Data-parallel by hand: each worker computes the gradients of its own batches, an all-reduce over
-gloo averages them, all take the same step. Rank 0 writes a checkpoint now and then; a new world
-goes on from it. What happens is noted line by line in ``<folder>/events/``, for those who watch.
+gloo averages them, all take the same step. Rank 0 writes a checkpoint from time to time; a new
+world continues from it. Each worker writes its events as lines to a file in ``<folder>/events/``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Far longer than any test waits: a collective that hangs shall be seen to hang.
+# Far longer than any test waits, so that tests notice a collective that hangs.
 _COLLECTIVE_SECONDS = 60
 
 
 class Journal:
-    """This process's events; one JSON object a line, one file a process."""
+    """This process's events; one JSON object per line, one file per process."""
 
     def __init__(self, folder: Path, node: str) -> None:
         self._constant = {
@@ -39,7 +39,7 @@ class Journal:
         }
         directory = folder / "events"
         directory.mkdir(parents=True, exist_ok=True)
-        # In no `with`: it lives as long as the process, and each line is written out at once.
+        # No `with`: it stays open as long as the process, and each line is written at once.
         self._file = (directory / f"{node}-{os.getpid()}.jsonl").open("a", buffering=1)
 
     def note(self, event: str, **fields: object) -> None:
@@ -53,15 +53,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="checkpoint and events")
     parser.add_argument("--name", required=True, help="name of the node, for the events")
     parser.add_argument("--steps", type=int, default=1_000_000, help="steps of the whole training")
-    parser.add_argument("--seconds", type=float, default=600, help="the longest that a world lasts")
-    parser.add_argument("--pace", type=float, default=0.05, help="seconds that a step takes")
+    parser.add_argument("--seconds", type=float, default=600, help="longest life of a world")
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds per step")
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps")
     options = parser.parse_args()
-    # Before torch is imported, which takes seconds: from here on the worker runs.
+    # Before the import of torch, which takes seconds: the worker runs from here on.
     journal = Journal(options.folder, options.name)
     journal.note("begin")
 
-    # Collecting garbage meanwhile makes the import of torch a tenth slower.
+    # Garbage collection makes the import of torch a tenth slower.
     gc.disable()
     import torch.distributed
 
@@ -70,7 +70,7 @@ def main() -> None:
     try:
         _train(options, journal)
     except Exception:
-        # A peer is gone. Tidying up after torch takes 0.7 s, for which the others would wait.
+        # A peer is gone. torch's cleanup takes 0.7 s, for which the other nodes would wait.
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -81,7 +81,7 @@ def main() -> None:
 def _train(options: argparse.Namespace, journal: Journal) -> None:
     import torch
 
-    # Not torch.optim: its first step imports two more seconds of torch.
+    # Not torch.optim: its first step imports more of torch, which takes two seconds.
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -99,7 +99,7 @@ def _train(options: argparse.Namespace, journal: Journal) -> None:
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         gradients = torch.autograd.grad(loss, parameters)
         wants_to_stop = rank == 0 and (stop.exists() or time.monotonic() > ends)
-        # One message: the gradients, the loss, and whether to stop, so that all stop as one.
+        # One message: the gradients, the loss, and whether to stop, so that all stop together.
         flat = [gradient.flatten() for gradient in gradients]
         message = torch.cat(
             [*flat, torch.stack([loss.detach(), torch.tensor(float(wants_to_stop))])]
@@ -118,7 +118,7 @@ def _train(options: argparse.Namespace, journal: Journal) -> None:
 
 
 def _resume(model: torch.nn.Module, checkpoint: Path, rank: int) -> int:
-    """Rank 0 reads the checkpoint and tells the others; returns the last step that was taken."""
+    """Rank 0 reads the checkpoint and broadcasts it; returns the last step that was taken."""
     import torch
 
     step = 0
@@ -135,7 +135,7 @@ def _resume(model: torch.nn.Module, checkpoint: Path, rank: int) -> int:
 
 
 def _save(model: torch.nn.Module, checkpoint: Path, step: int) -> None:
-    """Whoever dies while it writes leaves the last checkpoint whole."""
+    """Replace the checkpoint atomically: a crash leaves the last one whole."""
     import torch
 
     partial = checkpoint.with_suffix(f".{os.getpid()}")

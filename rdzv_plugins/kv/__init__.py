@@ -1,4 +1,4 @@
-"""What a store promises (`contract`), in memory (`memory`), and from a few hooks (`base`)."""
+"""The key-value contract (`contract`), in memory (`memory`), and as a base for stores (`base`)."""
 
 from rdzv_plugins.kv.contract import (
     Capabilities,

@@ -1,13 +1,13 @@
-"""A client of the whole contract from a few hooks that a store gives.
+"""The base class of the stores: it implements the whole contract on a few hooks.
 
-A store's client library reads, writes and waits; all that stores have in common is here: versions,
-lost answers, retries within one deadline, `add`, `wait` and its end, batches, sizes, closing, and
-the one place where a library's error becomes the contract's.
+A store's hooks read, write and wait with its client library. This module implements what the stores
+share: versions, lost answers, retries within one deadline, `add`, `wait` and its end, batches, size
+limits, closing, and the translation of a library's errors into the contract's.
 
 Every stored value begins with its stamp: eight random bytes, new with each write, and "=". The
-stamp is the version. So a version never comes back, neither after a delete nor in a server that
-lost its memory; two equal values are two writes; and a write whose answer was lost is recognized by
-its stamp.
+stamp is the version. So a version never repeats, neither after a delete nor on a server that lost
+its data; two writes of equal bytes have two versions; and a client recognizes its own write by the
+stamp after a lost answer.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ __all__ = [
 T = TypeVar("T")
 
 STAMP_BYTES = 9
-"""Of a stamp with its "="."""
+"""Length of a stamp, including its "="."""
 
-# Pauses of `add` between two attempts, and of `wait` after a failure; in seconds.
+# Pauses of `add` between two attempts, and of `wait` after a failure, in seconds.
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.5
 
-# `add` gives up after so many request timeouts: the store answers, but others are faster.
+# `add` fails after so many request timeouts in which other clients were always faster.
 _ADD_TIMEOUTS = 12
 
-# A store that cannot push is asked this often, in seconds.
+# `wait` polls a store that cannot push this often, in seconds.
 _POLL = (0.05, 0.1)
 
 
@@ -75,7 +75,7 @@ class Stored:
     Attributes:
         value: without its stamp.
         version: what `Entry.version` becomes.
-        guard: what the store needs to replace or to watch exactly this, for example its own index.
+        guard: what the store needs to replace or watch exactly this value, such as its own index.
     """
 
     value: bytes
@@ -84,7 +84,7 @@ class Stored:
 
     @classmethod
     def parse(cls, data: bytes, guard: Any = None) -> Stored:
-        """What `stamped` made; raises `RendezvousStateError` for anything else."""
+        """Parse the result of `stamped`; raises `RendezvousStateError` for anything else."""
         if data[STAMP_BYTES - 1 : STAMP_BYTES] != b"=":
             raise RendezvousStateError(
                 "a value in the store was not written by this package: use another prefix"
@@ -104,7 +104,7 @@ class Problem:
         text: continues "<store> at <endpoint> ..."; says what failed and what to do.
         retryable: the next attempt may succeed.
         undone: the request has certainly changed nothing.
-        state: the store answered, and what it holds or was asked is at fault:
+        state: the store answered, and its data or the request is wrong: raise
             `RendezvousStateError` instead of `RendezvousConnectionError`.
         secret: the library's error may show a password: it is not chained.
     """
@@ -147,7 +147,7 @@ class Wake:
                 pass
 
     def wait(self, seconds: float, *others: int) -> set[int]:
-        """Those of ``fd`` and ``others`` that are readable within ``seconds``."""
+        """Wait up to ``seconds``; return the readable ones of ``fd`` and ``others``."""
         # Not select.select: it cannot take descriptors above 1023.
         poll = select.poll()
         for fd in (self.fd, *others):
@@ -161,11 +161,11 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """When a request must have ended.
+    """The deadline of a request.
 
     Attributes:
         deadline: on the monotonic clock, in seconds.
-        wake: of the `wait` that asks; the request is of no use once it rings.
+        wake: of the `wait` that makes the request, which is abandoned once this rings.
     """
 
     deadline: float
@@ -173,7 +173,7 @@ class Limit:
 
     @property
     def seconds(self) -> float:
-        """What is left. Raises TimeoutError if nothing is, and `WokenError`."""
+        """Seconds left. Raises TimeoutError if none are left, and `WokenError`."""
         if self.wake is not None and self.wake.rung:
             raise WokenError
         left = self.deadline - time.monotonic()
@@ -204,7 +204,7 @@ class Limit:
 
 
 class StoreClient(KeyValueClient):
-    """The contract over the hooks below. A hook makes one attempt and raises its library's errors.
+    """The contract on the hooks below. A hook makes one attempt and raises its library's errors.
 
     Attributes:
         where: names the store in errors: "<store> at <endpoint>", without secrets.
@@ -212,7 +212,7 @@ class StoreClient(KeyValueClient):
     """
 
     batch: ClassVar[tuple[int, int]] = (100, 1 << 20)
-    """The most keys, and bytes of values, that one `_put`, `_read` or `_delete` is given."""
+    """The most keys, and bytes of values, that one call of `_put`, `_read` or `_delete` gets."""
 
     def __init__(self, where: str, request_timeout: float) -> None:
         self.where = where
@@ -222,7 +222,7 @@ class StoreClient(KeyValueClient):
         self._spare_wakes: list[Wake] = []
         self._wakes_lock = threading.Lock()
 
-    # What a store gives.
+    # The hooks of a store.
 
     @abstractmethod
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
@@ -234,11 +234,11 @@ class StoreClient(KeyValueClient):
 
     @abstractmethod
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        """Write if the key is still as `_read` saw it (None: absent); False: it was not."""
+        """Write if the key is unchanged since ``seen`` (None: absent); False: it has changed."""
 
     @abstractmethod
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        """Write unconditionally; doing it twice is as good as once."""
+        """Write unconditionally; idempotent."""
 
     @abstractmethod
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
@@ -250,17 +250,17 @@ class StoreClient(KeyValueClient):
 
     @abstractmethod
     def _problem(self, error: Exception) -> Problem | None:
-        """What an error means; None: it is none of the client library's, and is raised as it is."""
+        """What an error means; None: it is no error of the client library, and is re-raised."""
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
-        """What is there before `wait` parks; its value may be left out if this is its version."""
+        """Read before `wait` parks; may omit the value if the key still has ``version``."""
         return self._read([key], limit).get(key)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        """Return when the key may differ from what `_look` saw, with its value if that is known.
+        """Return once the key may differ from ``seen``, with its value if that is known.
 
-        A change since `_look` must not be missed. Ends at the latest at the limit, by `WokenError`
-        or TimeoutError too. This default is for stores that cannot push: they are polled.
+        Must not miss a change since `_look`. Ends at the limit at the latest, also by `WokenError`
+        or TimeoutError. This default polls, for stores that cannot push.
         """
         limit.sleep(min(limit.seconds, random.uniform(*_POLL)))
         return None
@@ -317,7 +317,7 @@ class StoreClient(KeyValueClient):
                 entry = seen.entry if seen is not None else None
                 version = entry.version if entry is not None else None
                 if version == ours.version:
-                    return ours, True  # An earlier attempt was done, and its answer lost.
+                    return ours, True  # An earlier attempt succeeded; its answer was lost.
                 if version != expected:
                     return entry, False
                 if self._replace(key, data, seen, limit):
@@ -331,16 +331,16 @@ class StoreClient(KeyValueClient):
         while (total := self._add_once(key, delta)) is None:
             if time.monotonic() >= deadline:
                 raise RendezvousConnectionError(
-                    f"'{key}' in {self.where} was changed by others all through {seconds:g} s and "
-                    "nothing was counted: they are too many for it, or it is too slow"
+                    f"other clients changed '{key}' in {self.where} throughout {seconds:g} s, so "
+                    "nothing was counted: they are too many, or the store is too slow"
                 )
-            # Growing pauses, or hundreds that begin at once keep the store busy with refusals.
+            # Growing pauses: else hundreds of adders keep the store busy with refusals.
             time.sleep(random.uniform(0, pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
         return total
 
     def _add_once(self, key: str, delta: int) -> int | None:
-        """One compare-and-set, repeated where it fails; None: another client was faster."""
+        """One compare-and-set, retried after errors; None: another client was faster."""
         doubtful: tuple[bytes, str | None] | None = None
 
         def request(limit: Limit) -> int | None:
@@ -352,7 +352,7 @@ class StoreClient(KeyValueClient):
                     total = parse_counter(key, seen.value if seen is not None else b"0") + delta
                     data = stamped(b"%d" % total)
                 else:
-                    # The same stamp again: of all the attempts at most one can be applied.
+                    # The same stamp and version again: at most one attempt can be applied.
                     data, base = doubtful
                     if version == Stored.parse(data).version:
                         return int(Stored.parse(data).value)
@@ -391,7 +391,7 @@ class StoreClient(KeyValueClient):
                         seen = None
                     except Exception as error:
                         self._raise_unless_retryable(error, wake)
-                        # The next look raises if the store stays away.
+                        # The next look raises if the store stays unreachable.
                         wake.wait(random.uniform(0, pause))
                         pause = min(2 * pause, _LONGEST_PAUSE)
                         continue
@@ -421,7 +421,7 @@ class StoreClient(KeyValueClient):
     # For the stores.
 
     def _connect(self, request: Callable[[Limit], Any]) -> None:
-        """The first request of a constructor; what is open is closed if it fails."""
+        """Make the first request of a constructor; close all connections if it fails."""
         try:
             self._call(request)
         except BaseException:
@@ -429,9 +429,9 @@ class StoreClient(KeyValueClient):
             raise
 
     def _call(self, request: Callable[[Limit], T], wake: Wake | None = None) -> T:
-        """Repeat ``request`` within the request timeout; the contract's errors come from here.
+        """Retry ``request`` within the request timeout; raises the contract's errors.
 
-        ``wake``: of the `wait` that asks; raises `WokenError` soon after it rang.
+        ``wake``: of the calling `wait`; raises `WokenError` soon after it rings.
         """
         if self._closed:
             raise ClientClosedError(self.where) if wake is None else WokenError
@@ -467,16 +467,16 @@ class StoreClient(KeyValueClient):
             self._fail(error)
 
     def _is_the_librarys(self, error: Exception) -> bool:
-        """Whether it comes of the connection, and not of a signal's handler, as torch's do.
+        """Whether the error comes from the connection, not from a signal handler such as torch's.
 
-        A connection that another thread closes also makes libraries stumble over their own state.
+        If another thread closes the connection, libraries also raise errors about their own state.
         """
         stumbled = isinstance(error, OSError | AttributeError | ValueError)
         return stumbled or self._problem(error) is not None
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Raise the contract's error for one of the client library's."""
-        # ssl's error for a certificate is a ValueError too.
+        """Raise the contract's error for an error of the client library."""
+        # ssl's certificate error is also a ValueError.
         ours = isinstance(error, RendezvousError | ValueError)
         if ours and not isinstance(error, OSError):
             raise error
@@ -488,7 +488,7 @@ class StoreClient(KeyValueClient):
         raise kind(f"{self.where} {problem.text}") from (None if problem.secret else error)
 
     def _unreachable(self, error: Exception, *, undone: bool = False, hint: str = "") -> Problem:
-        """What most errors mean; ``hint`` continues the question what may be wrong."""
+        """The problem behind most errors; ``hint`` continues the question at its end."""
         return Problem(
             f"could not be reached within {self.timeout:g} s "
             f"({str(error) or type(error).__name__}); "
@@ -500,7 +500,7 @@ class StoreClient(KeyValueClient):
     @contextlib.contextmanager
     def _waking(self) -> Iterator[Wake]:
         with self._wakes_lock:
-            # Its sockets cost 0.06 ms: used again, unless it rang.
+            # Its sockets take 0.06 ms to create: reuse a wake that has not rung.
             wake = self._spare_wakes.pop() if self._spare_wakes else Wake()
             self._wakes.add(wake)
         try:
@@ -517,7 +517,7 @@ class StoreClient(KeyValueClient):
                 wake.close()
 
     def _parts(self, values: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
-        """``values`` in portions that fit `batch`."""
+        """``values`` in parts that fit `batch`."""
         most_keys, most_bytes = self.batch
         part: dict[str, bytes] = {}
         size = 0
@@ -532,14 +532,14 @@ class StoreClient(KeyValueClient):
 
 
 def stamped(value: bytes) -> bytes:
-    """The value as it is stored, under a new stamp."""
+    """The value as it is stored, with a new stamp."""
     return secrets.token_bytes(STAMP_BYTES - 1) + b"=" + value
 
 
 def segments(namespace: str, prefix: str) -> list[str]:
-    """The parts of a path for a namespace: those of the prefix, then one for the run.
+    """The path segments of a namespace: those of the prefix, then one for the run.
 
-    Each is percent-encoded, so that whatever stands in a run id cannot reach another run.
+    Each is percent-encoded, so that no run id can address another run.
     """
     if not namespace.startswith(f"{prefix}/"):
         prefix = namespace.partition("/")[0]

@@ -1,14 +1,14 @@
 """The key-value contract that every store implements.
 
 A client is bound to one namespace, ``<prefix>/<run id>/``; its keys are relative to it. Keys are
-non-empty ``str``, values ``bytes``. Every method but `wait` ends within the client's request
-timeout, but for an `add` that goes on while others are faster: that may take twelve of them. Every
-client is safe to use from several threads.
+non-empty ``str``, values ``bytes``. Every method except `wait` ends within the client's request
+timeout; only `add` may take twelve request timeouts, while other clients change the counter first.
+Every client is safe to use from several threads.
 
 Errors: `RendezvousConnectionError` (the store could not be reached within the request timeout, or
-refused our credentials), its kind `ClientClosedError` (`close` was called), `RendezvousStateError`
-(a value is unreadable or over the store's limit), `ValueError` (a bad option, naming it and what is
-allowed).
+refused the credentials), its subclass `ClientClosedError` (`close` was called),
+`RendezvousStateError` (a value is unreadable or larger than the store's limit), `ValueError` (a bad
+option; the message names the option and what is allowed).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 Version = Hashable
-"""Opaque. Two equal versions of a key mean equal bytes, across deletes and restarts too."""
+"""Opaque. Equal versions of a key mean equal bytes, also across deletes and restarts."""
 
 
 class ClientClosedError(RendezvousConnectionError):
-    """The client was closed: asking again is of no use."""
+    """The client was closed: a retry cannot succeed."""
 
     def __init__(self, where: str) -> None:
         super().__init__(f"the connection to {where} is closed")
@@ -55,13 +55,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do; the conformance suite checks each of them.
+    """What a store can do; the conformance suite checks each attribute.
 
     Attributes:
-        push: `KeyValueClient.wait` is woken by the store, not by polling it.
-        linearizable: a read returns the latest completed write, whoever made it.
+        push: the store wakes `KeyValueClient.wait`; False: `wait` polls the store.
+        linearizable: a read returns the latest completed write of any client.
         batch: `put_many`, `get_many` and `list` are one round trip each.
-        ttl: the server itself deletes an expired namespace; else it merely reads as empty.
+        ttl: the server itself deletes an expired namespace; False: it only reads as empty.
         max_value_bytes: the largest value; a larger one raises `RendezvousStateError`.
     """
 
@@ -80,11 +80,11 @@ class KeyValueClient(ABC):
     """
 
     name: ClassVar[str]
-    """The store's name in messages, as a rule that of ``--rdzv-backend``."""
+    """The store's name in messages, usually that of ``--rdzv-backend``."""
 
     options: ClassVar[type[Any]]
-    """Its options, a `rdzv_plugins.config.StoreOptions`. A client that is opened by a name is made
-    from ``(endpoint, namespace, options, request_timeout)``, the last in seconds."""
+    """The class of its options, a `rdzv_plugins.config.StoreOptions`. `open_client` makes a client
+    with ``(endpoint, namespace, options, request_timeout)``, the last in seconds."""
 
     capabilities: ClassVar[Capabilities]
 
@@ -99,8 +99,8 @@ class KeyValueClient(ABC):
         """Write if the key's version is ``expected`` (None: if it does not exist); atomic.
 
         Returns the new entry and True, or the current entry (None: there is none) and False. A
-        version that was never handed out is a refusal, not an error. A write whose answer was lost
-        is read back before this returns.
+        version that no read or write returned is refused; it is no error. After a lost answer the
+        client reads the key back before it returns.
         """
 
     @abstractmethod
@@ -120,36 +120,36 @@ class KeyValueClient(ABC):
         """Add to a decimal counter (absent: 0) and return the sum; atomic.
 
         Raises `RendezvousStateError` if the value is not a decimal integer, and
-        `RendezvousConnectionError` if the answer was lost: whether it was counted is then unknown,
-        and asking again could count twice.
+        `RendezvousConnectionError` if the answer was lost: the store may or may not have added, so
+        a retry could count twice.
         """
 
     @abstractmethod
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         """Return the entry as soon as its version differs from ``version``.
 
-        ``version`` None: as soon as the key exists. None is returned after ``timeout`` seconds, on
-        `interrupt` and on `close`; a deletion need not wake it. No change between the read that
-        gave ``version`` and this call is missed.
+        ``version`` None: as soon as the key exists. Returns None after ``timeout`` seconds, on
+        `interrupt` and on `close`; a deletion need not wake it. A change between the read that
+        returned ``version`` and this call is never missed.
         """
 
     @abstractmethod
     def interrupt(self) -> None:
         """Make every `wait` that is parked now return None; the client stays usable.
 
-        Local: it asks nothing of the store and never blocks, also while the store hangs. A `wait`
-        that begins afterwards is not ended by it; several threads may call it at once.
+        Sends nothing to the store and never blocks, even while the store hangs. Does not end a
+        `wait` that begins afterwards. Several threads may call it at once.
         """
 
     @abstractmethod
     def expire(self, seconds: float) -> None:
-        """From ``seconds`` from now the whole namespace reads as empty.
+        """Let the whole namespace read as empty from ``seconds`` from now on.
 
-        So does what is written meanwhile, by whoever made the call or has read one of the keys
-        since. A later call moves the deadline, forward or back. 0: at once, and as far as somebody
-        knows of it earlier deadlines are forgotten: what is written from now on stays. What has
-        expired never comes back, and a run that begins after it has no deadline until it is given
-        one. Measured on the server's clock where the store has one to offer.
+        This includes later writes of this client, and of clients that have read a key since the
+        call. A later call moves the deadline forward or back. 0: at once; clients that know of the
+        call also cancel earlier deadlines, so that later writes stay. Expired keys never come back,
+        and a run that begins afterwards has no deadline until one is set. Measured on the server's
+        clock if the store has one.
         """
 
     @abstractmethod
@@ -165,7 +165,7 @@ class KeyValueClient(ABC):
         return {key: entry for key, entry in found.items() if entry is not None}
 
     def put_many(self, values: Mapping[str, bytes]) -> None:
-        """Write several keys, in order; atomic only where the store says so."""
+        """Write several keys, in order; atomic only if the store's documentation says so."""
         for key, value in values.items():
             self.put(key, value)
 

@@ -1,4 +1,4 @@
-"""The contract in one process: the reference for every store, and the store of fast tests."""
+"""The contract within one process: the reference for every store, and the store of fast tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["MemoryClient", "MemoryServer"]
 
 @dataclass(slots=True)
 class MemoryServer:
-    """What the clients of one in-memory store share: the reference for every other store."""
+    """The state that the clients of one in-memory store share."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     namespaces: dict[str, dict[str, Entry]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class MemoryServer:
 
 
 class MemoryClient(KeyValueClient):
-    """The contract in its shortest form; also the store of single-process tests."""
+    """The shortest implementation of the contract."""
 
     name = "memory"
     capabilities = Capabilities(
@@ -57,7 +57,7 @@ class MemoryClient(KeyValueClient):
     def _write(self, key: str, value: bytes) -> Entry:
         self.check_size(key, value)
         self._server.writes += 1
-        # A str: among numbers, a token of True would equal version 1.
+        # A str: with int versions, the token True would equal version 1.
         entry = Entry(bytes(value), str(self._server.writes))
         self._keys()[key] = entry
         self._server.changed.notify_all()

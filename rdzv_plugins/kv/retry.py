@@ -1,4 +1,4 @@
-"""One way to ask a store again: until it answers or the request's time is up."""
+"""Retry a request to a store until it succeeds or its time is up."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def retry(
     Args:
         request: raises what the store's client raises.
         timeout: seconds; no attempt starts afterwards.
-        retryable: whether the next attempt may succeed after an exception; any other is raised at
-            once.
-        sleep: pauses so many seconds; what it raises ends the attempts. None: ``time.sleep``.
+        retryable: whether another attempt may succeed after this exception; if not, it is raised
+            at once.
+        sleep: gets the seconds to pause; its exceptions end the attempts. None: ``time.sleep``.
 
     Raises:
         Exception: the last one that ``request`` raised.
@@ -42,7 +42,7 @@ def retry(
         try:
             return request()
         except Exception as error:
-            # Full jitter: after an outage a thousand nodes must not return in step.
+            # Jitter: after an outage a thousand nodes must not return in step.
             delay = random.uniform(pause / 2, pause)
             if not retryable(error) or time.monotonic() + delay >= deadline:
                 raise
@@ -51,6 +51,6 @@ def retry(
 
 
 def store_is_away(error: Exception) -> bool:
-    """``retryable`` for the calls of a client, which has itself retried, and may be closed."""
+    """Whether a client's call failed, after its own retries, because the store is unreachable."""
     away = isinstance(error, RendezvousConnectionError)
     return away and not isinstance(error, ClientClosedError)

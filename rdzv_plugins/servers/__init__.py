@@ -7,8 +7,8 @@ The counterpart of torch's ``EtcdServer`` for every store::
         server.nodes[0].kill()
         server.nodes[0].start(empty=True)
 
-A server listens on 127.0.0.1 only, keeps its data in a temporary directory of its own, and ends
-when the process that started it ends, however that ends. It is no place for a production run.
+A server listens on 127.0.0.1 only, keeps its data in its own temporary directory, and ends with the
+process that started it, even if that process is killed. It is not for production.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LocalServer:
         return leaders[0]
 
     def close(self) -> None:
-        """End what runs and delete the data; idempotent."""
+        """Stop the servers and delete their data; idempotent."""
         for node in self.nodes:
             node.end()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -104,13 +104,13 @@ def start(
         kind: a key of `KINDS`.
         nodes: servers in the ensemble: 1, or 3 for zookeeper, consul and etcd.
         port: the clients' port of the first server; None: any free one.
-        security: users and certificates; None: everybody may do everything.
+        security: users and certificates; None: no access control.
         timeout: seconds until each server must be ready.
 
     Raises:
         ValueError: an unknown kind, or a number of nodes that it cannot have.
-        NotInstalledError: saying how to install it.
-        ServerError: it did not start; with the end of its log.
+        NotInstalledError: the server is not installed; the message says how to install it.
+        ServerError: the server did not start; the message has the end of its log.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown server '{kind}'; there are: {', '.join(KINDS)}")

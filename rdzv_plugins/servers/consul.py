@@ -1,4 +1,4 @@
-"""HashiCorp Consul, alone or three servers of it."""
+"""HashiCorp Consul, one server or three."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Consul(Kind):
             "retry_join": [f"{HOST}:{peer.ports[2]}" for peer in nodes if peer is not node],
             "retry_interval": "1s",
             "performance": {"raft_multiplier": 1, "leave_drain_time": "0s"},
-            # A server that is stopped comes back: it must not leave the ensemble's quorum.
+            # A stopped server starts again: it must not leave the ensemble's quorum.
             "leave_on_terminate": False,
             "skip_leave_on_interrupt": True,
-            # All nodes of a test come from one address, where real ones have an agent each.
+            # All nodes of a test share one address; real nodes have an agent each.
             "limits": {"http_max_conns_per_client": 8192},
             "disable_update_check": True,
             "log_level": "warn",

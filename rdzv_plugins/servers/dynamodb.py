@@ -12,7 +12,7 @@ from rdzv_plugins.servers.process import HOST, Kind, Node, NotInstalledError, Se
 class DynamoDB(Kind):
     """DynamoDB Local: a jar run by ``java``; ``$RDZV_DYNAMODB_BINARY`` names the jar.
 
-    It has neither users nor TLS: any credentials will do, but there must be some.
+    It has neither users nor TLS; it accepts any credentials, but requires some.
     """
 
     name = "dynamodb"

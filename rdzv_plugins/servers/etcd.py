@@ -1,4 +1,4 @@
-"""etcd, alone or three members."""
+"""etcd, one member or three."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rdzv_plugins.servers.process import (
 
 
 class Etcd(Kind):
-    """etcd 3.4 or later; with a user and password, authentication is switched on."""
+    """etcd 3.4 or later; with a user and password, authentication is enabled."""
 
     name = "etcd"
     ports_per_node = 2
@@ -52,7 +52,7 @@ class Etcd(Kind):
             flags["cert-file"] = self.security.cert_file or ""
             flags["key-file"] = self.security.key_file or ""
             if self.security.client_cert_file:
-                # Given this file, etcd demands a certificate whatever client-cert-auth says.
+                # With this file, etcd requires a certificate whatever client-cert-auth says.
                 flags["trusted-ca-file"] = self.security.ca_file or ""
                 flags["client-cert-auth"] = "true"
         return [str(self._binary), *(f"--{name}={value}" for name, value in flags.items())]
@@ -73,13 +73,13 @@ class Etcd(Kind):
         if not password:
             return
         if not user:
-            raise ServerError("etcd needs a user beside the password")
+            raise ServerError("etcd needs a user in addition to the password")
         node = nodes[0]
         # Every key: from the zero byte (AA== in base64) on.
         everything = {"permType": "READWRITE", "key": "AA==", "range_end": "AA=="}
         self._post(node, "auth/role/add", {"name": "everything"})
         self._post(node, "auth/role/grant", {"name": "everything", "perm": everything})
-        # etcd demands a user "root" before it switches authentication on.
+        # etcd requires a user "root" before it enables authentication.
         for name, role in {
             "root": "root",
             user: "everything" if user != "root" else "root",

@@ -19,7 +19,7 @@ def ask(
     security: Security,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, Any]:
-    """The status and the JSON (else the text) of the answer; `OSError` if there is none."""
+    """The answer's status and JSON (else its text); `OSError` without an answer."""
     context = security.context()
     connection: http.client.HTTPConnection
     if context:

@@ -1,4 +1,4 @@
-"""PostgreSQL, alone."""
+"""PostgreSQL, one server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rdzv_plugins.servers.process import (
     find_file,
 )
 
-# Of a server that is gone tomorrow: what it writes need not be on the disk.
+# For a temporary server, whose data need not reach the disk.
 _SETTINGS = {
     "listen_addresses": HOST,
     "unix_socket_directories": "",
@@ -37,9 +37,9 @@ _INITDB = ["-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync", "--wal-segsi
 
 
 class Postgres(Kind):
-    """PostgreSQL 12 or later, without users unless they are asked for.
+    """PostgreSQL 12 or later, without users unless `Security` names one.
 
-    It refuses to run as root: there it runs as the user ``postgres``.
+    PostgreSQL refuses to run as root: under root it runs as the user ``postgres``.
     """
 
     name = "postgres"
@@ -48,14 +48,14 @@ class Postgres(Kind):
 
     def __init__(self, security: Security) -> None:
         super().__init__(security)
-        # Debian has the binaries of each version in a folder of its own, off the PATH.
+        # Debian has the binaries of each version in a separate folder, outside PATH.
         folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_version, reverse=True)
         binary = find_file("postgres", ["postgres"], folders)
         if binary is None:
             raise NotInstalledError(
                 "PostgreSQL's server is not installed: apt-get install postgresql"
             )
-        # Behind a link the others of its folder are not.
+        # Follow a link: the other binaries are in the folder of its target.
         self._binary = binary.resolve()
         self._account: pwd.struct_passwd | None = None
         if os.geteuid() == 0:
@@ -94,11 +94,11 @@ class Postgres(Kind):
             hello = struct.pack("!i", 3 << 16) + b"user\0postgres\0database\0postgres\0\0"
             connection.sendall(struct.pack("!i", len(hello) + 4) + hello)
             answer = connection.recv(1024)
-            # Asked for a password or refused, but not "starting up".
+            # A request for a password or an error, but not "starting up".
             return answer[:1] in (b"R", b"E") and b"57P03" not in answer
 
     def _make(self, node: Node, data: Path) -> None:
-        """A new database cluster, its access rules and, if there is to be one, the user."""
+        """Make a database cluster, its access rules and, with a password, the user."""
         self._run(
             node,
             [str(self._binary.parent / "initdb"), "-D", str(data), "-U", "postgres", *_INITDB],
@@ -117,7 +117,7 @@ class Postgres(Kind):
                 self._own(copy)
         if self.security.password:
             if not self.security.user:
-                raise ServerError("PostgreSQL needs a user beside the password")
+                raise ServerError("PostgreSQL needs a user in addition to the password")
             name, password = _quoted(self.security.user, '"'), _quoted(self.security.password, "'")
             rights = f"GRANT CREATE ON SCHEMA public TO {name}"
             single = [str(self._binary), "--single", "-D", str(data), "postgres"]

@@ -1,4 +1,4 @@
-"""One server process on this host: started, stopped, killed, paused, and never orphaned."""
+"""One server process on this host: start, stop, kill and pause it, and never orphan it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ __all__ = [
 
 HOST = "127.0.0.1"
 
-# Below Linux's ephemeral range: a client that retries a stopped server's port could otherwise be
-# given that very port as its own, and keep the server from coming back.
+# Below Linux's ephemeral range: otherwise a client that retries a stopped server's port could get
+# that port as its own, and the server could not start again.
 _PORTS = range(20000, 32768)
 
 
@@ -45,15 +45,15 @@ class NotInstalledError(ServerError):
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """What a local server demands of its clients; the default is nothing.
+    """What a local server requires of its clients; by default nothing.
 
     Attributes:
         user: name of the one user; for Consul it is not used.
         password: that user's password; for Consul the ACL token, a UUID.
         ca_file: PEM file of the authority that signed the certificates.
-        cert_file: PEM file of the server's certificate; with it the server speaks TLS only.
+        cert_file: PEM file of the server's certificate; with it the server accepts TLS only.
         key_file: PEM file of the server's private key.
-        client_cert_file: PEM file of a client's certificate; with it clients must show one.
+        client_cert_file: PEM file of a client's certificate; with it clients need one.
         client_key_file: PEM file of that client's private key.
     """
 
@@ -86,7 +86,7 @@ class Security:
         return {name: value for name, value in values.items() if value}
 
     def context(self) -> ssl.SSLContext | None:
-        """For the readiness checks: they ask whether a server is up, not who it is."""
+        """For the readiness checks, which do not verify the server's identity."""
         if not self.tls:
             return None
         context = ssl.create_default_context()
@@ -105,12 +105,12 @@ class Kind(ABC):
     largest: ClassVar[int] = 1
     """The most servers that one ensemble may have."""
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
-    """Ends the server in its own way, though clients are connected."""
+    """Stops the server cleanly, even while clients are connected."""
     end_signal: ClassVar[signal.Signals] = signal.SIGKILL
-    """Ends it at once, its data of no more use."""
+    """Stops the server at once; its data is not needed any more."""
     in_memory: ClassVar[bool] = False
-    """Keep the data in a file system in memory where there is one: what the disk costs this server
-    says nothing about the real one."""
+    """Keep the data in a file system in memory if there is one: the real server does not have this
+    server's disk costs."""
 
     def __init__(self, security: Security) -> None:
         self.security = security
@@ -128,11 +128,11 @@ class Kind(ABC):
         return ",".join(f"{HOST}:{node.port}" for node in nodes)
 
     def config(self) -> dict[str, str]:
-        """What ``--rdzv-conf`` needs besides, without secrets."""
+        """Further options that ``--rdzv-conf`` needs, without secrets."""
         return self.security.config()
 
     def environ(self) -> dict[str, str]:
-        """What a client's environment needs besides."""
+        """Further variables that a client's environment needs."""
         return self.security.environ()
 
     def leads(self, node: Node) -> bool:
@@ -172,14 +172,14 @@ class Node:
         return self._process is not None and self._process.poll() is None
 
     def start(self, *, empty: bool = False, timeout: float = 30.0) -> None:
-        """Start, on the same port and with the same data (``empty``: with none), until ready.
+        """Start on the same port with the same data (``empty``: with none), and wait until ready.
 
         A server of an ensemble is ready when the ensemble has a leader. A server that was killed
         keeps what it had written to disk: nothing, for redis and valkey. A member of an ensemble
-        cannot come back empty (`ValueError`).
+        cannot start empty (`ValueError`).
         """
         if empty and len(self.peers) > 1:
-            raise ValueError(f"{self} is one of several: it cannot come back empty")
+            raise ValueError(f"{self} is one of several: it cannot start empty")
         self.launch(empty=empty)
         self.await_ready(timeout)
         if empty:
@@ -194,7 +194,7 @@ class Node:
         self.directory.mkdir(parents=True, exist_ok=True)
         command = self._kind.command(self, self.peers)
         with (self.directory / "log").open("ab") as log:
-            # A session of its own: Ctrl-C is for us, and we stop the server.
+            # A separate session: Ctrl-C reaches only this process, which then stops the server.
             self._process = subprocess.Popen(
                 command,
                 cwd=self.directory,
@@ -203,8 +203,8 @@ class Node:
                 stderr=log,
                 start_new_session=True,
             )
-        # Sees the end of our process, however it comes, by the end of the pipe. PR_SET_PDEATHSIG
-        # would fire at the end of the thread that started the server.
+        # Detects any end of this process by the end of the pipe. PR_SET_PDEATHSIG would fire at
+        # the end of the thread that started the server.
         script = """read -r _ || {
             children=$(cat "/proc/$1/task/$1/children" 2>/dev/null)
             kill -9 "$1" $children; sleep 0.2; rm -rf "$2"
@@ -229,7 +229,7 @@ class Node:
 
         def ready() -> bool:
             if not self.running:
-                raise ServerError(f"{self} ended as it started:\n{self._log_tail()}")
+                raise ServerError(f"{self} ended during its start:\n{self._log_tail()}")
             return self._answers(self._kind.ready)
 
         if not wait_until(ready, timeout):
@@ -240,7 +240,7 @@ class Node:
         return self.running and self._answers(self._kind.leads)
 
     def stop(self, timeout: float = 15.0) -> None:
-        """End the server in its own way (SIGTERM), data saved; nothing if it is stopped."""
+        """Stop the server cleanly, with its data saved; nothing if it is stopped."""
         if self._process is None:
             return
         self.resume()
@@ -261,12 +261,12 @@ class Node:
         self._process.wait()
         for pid in children:
             _signal(pid, signal.SIGKILL)
-        # While one lives, PostgreSQL does not start again.
+        # PostgreSQL does not start again while one of them lives.
         wait_until(lambda: not any(map(_alive, children)), 5)
         self._reap()
 
     def end(self) -> None:
-        """End the server at once, in the way that leaves nothing; nothing if it is stopped."""
+        """Stop the server by `Kind.end_signal`, then by SIGKILL; nothing if it is stopped."""
         if self._process is not None and self.running and self._kind.end_signal != signal.SIGKILL:
             self.resume()
             self._process.send_signal(self._kind.end_signal)
@@ -275,13 +275,13 @@ class Node:
         self.kill()
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay open and nobody answers."""
+        """SIGSTOP: connections stay open, and the server does not answer."""
         pid = self.pid
         os.kill(pid, signal.SIGSTOP)
-        # Until its last thread stands still it may answer.
+        # The server may answer until its last thread has stopped.
         stopped = os.WSTOPPED | os.WNOHANG
         if not wait_until(lambda: os.waitid(os.P_PID, pid, stopped) is not None, 5):
-            raise ServerError(f"{self} did not stand still within 5 s of SIGSTOP")
+            raise ServerError(f"{self} was not suspended within 5 s of SIGSTOP")
         for child in self._children():
             _signal(child, signal.SIGSTOP)
 
@@ -295,7 +295,7 @@ class Node:
         return f"{self._kind.name} {self.index + 1} on {HOST}:{self.port}"
 
     def _children(self) -> list[int]:
-        """The server's own processes, where a connection has one each."""
+        """The process ids of the server's children: PostgreSQL has one per connection."""
         try:
             file = Path(f"/proc/{self.pid}/task/{self.pid}/children")
             return [int(pid) for pid in file.read_text().split()]
@@ -326,7 +326,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead and not yet reaped does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -334,7 +334,7 @@ def _alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Ask every 10 ms, at least once; False after ``timeout`` seconds."""
+    """Check every 10 ms, at least once; False after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= deadline:
@@ -355,7 +355,7 @@ def _bind_free_port(stack: contextlib.ExitStack) -> int:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             holder.bind((HOST, port))
-            # Else SO_REUSEADDR lets another socket have it too.
+            # Otherwise SO_REUSEADDR lets another socket have the port too.
             holder.listen(1)
         except OSError:
             continue
@@ -364,7 +364,7 @@ def _bind_free_port(stack: contextlib.ExitStack) -> int:
 
 
 def _shuffled(ports: range) -> Iterator[int]:
-    # A generator of its own: a test that seeds `random` must not make two processes collide.
+    # Not `random` itself: two processes that seed it must not get the same ports.
     return iter(random.SystemRandom().sample(ports, 200))
 
 
@@ -376,7 +376,7 @@ def find_file(
 ) -> Path | None:
     """A server's binary or jar: ``$RDZV_<KIND>_BINARY``, then PATH, ``folders`` and ``.servers``.
 
-    ``.servers`` stands beside the package in a checkout; ``scripts/install-servers`` fills it.
+    ``.servers`` is beside the package in a checkout; ``scripts/install-servers`` fills it.
 
     Raises:
         ServerError: the environment variable names no file.

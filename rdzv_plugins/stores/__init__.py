@@ -1,6 +1,6 @@
-"""One module a store, and how a run on a store is opened.
+"""One module per store, and the functions that open a client of a run on a store.
 
-A new store is one module here with a class ``Client``, one row in `STORES`, and an entry point and
+A new store needs a module here with a class ``Client``, a row in `STORES`, and an entry point and
 an extra in ``pyproject.toml``; see ``docs/writing-a-backend.md``.
 """
 
@@ -36,13 +36,13 @@ def load(client: str) -> type[KeyValueClient]:
     """Import a client class: one of `STORES`, or ``"<module>:<class>"``.
 
     Raises:
-        ValueError: a package that it needs is missing; names the ``pip install`` that mends it.
+        ValueError: a required package is missing; the message gives the ``pip install``.
     """
     module, _, name = STORES.get(client, client).partition(":")
     try:
         found: type[KeyValueClient] = getattr(import_module(module), name)
     except ImportError as error:
-        # A module of ours has the name of its extra.
+        # A module of this package has the name of its extra.
         package, _, store = module.rpartition(".")
         extra = f"rdzv-plugins[{store}]" if package == __name__ else module.partition(".")[0]
         raise ValueError(
@@ -53,10 +53,10 @@ def load(client: str) -> type[KeyValueClient]:
 
 
 def client_class(name: str) -> type[KeyValueClient]:
-    """The client of ``--rdzv-backend=<name>``, of this package or of another.
+    """The client class of ``--rdzv-backend=<name>``, of this package or of another.
 
     Raises:
-        ValueError: no such backend, or a package that it needs is missing.
+        ValueError: no such backend, or a required package is missing.
     """
     client = _registered(name)
     if client is None:
@@ -65,12 +65,12 @@ def client_class(name: str) -> type[KeyValueClient]:
 
 
 def is_store(name: str) -> bool:
-    """Whether ``--rdzv-backend=<name>`` is a store behind this package's handler."""
+    """Whether ``--rdzv-backend=<name>`` uses this package's handler."""
     return _registered(name) is not None
 
 
 def _registered(name: str) -> str | None:
-    """What `load` takes for it; another package registers with `entry_points.handler_factory`."""
+    """The argument of `load` for it; other packages register by `entry_points.handler_factory`."""
     if name in STORES:
         return name
     for point in entry_points(group="torchrun.handlers", name=name):
@@ -92,14 +92,14 @@ def open_client(
 
     Args:
         name: as in ``--rdzv-backend``.
-        endpoint: as in ``--rdzv-endpoint``; "" means the store's usual port on this host.
+        endpoint: as in ``--rdzv-endpoint``; "": the store's default, mostly its port on this host.
         run_id: as in ``--rdzv-id``.
         config: as in ``--rdzv-conf``, the store's own options only.
         request_timeout: seconds that one request may take, its retries included.
 
     Raises:
         ValueError: an unknown backend, a bad endpoint or option, or a missing client package.
-        RendezvousConnectionError: the store cannot be reached or refuses us.
+        RendezvousConnectionError: the store cannot be reached or refuses the credentials.
     """
     return open_run(
         client_class(name), endpoint, run_id, config or {}, request_timeout=request_timeout
@@ -109,10 +109,10 @@ def open_client(
 def opener(
     client: type[KeyValueClient], params: RendezvousParameters
 ) -> tuple[Settings, Callable[[str], KeyValueClient]]:
-    """The settings in torchrun's parameters, and what connects to the namespace of a run id.
+    """The settings in torchrun's parameters, and a function that opens a client for a run id.
 
     Raises:
-        ValueError: a bad option, naming it and what is allowed.
+        ValueError: a bad option; the message names the option and what is allowed.
     """
     also_allowed = option_names(client.options)
     settings = parse_options(Settings, params.config, os.environ, also_allowed=also_allowed)
@@ -131,7 +131,7 @@ def open_run(
     *,
     request_timeout: float,
 ) -> KeyValueClient:
-    """As `open_client`, with a class in place of its name."""
+    """As `open_client`, with the client class instead of its name."""
     options = parse_options(client.options, config, os.environ)
     connect: Any = client
     try:

@@ -1,4 +1,4 @@
-"""The boto3 client of one table: connecting, creating, the server's clock, and what errors mean."""
+"""The boto3 client of one table: connection, creation, the server's clock, meaning of errors."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["INDEX", "Table", "code_of", "problem_of"]
 
 INDEX = "large_version"
-"""Both the index and the attribute it sorts by."""
+"""The name of the index, and of the attribute that is its sort key."""
 
 _READY_SECONDS = 120.0
-# DynamoDB answers within milliseconds, and a request cannot be broken off when we close.
+# DynamoDB answers within milliseconds, and `close` cannot cancel a request.
 _LONGEST_ATTEMPT = 2.0
 _REGION = re.compile(r"[a-z]{2,4}(-[a-z]+)+-[0-9]+")
 
@@ -55,7 +55,7 @@ _ACTIONS = (
 _CREATE_ACTIONS = "dynamodb:CreateTable and UpdateTimeToLive"
 
 _MISSING = "ResourceNotFoundException"
-# Refused before anything was written.
+# Codes of requests that were refused before any write.
 _THROTTLED = re.compile(
     "(LimitExceeded|ProvisionedThroughputExceeded|ReplicatedWriteConflict|RequestLimitExceeded"
     "|Throttling|ThrottlingError|TransactionConflict)(Exception)?"
@@ -69,30 +69,30 @@ _UNCONFIGURED = (NoCredentialsError, NoRegionError, PartialCredentialsError, Pro
 
 
 class Table:
-    """A table, and the server's clock. Its requests are one attempt and raise boto3's errors."""
+    """A table and the server's clock. A request is one attempt and raises boto3's errors."""
 
     def __init__(self, endpoint: str, options: Options, where: str, request_timeout: float) -> None:
-        """Raises `ValueError` for what only other settings can mend."""
+        """Raises `ValueError` for an error that only other settings can fix."""
         self.name = options.table
         self._where = where
         self._timeout = request_timeout
         self._creates = options.create_table
         self._probe: dict[str, Any] = {}
-        # The server's clock less the monotonic clock, in seconds.
+        # The server's clock minus the monotonic clock, in seconds.
         self._ahead = -math.inf
         self._boto = _connect(endpoint, options, request_timeout)
 
     def now(self) -> float:
         """The server's time, in seconds since 1970."""
-        # Read off the answers: no node's wall clock decides when an item has expired.
+        # From the answers' Date: no node's wall clock decides when an item has expired.
         if self._ahead == -math.inf:
             self._ahead = time.time() - time.monotonic()
         return time.monotonic() + self._ahead
 
     def open(self, limit: Limit, probe: dict[str, Any]) -> None:
-        """See that the table is there and answers the query ``probe``; make it if that is wanted.
+        """Check that the table answers the query ``probe``; with create_table=true, create it.
 
-        Raises `ValueError` for what only other settings can mend.
+        Raises `ValueError` for an error that only other settings can fix.
         """
         self._probe = probe
         try:
@@ -102,29 +102,29 @@ class Table:
         except ClientError as error:
             if code_of(error) == "ValidationException":
                 raise ValueError(
-                    f"the table '{self.name}' was not made for this ({_said(error)}): it needs "
+                    f"the table '{self.name}' has another schema ({_said(error)}): it needs "
                     "the string keys pk and sk, and the local secondary index "
-                    f"'{INDEX}' on the string '{INDEX}', keys only. Name another with "
-                    "--rdzv-conf table=..., or let it be made with create_table=true"
+                    f"'{INDEX}' on the string '{INDEX}', keys only. Name another table with "
+                    "--rdzv-conf table=...; create_table=true creates a missing one"
                 ) from error
             if code_of(error) != _MISSING:
                 raise
             if not self._creates:
                 raise ValueError(
-                    f"there is no table '{self.name}': make it with --rdzv-conf create_table=true "
-                    f"(needs {_CREATE_ACTIONS}), or name another with table=...; later requests "
-                    f"need {_ACTIONS}"
+                    f"there is no table '{self.name}': create it with --rdzv-conf "
+                    f"create_table=true (needs {_CREATE_ACTIONS}), or name another with table=...; "
+                    f"later requests need {_ACTIONS}"
                 ) from error
             self._create(limit, max(_READY_SECONDS, self._timeout))
 
     def ask(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request; ends with WokenError as soon as the limit's wake rings."""
+        """Send a request; raises `WokenError` as soon as the limit's wake rings."""
         try:
             return self._send(limit, operation, **arguments)
         except ClientError as error:
             if not self._creates or code_of(error) != _MISSING:
                 raise
-        # Somebody deleted the table: that is a store that forgot everything.
+        # The table was deleted: continue as after a loss of the store's data.
         self._create(limit, self._timeout)
         return self._send(limit, operation, **arguments)
 
@@ -137,12 +137,12 @@ class Table:
         answer: dict[str, Any] = request() if limit.wake is None else _aside(request, limit)
         with contextlib.suppress(KeyError, TypeError, ValueError):
             date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-            # Each answer shows whole seconds and is a little old: the latest is the nearest.
+            # A Date has whole seconds and arrives late: the largest difference is the most exact.
             self._ahead = max(self._ahead, date.timestamp() - time.monotonic())
         return answer
 
     def _create(self, limit: Limit, seconds: float) -> None:
-        """Make the table; it may take so long until it can be used."""
+        """Create the table, and wait up to ``seconds`` until it is active."""
 
         def retryable(error: Exception) -> bool:
             problem = problem_of(error, self._timeout)
@@ -153,13 +153,13 @@ class Table:
             try:
                 retry(request, timeout=seconds, retryable=retryable, sleep=limit.sleep)
             except ClientError as error:
-                # By another node, which was faster.
+                # Another node was faster.
                 if code_of(error) != done:
                     raise
 
         attempt("create_table", _description(self.name), done="ResourceInUseException")
         try:
-            # Until the table is active it is as if it were not there.
+            # Until the table is active, requests fail as if it did not exist.
             attempt("query", self._probe)
         except ClientError as error:
             if code_of(error) != _MISSING:
@@ -185,7 +185,7 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
             f"they must allow {_ACTIONS}"
         )
     if code == _MISSING:
-        return Problem(f"is not there ({said})")
+        return Problem(f"does not exist ({said})")
     if throttled or code == "TransactionCanceledException":
         faults = {str(it.get("Code")) for it in _answer(error).get("CancellationReasons", ())}
         return Problem(
@@ -195,7 +195,7 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
             undone=throttled,
         )
     if _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
-        return Problem(f"or a proxy before it, failed for {timeout:g} s ({said})", retryable=True)
+        return Problem(f"or its proxy failed for {timeout:g} s ({said})", retryable=True)
     if isinstance(error, BotoConnectionError | HTTPClientError | TimeoutError):
         return Problem(
             f"could not be reached within {timeout:g} s ({said}); "
@@ -211,13 +211,13 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
 
 
 def code_of(error: object) -> str | None:
-    """DynamoDB's code of an error; None: it did not answer."""
+    """DynamoDB's code of an error; None: the error is not an answer."""
     code = _answer(error).get("Error", {}).get("Code")
     return None if code is None else str(code)
 
 
 def _said(error: Exception) -> str:
-    """The server's own words, without boto3's preamble; a proxy's page is cut short."""
+    """The server's own message without boto3's preamble, cut to 500 characters."""
     if answer := _answer(error).get("Error"):
         return f"{answer.get('Code')}: {answer.get('Message')}"[:500]
     return str(error) or type(error).__name__
@@ -228,22 +228,22 @@ def _answer(error: object) -> dict[str, Any]:
 
 
 def _advice(error: Exception) -> str:
-    """What to set, for one of `_UNCONFIGURED`."""
+    """The advice for one of `_UNCONFIGURED`."""
     if isinstance(error, NoRegionError):
-        return "no region: --rdzv-endpoint=us-east-1 names one, so does --rdzv-conf region=..."
+        return "no region is set: use --rdzv-endpoint=us-east-1 or --rdzv-conf region=us-east-1"
     if isinstance(error, ProfileNotFound):
-        return f"{error}; `aws configure list-profiles` shows those there are"
+        return f"{error}; `aws configure list-profiles` lists the profiles"
     return f"{error}; set $AWS_PROFILE or profile=..., or give this host a role"
 
 
 def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
-    """A boto3 client that does not retry. Raises `ValueError` for what other settings can mend."""
+    """A boto3 client that does not retry. Raises `ValueError` for bad settings."""
     region, url = options.region, None
     target = endpoint.strip()
     if target.startswith(("http://", "https://")):
         if "@" in target:
             raise ValueError(
-                "a URL with a user name: credentials come from AWS's own configuration"
+                "the URL has a user name: remove it; credentials come from AWS's configuration"
             )
         url = target
     elif _REGION.fullmatch(target):
@@ -271,7 +271,7 @@ def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
 
 
 def _assume(session: Any, role_arn: str) -> Any:
-    """The session under another role, renewed before it runs out."""
+    """The session with another role's credentials, which renew themselves before they expire."""
     source = session.get_credentials()
     if source is None:
         raise NoCredentialsError
@@ -281,7 +281,7 @@ def _assume(session: Any, role_arn: str) -> Any:
         role_arn,
         extra_args={"RoleSessionName": "rdzv-plugins"},
     )
-    # boto3 has no public way to give a session credentials that renew themselves.
+    # boto3 has no public way to give a session such credentials.
     session._session._credentials = DeferredRefreshableCredentials(
         method="assume-role", refresh_using=fetcher.fetch_credentials
     )
@@ -289,7 +289,7 @@ def _assume(session: Any, role_arn: str) -> Any:
 
 
 def _description(name: str) -> dict[str, Any]:
-    """What CreateTable is asked for."""
+    """The arguments of CreateTable."""
     return {
         "TableName": name,
         "BillingMode": "PAY_PER_REQUEST",
@@ -315,10 +315,7 @@ def _schema(partition: str, sort: str) -> list[dict[str, str]]:
 
 
 def _aside(request: Callable[[], dict[str, Any]], limit: Limit) -> dict[str, Any]:
-    """What ``request`` returns, in a thread that is left alone once the limit is reached.
-
-    boto3 cannot break a request off.
-    """
+    """Run ``request`` in a thread and abandon it at the limit: boto3 cannot cancel a request."""
     answer: Future[dict[str, Any]] = Future()
     done = Wake()
 
@@ -333,7 +330,7 @@ def _aside(request: Callable[[], dict[str, Any]], limit: Limit) -> dict[str, Any
     try:
         thread.start()
     except RuntimeError:
-        # From Python 3.12 on there are no new threads once the interpreter ends.
+        # Since Python 3.12 no thread can start while the interpreter ends.
         ask()
     try:
         limit.await_readable(done.fd)

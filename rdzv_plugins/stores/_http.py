@@ -1,8 +1,8 @@
-"""Requests to one of several HTTP servers: kept connections, the next server after a failure.
+"""Requests to one of several HTTP servers: reused connections, the next server after a failure.
 
 Python's own ``http.client`` writes the requests and parses the answers. Its socket is replaced by
 one that never blocks: connecting, the TLS handshake, sending and receiving all end at the deadline
-of the request and, in a `wait`, as soon as that is woken.
+of the request and, in a `wait`, as soon as the wait is woken.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["Answer", "Http", "Request", "http_problem"]
 
 T = TypeVar("T")
 
-# Idle connections that are kept: a node seldom has more requests at once.
+# The most idle connections: a node seldom has more requests at once.
 _KEPT = 8
 
-# A TLS connection that was cut off; ssl's other errors are of a handshake that will fail again.
+# Errors of a TLS connection that was cut; after ssl's other errors every handshake fails.
 _CUT_OFF = (ssl.SSLEOFError, ssl.SSLSyscallError, ssl.SSLZeroReturnError)
 
 
 class Request(NamedTuple):
-    """One attempt is made at it."""
+    """A request; it is attempted once."""
 
     method: str
     target: str
@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server answered, whatever the status; ``server`` is its number among the hosts."""
+    """A server's answer of any status; ``server`` is the server's index among the hosts."""
 
     status: int
     headers: Message
@@ -56,14 +56,14 @@ class Answer(NamedTuple):
 class Http:
     """Connections to the first of several servers that answers; safe to use from several threads.
 
-    A request raises OSError or ``HTTPException`` if no answer came, though it may have been carried
-    out (the next one goes to the next server), and `WokenError`.
+    A request without an answer raises OSError or ``HTTPException``, although the server may have
+    executed it; the next request goes to the next server. A woken request raises `WokenError`.
 
     Args:
         hosts: names and ports of the servers of one cluster.
-        context: for TLS; None: none.
-        timeout: seconds of a request with its retries. A server gets its share of it, so that one
-            that hangs leaves time to ask the others.
+        context: for TLS; None: no TLS.
+        timeout: seconds of a request with its retries. Each server gets an equal share, so that a
+            server that hangs leaves time for the others.
     """
 
     def __init__(
@@ -78,23 +78,23 @@ class Http:
         self._closed = False
 
     def ask(self, request: Request, limit: Limit, held: float = 0.0) -> Answer:
-        """The answer, which the server may hold back for ``held`` seconds."""
+        """Return the answer, which the server may hold back for ``held`` seconds."""
         with self._exchange(request, limit, held) as (connection, response):
             answer = Answer(response.status, response.headers, response.read(), connection.server)
             connection.reusable = not response.will_close
         if answer.status >= 500:
-            # It is cut off from the leader; another may not be.
+            # This server may be cut off from the leader; another one may not be.
             self.leave(answer.server)
         return answer
 
     @contextlib.contextmanager
     def stream(self, request: Request, limit: Limit) -> Iterator[tuple[HTTPResponse, int]]:
-        """An answer whose lines come one by one until the limit, and the number of its server."""
+        """An answer whose lines arrive one by one until the limit, and its server's index."""
         with self._exchange(request, limit, inf) as (connection, response):
             yield response, connection.server
 
     def leave(self, server: int) -> None:
-        """Ask the next server from now on, if it is still this one that is asked."""
+        """Use the next server from now on, if ``server`` is still in use."""
         with self._lock:
             if self._server != server:
                 return
@@ -102,7 +102,7 @@ class Http:
         self._drop_idle()
 
     def close(self) -> None:
-        """Close what is idle; a request that is under way closes its connection as it ends."""
+        """Close the idle connections; a running request closes its own when it ends."""
         self._closed = True
         self._drop_idle()
 
@@ -118,7 +118,7 @@ class Http:
     ) -> Iterator[tuple[_Connection, HTTPResponse]]:
         seconds = min(limit.seconds, held + self._patience)
         attempt = Limit(time.monotonic() + seconds, limit.wake)
-        # What streams is no use to anybody afterwards: leave them what is idle.
+        # Nobody can reuse a connection after a stream: leave the idle ones to other requests.
         connection = self._take() if held < inf else None
         server = self._server if connection is None else connection.server
         kept = connection is not None
@@ -133,7 +133,7 @@ class Http:
             cut = isinstance(error, ConnectionError | ssl.SSLEOFError)
             ended = isinstance(error, TimeoutError) and time.monotonic() >= limit.deadline
             if kept and cut:
-                # It was closed while it was idle, which says nothing about the server.
+                # The connection was closed while idle: that says nothing about the server.
                 self._drop_idle()
             elif not (held and ended):
                 self.leave(server)
@@ -152,7 +152,7 @@ class Http:
                 connection = self._idle.pop() if self._idle else None
             if connection is None or not connection.ended:
                 return connection
-            # Nothing was asked: the server closed it.
+            # Readable while idle: the server closed it.
             connection.hang_up()
 
     def _give_back(self, connection: _Connection) -> None:
@@ -165,12 +165,12 @@ class Http:
 
 
 class _Connection(io.RawIOBase):
-    """A connection as ``http.client`` status its socket.
+    """A connection in the form in which ``http.client`` uses its socket.
 
     Attributes:
-        limit: of the request that is under way; every step ends at it.
-        server: the number of its host.
-        reusable: whether its request ended well, and the server keeps it.
+        limit: of the current request; every step ends at it.
+        server: the index of its host.
+        reusable: whether its request ended well, and the server keeps it open.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class _Connection(io.RawIOBase):
 
     @property
     def ended(self) -> bool:
-        """Whether the server closed it while it was idle."""
+        """Whether the server closed the idle connection."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -208,7 +208,7 @@ class _Connection(io.RawIOBase):
         self._request += data
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        # Headers and body at once, not one after the other: a twentieth of a request's time.
+        # Sending headers and body at once saves a twentieth of a request's time.
         request, self._request = self._request, b""
         rest = memoryview(request)
         while rest:
@@ -222,7 +222,7 @@ class _Connection(io.RawIOBase):
         return self._step(select.POLLIN, self._socket.recv_into, buffer)
 
     def close(self) -> None:
-        """Nothing: it is called before the last answer of a connection is read, too."""
+        """Do nothing: ``http.client`` also calls it before the last answer is read."""
 
     def _step(self, event: int, action: Callable[..., T], *arguments: Any) -> T:
         while True:
@@ -237,7 +237,7 @@ class _Connection(io.RawIOBase):
 
 
 def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
-    """As ``socket.create_connection``; the socket does not block."""
+    """As ``socket.create_connection``, but with a socket that does not block."""
     problem = OSError("the host has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(*host, type=socket.SOCK_STREAM):
         line = socket.socket(family, kind, protocol)
@@ -273,12 +273,12 @@ def _await(line: socket.socket, event: int, limit: Limit) -> None:
 
 
 def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Problem | None:
-    """What an error of `Http` means; None: it is none. ``hint`` is that of `_unreachable`."""
+    """What an error of `Http` means; None: another error. ``hint`` is that of `_unreachable`."""
     if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
         return Problem(
-            f"and this node do not trust each other ({error}); check that ca_file signed the "
-            "server's certificate, that it names the endpoint's host, cert_file and key_file if "
-            "the server asks for them, and https:// in --rdzv-endpoint"
+            f"failed the TLS handshake ({error}); check that ca_file signed the server's "
+            "certificate, that it names the endpoint's host, cert_file and key_file if the "
+            "server requires them, and https:// in --rdzv-endpoint"
         )
     if isinstance(error, OSError | HTTPException):
         undone = isinstance(error, ConnectionRefusedError | socket.gaierror)

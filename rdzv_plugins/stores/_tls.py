@@ -1,4 +1,4 @@
-"""The TLS options of a server as Python's own context."""
+"""The TLS options as Python's own context, and the meaning of failed handshakes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rdzv_plugins.kv.base import Problem
 
 __all__ = ["stays_refused", "tls_context", "tls_problem", "unheard_alert"]
 
-# A server that has something against a certificate says so within a round trip.
+# A server that refuses a certificate sends its alert within a round trip.
 _ALERT_SECONDS = 0.5
 
 _OF_A_CERTIFICATE = re.compile(r"CERTIFICATE|UNKNOWN_CA|WRONG_VERSION_NUMBER")
 
 
 def stays_refused(reason: str) -> bool:
-    """Whether OpenSSL's reason for a failed handshake is one that trying again cannot mend."""
+    """Whether a handshake that failed for OpenSSL's ``reason`` will fail again."""
     return _OF_A_CERTIFICATE.search(reason) is not None
 
 
@@ -26,10 +26,10 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
     """A context that verifies the server's certificate and name.
 
     Raises:
-        ValueError: a file that cannot be used, naming its option.
+        ValueError: a file cannot be used; the message names its option.
     """
     if (options.cert_file is None) != (options.key_file is None):
-        raise ValueError("options 'cert_file' and 'key_file' are given both or not at all")
+        raise ValueError("options 'cert_file' and 'key_file' must be set together")
     try:
         context = ssl.create_default_context(cafile=options.ca_file)
     except OSError as error:
@@ -46,10 +46,10 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
 
 
 def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError | None:
-    """What the server has against us, if it broke a connection off as soon as we spoke; else None.
+    """The TLS alert of a server that closed a connection at the first request; None: there is none.
 
-    In TLS 1.3 it judges our certificate while our first request is on its way, and by closing with
-    that unread it takes back what it said. To a client that asks nothing it can be heard.
+    In TLS 1.3 a server checks the client's certificate while the first request is under way. If the
+    server closes with that request unread, its alert is lost. A client without a request gets it.
     """
     try:
         with (
@@ -65,8 +65,8 @@ def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError
 
 
 def tls_problem(reason: str) -> Problem:
-    """What a failed handshake means."""
+    """The meaning of a failed handshake."""
     return Problem(
-        f"failed in TLS ({reason}); check that ca_file signed the server's certificate, that it "
-        "names the endpoint's host, and cert_file and key_file if the server asks for them"
+        f"failed the TLS handshake ({reason}); check that ca_file signed the server's certificate, "
+        "that it names the endpoint's host, and cert_file and key_file if the server requires them"
     )

@@ -1,8 +1,8 @@
-"""A kazoo client whose requests end at their limit, and which says why it has no connection.
+"""A kazoo client whose requests end at their limit, and which tells why it has no connection.
 
-kazoo's own calls block without end while the server is away; here each one ends at its limit, and
-nothing is queued while there is no connection: it could be applied long after its caller was told
-that it failed.
+kazoo's own calls block forever while the server is unreachable. Here each call ends at its limit,
+and nothing is queued while there is no connection: a queued write could be applied long after its
+caller got an error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from rdzv_plugins.stores._tls import stays_refused
 
 __all__ = ["NotConnectedError", "ReadMany", "Session"]
 
-# In these states kazoo has given up for good.
+# In these states kazoo never connects again.
 _ENDED = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
 
-# So often a request that takes long looks whether it is still wanted, in seconds.
+# A long request checks this often, in seconds, whether its caller was woken.
 _GLANCE = 0.1
 
 
@@ -44,7 +44,7 @@ class NotConnectedError(ConnectionLoss):  # type: ignore[misc]
 class ReadMany:
     """ZooKeeper's multi-read (3.6 and later), which kazoo does not have: one request, many znodes.
 
-    Its result is a list of ``(data, stat)``, None where there is no znode, or the znode's error.
+    The result is a list with ``(data, stat)`` for each path, None without a znode, or its error.
     """
 
     type = 22
@@ -77,10 +77,10 @@ class ReadMany:
 
 
 class Session:
-    """One kazoo client, made anew when it gave up."""
+    """One kazoo client, replaced when it has given up."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        """Begin to connect, with these arguments of `KazooClient`."""
+        """Begin to connect; ``settings`` are the arguments of `KazooClient`."""
         self._settings = settings
         self._changed = threading.Condition()
         self._closed = False
@@ -93,11 +93,11 @@ class Session:
 
     @property
     def reason(self) -> str:
-        """kazoo's last complaint about the connection; "" where it had none."""
+        """kazoo's last warning about the connection; "" without one."""
         return self._reason.message
 
     def ask(self, limit: Limit, *requests: Any) -> list[Any]:
-        """Send kazoo's requests one behind the other; their results, in order.
+        """Send kazoo's requests in a pipeline; returns their results, in order.
 
         Raises kazoo's errors, `NotConnectedError` if nothing was sent, TimeoutError and
         `WokenError`.
@@ -109,20 +109,20 @@ class Session:
         return [self._result(answer, limit) for answer in answers]
 
     def may_recover(self, error: Exception) -> bool:
-        """Whether a connection that was lost or refused may yet be accepted."""
+        """Whether a retry may succeed after a connection was lost or refused."""
         if isinstance(error, AuthFailedError | SessionClosedRequireSaslError):
-            # A server that stops in the middle of a log-in looks like a refusal.
+            # A server that stops during a log-in looks like a refusal.
             return self._proven
         return self._proven or not stays_refused(self.reason)
 
     def close(self) -> None:
-        """End the session; idempotent. The server forgets it in the background."""
+        """End the session; idempotent. After 1 s the rest happens in the background."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
-        # Quick while connected; without a server kazoo may take as long as a connect.
+        # Fast while connected; without a server kazoo may take as long as to connect.
         _stop(self._zk, 1.0)
 
     def _connect(self) -> Any:
@@ -141,15 +141,15 @@ class Session:
             if state == KazooState.CONNECTED:
                 self._reason.message = ""
             elif state == KazooState.SUSPENDED:
-                # Else an ensemble that lost its data refuses us for ever; that we do not read
-                # what is older than we have seen rests on the sync before each read.
+                # Otherwise an ensemble that lost its data refuses this client forever. No read is
+                # stale without it either: a sync precedes each read.
                 zk.last_zxid = 0
             elif state == KazooState.LOST and zk.client_state in _ENDED:
                 self._ended = True
             self._changed.notify_all()
 
     def _connected(self, limit: Limit) -> Any:
-        """The kazoo client, once it is connected."""
+        """Wait for the connection; returns the kazoo client."""
         with self._changed:
             while self._ended or not self._zk.connected:
                 if self._closed:
@@ -177,7 +177,7 @@ class Session:
 
 
 def _stop(zk: Any, seconds: float) -> None:
-    """End a kazoo client in the background, and wait so long for it."""
+    """Stop a kazoo client in the background, and wait up to ``seconds`` for it."""
 
     def stop() -> None:
         with contextlib.suppress(Exception):
@@ -188,7 +188,7 @@ def _stop(zk: Any, seconds: float) -> None:
     try:
         thread.start()
     except RuntimeError:
-        # From Python 3.12 on there are no new threads once the interpreter ends.
+        # Since Python 3.12 no thread can start while the interpreter ends.
         stop()
     else:
         thread.join(seconds)
@@ -197,7 +197,7 @@ def _stop(zk: Any, seconds: float) -> None:
 class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]
     def spawn(self, func: Any, *args: Any, **kwargs: Any) -> threading.Thread:
         def run() -> None:
-            # kazoo has told `_LastWarning` what it raises here.
+            # kazoo has already logged to `_LastWarning` what it raises here.
             with contextlib.suppress(Exception):
                 func(*args, **kwargs)
 
@@ -207,7 +207,7 @@ class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]
 
 
 class _LastWarning(logging.Handler):
-    """Keeps what kazoo would log at every attempt to connect, for the one error that is raised."""
+    """Keeps kazoo's last warning about its connection attempts, for the error that is raised."""
 
     message = ""
 

@@ -1,26 +1,26 @@
 """HashiCorp Consul 1.7 and later.
 
-Through py-consul's KV and transaction interfaces, over connections of this package: py-consul's own
-have no deadline for a request as a whole and cannot be woken, and its transactions are sent without
+The client uses py-consul's KV and transaction interfaces over its own connections: py-consul's
+connections have no deadline for a whole request and cannot be woken, and its transactions lack
 token, datacenter, namespace and consistency. Importing py-consul takes 0.08 s; it adds 0.04 ms to
 the 0.4 ms of a read.
 
-A run is the keys ``<prefix>/<run id>/=<key>!``, percent-encoded: the "!" lets a read of a tree, the
-only one that a transaction survives when there is nothing to read, find exactly one key. Consul
-neither moves an index nor wakes anybody for a value that stays the same, and after a restart with
-an empty memory its indices come back; so each value begins with eight random bytes. A write is
-guarded by ModifyIndex.
+A key of a run is stored as ``<prefix>/<run id>/=<key>!``, percent-encoded. A transaction fails if a
+key that it gets is absent, so it reads trees, and the "!" makes a tree match exactly one key.
+For a value that stays the same, Consul neither changes the index nor wakes waiters, and after a
+restart without data its indices repeat; so each value begins with eight random bytes. A
+compare-and-set compares ModifyIndex.
 
 Consul's sessions end at least ten seconds late and delete only keys that they lock, so
-`Client.expire` leaves a mark instead, ``<prefix>/!expire/<run id>!``: the time after which the run
-reads as empty, on the agent's clock, which is in the Date of each of its answers. Whoever reads or
-writes an expired run removes it, and so does the next run under the same prefix that expires.
+`Client.expire` writes a mark, ``<prefix>/!expire/<run id>!``, with the time after which the run
+reads as empty, on the agent's clock, which is in the Date of each answer. The next client that
+reads or writes an expired run removes it, and so does the next `Client.expire` under the prefix.
 
-Limits: linearizable (consistent reads). Values up to 384,000 bytes, which is some 38,000 nodes in
-the round document. An agent takes 200 connections from one address (``http_max_conns_per_client``)
-and a node needs up to three: let each host ask its own agent. Highly available with three or five
-servers, while most of them live; `Client.put_many` is atomic up to 63 keys and 300,000 bytes.
-A token needs ``key_prefix "<prefix>/" { policy = "write" }``.
+Limits: linearizable (consistent reads). Values up to 384,000 bytes, enough for some 38,000 nodes in
+the round document. An agent accepts 200 connections per address (``http_max_conns_per_client``) and
+a node needs up to three, so each host should use its own agent. Highly available with three or five
+servers, while a majority runs. `Client.put_many` is atomic up to 63 keys and 300,000 bytes.
+The token needs ``key_prefix "<prefix>/" { policy = "write" }``.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ __all__ = ["Client", "Options"]
 
 _LARGEST_VALUE = 384_000
 
-# A parked query is renewed this often: it finds a server that lost its memory under it.
+# A parked query is renewed this often, to detect a server that lost its data.
 _LONGEST_PARK = 10.0
 
-# Expired runs that one `expire` removes.
+# The most expired runs that one `expire` removes.
 _SWEEP = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ServerOptions):
     """Options of the consul backend, for endpoints ``host:port``, ``http://``, ``https://`` (TLS)
-    and several hosts, agents of one cluster, of which one that answers is asked.
+    and several hosts: agents of one cluster, of which the client uses one that answers.
 
     ======================= ======= ===============================================================
     option                  default meaning
     ======================= ======= ===============================================================
-    token                   none    ACL token, only from $RDZV_PLUGINS_TOKEN; none: the password.
+    token                   none    ACL token; set it in $RDZV_PLUGINS_TOKEN; none: the password.
                                     With a token, user and password are HTTP basic authentication
-    token_file              none    a file whose first line is the ACL token
+    token_file              none    file whose first line is the ACL token
     datacenter              none    datacenter; none: the agent's own
     namespace               none    namespace (Consul Enterprise)
     partition               none    admin partition (Consul Enterprise)
@@ -82,14 +82,14 @@ class Options(ServerOptions):
 
 
 class Client(StoreClient):
-    """One run on Consul: kept connections for requests, and one a parked waiter."""
+    """One run on Consul; requests reuse connections, and each parked waiter occupies one."""
 
     name = "consul"
     options = Options
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
     )
-    # A transaction has 64 operations, of which one reads the mark, and 512 KiB, in base64.
+    # A transaction holds 64 operations, of which one reads the mark, and 512 KiB in base64.
     batch = (63, 300_000)
 
     def __init__(
@@ -103,7 +103,7 @@ class Client(StoreClient):
         self._scope = {name: value for name, value in scope.items() if value}
         self._transport = _transport(endpoint, options, request_timeout)
         self._api = _Consul(self._transport)
-        # Unlike a transaction, this is not silently empty for a token that may not read.
+        # Unlike a transaction, this fails for a token that may not read.
         self._connect(lambda limit: self._query(self._mark, limit))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
@@ -120,7 +120,7 @@ class Client(StoreClient):
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         sets = [self._operation("set", self._path(key), data) for key, data in values.items()]
         while self._living(sets, limit) is None:
-            # It was written into an expired run, and removed with it.
+            # The write went into an expired run and was removed with it: repeat it.
             pass
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
@@ -131,7 +131,7 @@ class Client(StoreClient):
             self._remove(self._keys, self._mark, None, limit)
             return
         while self._living([], limit) is None:
-            # A later time would bring back what has expired.
+            # Remove an expired run first: a later deadline would bring its keys back.
             pass
         now = self._transport.agents_time
         end = str(round((now + seconds) * 1000)).encode()
@@ -148,26 +148,26 @@ class Client(StoreClient):
         if seen is not None:
             index = seen.guard
         else:
-            # Learn the index to wait from; what came meanwhile is read again.
+            # Get the index to wait from; the next look reads a value that arrived meanwhile.
             item, index = self._query(path, limit)
             if item is not None:
                 return None
         while True:
-            # Consul adds up to a sixteenth.
+            # Consul prolongs the wait by up to a sixteenth.
             held = min(limit.seconds, _LONGEST_PARK) * 16 / 17
             item, after = self._query(path, limit, index=index, held=held)
             found = Stored.parse(item.data) if item is not None else None
             if found is not None and (seen is None or found.version != seen.version):
                 return found
             if after < index or (seen is not None and found is None):
-                # An index that goes backwards is begun anew, as Consul's documentation asks; one
-                # of a key that is gone too.
+                # Start again if the index goes backwards, as Consul's documentation demands, or if
+                # the key was deleted.
                 return None
             index = after
 
     def _problem(self, error: Exception) -> Problem | None:
         if isinstance(error, ConsulException):
-            return Problem(f"gave an answer that is not Consul's ({_line(str(error))})", state=True)
+            return Problem(f"sent an answer that is not Consul's ({_line(str(error))})", state=True)
         if not isinstance(error, RefusedError):
             return http_problem(self, error)
         text, status = str(error), error.status
@@ -186,14 +186,14 @@ class Client(StoreClient):
         if status == 413:
             return Problem(
                 f"refused a value ({text}); its txn_max_req_len is below the default, "
-                f"which holds {_LARGEST_VALUE:,} bytes",
+                f"which allows {_LARGEST_VALUE:,} bytes",
                 state=True,
             )
         if status == 400 and "HTTPS" in text:
-            return Problem("speaks TLS; write https:// in front of the endpoint, or tls=true")
+            return Problem("requires TLS; write https:// in front of the endpoint, or tls=true")
         if status < 500:
             return Problem(f"refused a request: {text}", state=True)
-        # Without a leader, or a connection to it, an agent passes nothing on.
+        # Without a leader, or a connection to the leader, an agent forwards nothing.
         unsent = "No cluster leader" in text or "rpc error getting client" in text
         return self._unreachable(error, undone=unsent)
 
@@ -201,7 +201,7 @@ class Client(StoreClient):
         self._transport.close()
 
     def _places(self, run: str) -> tuple[str, str]:
-        """Where a run's keys stand, and where its mark."""
+        """The path that precedes a run's keys, and the path of its mark."""
         return f"{self._prefix}/{run}/=", f"{self._prefix}/!expire/{run}!"
 
     def _path(self, key: str) -> str:
@@ -219,7 +219,7 @@ class Client(StoreClient):
         return {unquote(it.path[start:-1]): Stored.parse(it.data, it.modified) for it in items}
 
     def _living(self, operations: Sequence[dict[str, Any]], limit: Limit) -> list[Item] | None:
-        """Do that and read the mark; None: the run was expired, and is removed."""
+        """Execute the operations and read the mark; None: the run had expired and is removed."""
         items = self._commit([self._operation("get-tree", self._mark), *operations], limit)
         for item in items:
             if item.path == self._mark and self._transport.agents_time >= int(item.data) / 1000:
@@ -228,7 +228,7 @@ class Client(StoreClient):
         return [item for item in items if item.path != self._mark]
 
     def _remove(self, keys: str, mark: str, index: int | None, limit: Limit) -> None:
-        """Delete a run and its mark, as long as the mark is the one of that index (None: any)."""
+        """Delete a run and its mark if the mark's ModifyIndex is ``index`` (None: any)."""
         operations = [self._operation("delete-tree", keys), self._operation("delete", mark)]
         if index is not None:
             operations.insert(0, self._operation("check-index", mark, Index=index))
@@ -239,7 +239,7 @@ class Client(StoreClient):
                 raise
 
     def _commit(self, operations: Sequence[dict[str, Any]], limit: Limit) -> list[Item]:
-        """Do all of it or nothing; what it read and wrote."""
+        """Execute a transaction; returns the keys that it read and wrote."""
         self._transport.bound(limit)
         results = self._api.txn.put(operations)["Results"] or ()
         return [
@@ -250,7 +250,7 @@ class Client(StoreClient):
     def _query(
         self, path: str, limit: Limit, index: int | None = None, held: float = 0.0
     ) -> tuple[Item | None, int]:
-        """A key and the index to wait from; held back until there is a later one than ``index``."""
+        """A key and the index to wait from; Consul waits up to ``held`` s for a later ``index``."""
         self._transport.bound(limit, held)
         after, kv = self._api.kv.get(path, index=index, wait=f"{ceil(held * 1000)}ms")
         item = Item(path, kv["Value"] or b"", kv["ModifyIndex"]) if kv else None
@@ -266,12 +266,12 @@ class Item(NamedTuple):
 
 
 class RefusedError(Exception):
-    """Consul answered with an error; ``status`` is HTTP's."""
+    """Consul answered with an error; ``status`` is the HTTP status."""
 
     def __init__(self, status: int, body: bytes) -> None:
         text = _line(body.decode(errors="replace"))
         super().__init__(f"HTTP {status}: {text}")
-        # A transaction says it so.
+        # A transaction reports a missing right as a conflict.
         self.status = 403 if status == 409 and "Permission denied" in text else status
 
 
@@ -280,7 +280,7 @@ class _Consul(consul.base.Consul):  # type: ignore[misc]
 
     def __init__(self, transport: _Transport) -> None:
         self._transport = transport
-        # Given these, it looks for none in the environment.
+        # With these arguments py-consul ignores the environment.
         super().__init__("localhost", 0, scheme="http", verify=True)
 
     def http_connect(self, *_: object) -> _Transport:
@@ -290,7 +290,7 @@ class _Consul(consul.base.Consul):  # type: ignore[misc]
 class _Transport(consul.base.HTTPClient):  # type: ignore[misc]
     """Sends py-consul's requests, each with token and scope and within the limit of its thread.
 
-    py-consul's calls have no place for a limit: `bound` sets it for the calling thread.
+    py-consul's calls take no limit: `bound` sets it for the calling thread.
     """
 
     def __init__(
@@ -302,12 +302,12 @@ class _Transport(consul.base.HTTPClient):  # type: ignore[misc]
         self._thread = threading.local()
 
     def bound(self, limit: Limit, held: float = 0.0) -> None:
-        """For this thread's next requests; ``held``: seconds that Consul may hold them back."""
+        """Limit this thread's next requests; ``held``: seconds that Consul may hold them back."""
         self._thread.limit, self._thread.held = limit, held
 
     @property
     def agents_time(self) -> float:
-        """Of the agent that answered this thread's last request, in seconds."""
+        """The time, in seconds, of the agent that answered this thread's last request."""
         return _time_of(self._thread.headers)
 
     def get(self, callback: Any, path: str, params: Any = None, **_: object) -> Any:
@@ -363,7 +363,7 @@ def _transport(endpoint: str, options: Options, request_timeout: float) -> _Tran
 
 
 def _time_of(headers: Message) -> float:
-    """The agent's time in seconds: our own clock, held within the second that its answer names."""
+    """The agent's time in seconds: this host's clock, clamped to the second in its Date."""
     now = time.time()
     date = headers.get("Date")
     if date is None:

@@ -1,24 +1,24 @@
 """Amazon DynamoDB, and DynamoDB Local.
 
-One table holds every run: the partition key ``pk`` is ``<prefix>/<run id>``, the sort key ``sk``
-the key. A whole number is stored as one, so that `Client.add` is one write however many add.
+One table holds all runs: the partition key ``pk`` is ``<prefix>/<run id>``, the sort key ``sk``
+is the key. An integer is stored as a number, so `Client.add` is one write for any number of adders.
 
-DynamoDB cannot push. `Client.wait` reads, sleeps a fifth of the time it has waited so far, within
-the bounds of ``poll_interval_min`` and ``poll_interval_max``, and with jitter. A read costs a unit
-for each 4 KB, so the version of a larger value stands in a local secondary index too and a waiter
-reads that: one unit a poll, however large the value. The index is sparse: a beat costs one write
-unit, a large value two more than its size in KB. (A companion item kept by a transaction would
-double the price of each write; a filter expression would save no read unit.) A thousand parked
-nodes read some 670 units a second, 2.4 million an hour.
+DynamoDB cannot push. `Client.wait` polls: it sleeps a fifth of the time that it has waited so far,
+bounded by ``poll_interval_min`` and ``poll_interval_max``, less up to half of it as jitter. A read
+costs one unit per 4 KB, so the versions of larger values are also in a local secondary index, and a
+waiter reads the index: one unit per poll for a value of any size. The index is sparse: a heartbeat
+costs one write unit, a large value two more than its size in KB. (A companion item in a transaction
+would double the cost of each write; a filter expression would save no read unit.) A thousand parked
+nodes read some 670 units per second, 2.4 million per hour.
 
 Limits: linearizable (strongly consistent reads of one region; on a global table all nodes must
-name the same region, for replication is asynchronous). Values up to 400,000 bytes, which is some
-40,000 nodes in the round document, but DynamoDB's 1,000 writes a second to one partition come
-first: with a beat every 5 seconds about 4,000 nodes, more with a longer ``keep_alive_interval``.
-`Client.put_many` is atomic from 3 to 100 keys; two are put one after the other. Highly available by
-itself, needs no version of its own. Time is read off the server's answers; expired items read as
-absent at once and DynamoDB deletes them within days. Each item has its own deadline, and says when
-that was set: a client gives what it writes the latest that it has read or set itself.
+name the same region, because replication is asynchronous). Values up to 400,000 bytes, enough for
+some 40,000 nodes in the round document, but DynamoDB allows 1,000 writes per second to a partition:
+about 4,000 nodes with a heartbeat every 5 seconds, more with a longer ``keep_alive_interval``.
+`Client.put_many` is atomic from 3 to 100 keys; two are put one after the other. Highly available as
+a service; there is no server version to choose. The clock is the server's, from its answers.
+Expired items read as absent at once, and DynamoDB deletes them within days. Each item stores its
+deadline and when that was set; a client gives an item the last deadline that it has set or read.
 The role needs ``dynamodb:GetItem, PutItem, UpdateItem, Query, BatchGetItem, BatchWriteItem,
 PartiQLUpdate`` on the table and its index, and with create_table=true
 ``CreateTable, UpdateTimeToLive``.
@@ -45,11 +45,11 @@ from rdzv_plugins.stores._dynamodb_table import INDEX, Table, code_of, problem_o
 
 __all__ = ["Client", "Options"]
 
-# Up to this size an item takes one read unit (4 KB, keys and names included).
+# A value of up to this size takes one read unit (4 KB, keys and attribute names included).
 _SMALL_BYTES = 2_500
-# What DynamoDB gives back as it was written; it keeps more digits than these.
+# Integers that DynamoDB returns as they were written; it stores more digits than these.
 _NUMBER = re.compile(rb"0|-?[1-9][0-9]{0,17}")
-# What one BatchWriteItem or BatchExecuteStatement takes.
+# The most items of one BatchWriteItem or BatchExecuteStatement.
 _BATCH = 25
 
 _LIVE = "(attribute_not_exists(expires_at) OR expires_at > :now)"
@@ -61,20 +61,20 @@ class Options(StoreOptions):
     """Options of the dynamodb backend, for endpoints that are a region (``us-east-1``), a URL
     (``http://127.0.0.1:8000``) or empty (AWS's own configuration).
 
-    Credentials come from AWS's usual places: environment, profile, container, instance.
+    Credentials come from AWS's usual sources: environment, profile, container, instance.
 
     ======================= ============ ==========================================================
     option                  default      meaning
     ======================= ============ ==========================================================
     table                   rdzv-plugins name of the table
     create_table            false        create the table, billed on demand, if there is none
-    region                  none         region; one in the endpoint takes precedence; none:
+    region                  none         region; a region in the endpoint takes precedence; none:
                                          AWS's own configuration
     profile                 none         profile of AWS's configuration files
     role_arn                none         role to assume with those credentials
-    poll_interval_min       0.1          seconds between two polls of a waiter, at first
-    poll_interval_max       2            the longest it becomes, and so the longest that a change
-                                         waits to be noticed
+    poll_interval_min       0.1          seconds between the first polls of a waiter
+    poll_interval_max       2            longest interval between polls, in seconds: a waiter
+                                         notices a change within that time
     ======================= ============ ==========================================================
     """
 
@@ -106,20 +106,20 @@ class Client(StoreClient):
         super().__init__(where, request_timeout)
         self._namespace = namespace
         self._shortest, self._longest = options.poll_interval_min, options.poll_interval_max
-        # The latest call of `expire` that we know of: when it was made, and the time that it set.
+        # The latest known call of `expire`: the time of the call, and the deadline that it set.
         self._expiry: tuple[float, int] = (0.0, 0)
-        # By key: the latest large version that we know of; the version last waited on, since when.
+        # By key: the last known version of a large value; the version last waited on, since when.
         self._large: dict[str, str] = {}
         self._waits: dict[str, tuple[str | None, float]] = {}
         self._table = Table(endpoint, options, where, request_timeout)
-        # The probe needs no right that later requests do not need.
+        # The probe needs no right that later requests do not need too.
         probe = self._large_query("probe")
         self._connect(lambda limit: self._table.open(limit, probe))
 
     def compare_and_set(
         self, key: str, value: bytes, expected: Version | None
     ) -> tuple[Entry | None, bool]:
-        # In one request, where the base would read the whole value first.
+        # One request; the base class would read the whole value first.
         self.check_size(key, value)
         if expected is not None and not (isinstance(expected, str) and expected):
             return self.get(key), False
@@ -129,7 +129,7 @@ class Client(StoreClient):
         def request(limit: Limit) -> tuple[Entry | None, bool]:
             seen = self._swap(key, data, expected, limit)
             current = seen.entry if seen is not None else None
-            # Also where an earlier attempt was done, and its answer lost.
+            # Also true if an earlier attempt succeeded and its answer was lost.
             return current, current == ours
 
         return self._call(request)
@@ -138,7 +138,7 @@ class Client(StoreClient):
         pending: dict[str, Any]
         pending = {"Keys": [self._key(key) for key in keys], "ConsistentRead": True}
         if len(pending["Keys"]) == 1:
-            # A tenth less time than a batch of one: 2.9 ms in place of 3.2.
+            # 2.9 ms; a batch of one takes 3.2 ms.
             request = {"TableName": self._table.name, "ConsistentRead": True}
             answer = self._table.ask(limit, "get_item", Key=pending["Keys"][0], **request)
             return self._found([answer["Item"]] if "Item" in answer else [])
@@ -150,7 +150,7 @@ class Client(StoreClient):
             items = answer["Responses"].get(self._table.name, [])
             found |= self._found(items)
             pending = answer.get("UnprocessedKeys", {}).get(self._table.name, {"Keys": []})
-            # Some of it at each time is the 16 MB limit of an answer, none of it a throttle.
+            # A partial answer is the 16 MB limit; an empty one is throttling, so pause.
             if pending["Keys"] and not items:
                 self._pace("reading", limit)
         return found
@@ -168,7 +168,7 @@ class Client(StoreClient):
             puts = [{"Put": {"TableName": self._table.name, "Item": item}} for item in items]
             self._table.ask(limit, "transact_write_items", TransactItems=puts)
             return
-        # A record and the bell that everybody rings: transactions on that would collide.
+        # A record and the bell, a key that all nodes write: transactions on it would conflict.
         for item in items:
             self._table.ask(limit, "put_item", TableName=self._table.name, Item=item)
 
@@ -186,13 +186,13 @@ class Client(StoreClient):
     def _expire(self, seconds: float, limit: Limit) -> None:
         now = self._table.now()
         made, ends = max(now, self._expiry[0] + 0.001), math.ceil(now + seconds)
-        # Known before the keys are listed: what other threads of ours write then has it.
+        # Set before the keys are listed: concurrent writes of other threads get it too.
         self._expiry = made, ends if seconds > 0 else 0
         pending = [item["sk"]["S"] for item in self._query("", limit, ProjectionExpression="sk")]
         if seconds <= 0:
             self._delete(pending, limit)
             return
-        # What has expired meanwhile stays so.
+        # The condition keeps expired items expired.
         statement = (
             f'UPDATE "{self._table.name}" SET expires_at={ends} SET expiry_set={made:.3f} '
             f"WHERE pk=? AND sk=? AND (expires_at IS MISSING OR expires_at > {int(now)})"
@@ -205,19 +205,19 @@ class Client(StoreClient):
             ]
             answer = self._table.ask(limit, "batch_execute_statement", Statements=statements)
             for key, outcome in zip(batch, answer["Responses"], strict=True):
-                # An item that was deleted meanwhile fails the condition: nothing is left to do.
+                # An item that was deleted meanwhile fails the condition: nothing to do.
                 code = outcome.get("Error", {}).get("Code")
                 if code not in (None, "ConditionalCheckFailed"):
-                    self._pace(f"letting '{key}' expire ({code})", limit)
+                    self._pace(f"setting the deadline of '{key}' ({code})", limit)
                     pending.append(key)
 
     def _add_once(self, key: str, delta: int) -> int | None:
-        # One write for each of a thousand adders, where compare-and-set would be refused to most.
+        # One write per adder; of a thousand compare-and-sets at once most would be refused.
         total = self._call(partial(self._count, key, delta))
         return super()._add_once(key, delta) if total is None else total
 
     def _count(self, key: str, delta: int, limit: Limit) -> int | None:
-        """Add to a number or to nothing; None: what stands there has expired or is no number."""
+        """Add to a number or an absent item; None: the item has expired or is no number."""
         marks = self._marks()
         more = "".join(f", {name} = :{name}" for name in marks)
         try:
@@ -248,21 +248,21 @@ class Client(StoreClient):
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
         large = self._large.get(key)
         if large is not None and large == version:
-            # One read unit, however large the value.
+            # One read unit for a value of any size.
             query = self._large_query(f"{key} {large}")
             if self._table.ask(limit, "query", **query)["Count"]:
                 return Stored(b"", large)
         return self._read([key], limit).get(key)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        """Sleep, the longer the longer nothing has changed."""
+        """Sleep; the longer the key is unchanged, the longer the sleep."""
         known = seen.version if seen is not None else None
         left, now = limit.seconds, time.monotonic()
         version, since = self._waits.get(key, ("", now))
         if version != known:
             if len(self._waits) > 100:
                 self._waits.clear()
-            # Kept over calls: a caller that waits in short pieces must not poll fast for ever.
+            # Kept across calls: a caller with many short waits must not poll fast forever.
             self._waits[key] = known, (since := now)
         longest = min(max((now - since) / 5, self._shortest), self._longest)
         pause = random.uniform(longest / 2, longest)
@@ -276,7 +276,7 @@ class Client(StoreClient):
         return problem_of(error, self.timeout)
 
     def _pace(self, doing: str, limit: Limit) -> None:
-        """Pause a little before what a batch left over is asked again."""
+        """Pause before the rest of a batch is requested again."""
         try:
             limit.sleep(min(limit.seconds, random.uniform(0.02, 0.1)))
         except TimeoutError as error:
@@ -286,7 +286,7 @@ class Client(StoreClient):
             ) from error
 
     def _swap(self, key: str, data: bytes, expected: str | None, limit: Limit) -> Stored | None:
-        """Write if ``expected`` still stands (None: nothing does); what stands there now."""
+        """Write if the version is ``expected`` (None: absent); returns what is stored then."""
         condition, values = _ABSENT, {":now": self._seconds()}
         if expected is not None:
             condition = f"version_id = :expected AND {_LIVE}"
@@ -309,7 +309,7 @@ class Client(StoreClient):
         return Stored.parse(data)
 
     def _query(self, prefix: str, limit: Limit, **more: Any) -> Iterator[dict[str, Any]]:
-        """The items that have not expired; the others lie about for days."""
+        """The items that have not expired; DynamoDB keeps the others for days."""
         condition, values = "pk = :pk", {":pk": {"S": self._namespace}, ":now": self._seconds()}
         if prefix:
             condition += " AND begins_with(sk, :prefix)"
@@ -370,17 +370,17 @@ class Client(StoreClient):
             if INDEX in item:
                 self._large[key] = version
             if "expiry_set" in item:
-                # Other clients' deadlines stand in what they left.
+                # Learn the deadlines that other clients set.
                 self._expiry = max(self._expiry, (float(item["expiry_set"]["N"]), ends))
         return found
 
     def _marks(self) -> dict[str, Any]:
-        """What an item needs to end with the others; nothing once they have ended."""
+        """The attributes that let an item expire with the run; none once the run has expired."""
         made, ends = self._expiry
         marks = {"expiry_set": {"N": f"{made:.3f}"}, "expires_at": {"N": str(ends)}}
         if ends > self._table.now():
             return marks
-        # That a deadline was taken back is told to others too.
+        # Tell other clients that the deadline was cancelled.
         return {"expiry_set": marks["expiry_set"]} if made and not ends else {}
 
     def _seconds(self) -> dict[str, str]:

@@ -4,27 +4,27 @@ torch's own backends ``etcd`` and ``etcd-v2`` speak the v2 API, which etcd 3.6 h
 #158326, #170707). To move a job, replace ``--rdzv-backend=etcd`` by ``--rdzv-backend=etcd-v3`` and
 leave the endpoint as it is.
 
-Nothing needs to be installed: no client of the v3 API on PyPI has authentication, several endpoints
-and a watch that can be ended.
+No client package is needed: this module sends the requests itself, because no client of the v3 API
+on PyPI has authentication, several endpoints and a watch that can be ended.
 
-A stored value begins with a stamp, eight random bytes that are new with each write, and the stamp
-is the version; a transaction compares it as a range of values. So a version never comes back, not
-even from an etcd that lost its data and counts its revisions from 1 again, and a write whose
-answer was lost is known by it. A refused transaction reads the current value in the same request.
-`Client.wait` watches from the revision after the one of its read: no change in between is missed,
-and there is nothing for a compaction to take away.
+A stored value begins with a stamp, eight random bytes that are new with each write. The stamp is
+the version; a transaction compares it as a range of values. So a version never repeats, even if
+etcd loses its data and counts its revisions from 1 again, and a client recognizes its own write
+after a lost answer. A refused transaction reads the current value in the same request.
+`Client.wait` watches from the revision after its read: it misses no change in between, and depends
+on no revision that a compaction removes.
 
-Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 MiB), which is some
-100,000 nodes in the round document. `Client.put_many` is atomic up to 128 keys and 1 MiB.
-`Client.add` is a compare-and-set: 256 nodes adding to one counter at once took it some seconds.
-`Client.expire` is a lease, at least two seconds with etcd's default timing, and longer if the
-leader changes. A mark on the run's own path has it, and every write gives its key the mark's lease
-in a transaction that compares it, so that a run ends as a whole. Three members survive the loss of
-one, five of two; name them all in the endpoint.
-The gateway must not be switched off (``--enable-grpc-gateway``), and it does not take a user's name
-from a client certificate: with authentication on, give user and password too, and a certificate
-without a common name (CN), for it refuses all others. The user's role needs readwrite on the key
-prefix ``<prefix>/``.
+Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 MiB), enough for
+some 100,000 nodes in the round document. `Client.put_many` is atomic up to 128 keys and 1 MiB.
+`Client.add` is a compare-and-set: with 256 nodes adding to one counter at once it took seconds.
+`Client.expire` uses a lease, at least two seconds with etcd's default timing, and longer if the
+leader changes. A mark key at the run's own path has the lease. Every write gives its key the mark's
+lease in a transaction that compares it, so that all keys of a run expire together. Three members
+survive the loss of one, five the loss of two; name all members in the endpoint.
+The gateway must be enabled (``--enable-grpc-gateway``). It takes no user name from a client
+certificate: with authentication enabled, set user and password too, and use a certificate without
+a common name (CN), because the gateway refuses all others. The user's role needs readwrite on the
+key prefix ``<prefix>/``.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ from rdzv_plugins.stores._tls import tls_context
 __all__ = ["Client", "Options"]
 
 _LARGEST = 1024 * 1024
-# etcd's --max-txn-ops, of which the comparisons are counted apart.
+# etcd's --max-txn-ops, which counts comparisons separately.
 _OPERATIONS = 128
-# A watch is begun anew this often, in case its member hangs.
+# A watch is renewed this often, in seconds, in case its member hangs.
 _LONGEST_PARK = 15.0
 _VERSION = re.compile(f"[0-9a-f]{{{2 * (STAMP_BYTES - 1)}}}")
-# As etcd writes it.
+# etcd's own value for it.
 _NO_LEASE = "0"
 
-# Codes of gRPC's status. What is cancelled was so by a member that stops: we only hang up.
+# gRPC status codes. Only a stopping member cancels: this client just closes its connection.
 _CANCELLED, _UNKNOWN, _DEADLINE, _DENIED, _EXHAUSTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = (
     1, 2, 4, 7, 8, 13, 14, 16,
 )  # fmt: skip
 
-# Because of the header hasleader a member that knows no leader refuses before it does anything.
+# With the header hasleader, a member without a leader refuses a request before executing it.
 _NO_LEADER = "etcdserver: no leader"
 
 _HEADERS = {
     "Content-Type": "application/json",
-    # A member that is cut off from the others shall end a watch, not sleep on it.
+    # A member that is cut off from the others must end its watches.
     "Grpc-Metadata-hasleader": "true",
 }
 
@@ -90,7 +90,7 @@ class Options(ServerOptions):
 
 
 class Client(StoreClient):
-    """One run on etcd: kept connections for requests and one connection a parked waiter."""
+    """One run on etcd; requests reuse connections, and each parked waiter opens one."""
 
     name = "etcd-v3"
     options = Options
@@ -108,11 +108,11 @@ class Client(StoreClient):
         self._user = target.user or options.user
         self._password = target.password or options.secret()
         self._token: str | None = None
-        # On the path itself stands the mark.
+        # The path itself is the key of the mark.
         self._path = "/".join(segments(namespace, options.prefix)) + "/"
-        # That of the mark, as far as we know: every write is on condition that it is so.
+        # The last known lease of the mark; every write compares it.
         self._lease = _NO_LEASE
-        # Not all nodes to the first member.
+        # Spread the nodes over the members.
         members = random.sample(target.hosts, len(target.hosts))
         self._http = Http(members, tls_context(options) if secure else None, request_timeout)
         self._connect(self._learn_lease)
@@ -127,7 +127,7 @@ class Client(StoreClient):
         ours = Stored.parse(data).entry
 
         def request(limit: Limit) -> tuple[Entry | None, bool]:
-            # In one request, 1.5 ms; in the base's two it is 1.9 ms.
+            # One request takes 1.5 ms; the base class's two take 1.9 ms.
             written, there = self._write({key: data}, self._holds(key, expected), limit)
             entry = there.entry if there is not None else None
             if written or (entry is not None and entry.version == ours.version):
@@ -139,7 +139,7 @@ class Client(StoreClient):
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         names = [*keys]
         if len(names) == 1:
-            # 0.59 ms; as a transaction it is 0.66 ms.
+            # 0.59 ms; a transaction takes 0.66 ms.
             found = self._ask("kv/range", self._one(names[0]), limit)
             first = _first(found, found)
             return {names[0]: first} if first is not None else {}
@@ -174,10 +174,10 @@ class Client(StoreClient):
             old = self._learn_lease(limit)
             lease = _NO_LEASE
             if old != _NO_LEASE:
-                # Also where another takes its place: it must not end before all are moved there.
+                # Also if a new lease replaces it: it must not expire before all keys have moved.
                 kept = self._ask("lease/keepalive", {"ID": old}, limit)
                 if (left := kept.get("result", {}).get("TTL", "0")) == "0":
-                    # Its keys are about to go: then we look again.
+                    # It has expired: look again when its keys are deleted.
                     limit.sleep(random.uniform(0.02, 0.1))
                     continue
                 lease = old if left == ttl else _NO_LEASE
@@ -192,20 +192,20 @@ class Client(StoreClient):
                 except RefusedError as error:
                     if "lease not found" not in str(error):
                         raise
-                    # We were held up, and it has ended.
+                    # This client was delayed, and the lease has expired.
                     continue
                 if not answer.get("succeeded"):
                     self._ask("lease/revoke", {"ID": lease}, limit)
                     continue
             self._lease = lease
             if self._move(lease, limit) and old not in (_NO_LEASE, lease):
-                # Nobody can give it to a key any more, and none is left that has it.
+                # No key has the old lease, and no client can attach it any more.
                 self._ask("lease/revoke", {"ID": old}, limit)
             return
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
         if seen is None:
-            # Learn the revision to watch from; what came meanwhile is read again.
+            # Get the revision to watch from; the next look reads a value that arrived meanwhile.
             answer = self._ask("kv/range", self._one(key), limit)
             if answer.get("kvs"):
                 return None
@@ -229,7 +229,7 @@ class Client(StoreClient):
                         return stored
                 if message["result"].get("canceled"):
                     break
-        # `wait` pauses before it asks again.
+        # `wait` pauses before it looks again.
         raise ConnectionAbortedError("the member ended the watch")
 
     def _problem(self, error: Exception) -> Problem | None:
@@ -237,7 +237,7 @@ class Client(StoreClient):
             return http_problem(self, error, ", or does it want https://")
         text = str(error)
         if "authentication is not enabled" in text:
-            return Problem(f"knows no users ({text}); leave user out")
+            return Problem(f"has authentication disabled ({text}); leave out the user")
         if error.code in (_DENIED, _UNAUTHENTICATED) or any(
             words in text for words in ("user name is empty", "authentication", "auth store is old")
         ):
@@ -249,10 +249,10 @@ class Client(StoreClient):
             )
         if "CommonName of client" in text:
             return Problem(
-                "takes no client certificate with a common name while authentication is on; "
-                "make one without for cert_file"
+                "refuses a client certificate with a common name while authentication is on; "
+                "set cert_file to one without a common name"
             )
-        # etcd's own "not found", as of a lease, is a 404 too.
+        # etcd itself also answers 404, for example if a lease is not found.
         if error.status == 404 and not text.startswith("etcdserver:"):
             return Problem(
                 "has no v3 gateway: it is older than 3.4, or runs with "
@@ -265,7 +265,7 @@ class Client(StoreClient):
         if error.retryable:
             return Problem(
                 f"gave no answer within {self.timeout:g} s ({text}); "
-                "has a majority of its members gone?",
+                "is a majority of its members running?",
                 retryable=True,
                 undone="too many requests" in text or text == _NO_LEADER,
             )
@@ -281,19 +281,19 @@ class Client(StoreClient):
 
     def _range(self, prefix: str) -> Json:
         path = (self._path + prefix).encode()
-        # It ends in "/" or in a character of UTF-8, so its last byte is never 255.
+        # The path ends in "/" or in a UTF-8 character, so its last byte is never 255.
         return {"key": _encoded(path), "range_end": _encoded(path[:-1] + bytes([path[-1] + 1]))}
 
     def _relative(self, item: Mapping[str, Any]) -> str:
         return b64decode(item["key"]).decode()[len(self._path) :]
 
     def _holds(self, key: str, version: str | None) -> list[Json]:
-        """What holds while the key's version is ``version`` (None: while it is absent)."""
+        """Comparisons that hold while the key has ``version`` (None: while it is absent)."""
         if version is None:
             none = {"target": "CREATE", "result": "EQUAL", "create_revision": "0"}
             return [{**self._one(key), **none}]
         stamp = bytes.fromhex(version)
-        # "=" follows each stamp, and ">" follows "=".
+        # Each stamp is followed by "=", and ">" is the next byte after "=".
         bounds = (("GREATER", stamp), ("LESS", stamp + b">"))
         return [
             {**self._one(key), "target": "VALUE", "result": result, "value": _encoded(bound)}
@@ -301,19 +301,19 @@ class Client(StoreClient):
         ]
 
     def _marked(self, lease: str) -> Json:
-        """What holds while the mark has that lease; _NO_LEASE: or there is no mark."""
+        """A comparison that holds while the mark has that lease; _NO_LEASE: or is absent."""
         return {**self._one(""), "target": "LEASE", "result": "EQUAL", "lease": lease}
 
     # Requests.
 
     def _learn_lease(self, limit: Limit) -> str:
-        """That of the mark, which is the first of the run's keys."""
+        """Read the lease of the mark, which is the first of the run's keys."""
         first = {**self._range(""), "keys_only": True, "limit": "1"}
         self._lease = self._lease_in(self._ask("kv/range", first, limit))
         return self._lease
 
     def _lease_in(self, found: Mapping[str, Any]) -> str:
-        """The lease of the mark in the answer to a range that begins with it."""
+        """The lease of the mark in the answer to a range that begins with the mark."""
         for item in found.get("kvs", [])[:1]:
             if not self._relative(item):
                 return str(item.get("lease", _NO_LEASE))
@@ -322,7 +322,7 @@ class Client(StoreClient):
     def _write(
         self, values: Mapping[str, bytes], holds: Sequence[Json], limit: Limit
     ) -> tuple[bool, Stored | None]:
-        """Write under the mark's lease if that holds; False: what is at the first key instead."""
+        """Write with the mark's lease if ``holds``; else return False and the first key's value."""
         looks = [{"request_range": self._one(name)} for name in (next(iter(values)), "")]
         while True:
             lease = self._lease
@@ -339,7 +339,7 @@ class Client(StoreClient):
                 return False, _first(there, answer)
 
     def _move(self, lease: str, limit: Limit) -> bool:
-        """Give all keys the lease of the mark; False: somebody else has given the mark another."""
+        """Give all keys the lease of the mark; False: another client has changed the mark's."""
         listing = self._ask("kv/range", {**self._range(""), "keys_only": True}, limit)
         others = [it for it in listing.get("kvs", []) if it.get("lease", _NO_LEASE) != lease]
         keys = [self._relative(item) for item in others]
@@ -351,7 +351,7 @@ class Client(StoreClient):
             ):
                 continue
             if self._learn_lease(limit) == _NO_LEASE:
-                # We were held up, and the time is over: what has not changed since is to be gone.
+                # This client was delayed, and the run has expired: delete its unchanged keys.
                 for item in others:
                     revision = item["mod_revision"]
                     same = {"key": item["key"], "target": "MOD", "mod_revision": revision}
@@ -361,12 +361,12 @@ class Client(StoreClient):
         return True
 
     def _attach(self, keys: Sequence[str], lease: str, limit: Limit) -> bool:
-        """Whether the keys that are there have the lease now; False: not all are, or not the mark.
+        """Attach the lease to the keys; False: a key is absent or the mark has another lease.
 
-        For a single key it is no matter whether it is there.
+        A single key may be absent.
         """
         there = {"target": "VERSION", "result": "GREATER", "version": "0"}
-        # The value and with it the version stay: this is no change.
+        # The value, and so the version, stays the same.
         again = {"ignore_value": True, "lease": lease}
         answer = self._transact(
             [self._marked(lease), *({**self._one(key), **there} for key in keys)],
@@ -409,7 +409,7 @@ class Client(StoreClient):
         return {**_HEADERS, "Authorization": token}
 
     def _refuse(self, member: int, status: int, body: bytes) -> NoReturn:
-        """Raise what a member answered; what it says decides whether the next one is asked."""
+        """Raise a member's error; after a retryable one the next request goes to another member."""
         error = RefusedError(status, body)
         if error.of_token:
             self._token = None
@@ -419,25 +419,25 @@ class Client(StoreClient):
 
 
 class RefusedError(Exception):
-    """etcd answered, and refused.
+    """etcd refused a request.
 
     Attributes:
-        code: gRPC's status code; _UNKNOWN where the answer was not etcd's.
-        status: HTTP's.
-        of_token: a new token mends it.
+        code: the gRPC status code; _UNKNOWN if the answer was not etcd's.
+        status: the HTTP status.
+        of_token: a retry with a new token may succeed.
         retryable: the next attempt, perhaps at another member, may succeed.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
         try:
             answer = json.loads(body)
-            # In a stream it is one level deeper.
+            # A stream nests the error one level deeper.
             answer = answer["error"] if isinstance(answer.get("error"), dict) else answer
             self.code = int(answer.get("grpc_code", answer.get("code", _UNKNOWN)))
             text = str(answer.get("message") or answer.get("error"))
         except (ValueError, AttributeError):
             self.code = _UNKNOWN
-            text = f"HTTP {status}, not of etcd: " + " ".join(
+            text = f"HTTP {status}, not from etcd: " + " ".join(
                 body[:200].decode("utf-8", "replace").split()
             )
         super().__init__(text)
@@ -457,7 +457,7 @@ def _parsed(data: bytes) -> Json:
 
 
 def _first(found: Mapping[str, Any], answer: Mapping[str, Any]) -> Stored | None:
-    """The first of what a range found; it is watched from the revision of the whole answer."""
+    """The first key that a range found; a watch of it begins at the revision of the answer."""
     for item in found.get("kvs", []):
         return Stored.parse(b64decode(item["value"]), int(answer["header"]["revision"]))
     return None

@@ -6,24 +6,24 @@ written::
     CREATE TABLE rdzv (run bytea, key bytea, data bytea NOT NULL, time timestamptz NOT NULL,
                        PRIMARY KEY (run, key))
 
-`Client.expire` writes a row with an empty key, whose time is the end of the run. From then on the
-rows that were written up to that end read as absent; the next `Client.expire`, of any run, deletes
-them. Each write is one statement, guarded by the eight random bytes with which a value begins.
+`Client.expire` writes a row with an empty key, whose time is the run's deadline. After the deadline
+rows written before it read as absent; the next `Client.expire` of any run deletes them. Each write
+is one statement; a compare-and-set compares the eight random bytes with which a value begins.
 
 A waiter listens on a channel of its key. ``NOTIFY`` wakes every listening session of the database,
-and transactions that notify commit one after the other; so a write notifies only if somebody waits
-for its key. A waiter holds a shared advisory lock of the key's hash, and a writer that cannot have
-the exclusive one notifies.
+and transactions that notify commit one after the other, so a write notifies only if a waiter for
+its key exists: a waiter holds a shared advisory lock on the key's hash, and a writer notifies if it
+cannot get the exclusive lock.
 
-Limits: linearizable on one primary. Of several hosts the first that takes writes is used
-(``target_session_attrs=read-write``); replication is asynchronous unless
-``synchronous_standby_names`` says otherwise, so a promoted standby may lack the last writes, which
-the round protocol survives as it survives a restart with an empty memory. Values up to 64 MiB, so
-the number of nodes is not limited by size, but by connections: a node holds two, each a process of
-the server, which takes 100 by default (``max_connections``). PgBouncer in between must be in
-session mode. `Client.put_many` is atomic up to 100 keys and 1 MiB.
+Limits: linearizable on one primary. The client uses the first of several hosts that accepts writes
+(``target_session_attrs=read-write``). Replication is asynchronous unless
+``synchronous_standby_names`` is set, so a promoted standby may lack the last writes; the round
+protocol survives that, as it survives a restart without data. Values up to 64 MiB, so connections
+limit the number of nodes, not sizes: a node holds two connections, each a process of the server,
+which accepts 100 by default (``max_connections``). PgBouncer must be in session mode.
+`Client.put_many` is atomic up to 100 keys and 1 MiB.
 The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
-DELETE`` on the table, and with create_table=true, where there is none, ``CREATE`` on the schema.
+DELETE`` on the table; to create the table (create_table=true), also ``CREATE`` on the schema.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ __all__ = ["Client", "Options"]
 
 _LARGEST_VALUE = 64 << 20
 
-# Idle connections that a client keeps: one for requests and a waiter's.
+# The most idle connections of a client: one for requests and one for a waiter.
 _IDLE = 2
 
-# A waiter looks again after so many seconds: it finds a connection that died without a word.
+# A waiter reads again after so many seconds, to detect a connection that broke silently.
 _LONGEST_PARK = 10.0
 
 _TABLE = """CREATE TABLE {table} (run bytea, key bytea, data bytea NOT NULL,
  time timestamptz NOT NULL, PRIMARY KEY (run, key))""".replace("\n", "")
 
-# When the run last expired; what was written up to then is gone.
+# When the run last expired; rows written up to then are absent.
 _EXPIRED = """coalesce((SELECT e.time FROM {table} AS e WHERE e.run = %(run)b AND e.key = ''
  AND e.time <= clock_timestamp()), '-infinity')"""
 
@@ -103,8 +103,8 @@ _EXPIRE = """WITH swept AS (DELETE FROM {table} AS r USING {table} AS e
  (%(run)b, '', '', clock_timestamp() + make_interval(secs => %(seconds)s))
  ON CONFLICT (run, key) DO UPDATE SET time = excluded.time"""
 
-# What errors mean: the first that matches their code and text, and whether to try again. Those of a
-# connection that is refused have no code.
+# What errors mean: the first pattern that matches code and text, the problem, and whether to retry.
+# Errors of a refused connection have no code.
 _PROBLEMS = [
     (
         r"authentication failed|no password supplied|role .* (does not exist|is not permitted)",
@@ -120,32 +120,32 @@ _PROBLEMS = [
     ),
     (
         r"no encryption|SSL off",
-        "status an encrypted connection ({said}); set tls=true and ca_file",
+        "requires an encrypted connection ({said}); set tls=true and ca_file",
         False,
     ),
     (
         r"pg_hba\.conf|permission denied for database",
-        "does not let us in ({said}); its pg_hba.conf needs a line for this host, user and "
-        "database, and the user CONNECT on the database",
+        "refuses this client ({said}); its pg_hba.conf needs a line for this host, user and "
+        "database, and the user needs CONNECT on the database",
         False,
     ),
     (
-        # A server that dies ends TLS without a word.
+        # A server that dies causes an unexpected eof.
         r"SSL error: (?!unexpected eof)|certificate|private key|does not support SSL",
         "failed the TLS handshake ({said}); check that ca_file signed the server's certificate, "
-        "that it names the endpoint's host, cert_file and key_file if the server asks for them, "
-        "and that the server has TLS switched on",
+        "that it names the endpoint's host, cert_file and key_file if the server requires them, "
+        "and that the server has TLS enabled",
         False,
     ),
     (
         r"^53300|too many (clients|connections)|remaining connection slots",
-        "had no connection left for {timeout:g} s ({said}); a node takes two: raise "
+        "had no connection left for {timeout:g} s ({said}); a node needs two: raise "
         "max_connections, or the limit of the user or database",
         True,
     ),
     (
         r"^25006|session is read-only|hot standby mode",
-        "took no writes for {timeout:g} s ({said}); name the primary, or all servers: "
+        "accepted no writes for {timeout:g} s ({said}); name the primary, or all servers: "
         "host1:5432,host2:5432",
         True,
     ),
@@ -165,7 +165,7 @@ _PROBLEMS = [
     ),
     (
         r"^(42703|42804|42P10|42883)",
-        "has another kind of table {table} ({said}); name one of our own with table=",
+        "has a table {table} with another schema ({said}); name another table with table=",
         False,
     ),
 ]
@@ -174,21 +174,21 @@ _PROBLEMS = [
 @dataclass(frozen=True, kw_only=True)
 class Options(ServerOptions):
     """Options of the postgres backend, for endpoints ``host:port``, several of them, and
-    ``postgresql://host/database?sslmode=verify-full`` with whatever parameters libpq knows. What
-    neither endpoint nor options say comes from libpq's own places: PGUSER, PGPASSWORD and the
-    like, service files, ~/.pgpass.
+    ``postgresql://host/database?sslmode=verify-full`` with any parameters of libpq. Values that
+    neither endpoint nor options set come from libpq's own sources: PGUSER, PGPASSWORD and similar
+    variables, service files, ~/.pgpass.
 
     ======================= ======= ===============================================================
     option                  default meaning
     ======================= ======= ===============================================================
-    database                none    database; one in the endpoint's path takes precedence; none:
-                                    libpq's choice, which is the one of the user's name
+    database                none    database; a database in the endpoint takes precedence; none:
+                                    libpq's default, the database with the user's name
     table                   rdzv    the table, also as schema.table
     create_table            false   create the table if there is none
     ======================= ======= ===============================================================
 
-    With tls=true the certificate and its name are verified (sslmode=verify-full) unless the
-    endpoint names another sslmode; without it libpq encrypts where the server can, unverified.
+    With tls=true the client verifies the certificate and its name (sslmode=verify-full) unless the
+    endpoint sets another sslmode; without it libpq encrypts if the server can, and does not verify.
     """
 
     database: str | None = option(None)
@@ -197,16 +197,16 @@ class Options(ServerOptions):
 
 
 class UnconnectedError(psycopg.OperationalError):
-    """No host took a connection: nothing was asked."""
+    """No host accepted a connection: no request was sent."""
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):
-    """A connection whose requests end with ``limit``; psycopg's own wait without end.
+    """A connection whose requests end at ``limit``; psycopg's own requests wait forever.
 
     Attributes:
-        limit: of the request that uses it now.
-        key: the one of which it hears.
-        notified: whether it has heard of a change.
+        limit: of the current request.
+        key: the key for which it listens.
+        notified: whether a notification has arrived.
     """
 
     limit: Limit
@@ -215,8 +215,8 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 
     @classmethod
     def open(cls, conninfo: str, limit: Limit, seconds: float) -> Connection:
-        """Connect to one host (psycopg's own cannot be woken); the server ends a statement after
-        ``seconds``: what we no longer wait for must not be done later."""
+        """Connect to one host (psycopg's own connect cannot be woken). The server cancels a
+        statement after ``seconds``, so that it executes no abandoned one later."""
         pgconn = pq.PGconn.connect_start(conninfo.encode())
         try:
             while (status := pgconn.connect_poll()) != pq.PollingStatus.OK:
@@ -247,7 +247,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             return end.value
 
     def await_change(self, limit: Limit) -> None:
-        """Wait until it hears of ``key``; raises TimeoutError and `WokenError`."""
+        """Wait for a notification of ``key``; raises TimeoutError and `WokenError`."""
         while not self.notified:
             limit.await_readable(self.pgconn.socket)
             self.pgconn.consume_input()
@@ -256,7 +256,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 
 
 class Client(StoreClient):
-    """One run in a PostgreSQL table, over connections that requests and waiters take in turns."""
+    """One run in a PostgreSQL table; requests and waiters share its connections."""
 
     name = "postgres"
     options = Options
@@ -293,7 +293,7 @@ class Client(StoreClient):
         return bool(self._ask(_REPLACE, limit, key=key.encode(), data=data, seen=stamp))
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        # In order, or two that write the same keys could lock each other out.
+        # Sorted: otherwise two writers of the same keys could deadlock.
         keys = sorted(values)
         self._ask(_PUT, limit, keys=_names(keys), values=[values[key] for key in keys])
 
@@ -353,12 +353,12 @@ class Client(StoreClient):
         except UndefinedTable:
             if not self._create:
                 raise
-            # Also if the server came back without it. Another may be faster.
+            # Also if the server restarted without the table. Another client may be faster.
             with suppress(DuplicateTable, DuplicateObject, UniqueViolation):
                 db.execute(_TABLE.format(table=self._table))
             cursor = db.execute(statement, given, binary=True)
         except ReadOnlySqlTransaction:
-            # No longer the primary; the next connection looks for it.
+            # No longer the primary: the next connection searches for it.
             db.close()
             raise
         return cursor.fetchall() if cursor.description else []
@@ -367,7 +367,7 @@ class Client(StoreClient):
         name = hashlib.sha256(self._run + key.encode()).hexdigest()
         lock = int.from_bytes(bytes.fromhex(name[:16]), signed=True)
         db.key = None
-        # The lock comes only once those who write without a word are done.
+        # The lock is granted only when the writers that do not notify are done.
         db.execute(
             f"UNLISTEN *; SELECT pg_advisory_unlock_all(); "
             f"SELECT pg_advisory_lock_shared({lock}); LISTEN rdzv_{name[:32]}"
@@ -376,9 +376,9 @@ class Client(StoreClient):
 
     @contextmanager
     def _connection(self, limit: Limit, key: str | None = None) -> Iterator[Connection]:
-        """An idle connection, of several one that hears of ``key``, or a new one."""
+        """An idle connection, preferably one that listens for ``key``, or a new one."""
         with self._lock:
-            # What a waiter has left hears of its key until another takes it.
+            # A waiter's connection keeps listening for its key until another waiter gets it.
             self._idle.sort(key=lambda it: (it.key == key, (it.key is None) == (key is None)))
             db = self._idle.pop() if self._idle else None
         if db is None:
@@ -387,7 +387,7 @@ class Client(StoreClient):
         try:
             yield db
         finally:
-            # Active: what broke the request off was not its answer.
+            # Not idle: the request ended before its answer arrived.
             idle = db.pgconn.transaction_status == pq.TransactionStatus.IDLE
             with self._lock:
                 keep = idle and not self._closed and len(self._idle) < _IDLE
@@ -398,7 +398,7 @@ class Client(StoreClient):
 
     def _open(self, limit: Limit) -> Connection:
         attempts: list[Any] = conninfo_attempts(self._server)
-        # The host that was the primary is the first to be asked.
+        # Try the last known primary first.
         attempts.sort(key=lambda it: (it.get("host"), it.get("port")) != self._host)
         failures: list[str] = []
         for number, attempt in enumerate(attempts):
@@ -415,7 +415,7 @@ class Client(StoreClient):
 
 
 def _await(fd: int, want: Wait, limit: Limit) -> Ready:
-    """What of ``want`` can be done; raises TimeoutError and `WokenError`."""
+    """Wait until a part of ``want`` is ready; raises TimeoutError and `WokenError`."""
     poll = select.poll()
     reads, writes = bool(want & Wait.R), bool(want & Wait.W)
     poll.register(fd, select.POLLIN * reads | select.POLLOUT * writes)
@@ -426,19 +426,19 @@ def _await(fd: int, want: Wait, limit: Limit) -> Ready:
         raise WokenError
     if not events:
         raise TimeoutError("no answer in time")
-    # An error is both: libpq then finds it.
+    # Report an error as both: libpq then detects it.
     can_read = reads and events[fd] & ~select.POLLOUT
     can_write = writes and events[fd] & ~select.POLLIN
     return Ready((Ready.R if can_read else 0) | (Ready.W if can_write else 0))
 
 
 def _sooner(limit: Limit, seconds: float) -> Limit:
-    """The limit, or one in ``seconds`` if that is sooner."""
+    """The limit, or a limit in ``seconds`` from now if that is sooner."""
     return Limit(min(limit.deadline, time.monotonic() + seconds), limit.wake)
 
 
 def _said(error: Exception) -> str:
-    """The error in one line, without libpq's questions whether the server runs."""
+    """The error in one line, without libpq's hints whether the server is running."""
     lines = str(error).splitlines()
     return " ".join(line for line in lines if line and not line.startswith("\t"))
 
@@ -452,24 +452,24 @@ def _found(rows: Iterable[tuple[Any, ...]]) -> dict[str, Stored]:
 
 
 def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str, Any]:
-    """What libpq needs to connect."""
+    """The connection parameters for libpq."""
     given: dict[str, Any] = {}
     text = endpoint.strip()
     if text or not {"PGHOST", "PGHOSTADDR", "PGSERVICE"} & os.environ.keys():
         text = text or "localhost"
-        # Not of "postgresql:///", whose host is a parameter or libpq's choice.
+        # Not for "postgresql:///": its host is a parameter or libpq's default.
         if not text.partition("://")[2].startswith("/"):
             parse_endpoint(text, default_port=5432, schemes=("postgresql", "postgres"))
         try:
             given = dict(conninfo_to_dict(text if "://" in text else f"postgresql://{text}"))
         except psycopg.ProgrammingError:
-            # What libpq says of it may show the password.
+            # libpq's message may show the password.
             raise ValueError(
-                "libpq does not take the endpoint: postgresql://user@host:port,host:port/database"
-                "?name=value, percent-encoded, with parameters that libpq knows"
+                "libpq cannot parse the endpoint; write postgresql://user@host:port,host:port/"
+                "database?name=value, percent-encoded, with parameters of libpq only"
             ) from None
     if options.tls or options.ca_file or options.cert_file or options.key_file:
-        # It names the option of a file that is of no use; libpq does not.
+        # Its error names the option of an unusable file; libpq's does not.
         tls_context(options)
     own: dict[str, Any] = {
         "sslrootcert": options.ca_file,
@@ -479,7 +479,7 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
         "password": options.secret(),
         "dbname": options.database,
         "target_session_attrs": "read-write",
-        # A request to a host that has vanished leaves time for another.
+        # A request to a host that has vanished must leave time for another host.
         "tcp_user_timeout": str(max(1, int(request_timeout * 500))),
         "application_name": "rdzv-plugins",
     }

@@ -1,13 +1,13 @@
 """Redis 6 and later, and Valkey.
 
-A run is one hash, ``{<prefix>/<run id>}``, changed by Lua scripts only: each write takes the next
-number of the run's counter. A key that somebody waits for is written to a stream of one entry as
-well, under the same number, so that ``XREAD BLOCK`` resumes exactly where a read left off. The
-braces are a hash tag: in a Cluster everything of a run lives in one slot.
+A run is one hash, ``{<prefix>/<run id>}``, which only Lua scripts change: each write takes the next
+number of the run's counter. A write to a key with a waiter also goes to a stream of one entry,
+under the same number, so that ``XREAD BLOCK`` resumes exactly where a read ended. The braces are a
+hash tag: a Cluster keeps all keys of a run in one slot.
 
-Limits: linearizable on one primary; replication is asynchronous, so a fail-over (Sentinel, Cluster)
-may lose the last writes, which the round protocol survives as it survives a restart with an empty
-memory. Values up to 512 MB (``proto-max-bulk-len``), so the number of nodes is not limited by size.
+Limits: linearizable on one primary. Replication is asynchronous, so a fail-over (Sentinel, Cluster)
+may lose the last writes; the round protocol survives that, as it survives a restart without data.
+Values up to 512 MB (``proto-max-bulk-len``), so their size does not limit the number of nodes.
 The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello`` on
 ``~{<prefix>/*``; for a database other than 0 also ``+select``, for a Cluster also
 ``+cluster|slots +command``.
@@ -45,10 +45,10 @@ __all__ = ["Client", "Options"]
 
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
-# A parked read is renewed this often: it finds a stream that was dropped (FLUSHALL) under it.
+# A parked read is renewed this often, in seconds, to detect a dropped stream (FLUSHALL).
 _LONGEST_PARK = 5.0
 
-# Of so many keys a client remembers the id of the last value.
+# The most keys whose last id a client remembers.
 _MOST_IDS = 1000
 
 # MovedError is an AskError, MasterDownError a ClusterDownError.
@@ -60,7 +60,7 @@ _NOT_NOW_ERRORS = (
     errors.ReadOnlyError,
     errors.TryAgainError,
 )
-# Those for which redis-py has no class, or had none. Redis 6 puts what a script met behind
+# Errors for which redis-py has no class, or had none. Redis 6 reports an error in a script after
 # "Error running script (...): @user_script: 5: -".
 _NOT_NOW = re.compile(
     "(?:^|: -)(?:ASK|BUSY|CLUSTERDOWN|MASTERDOWN|MISCONF|MOVED|NOREPLICAS|READONLY|TRYAGAIN|"
@@ -69,12 +69,11 @@ _NOT_NOW = re.compile(
 _REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPermissionError)
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
-# KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" the
-# counter, "=<key>" "<number>-<tag> <value>", "!<key>" somebody waits for it. The tag is the stamp
-# of the write, in decimal. "<number>-<tag>" is also the write's id in the stream: numbers only
-# grow, for the counter starts at the server's time in microseconds.
-#
-# A stream only hands a value on: it ends by itself.
+# KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" is the
+# counter, "=<key>" is "<number>-<tag> <value>", "!<key>" marks a key with a waiter. The tag is the
+# stamp of the write, in decimal. "<number>-<tag>" is also the write's id in the stream: numbers
+# only grow, because the counter starts at the server's time in microseconds. A stream only passes a
+# value to waiters: it expires by itself.
 _PRELUDE = """
 local hash = KEYS[1]
 local function next_number()
@@ -89,7 +88,7 @@ end
 local function publish(stream, id, field, value)
   local sent = redis.pcall('XADD', stream, 'MAXLEN', '1', id, field, value)
   if type(sent) == 'table' and sent.err then
-    -- The stream outlived its run, or the server's clock went back: begin it anew.
+    -- The stream outlived its run, or the server's clock went back: create it again.
     redis.call('DEL', stream)
     redis.call('XADD', stream, 'MAXLEN', '1', id, field, value)
   end
@@ -133,7 +132,7 @@ for i = 2, #KEYS do
   local key = ARGV[i - 1]
   redis.call('HDEL', hash, '=' .. key)
   if redis.call('HDEL', hash, '!' .. key) == 1 then
-    -- Wake the waiters, so that they say again that they wait.
+    -- Wake the waiters, so that they mark the key again.
     publish(KEYS[i], next_number() .. '-0', 'd', '')
   end
 end
@@ -151,7 +150,7 @@ return found
 """,
     "look": """
 redis.call('HSET', hash, '!' .. ARGV[1], '1')
--- A run to which nobody has written ends by itself; the first write forbids that.
+-- A run without a write expires by itself; the first write removes this deadline.
 if redis.call('HEXISTS', hash, '#n') == 0 then redis.call('EXPIRE', hash, 60) end
 local stored, id, tag = read(ARGV[1])
 -- A stream may outlive its run, or its key, by some seconds.
@@ -165,11 +164,11 @@ return id
     "expire": """
 for _, field in ipairs(redis.call('HKEYS', hash)) do
   if string.sub(field, 1, 1) == '!' then
-    -- Never to live longer for it.
+    -- A stream keeps its own limit of 60 s.
     redis.call('PEXPIRE', ARGV[2] .. string.sub(field, 2), math.min(ARGV[1], 60000))
   end
 end
--- An empty run has a deadline too.
+-- An empty run gets a deadline too.
 if tonumber(ARGV[1]) > 0 then next_number() end
 redis.call('PEXPIRE', hash, ARGV[1])
 """,
@@ -190,8 +189,8 @@ class Options(ServerOptions):
     ======================= ======= ===============================================================
     option                  default meaning
     ======================= ======= ===============================================================
-    database                0       database number; one in the endpoint's path takes precedence
-    sentinel                none    name of the primary; the endpoint's hosts are Sentinels then
+    database                0       database number; a number in the endpoint takes precedence
+    sentinel                none    name of the primary; the endpoint's hosts are then Sentinels
     cluster                 false   the endpoint's hosts are nodes of a Redis Cluster
     ======================= ======= ===============================================================
     """
@@ -204,8 +203,8 @@ class Options(ServerOptions):
 class Client(StoreClient):
     """One run on Redis.
 
-    redis-py makes the connections, for Sentinel, Cluster and TLS too; idle ones are kept here: a
-    read through its pool takes 0.04 ms in place of 0.02, and in redis-py 8 it has 100 at most.
+    redis-py opens the connections, also for Sentinel, Cluster and TLS. This class keeps idle ones:
+    a read through redis-py's pool takes 0.04 ms, not 0.02, and in redis-py 8 it has at most 100.
     """
 
     name = "redis"
@@ -213,7 +212,7 @@ class Client(StoreClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=512 * 1024 * 1024
     )
-    # Redis has no limit of its own; but it does nothing else while a script runs.
+    # Redis has no such limit, but it does nothing else while a script runs.
     batch = (10_000, 1 << 26)
 
     def __init__(
@@ -222,16 +221,16 @@ class Client(StoreClient):
         super().__init__(f"redis at {redact(endpoint) or 'localhost'}", request_timeout)
         self._hash = "{" + namespace + "}"
         self._make, self._tls = _maker(endpoint, options, request_timeout)
-        # Made with the first connection: a cluster's client asks for the slots as it is made.
+        # Created with the first connection: a cluster client's constructor requests the slots.
         self._redis: Any = None
         self._doubtful = False
         self._idle: deque[Any] = deque()
-        # Of keys that were looked at: the version, and under which id it stands in the stream.
+        # By key that was read: the version, and its id in the stream.
         self._ids: dict[str, tuple[str, str]] = {}
         self._failed_parks: set[str] = set()
 
         def request(limit: Limit) -> None:
-            # The two of a node, which asks while it waits: joining is what must be fast.
+            # A node sends requests while it waits: open both connections now, to join fast.
             while len(self._idle) < 2:
                 self._keep(self._open())
             self._read(["state"], limit)
@@ -241,11 +240,11 @@ class Client(StoreClient):
     def compare_and_set(
         self, key: str, value: bytes, expected: Version | None
     ) -> tuple[Entry | None, bool]:
-        # One script: a read before it, as in the base, would be a second round trip.
+        # One script: the base class's read before it would be a second round trip.
         self.check_size(key, value)
         stamp = secrets.token_bytes(STAMP_BYTES - 1)
         ours = Entry(value, stamp.hex())
-        # Nothing has the tag "-", an absent key has "".
+        # No write has the tag "-"; an absent key has "".
         if_tagged = "" if expected is None else _tag(expected) or "-"
 
         def request(limit: Limit) -> tuple[Entry | None, bool]:
@@ -256,17 +255,17 @@ class Client(StoreClient):
                 self._remember(key, stamp.hex(), found[0].decode())
                 return ours, True
             entry = _stored(found).entry if found is not None else None
-            # Ours: an earlier attempt was done, and its answer lost.
+            # Equal if an earlier attempt succeeded and its answer was lost.
             return entry, entry is not None and entry.version == ours.version
 
         return self._call(request)
 
     def add(self, key: str, delta: int) -> int:
-        # One script: hundreds that count at once by compare-and-set would mostly be refused.
+        # One script: of hundreds of compare-and-sets at once most would be refused.
         stamp = secrets.token_hex(STAMP_BYTES - 1)
 
         def request(limit: Limit) -> int:
-            # A connection that stands, first: what fails before that has counted nothing.
+            # Get an open connection first: a failure until then has counted nothing.
             self._keep(self._take(limit, checked=True))
             try:
                 total = self._run(limit, "add", [key], key, _tag(stamp), delta)
@@ -311,11 +310,11 @@ class Client(StoreClient):
         self._run(limit, "delete", names, *names)
 
     def _expire(self, seconds: float, limit: Limit) -> None:
-        # 0 deletes at once: what is written next must not be lost.
+        # 0 deletes at once: the next write must not be lost.
         self._run(limit, "expire", [], max(0, int(seconds * 1000)), self._stream(""))
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
-        # `_look` asks nothing where `_park` looks too, in the same round trip.
+        # `_look` may send nothing, because `_park` also looks, in its own round trip.
         if timeout <= 0 and not self._closed:
             entry = self.get(key)
             return entry if entry is not None and entry.version != version else None
@@ -323,7 +322,7 @@ class Client(StoreClient):
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
         if key in self._failed_parks:
-            # What the last park met is told by this, if it lasts.
+            # Raises the error of the last park, if its cause persists.
             self._run(limit, "look", [key], key, "")
             self._failed_parks.discard(key)
         known = self._ids.get(key)
@@ -336,22 +335,22 @@ class Client(StoreClient):
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
         seconds = min(limit.seconds, _LONGEST_PARK)
         after = seen.guard if seen is not None else "0-0"
-        # Never 0, which to Redis is for ever.
+        # Never 0, which blocks forever.
         block = max(1, math.ceil(seconds * 1000))
         look = ("EVALSHA", DIGESTS["look"], 2, self._hash, self._stream(key), key, after)
         park = ("XREAD", "BLOCK", block, "STREAMS", self._stream(key), after)
         try:
-            # One round trip: the look makes the stream hold what XREAD then finds or waits for.
+            # One round trip: the look puts a newer value into the stream, where XREAD finds it.
             answer = self._ask(limit, look, park, park=seconds, go_on=partial(_is_later, after))
         except errors.NoScriptError:
             self._run(limit, "look", [key], key, after)
             return None
         except _EarlierError:
-            # Of a server that lost its memory: the version is not one of its.
+            # The server lost its data: it does not know the version.
             self._ids.pop(key, None)
             return self._read([key], limit).get(key)
         except (errors.RedisError, errors.RedisClusterException, OSError):
-            # Not if the wait was ended: the next one would ask once more for nothing.
+            # Not after a woken wait: the next look would send a needless request.
             self._failed_parks.add(key)
             raise
         for _, entries in answer or ():
@@ -360,7 +359,7 @@ class Client(StoreClient):
                 found = _stored(number + b" " + value)
                 self._remember(key, found.version, found.guard)
                 return found
-            # Deleted.
+            # The key was deleted.
             self._ids.pop(key, None)
         return None
 
@@ -377,7 +376,7 @@ class Client(StoreClient):
 
     def _problem(self, error: Exception) -> Problem | None:
         text = str(error)
-        # The second is how Redis 6 and 7.2 tell what a script may not do.
+        # _NO_RIGHT is how Redis 6 and 7.2 refuse a command inside a script.
         if isinstance(error, _REFUSALS) or _NO_RIGHT.search(text):
             return Problem(
                 f"refused the credentials ({text}); set the user in the endpoint and the password "
@@ -390,17 +389,17 @@ class Client(StoreClient):
         if isinstance(error, MasterNotFoundError):
             return Problem(
                 f"has no Sentinel that named a primary within {self.timeout:g} s "
-                f"({text.partition(' : ')[0]}); are they running, is sentinel=<name> the one in "
-                "their configuration, and do they take the password?",
+                f"({text.partition(' : ')[0]}); are they running, is sentinel=<name> the name in "
+                "their configuration, and do they accept the password?",
                 retryable=True,
-                # In redis-py 6.2 to 7.3 it shows the settings of each connection.
+                # In redis-py 6.2 to 7.3 the error shows the settings of each connection.
                 secret=True,
             )
         if _not_now(error):
             return Problem(
-                f"has not done a request within {self.timeout:g} s "
+                f"did not execute a request within {self.timeout:g} s "
                 f"({type(error).__name__}: {text}); is it a primary that has loaded its data, and "
-                "are its replicas and its disk in order? A Cluster needs cluster=true",
+                "do its replicas and its disk work? A Cluster needs cluster=true",
                 retryable=True,
                 undone=True,
             )
@@ -409,7 +408,7 @@ class Client(StoreClient):
             errors.TimeoutError | errors.ConnectionError | errors.RedisClusterException | OSError,
         ):
             hung_up = re.search("closed by server|reset by peer", text) and self._tls is None
-            # A Sentinel's connection breaks itself when a former primary refuses a write.
+            # redis-py's Sentinel connection closes itself if a former primary refuses a write.
             undone = _not_now(error.__context__)
             hint = ", and does it want rediss://" if hung_up else ""
             return self._unreachable(error, undone=undone, hint=hint)
@@ -421,12 +420,12 @@ class Client(StoreClient):
         return f"{self._hash}:watch:{key}"
 
     def _run(self, limit: Limit, name: str, keys: Sequence[str], *args: Any) -> Any:
-        """What a script returns."""
+        """Run a script; returns its result."""
         rest = (1 + len(keys), self._hash, *map(self._stream, keys), *args)
         try:
             return self._ask(limit, ("EVALSHA", DIGESTS[name], *rest))
         except errors.NoScriptError:
-            # A server that has never seen it, or has restarted since.
+            # The server has never seen the script, or has restarted since.
             return self._ask(limit, ("EVAL", _SCRIPTS[name], *rest))
 
     def _ask(
@@ -436,9 +435,9 @@ class Client(StoreClient):
         park: float = 0.0,
         go_on: Callable[[Any], None] | None = None,
     ) -> Any:
-        """The answer to the last of the commands, held back by the server for ``park`` seconds.
+        """The answer to the last command, which the server may hold back for ``park`` seconds.
 
-        ``go_on`` is given the answer to the first of two, and may raise.
+        ``go_on`` gets the answer to the first of two commands, and may raise.
         """
         line = self._take(limit)
         try:
@@ -455,10 +454,10 @@ class Client(StoreClient):
             if unknown or (refused and go_on is None):
                 self._keep(line)
                 raise
-            # An answer may be yet to come on it: the next request would take that for its own.
+            # A late answer may still arrive: the next request would take it for its own.
             line.disconnect()
             if not (refused or isinstance(error, WokenError | _EarlierError)):
-                # The others are to the same server, which has failed or may never be primary again.
+                # The idle ones go to the same server, which failed or may never be primary again.
                 self._drop_idle()
                 self._doubtful = True
             raise
@@ -466,14 +465,14 @@ class Client(StoreClient):
         return answer
 
     def _await_answer(self, line: Any, limit: Limit, park: float) -> None:
-        # An attempt has the socket's time-out, not what is left of the limit: in its last
-        # milliseconds "no answer" would hide what the server has answered until then.
+        # An attempt has the socket's time-out, not the rest of the limit: near the limit a
+        # "no answer" would hide the errors that the server has answered so far.
         if limit.wake is not None and not line.can_read(timeout=0):
             patient = time.monotonic() + self.timeout + park
             Limit(patient, limit.wake).await_readable(line._sock.fileno())
 
     def _take(self, limit: Limit, checked: bool = False) -> Any:
-        """A connection for one request, if ``checked`` not one that the server has closed."""
+        """A connection for one request; if ``checked``, one that the server has not closed."""
         while True:
             try:
                 line = self._idle.pop()
@@ -485,13 +484,13 @@ class Client(StoreClient):
             if not checked:
                 return line
             with contextlib.suppress(errors.RedisError, OSError):
-                # Idle, it has nothing to say but that it is at its end.
+                # An idle connection is readable only if the server has closed it.
                 if not line.can_read(timeout=0):
                     return line
             line.disconnect()
 
     def _open_aside(self, limit: Limit) -> None:
-        """Connecting cannot be broken off: for a wait another thread does it, and may be left."""
+        """Connect in a thread, which a woken wait abandons: connecting cannot be cancelled."""
         failures: list[Exception] = []
 
         def connect() -> None:
@@ -504,7 +503,7 @@ class Client(StoreClient):
         try:
             thread.start()
         except RuntimeError:
-            # From Python 3.12 on there are no new threads once the interpreter ends.
+            # Since Python 3.12 no thread can start while the interpreter ends.
             connect()
         while thread.is_alive():
             thread.join(0.02)
@@ -516,7 +515,7 @@ class Client(StoreClient):
     def _open(self) -> Any:
         """A new connection."""
         pool = self._pool()
-        # A cluster's client gives its connections the share of the time that one look-up has.
+        # A cluster client gives its connections only the time of one slot look-up.
         patience = {"socket_timeout": self.timeout, "socket_connect_timeout": self.timeout}
         line = pool.connection_class(**{**pool.connection_kwargs, **patience})
         try:
@@ -542,7 +541,7 @@ class Client(StoreClient):
                 self._idle.pop().disconnect()
 
     def _pool(self) -> Any:
-        """redis-py's pool for the server that has the run now."""
+        """redis-py's pool for the server that holds the run now."""
         try:
             if self._redis is None:
                 self._redis = self._make()
@@ -550,12 +549,12 @@ class Client(StoreClient):
             if isinstance(client, redis.RedisCluster):
                 cluster: Any = client
                 if self._doubtful:
-                    # A dead primary tells nobody who has its slots now; the others do.
+                    # The primary may be dead: the other nodes know who has its slots now.
                     cluster.nodes_manager.initialize()
                     self._doubtful = False
                 client = cluster.get_redis_connection(cluster.get_node_from_key(self._hash))
         except errors.RedisClusterException as error:
-            # It wraps what is wrong, be it a password, and a missing right once more.
+            # redis-py wraps the cause, such as a wrong password; it wraps a missing right twice.
             cause = error.__cause__ or error
             inner = cause.__context__
             raise (inner if isinstance(inner, errors.ResponseError) else cause) from None
@@ -563,7 +562,7 @@ class Client(StoreClient):
 
 
 class _EarlierError(Exception):
-    """A key stands under an earlier id than the one that a waiter knows."""
+    """A key has an earlier id than the one that a waiter knows."""
 
 
 def _is_later(known: str, found: bytes) -> None:
@@ -579,15 +578,15 @@ def _stored(data: bytes) -> Stored:
 
 
 def _tag(version: Version | None) -> str:
-    """A version as the scripts know it; "" for what never was one."""
+    """A version as the decimal tag of the scripts; "" for anything else."""
     known = isinstance(version, str) and re.fullmatch("[0-9a-f]{16}", version)
     return str(int(known[0], 16)) if known else ""
 
 
 def _not_now(error: object) -> bool:
-    """Whether this is a server's answer that it has changed nothing, but may at another time.
+    """Whether the server refused the request, changed nothing, and may accept it later.
 
-    It starts, has no primary's rank, lacks replicas or its disk, or another one has the slot.
+    It is starting, is no primary, lacks replicas or its disk, or another server has the slot.
     """
     return isinstance(error, _NOT_NOW_ERRORS) or (
         isinstance(error, errors.ResponseError) and _NOT_NOW.search(str(error)) is not None
@@ -597,9 +596,9 @@ def _not_now(error: object) -> bool:
 def _maker(
     endpoint: str, options: Options, timeout: float
 ) -> tuple[Callable[[], Any], ssl.SSLContext | None]:
-    """Makes a redis-py client that does not retry (the base does); and what its TLS amounts to.
+    """A maker of redis-py clients that do not retry (the base class does), and the TLS context.
 
-    Raises `ValueError`.
+    Raises `ValueError` for a bad endpoint or option.
     """
     path = endpoint.removeprefix("unix://")
     common: dict[str, Any] = {
@@ -622,7 +621,7 @@ def _maker(
     if options.tls or target.scheme in ("rediss", "valkeys"):
         context = tls_context(options)
         common["ssl"] = True
-        # Not so by itself before redis-py 6.
+        # The default only since redis-py 6.
         common["ssl_check_hostname"] = True
         common["ssl_ca_certs"] = options.ca_file
         common["ssl_certfile"] = options.cert_file
@@ -638,7 +637,7 @@ def _maker(
         asked = common | _share(timeout, len(target.hosts) * (2 if guarded else 1))
         sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked, **common)
         if guarded:
-            # Sentinels often demand no password where their servers do, and then refuse one.
+            # Sentinels often have no password although their servers do, and then refuse one.
             asked |= {"username": None, "password": None}
             bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked)
             sentinel.sentinels = [*bare.sentinels, *sentinel.sentinels]
@@ -650,7 +649,7 @@ def _maker(
 
 
 def _share(timeout: float, hosts: int) -> dict[str, float]:
-    """So much patience with each host that all of them, and then the primary, have their turn."""
+    """Socket time-outs that leave time for every host in turn, and then for the primary."""
     share = timeout / (hosts + 1)
     return {"socket_timeout": share, "socket_connect_timeout": share}
 

@@ -1,23 +1,23 @@
 """Apache ZooKeeper 3.6 and later.
 
 A run is one znode, ``/<prefix>/<run id>``; its children ``=<key>`` are its keys, percent-encoded.
-It holds a random name, new each time that the run is made; its child ``#<name>`` is the guard. A
-write is conditional on the version of the key's znode, which begins at 0 again after a delete, and
-on that of the guard, which every delete of a key moves on: no znode can be deleted and made again
-between the read and the write.
+The run's znode holds a random name, new each time the run is created; its child ``#<name>`` is the
+guard. The version of a key's znode begins at 0 again after a delete, so every delete increments the
+guard's version, and a compare-and-set compares both: it fails if a znode was deleted and created
+again since the read.
 
-ZooKeeper has no time to live. `Client.expire` adds to the run's name the milliseconds that it lives
-from then on, and its age is taken from the server's own modification times; an expired run reads as
-empty and is removed by whoever writes to it next, or by the next run under the same prefix that
-expires.
+ZooKeeper has no time to live. `Client.expire` writes the run's lifetime in milliseconds after its
+name, and the age comes from the server's own modification times. An expired run reads as empty; the
+next client that writes to it removes it, and so does a later `Client.expire` under the prefix.
 
-Limits: linearizable (each read is preceded by a sync). Values up to 1,046,528 bytes, which is some
+Limits: linearizable (a sync precedes each read). Values up to 1,046,528 bytes, enough for some
 100,000 nodes in the round document; servers with a lower ``jute.maxbuffer`` than the default close
-the connection instead. A server takes ``maxClientCnxns`` connections from one address (60 where it
-is not set), a node needs one. Highly available with three servers or more, while most of them live;
-`Client.put_many` is atomic up to 500 keys and 500,000 bytes. With a user, the run's znodes are open
-to that user only (``CREATOR_ALL``: a client certificate is one more user, so that those who share
-one let each other in), those of the prefix to all; make them beforehand otherwise.
+the connection instead. A server accepts ``maxClientCnxns`` connections per address (60 if it is not
+set); a node needs one. Highly available with three servers or more, while a majority runs.
+`Client.put_many` is atomic up to 500 keys and 500,000 bytes. With a user, only this user has access
+to the run's znodes (``CREATOR_ALL``; a client certificate also counts as a user, so clients with
+the same certificate have access too). The znodes of the prefix are open to all; to restrict them,
+create them beforehand.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, 
 
 __all__ = ["Client", "Options"]
 
-# Reads or operations in one request: a thousand nodes in two, each far below jute.maxbuffer.
+# The most reads or operations in a request: two for a thousand nodes, far below jute.maxbuffer.
 _BATCH = 500
 
-# Runs that one `expire` looks at, drawn at random: in the end all are seen.
+# The most runs that one `expire` checks, chosen at random so that each is checked some time.
 _SWEEP = 200
 
-# Reads of a run until one finds it whole: it may be removed and made again meanwhile.
+# The most reads of a run until one is consistent: a run may be removed and created meanwhile.
 _LOOKS = 10
 
 _REFUSALS = (AuthFailedError, NoAuthError, SessionClosedRequireSaslError)
@@ -82,7 +82,7 @@ _LOSSES = (
     SessionMovedError,
     TimeoutError,
 )
-# Of a transaction: what is wrong is not what the znodes hold.
+# Errors of a transaction that do not come from the state of the znodes.
 _FAULTS = frozenset({"NoAuthError", "InvalidACLError", "QuotaExceededError"})
 
 
@@ -105,7 +105,7 @@ class _Run(NamedTuple):
     """The run's znode as it was read."""
 
     guard: str  # Its path.
-    deletes: int  # The guard's version; 0 where it was not read.
+    deletes: int  # The guard's version; 0 if it was not read.
     expired: bool  # Everything in the run counts as absent.
 
 
@@ -130,7 +130,7 @@ class Client(StoreClient):
         for part in (*filter(None, target.path.split("/")), *segments(namespace, options.prefix)):
             self._parents.append(f"{self._parents[-1].rstrip('/')}/{part}")
         self._root = self._parents.pop()
-        # As last read by any thread; and when the mark of that modification time runs out.
+        # The run as last read; and the mark's mzxid with the monotonic time of the run's end.
         self._run: _Run | None = None
         self._end: tuple[int, float] = (0, 0.0)
         self._parked: set[Wake] = set()
@@ -162,7 +162,7 @@ class Client(StoreClient):
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         paths = {self._path(key): data for key, data in values.items()}
-        # As the record of a node's beat mostly does, they all exist.
+        # Expect that all exist, like a node's record at most of its heartbeats.
         existing: Collection[str] = paths
         while True:
             writes = [
@@ -188,7 +188,7 @@ class Client(StoreClient):
                 return
 
     def _expire(self, seconds: float, limit: Limit) -> None:
-        """Mark the run, or remove it if ``seconds`` is 0; remove others that are past theirs."""
+        """Mark the run, or remove it if ``seconds`` is 0; remove other runs that have expired."""
         milliseconds = round(seconds * 1000)
         while True:
             run, _ = self._look_up([], limit)
@@ -197,7 +197,7 @@ class Client(StoreClient):
                     self._remove(self._root, run.guard, limit)
                 return
             if run is None or run.expired:
-                # An empty run has a deadline too.
+                # An empty run gets a deadline too.
                 self._begin(run, limit)
                 continue
             mark = f"{run.guard.rpartition('#')[2]} {milliseconds}".encode()
@@ -213,13 +213,13 @@ class Client(StoreClient):
         self._parked.add(changed)
         try:
             soon = Limit(min(limit.deadline, time.monotonic() + self.timeout), limit.wake)
-            # One bound method: kazoo keeps a set, so waiting again and again adds nothing.
+            # Always the same method: kazoo keeps a set, which repeated waits do not enlarge.
             (stat,) = self._session.ask(soon, Exists(self._path(key), self._on_event))
             if seen is not None:
                 if stat != seen.guard[1]:
                     return None
             elif stat is not None and (found := self._read([key], soon)):
-                return found[key]  # Else it stands in a run that has expired.
+                return found[key]  # Else its run has expired.
             limit.await_readable(changed.fd)
             return None
         finally:
@@ -227,7 +227,7 @@ class Client(StoreClient):
             changed.close()
 
     def _on_event(self, event: Any) -> None:
-        """A znode that we watch has changed, or the connection is lost."""
+        """Called when a watched znode has changed or the connection is lost."""
         for wake in self._parked.copy():
             wake.ring()
 
@@ -239,7 +239,7 @@ class Client(StoreClient):
         if isinstance(error, _REFUSALS):
             return Problem(
                 f"refused the credentials ({type(error).__name__}); set the user in the endpoint, "
-                "the password in $RDZV_PLUGINS_PASSWORD, and sasl=true if the server asks for SASL",
+                "the password in $RDZV_PLUGINS_PASSWORD, and sasl=true if the server requires SASL",
                 retryable=may_recover and not isinstance(error, NoAuthError),
             )
         if isinstance(error, ThrottledOpError):
@@ -255,7 +255,7 @@ class Client(StoreClient):
                 problem = tls_problem(reason)
             else:
                 if reason.endswith("connection broken"):
-                    reason += ": it hung up; does it want tls=true, or serve too many already?"
+                    reason += ": it hung up; does it need tls=true, or has it too many clients?"
                 problem = self._unreachable(ConnectionLoss(reason))
             undone = isinstance(error, NotConnectedError)
             return replace(problem, retryable=may_recover, undone=undone)
@@ -274,10 +274,10 @@ class Client(StoreClient):
         """The run (None: there is none) and, by path, data and stat of the znodes that exist."""
         for _ in range(_LOOKS):
             guard = self._run.guard if self._run is not None else f"{self._root}/#"
-            # The guard first: a delete after it must be seen as one.
+            # Read the guard first: a later delete must change the version that was read.
             batches = [[self._root, guard, *paths[:_BATCH]]]
             batches += [[*paths[at : at + _BATCH]] for at in range(_BATCH, len(paths), _BATCH)]
-            # A server that status a log-in says so to the first request, and hangs up.
+            # A server that requires a log-in refuses the first request and hangs up.
             _, *answers = self._session.ask(limit, Sync(self._root), *map(ReadMany, batches))
             own, guarded, *results = [result for answer in answers for result in answer]
             run = self._run_of(own, guarded, limit)
@@ -285,7 +285,7 @@ class Client(StoreClient):
                 return run, {}
             if run.guard == guard and guarded is not None:
                 return run, _found(paths, results)
-        raise RendezvousStateError(f"'{self._root}' is damaged, or not a run; delete it")
+        raise RendezvousStateError(f"'{self._root}' is damaged or is not a run; delete it")
 
     def _run_of(self, own: Any, guarded: Any, limit: Limit) -> _Run | None:
         """The run in the results of `ReadMany` for its znode and, if it was read, for the guard."""
@@ -305,7 +305,7 @@ class Client(StoreClient):
     def _is_past(self, guard: str, stat: Any, milliseconds: int, limit: Limit) -> bool:
         mark, end = self._end
         if mark != stat.mzxid:
-            # A write is the only way to learn the server's time.
+            # Only a write returns the server's time.
             try:
                 (written,) = self._session.ask(limit, SetData(guard, b"", -1))
             except NoNodeError:
@@ -324,12 +324,12 @@ class Client(StoreClient):
         return names
 
     def _commit(self, operations: Sequence[Any], limit: Limit) -> list[Any] | None:
-        """The results of a transaction; None: it was refused, nothing was done."""
+        """Execute a transaction; returns its results. None: it was refused and changed nothing."""
         (results,) = self._session.ask(limit, Transaction(operations))
         return results if _done(results) else None
 
     def _begin(self, run: _Run | None, limit: Limit) -> None:
-        """Make the run's znode after removing ``run``, an expired one; others may be faster."""
+        """Create the run's znode, after removing the expired ``run``; others may be faster."""
         if run is not None:
             self._remove(self._root, run.guard, limit)
         (results,) = self._session.ask(limit, ReadMany(self._parents))
@@ -343,7 +343,7 @@ class Client(StoreClient):
         self._commit(operations, limit)
 
     def _remove(self, path: str, guard: str, limit: Limit) -> None:
-        """Delete a run with all its keys, as long as it is the one that ``guard`` belongs to."""
+        """Delete a run with all its keys, as long as ``guard`` is its guard."""
         while guard.rpartition("/")[2] in (names := self._children(path, limit)):
             keys = [f"{path}/{name}" for name in names if name.startswith("=")]
             gone = keys[:_BATCH] if len(keys) > _BATCH else [*keys, guard, path]
@@ -352,7 +352,7 @@ class Client(StoreClient):
     def _sweep(self, now: int, limit: Limit) -> None:
         """Remove other runs of our prefix that expired before ``now``, the server's time."""
         parent = self._parents[-1]
-        # Else it is somebody else's run, or there is no time for it: the next one sees it again.
+        # Skip another user's run, and stop when the time is up: a later sweep tries again.
         with contextlib.suppress(KazooException, TimeoutError):
             names = self._children(parent, limit)
             names = random.sample(names, min(len(names), _SWEEP))
@@ -366,7 +366,7 @@ class Client(StoreClient):
 
 
 def _found(paths: Sequence[str], results: Sequence[Any]) -> dict[str, tuple[bytes, Any]]:
-    """What `ReadMany` found, by path; raises its errors."""
+    """The znodes that `ReadMany` found, by path; raises its errors."""
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -374,7 +374,7 @@ def _found(paths: Sequence[str], results: Sequence[Any]) -> dict[str, tuple[byte
 
 
 def _done(results: Sequence[Any]) -> bool:
-    """Whether a transaction was done; raises kazoo's error if not for what the znodes hold."""
+    """Whether a transaction succeeded; raises errors that do not come from the znodes' state."""
     errors = [error for error in results if isinstance(error, KazooException)]
     for error in errors:
         if type(error).__name__ in _FAULTS:
@@ -383,7 +383,7 @@ def _done(results: Sequence[Any]) -> bool:
 
 
 def _parse(data: bytes | None) -> tuple[str, int | None]:
-    """A run's name, and the milliseconds that it lives from its modification time on."""
+    """A run's name, and its lifetime in milliseconds from its modification time on, if any."""
     name, _, mark = (data or b"").decode("ascii", "replace").partition(" ")
     return name, int(mark) if mark.isdecimal() else None
 
@@ -393,7 +393,7 @@ def _settings(target: Endpoint, options: Options, request_timeout: float) -> dic
     hosts = ",".join(
         f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in target.hosts
     )
-    # kazoo waits as long for a host that does not answer; then there must be time for another.
+    # kazoo waits this long for a host that does not answer: leave time for another host.
     settings: dict[str, Any] = {"hosts": hosts, "timeout": max(1.0, request_timeout * 2 / 3)}
     if options.tls:
         tls_context(options)
@@ -401,7 +401,7 @@ def _settings(target: Endpoint, options: Options, request_timeout: float) -> dic
         settings |= {"certfile": options.cert_file, "keyfile": options.key_file}
     user, password = target.user or options.user, target.password or options.secret()
     if (user is None) != (password is None):
-        raise ValueError("a user needs a password ($RDZV_PLUGINS_PASSWORD), and that a user")
+        raise ValueError("user and password ($RDZV_PLUGINS_PASSWORD) must be set together")
     if options.sasl and user is None:
         raise ValueError("option 'sasl': true needs a user and $RDZV_PLUGINS_PASSWORD")
     if user is None:

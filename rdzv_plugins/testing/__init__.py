@@ -1,6 +1,6 @@
 """The conformance suite for backends, in this package or elsewhere; it needs ``pytest``.
 
-A backend elsewhere is held to the whole contract of `rdzv_plugins.kv` in these lines::
+These lines test a backend elsewhere against the whole contract of `rdzv_plugins.kv`::
 
     from rdzv_plugins.testing import NetworkConformance, Store, TorchConformance
 
@@ -13,21 +13,20 @@ A backend elsewhere is held to the whole contract of `rdzv_plugins.kv` in these 
         def store(self):
             return Store(open=open_client, address=("127.0.0.1", 7000))
 
-`KeyValueConformance` has the promises that need nothing but clients: reads and writes, waiting, and
-many clients at once. `NetworkConformance` adds what happens when connections break, through a
-`Proxy` of the suite's, and checks the declared `Capabilities` against round trips counted there. It
-status `Store.address`, and more where more is given: ``restart`` for what a restart of the server
-keeps and forgets, ``stored`` for whether the server itself deletes what has expired. Tests that
-lack those are skipped and say so. `TorchConformance` has the contract of torch's
-``RendezvousBackend`` over the same clients.
+`KeyValueConformance` tests what needs only clients: reads and writes, waiting, and many clients at
+once. `NetworkConformance` adds broken connections, through the suite's `Proxy`, and compares the
+declared `Capabilities` with the round trips counted there. It needs `Store.address`; with
+``restart`` it also tests restarts of the server, with ``stored`` whether the server itself deletes
+expired keys. Without these, the tests are skipped with a message. `TorchConformance` tests the
+contract of torch's ``RendezvousBackend`` on the same clients.
 
-Every test has a namespace of its own. Times in the suite are generous: they tell a promise from its
-breach on a busy machine with two cores, and are no benchmark.
+Every test has its own namespace. The suite's time limits are generous, so that they hold on a busy
+machine with two cores; they are no benchmark.
 """
 
 import pytest
 
-# Before the modules are imported: their assertions are to explain themselves.
+# Before the modules are imported, so that pytest explains their failed assertions.
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
@@ -49,8 +48,8 @@ __all__ = ["KeyValueConformance", "NetworkConformance", "Proxy", "Store", "Torch
 
 
 class KeyValueConformance(ReadWriteTests, WaitingTests, ConcurrencyTests):
-    """What every client promises; subclasses define the fixture ``store``, a `Store`."""
+    """Tests of every client; subclasses define the fixture ``store``, a `Store`."""
 
 
 class NetworkConformance(KeyValueConformance, NetworkTests, CapabilityTests):
-    """That, and what a client of a server promises besides; needs `Store.address`."""
+    """Those and the tests of a client of a server; needs `Store.address`."""

@@ -1,4 +1,4 @@
-"""What a backend declares of itself, against what it does."""
+"""Compare the capabilities that a backend declares with its behaviour."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rdzv_plugins.testing.harness import Harness, Store, present, until
 from rdzv_plugins.testing.proxy import Proxy
 from rdzv_plugins.testing.threads import Background
 
-# A renewed long poll, a session's ping.
+# Allowed while a waiter is parked: a renewed long poll, a session's ping.
 PARKED_ROUND_TRIPS = 3
 POLLS_PER_SECOND = 25
 
-# Servers look for what has expired now and then; DynamoDB takes days, and is not asked to here.
+# Seconds until a server has deleted expired keys; DynamoDB takes days and is not tested here.
 SWEEP = 90.0
 
 

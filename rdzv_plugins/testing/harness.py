@@ -1,4 +1,4 @@
-"""What the suite knows of a store, and the fixtures of its tests."""
+"""The suite's description of a store, and the fixtures of its tests."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class OpenClient(Protocol):
 
 
 class Restart(Protocol):
-    """Ends the server and starts it at the same address, with its data or (``empty``) with none."""
+    """Restarts the server at the same address, with its data or (``empty``) without."""
 
     def __call__(self, *, empty: bool) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """What the suite needs of a store.
+    """What the suite needs to know about a store.
 
     Attributes:
         open: connects a client.
         address: (host, port) of the server, for the proxy.
         restart: restarts the server.
-        stored: how many records of a namespace the server holds, counted past the client.
+        stored: how many records of a namespace the server holds, counted without the client.
     """
 
     open: OpenClient
@@ -115,7 +115,7 @@ def present(entry: Entry | None) -> Entry:
 
 
 def until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Ask every 20 ms, at least once; False after ``timeout`` seconds."""
+    """Check every 20 ms, at least once; False after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= deadline:

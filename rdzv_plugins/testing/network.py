@@ -61,7 +61,7 @@ class NetworkTests(Harness):
         number: int,
         exists: bool,
     ) -> None:
-        """Somebody else wrote the very bytes: reading them back must not look like our write."""
+        """Another client wrote equal bytes: reading them back must not look like the own write."""
         stale: Version | None = None
         if exists:
             stale = through.put("key", b"before")
@@ -140,7 +140,7 @@ class NetworkTests(Harness):
         client = open_through(request_timeout=REQUEST_TIMEOUT)
         client.put("key", b"one")
         getattr(proxy, away)()
-        # All at once: a deadline holds also for one of many.
+        # All at once: each of many requests must keep its deadline.
         running = {name: Background(partial(call, client)) for name, call in REQUESTS.items()}
         deadline = time.monotonic() + REQUEST_TIMEOUT + SLACK
         for name, request in running.items():
@@ -255,7 +255,7 @@ class NetworkTests(Harness):
     ) -> None:
         if store.restart is None:
             pytest.skip("Store.restart is not given")
-        # Many at once, for few meet the moment between the last answer and none.
+        # Many at once, because few hit the moment between the last answer and none.
         calls = [*REQUESTS.values()]
         calls += [lambda one: one.wait("key", None, 1)] * len(calls)
         clients = [open(f"{namespace}-{number}") for number in range(4)]
@@ -290,7 +290,7 @@ class NetworkTests(Harness):
         assert client.get("key") is None
         assert client.compare_and_set("key", b"mine", known) == (None, False)
         newcomer = open()
-        # As many writes as before: a version that merely counts would come back here.
+        # As many writes as before: a version that only counts would repeat here.
         again = {newcomer.put("key", b"%d again" % number) for number in range(12)}
         assert not again & {*versions, known}
         assert client.compare_and_set("key", b"mine", known)[1] is False
@@ -307,7 +307,7 @@ def _answers(client: KeyValueClient) -> bool:
 
 
 def _wait(client: KeyValueClient, version: Version | None, timeout: float) -> Entry | None:
-    """During an outage a wait may also say so."""
+    """The result of `wait`, or None if it raises, as it may during an outage."""
     try:
         return client.wait("key", version, timeout)
     except RendezvousConnectionError:
@@ -315,7 +315,7 @@ def _wait(client: KeyValueClient, version: Version | None, timeout: float) -> En
 
 
 def _wait_on(client: KeyValueClient, version: Version) -> Entry | None:
-    """As a background thread waits: over errors, until there is something new."""
+    """Wait like a background thread: retry after errors until there is a new entry."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         entry = _wait(client, version, 60)

@@ -17,8 +17,8 @@ class Proxy:
 
     Attributes:
         address: where clients connect: (host, port).
-        round_trips: answers that began so far, over all connections; an answer is what the server
-            sends between two sendings of the client.
+        round_trips: answers that began so far, over all connections; an answer is everything that
+            the server sends between two requests of the client.
     """
 
     def __init__(self, target: Address) -> None:
@@ -47,7 +47,7 @@ class Proxy:
     def refuse(self) -> None:
         """Refuse new connections and cut those there are, as if nothing listened."""
         if self._listener is not None:
-            # Without the shutdown, the thread that sits in accept() keeps the port open.
+            # Without the shutdown, the thread that is blocked in accept() keeps the port open.
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
@@ -55,7 +55,7 @@ class Proxy:
         self.cut()
 
     def cut(self) -> None:
-        """Close every connection there is; new ones are welcome."""
+        """Close every connection; new ones are accepted."""
         with self._changed:
             links = [*self._links]
         for link in links:
@@ -64,29 +64,29 @@ class Proxy:
     def cut_answer(self, number: int = 1) -> None:
         """Close a connection when the ``number``-th answer from now on begins.
 
-        The server has done what it was asked, and the client does not hear of it.
+        The server has executed the request, and the client gets no answer.
         """
         with self._changed:
             self._answers_to_cut = number
 
     @property
     def answer_was_cut(self) -> bool:
-        """Whether the answer that `cut_answer` named has come; if it has not, it never will."""
+        """Whether `cut_answer` has cut its answer; if not, this cancels it."""
         with self._changed:
             was_cut = self._answers_to_cut is None
             self._answers_to_cut = None
             return was_cut
 
     def hold(self) -> None:
-        """Accept connections and bytes, and pass nothing on until `release`."""
+        """Accept connections and bytes, and forward nothing until `release`."""
         self._set_mode("hold")
 
     def black_hole(self) -> None:
-        """Accept connections and bytes, and lose them; `release` ends this for new connections."""
+        """Accept connections and discard their bytes; `release` ends this for new connections."""
         self._set_mode("lose")
 
     def release(self) -> None:
-        """Pass bytes on again, those held back first; a connection that lost any is cut."""
+        """Forward bytes again, held ones first; cut each connection that lost any."""
         self._set_mode("forward")
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Proxy:
                 self._links.discard(link)
 
     def _passes(self, link: _Link, answer: bool) -> bool:
-        """Whether bytes that came may go on; False: the connection is to be cut."""
+        """Whether received bytes may be forwarded; False: the connection must be cut."""
         with self._changed:
             lost = self._mode == "lose"
             while self._mode != "forward":

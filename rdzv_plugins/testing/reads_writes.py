@@ -1,4 +1,4 @@
-"""One request at a time: what is written is what is read, and nothing else."""
+"""One request at a time: reads return exactly what was written."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ GARBAGE: list[Version] = [
 
 NAMESPACES = [("a", "b"), ("a", "ab"), ("a", "a/b"), ("a", "A"), ("a b", "a_b"), ("a", "a%")]
 
-# At the limit of a store for huge values, this much stands for it.
+# The largest value that is tried, in bytes, if the store's limit is higher.
 LARGEST_TRIED = 4 * 1024 * 1024
 
 
@@ -316,7 +316,7 @@ class ReadWriteTests(Harness):
         assert won
         assert newcomer.add("count", 1) == 1
         assert client.get("key") == created
-        # Nothing of the old deadline may catch the new run.
+        # The old deadline must not apply to the new run.
         assert not until(lambda: client.get("key") is None, 1)
 
     def test_emptied_namespace_outlives_the_old_deadline(
@@ -335,7 +335,7 @@ class ReadWriteTests(Harness):
         assert won
         newcomer.put_many({"other/key": b"new", "third": b"new"})
         assert newcomer.add("count", 1) == 1
-        # Up to the old deadline and beyond, by both clients: one may remember it.
+        # Until after the old deadline, by both clients: one may remember the deadline.
         past = begun + 2 + SLACK
         assert not until(
             lambda: {*client.list("")} != {"key", "other/key", "third", "count"},
@@ -372,7 +372,7 @@ class ReadWriteTests(Harness):
         client.expire(3)
         other = open()
         version = present(other.get("key")).version
-        # Over what was there, and beside it; by the one who knows, and by one who has read.
+        # Existing and new keys; by the client that called `expire`, and by one that has read.
         assert other.compare_and_set("key", b"two", version)[1]
         assert other.compare_and_set("new", b"two", None)[1]
         other.put_many({"many/1": b"two", "many/2": b"two", "many/3": b"two"})
@@ -385,7 +385,7 @@ class ReadWriteTests(Harness):
         if time.monotonic() - begun < 2:
             assert before == keys, "something expired before its time"
         assert until(lambda: client.list("") == {} == other.list(""), 3 + SLACK)
-        # Whoever remembers the old deadline does not give it to a new run.
+        # A client that remembers the old deadline must not give it to a new run.
         client.put("mine", b"new")
         other.put("key", b"new")
         assert other.add("count", 1) == 1

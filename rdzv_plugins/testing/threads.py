@@ -1,4 +1,4 @@
-"""Calls that run beside the test, and whose failure fails it."""
+"""Calls in background threads, whose failure fails the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """A call in a daemon thread of its own, begun at once."""
+    """A call in its own daemon thread, begun at once."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -28,7 +28,7 @@ class Background(Generic[T]):
             self._error = error
 
     def done(self, timeout: float = 0.0) -> bool:
-        """Whether the call has ended, within ``timeout`` seconds."""
+        """Whether the call ends within ``timeout`` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -41,7 +41,7 @@ class Background(Generic[T]):
 
 
 def together(calls: Sequence[Callable[[], T]], timeout: float = 90.0) -> list[T]:
-    """Run the calls at the same time, each in a thread; their results in order."""
+    """Run the calls at the same time, each in a thread; returns their results in order."""
     start = threading.Barrier(len(calls))
 
     def begin(call: Callable[[], T]) -> T:

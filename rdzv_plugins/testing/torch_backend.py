@@ -1,4 +1,4 @@
-"""The contract of torch's ``RendezvousBackend``, as its docstrings have it."""
+"""The contract of torch's ``RendezvousBackend``, as its docstrings state it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GARBAGE: list[Token] = ["invalid", "", 0, 1.5, b"x", object, (), [], {}]
 
 
 class TorchConformance(Harness):
-    """Override ``backend`` and ``second`` to hold a `RendezvousBackend` of your own to it."""
+    """Override ``backend`` and ``second`` to test your own `RendezvousBackend`."""
 
     @pytest.fixture
     def backend(self, client: KeyValueClient) -> RendezvousBackend:

@@ -1,4 +1,4 @@
-"""`KeyValueClient.wait`: woken when it must be, not woken when it must not, nothing missed."""
+"""`KeyValueClient.wait` wakes for every change of its key, and for no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAKE = 0.1
 
 POLLED_WAKE = 5.0
 
-# Long enough for a waiter to have parked; nothing depends on it but the point of the test.
+# Seconds in which a waiter parks; if they are too few, the tests pass but test less.
 PARKING = 0.1
 
 Write = Callable[[KeyValueClient, Entry], object]
@@ -172,7 +172,7 @@ class WaitingTests(Harness):
     def test_nothing_is_missed_between_read_and_wait(
         self, client: KeyValueClient, other: KeyValueClient
     ) -> None:
-        """Each side writes as soon as it has seen the other's write: one miss stops both."""
+        """Each side writes as soon as it sees the other's write: one missed write stops both."""
         rounds = 150
 
         def answer() -> None:

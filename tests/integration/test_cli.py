@@ -99,7 +99,7 @@ def test_clean_refuses_a_run_that_lives(server: servers.LocalServer, run_id: str
     conf = ("-e", server.endpoint, "-i", run_id, "-c", "keep_alive_interval=0.5")
     refused = rdzv("clean", *conf)
     assert refused.returncode == 1
-    assert "lives" in refused.stderr
+    assert "live nodes" in refused.stderr
     for handler in handlers:
         handler.shutdown()
     assert "deleted" in rdzv("clean", *conf).stdout

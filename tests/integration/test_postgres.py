@@ -119,7 +119,7 @@ def test_what_is_wrong_is_told(store: RunningStore, admin: psycopg.Connection[An
     assert 'has no such database (connection to server at "127.0.0.1"' in told
     assert "$RDZV_PLUGINS_PASSWORD" in refusal(at(store, user="nobody"))
     admin.execute("CREATE TABLE other (id int)")
-    assert "has another kind of table other" in refusal(configured(store, table="other"))
+    assert "has a table other with another schema" in refusal(configured(store, table="other"))
     admin.execute("CREATE ROLE few LOGIN CONNECTION LIMIT 0")
     told = refusal(at(store, user="few"), 1.0)
     assert "had no connection left for 1 s" in told
@@ -128,7 +128,7 @@ def test_what_is_wrong_is_told(store: RunningStore, admin: psycopg.Connection[An
     admin.execute("REVOKE CONNECT ON DATABASE closed FROM public")
     assert "CONNECT on the database" in refusal(at(store, user="outsider", database="closed"))
     tls = configured(store, tls="true")
-    assert "server has TLS switched on" in refusal(tls)
+    assert "server has TLS enabled" in refusal(tls)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_server_with_tls_that_dies_is_no_failed_handshake(tmp_path: Path, run_
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     certificates = Certificates.make(tmp_path)
     pair = Security(cert_file=certificates.server.cert_file, key_file=certificates.client.key_file)
-    with pytest.raises(ServerError, match=r"ended as it started:\n.*private key"):
+    with pytest.raises(ServerError, match=r"ended during its start:\n.*private key"):
         start("postgres", security=pair)
 
 
@@ -355,7 +355,7 @@ def test_a_standby_alone_is_told(replicated: Replicated, run_id: str) -> None:
     endpoint = store.endpoint
     first, _, second = endpoint.partition("@")[2].partition("/")[0].partition(",")
     alone = replace(store, endpoint=endpoint.replace(f"{first},{second}", second))
-    assert "took no writes for 4 s" in refusal(alone, 4.0)
+    assert "accepted no writes for 4 s" in refusal(alone, 4.0)
     reversed_hosts = endpoint.replace(f"{first},{second}", f"{second},{first}")
     use(replace(store, endpoint=reversed_hosts), run_id)
 

@@ -76,7 +76,7 @@ def test_outage_is_told_as_one_and_passes(
     began = time.monotonic()
     running = [Background(lambda call=call: call(client)) for call in WRITES.values()]  # type: ignore[misc]
     for request in running:
-        with pytest.raises(RendezvousConnectionError, match="has not done a request within 1 s"):
+        with pytest.raises(RendezvousConnectionError, match="did not execute a request within 1 s"):
             request.result(REQUEST_TIMEOUT + SLACK)
     assert time.monotonic() - began < REQUEST_TIMEOUT + SLACK
     outage.end()

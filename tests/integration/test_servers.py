@@ -129,7 +129,7 @@ def test_missing_binary_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
 
 def test_failed_start_shows_the_servers_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RDZV_ETCD_BINARY", "/bin/false")
-    with pytest.raises(servers.ServerError, match=r"etcd 1 on \S+ ended as it started"):
+    with pytest.raises(servers.ServerError, match=r"etcd 1 on \S+ ended during its start"):
         servers.start("etcd")
 
 

@@ -184,7 +184,7 @@ def test_a_proxys_error_before_dynamodb_is_passing(
         thread.start()
         try:
             endpoint = f"http://127.0.0.1:{server.server_port}"
-            with pytest.raises(RendezvousConnectionError, match="proxy before it, failed for 1 s"):
+            with pytest.raises(RendezvousConnectionError, match="or its proxy failed for 1 s"):
                 open_client("dynamodb", endpoint, "run", {"region": "us-east-1"}, request_timeout=1)
         finally:
             server.shutdown()

@@ -220,7 +220,7 @@ def test_an_empty_endpoint_is_this_host() -> None:
         ("h,", "no valid host name"),
         (":6379", "no valid host name"),
         ("h h", "no valid host name"),
-        ("::1", "an IPv6 address stands in brackets"),
+        ("::1", "write an IPv6 address in brackets"),
         ("1h://h", "starts with '1h://'"),
         ("://h", "no valid host name"),
         ("[::1", "not a valid URL"),

@@ -53,7 +53,7 @@ def test_what_may_be_done_at_another_time_is_asked_again(answer: str) -> None:
     problem = meaning(read(answer))
     assert problem.retryable
     assert problem.undone, "an addition would not be asked again"
-    assert "has not done a request within" in problem.text
+    assert "did not execute a request within" in problem.text
 
 
 @pytest.mark.parametrize("answer", REFUSALS)
