@@ -1,4 +1,4 @@
-"""Carries out a node's requests on a store, in one background thread. It decides nothing."""
+"""Carries out a node's effects on a store, in one background thread. It decides nothing."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# After an error that nobody foresaw the node starts over; not in a busy loop.
+# After an unforeseen error the node starts over; the pause prevents a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
 
 
 class Driver:
-    """The thread that lives a node's life.
+    """The thread that drives a node.
 
     Args:
         node: whose requests are carried out.
         client: the run's namespace; the driver does not close it.
         tombstones: of the run's id.
         open_master: opens a TCPStore for the round of a world_id and returns its ``address:port``;
-            called in a thread of its own. `RendezvousStateError`: it is of no use to try again.
+            called in a thread of its own. Raises `RendezvousStateError` if trying again is of no
+            use.
         run_id: after which the threads are named.
     """
 
@@ -56,7 +57,7 @@ class Driver:
         self._thread: threading.Thread | None = None
         self._opener: _Opener | None = None
         self._stopping = threading.Event()
-        # Not conditions: a signal's exception in the main thread could leave their locks held.
+        # Queues, not conditions: a signal's exception in the main thread could leave a lock held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
         self._outcomes: SimpleQueue[effects.Outcome] = SimpleQueue()
         self._outage_since: float | None = None
@@ -69,14 +70,14 @@ class Driver:
     def join(self, failed: bool = False) -> effects.Outcome:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 
-        One caller at a time. It only waits: torch raises an exception in it at a signal, which a
-        store's client might swallow. Whatever ends the wait early withdraws the join.
+        One caller at a time. The caller only waits and makes no request: at a signal torch raises
+        an exception in it, which a store's client could swallow. An exception withdraws the join.
         """
         _empty(self._outcomes)
         if self._stopping.is_set():
             return effects.Outcome()
         try:
-            # In here too: a thread's start waits for it, and the exception may come meanwhile.
+            # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
             self._node.order_join(failed)
             if not self.running:
                 self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
@@ -101,7 +102,7 @@ class Driver:
         self._nudge_until(lambda: not self.running, seconds)
 
     def await_opener(self, seconds: float) -> None:
-        """Wait until no TCPStore is being opened: C++ that outlives the interpreter aborts."""
+        """Wait until no TCPStore is being opened: its C++ aborts if the interpreter ends first."""
         if self._opener is not None:
             self._opener.thread.join(seconds)
 
@@ -109,7 +110,7 @@ class Driver:
         return self._stopping.is_set() or not self._node.ordered
 
     def _nudge_until(self, done: Callable[[], bool], seconds: float) -> None:
-        # An interrupt may come just before the thread parks, and then wakes nobody: repeat it.
+        # An interrupt that comes just before the thread parks wakes nothing: repeat it.
         deadline = time.monotonic() + seconds
         pause = 0.001
         while not done() and time.monotonic() < deadline:
@@ -146,7 +147,7 @@ class Driver:
                 self._note_success(request)
                 request = life.send(answer)
             if self._node.over and not over:
-                # The agent may wait in its c10d store for those that are gone.
+                # The agent may wait in its c10d store for nodes that are gone.
                 self._client.interrupt()
             over = self._node.over
 
@@ -188,9 +189,9 @@ class Driver:
         self._outcomes.put(outcome)
 
     def _note_failure(self, error: Exception) -> None:
-        """Say once what fails, however often it does."""
+        """Log a failure once, however often it repeats."""
         if isinstance(error, RendezvousStateError):
-            # The store answers; what it holds, or this host, is at fault.
+            # The store answers: what it holds, or this host, is at fault.
             if str(error) != self._told:
                 log.error("%s", error)
             self._told = str(error)
@@ -206,11 +207,11 @@ class Driver:
 
 
 class _Opener:
-    """A TCPStore that is being opened.
+    """A thread that opens a TCPStore.
 
     Attributes:
-        tried: it is open, or cannot be opened.
-        late: the node does something else meanwhile.
+        tried: set when the TCPStore is open, or cannot be opened.
+        late: set when the node no longer waits for it.
     """
 
     def __init__(self, world_id: str, work: Callable[[_Opener], None], name: str) -> None:
@@ -223,7 +224,7 @@ class _Opener:
 
 
 def perform(client: KeyValueClient, tombstones: Tombstones, request: effects.Effect[Any]) -> Any:
-    """One request, one call on the store: the only place that knows both sides."""
+    """Carry out one effect with one call on the store."""
     match request:
         case effects.Park(key, version, seconds):
             return client.wait(key, version, seconds)
@@ -283,7 +284,7 @@ def _empty(queue: SimpleQueue[Any]) -> None:
 
 
 def _stores(client: KeyValueClient, incarnation: str, before: int) -> list[str]:
-    """The keys of the c10d stores but those of this incarnation's rounds from ``before`` on."""
+    """The keys of all c10d stores except those of this incarnation's rounds from ``before`` on."""
     keys = []
     for key in client.list(STORE_PREFIX):
         run, _, rest = key.removeprefix(STORE_PREFIX).partition("/")

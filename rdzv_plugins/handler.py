@@ -60,17 +60,17 @@ __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
 log = logging.getLogger(__name__)
 
-# How long shutdown waits for a thread that hangs: in a request to a store, or in a resolver.
+# How long shutdown waits for a thread that hangs in a request to the store or in a resolver.
 _STOP_SECONDS = 2.0
-# How long the exit of the process waits for a farewell that is under way.
+# How long the exit of the process waits for a farewell that another thread sends.
 _FAREWELL_SECONDS = 10.0
-# How many more signals of those that ask for it do not cut that short.
+# How many further signals may interrupt that wait before the process gives it up.
 _SIGNALS_BORNE = 5
 
-# How long a TCPStore may take to open, at least: where DNS is asked and does not answer, 10.
+# The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
 _MASTER_SECONDS = 30.0
 
-# torch's own default for --rdzv-id (torch.distributed.run); whoever names none shares it.
+# torch's own default for --rdzv-id (torch.distributed.run); all jobs without an id share it.
 _DEFAULT_RUN_ID = "none"
 
 
@@ -130,8 +130,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._ending = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
-        # torch's launcher does not call shutdown() after a signal, lest it close the run; but the
-        # others must not wait for this node's lease. Weak, or the handler would never be freed.
+        # After a signal torch's launcher does not call shutdown(), which would close the run; the
+        # others must not wait for this node's lease all the same. A strong reference in atexit
+        # would keep the handler alive for ever.
         itself = weakref.ref(self)
         self._at_exit = lambda: handler._leave_at_exit() if (handler := itself()) else None
         atexit.register(self._at_exit)
@@ -158,9 +159,9 @@ class StoreRendezvousHandler(RendezvousHandler):
     def loss_shows_within(self) -> float:
         """Seconds after which the loss of a participant shows in `num_nodes_waiting`.
 
-        Longer only if the store was away, or the leader was lost together with its heirs.
+        It takes longer only if the store was away, or if the leader was lost with its first heirs.
         """
-        # Its last beat is seen up to 1.1 intervals late; then heirs and the store need their time.
+        # The last beat is seen up to 1.1 intervals late; heirs and the store need the rest.
         return self._rules.lease + 1.1 * self._rules.interval + 2.0
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -178,7 +179,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
-        # Its workers failed if it asks though the run has not told it to.
+        # An agent that asks again without having been told to has workers that failed.
         outcome = self._driver.join(failed=self._store is not None and not self._was_told)
         self._was_told = False
         if self._ended:
@@ -212,7 +213,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
 
     def num_nodes_waiting(self) -> int:
-        """Above 0 when the agent should join again; from memory, without I/O. Never raises."""
+        """Above 0 when the agent should join again; read from memory, without I/O. Never raises."""
         # next_rendezvous() may have run in another thread, where this is not possible.
         self._signals.renew()
         waiting = self._node.waiting
@@ -229,7 +230,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """Close the run for all nodes; raises `RendezvousConnectionError` after close_timeout.
 
-        Another run that has taken the id meanwhile is left alone.
+        If another run has taken the id meanwhile, that run stays open.
         """
         never_seen = RoundDocument(
             incarnation=secrets.token_hex(8),
@@ -251,11 +252,13 @@ class StoreRendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """End this node; closes the run if this node is in it, as torch's handler does.
 
-        Called while an exception is raised, as torch's launcher does when the agent failed, it
-        closes the run as failed, and the other agents end too. A node that is in no round only
-        leaves: that it was refused, timed out or was replaced is no reason to end the run of the
-        others. So does one whose workers succeeded while others still work, and one that got a
-        signal: its launcher means to take it away, but the agent of torch 2.6 calls this then too.
+        torch's launcher calls this while an exception is raised if the agent failed. The run is
+        then closed as failed, and the other agents end too.
+
+        The node only leaves, and the run stays open, in three cases: the node is in no round (it
+        was refused, timed out or was replaced); its workers succeeded while others still work; or
+        it got a signal, for which the agent of torch 2.6 calls this too.
+
         Returns False if the store could not be told.
         """
         error = sys.exception()
@@ -273,7 +276,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         def end() -> None:
             timeout = self._settings.close_timeout
             if not retry(close, timeout=timeout, retryable=store_is_away):
-                # It was replaced meanwhile.
+                # The node was replaced meanwhile.
                 carry_out(self._client, self._tombstones, self._node.farewell())
 
         return self._end(end, "the run could not be closed")
@@ -310,13 +313,13 @@ class StoreRendezvousHandler(RendezvousHandler):
                 self._leave()
                 return
             except SignalException:
-                continue  # What this process already does; the next call waits for it.
+                continue  # Another thread sends the farewell; the next call waits for it.
 
     def _end(self, last_word: Callable[[], None], failed: str) -> bool:
-        """Stop the node and say its last word, once; False if the store could not be told.
+        """Stop the node and send its last word, once; False if the store could not be told.
 
-        In a thread: a signal's exception in this one must not cut the word short. If another thread
-        ends the node already, wait for it, as the exit of the process does.
+        It runs in a thread of its own, so that the exception of a signal cannot interrupt it. If
+        another thread already ends the node, wait for that, as the exit of the process does.
         """
         if os.getpid() != self._pid:
             return True  # A forked child has a copy of this object, and no node.
@@ -341,10 +344,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         try:
             thread.start()
         except RuntimeError:
-            end()  # From Python 3.12 on no thread starts while the process exits.
+            end()  # From Python 3.12 on, no thread can start while the process exits.
         else:
             thread.join()
-        # Again: only the main thread can put handlers of signals back.
+        # Again, here: only the main thread can restore signal handlers.
         self._signals.release()
         return bool(told)
 
@@ -357,7 +360,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._gone.set()
 
     def _name_the_others(self, document: RoundDocument) -> None:
-        """Say who is in the run, where its id does not tell one job from another."""
+        """Log who is in the run, where jobs share one id."""
         try:
             entries = self._client.list(NODES_PREFIX)
         except RendezvousConnectionError:
@@ -373,10 +376,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
 
     def _open_master(self, world_id: str) -> str:
-        """A fresh TCPStore for each round: workers of two rounds must never meet in one.
+        """Open a new TCPStore for each round: workers of two rounds must never meet in one.
 
-        torch's workers connect to MASTER_PORT without a prefix per round. Called in a thread that
-        may hang: c10d looks up the name of each address that it dials, for a line of its log.
+        torch's workers connect to MASTER_PORT without a prefix per round. This is called in a
+        thread that may hang: before c10d dials an address it looks up its name, for a log line.
         """
         if not self.use_agent_store:
             return f"{self._address}:{_free_port()}"
@@ -385,7 +388,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._address_checked = True
         try:
             server = TCPStore(
-                # It listens on all addresses; here it dials itself.
+                # The server listens on all addresses; its own client dials this one.
                 host_name=loopback(),
                 port=0,
                 is_master=True,
@@ -398,10 +401,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         return f"{self._address}:{server.port}"
 
     def _check_address(self) -> None:
-        """Dial this host as the others will.
+        """Dial this host at the address that the others will dial.
 
-        Not at the TCPStore itself: its one thread would ask DNS for the name of whoever dials, and
-        serve nobody meanwhile.
+        The target is a socket of its own, not the TCPStore: its only thread would look up the name
+        of each client that connects, and serve nobody meanwhile.
         """
         try:
             with _listen() as server:
@@ -522,7 +525,7 @@ def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
         restart_on_loss=settings.restart_on_loss,
         rank_order=settings.rank_order,
         request=settings.heartbeat_timeout,
-        # Before those that wait for it time out.
+        # Sooner than the nodes that wait for it time out.
         rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
         sweep_after=settings.sweep_after,
         abandoned=max(settings.abandoned_ttl, 4 * settings.lease),

@@ -1,10 +1,10 @@
-"""The c10d store that torch's agents share in a round, which knows when the round is over.
+"""The c10d store that torch's agents share in a round; it knows when the round is over.
 
-torch's agents use it for two things: an exchange of roles after the rendezvous, in which each waits
-for a word of every other, and a barrier after their workers succeeded. In both a word that never
-comes holds the others up for 300 s; in the exchange it then ends them. So once the run has left
-the round, what they wait for is given or they are told to go on: they reach their loops, find that
-the membership has changed, and ask for the next round.
+torch's agents use it twice: they exchange roles after the rendezvous, where each waits for a key of
+every other, and they meet in a barrier after their workers succeeded. If a key never comes, an
+agent waits 300 s; in the exchange it then fails. So once the run has left the round, this store
+answers the waiting reads itself. The agents reach their loops, find that the membership has
+changed, and ask for the next round.
 
 The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, and not public;
 `tests/unit/test_agent_store.py` runs torch's agent against them.
@@ -42,7 +42,7 @@ class AgentStore(KeyValueStore):
         all_done: the workers of all agents of the round succeeded, as far as this agent knows.
     """
 
-    # The word that the round is over may come just before the client parks, and then wakes nobody.
+    # An interrupt that comes just before the client parks wakes nothing: look again after this.
     _longest_wait = 3.0
 
     def __init__(
@@ -65,31 +65,31 @@ class AgentStore(KeyValueStore):
         if key.startswith(_EXIT_BARRIER):
             self._on_done()
             if self._is_over():
-                return 0  # Nobody counts any more, and the run may be swept: write nothing.
+                return 0  # No agent waits any more, and the run may be swept: write nothing.
         return super().add(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         found = self._collect(keys, self._timeout() if timeout is None else timeout)
         if any(key.startswith(_EXIT_BARRIER) for key in keys):
-            # What was made up has no version.
+            # A stand-in has no version.
             self.all_done = all(entry.version is not None for entry in found.values())
 
     def _missing(self, keys: Sequence[str]) -> dict[str, Entry]:
-        """What to give for keys that are not there; nothing: wait for them."""
+        """Stand-ins for keys that are missing; empty: wait for them."""
         if not self._is_over():
             return {}
         return {key: Entry(self._stand_in(key), None) for key in keys}
 
     def _stand_in(self, key: str) -> bytes:
-        """What lets the agent go on to its loop, whose workers are then stopped at once."""
+        """A value with which the agent reaches its loop, where it stops its workers at once."""
         if key.startswith(_EXIT_BARRIER):
             return b""
         if key.startswith(_ROLE):
-            # As if every node were like this one; it has written its own before it reads.
+            # As if every node were like this one, which has written its own role before.
             own = self._client.get(f"{self._prefix}{_ROLE}{self._rank}")
             if own is not None:
                 return own.value
         if key.startswith(_RANKS):
-            # Global rank and world size, then the same within the role: as of one worker a node.
+            # Global rank and world size, then the same within the role, as for one worker a node.
             return json.dumps([self._rank, self._world_size] * 2).encode()
-        raise DistStoreError(f"the round is over: nobody will write '{key}'")
+        raise DistStoreError(f"the round is over: no node will write '{key}'")

@@ -171,5 +171,5 @@ def test_nothing_is_made_up_while_the_round_lasts(round_: Round) -> None:
 
 def test_what_nobody_knows_is_an_error_once_the_round_is_over(round_: Round) -> None:
     round_.end()
-    with pytest.raises(DistStoreError, match="the round is over: nobody will write 'other'"):
+    with pytest.raises(DistStoreError, match="the round is over: no node will write 'other'"):
         round_.stores[0].get("other")
