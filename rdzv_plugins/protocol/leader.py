@@ -90,7 +90,7 @@ def _evict(
     gone: Iterable[str],
 ) -> RoundDocument:
     """The forming round without those that did not ask for it in time, or are gone."""
-    labels = [records[node].label for node in pending if node in records]
+    labels = [records[node].label if node in records else node for node in pending]
     return replace(
         document,
         previous=without(document.previous, (*pending, *gone)),

@@ -81,6 +81,8 @@ class Host:
         """Its agent never comes back from stopping its workers."""
         self.succeeded = False
         """Its workers did."""
+        self.landed_late = False
+        """A record that it had given up writing was written all the same."""
         self.grey = ""
         """What of its requests fails: "lists", "some", or "slow" ones."""
         self.long_join = world.join_timeout > world.plan.join_timeout

@@ -106,7 +106,7 @@ INVARIANTS = {
     "keys end": "after all hosts are gone, the keys of a run expire if a node led it or it was "
     "closed; the next run of the id sweeps all other keys, unless the document was damaged and no "
     "live node has read another one; a node that knows that its run has ended has no record in "
-    "the store after the sweep",
+    "the store after the sweep, unless a write that it had given up arrived later",
 }
 
 World: TypeAlias = tuple[str, int, tuple[str, ...]]

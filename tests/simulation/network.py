@@ -104,6 +104,7 @@ class Network:
               expired: int) -> None:  # fmt: skip
         """A request that its sender gave up; no run is swept as soon as that after its end."""
         if expired == self._world.store.expired:
+            host.landed_late = host.landed_late or isinstance(request, effects.PutRecord)
             host.perform(-1, request, back, evidence)
 
     def _reach(self, host: Host, turn: int, request: effects.Effect[Any], back: float,

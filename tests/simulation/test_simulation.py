@@ -53,6 +53,8 @@ FOUND = (
     (2002304, EVERYTHING, "a run whose closing a fail-over lost is closed to all that knew of it"),
     (11334, EVERYTHING, "a leader's record went back at a fail-over: done, and lost after all"),
     (770501, EVERYTHING, "like 2647, of three nodes"),
+    (7000703, EVERYTHING, "a write that was given up arrived after its node dropped its record"),
+    (7006531, EVERYTHING, "an evicted node without a record was not named"),
     (6012455, EVERYTHING, "a launcher started short joins again and again, after the faults"),
     (6014157, EVERYTHING, "a node that a launcher started after the faults has its join's time"),
     (6005412, EVERYTHING, "a lost answer left a run that ended without a tombstone"),
