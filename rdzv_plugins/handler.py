@@ -401,12 +401,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         return f"{self._address}:{server.port}"
 
     def _check_address(self) -> None:
-        """Dial this host at the address that the others will dial.
+        """Find out whether the others will reach this host at its address.
 
+        An address that is not this host's own, such as one that a router translates, is dialled.
         The target is a socket of its own, not the TCPStore: its only thread would look up the name
         of each client that connects, and serve nobody meanwhile.
         """
         try:
+            if _is_local(self._address):
+                return
             with _listen() as server:
                 target = self._address, server.getsockname()[1]
                 socket.create_connection(target, self._rules.request).close()
@@ -462,6 +465,17 @@ class StoreRendezvousHandler(RendezvousHandler):
             cause = cause.plus(left={*left} - {self._node.record.label})
         missed = [f"{name} {names}" for name in ("lost", "left") if (names := getattr(cause, name))]
         return f"; missing: {', '.join(missed)}" if missed else ""
+
+
+def _is_local(address: str) -> bool:
+    """Whether an address or name is this host's own. Raises OSError if it cannot be resolved."""
+    for family, kind, protocol, _, target in socket.getaddrinfo(
+        address, 0, type=socket.SOCK_STREAM
+    ):
+        with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+            probe.bind(target)
+            return True
+    return False
 
 
 def _listen() -> socket.socket:

@@ -321,13 +321,10 @@ class World:
             latest = host.node.latest
             if not host.alive or latest is None or not latest.closed or latest.is_of(document):
                 continue
-            # Where another run has moved the deadline on, the record ends with that. A late write may
-            # undo that the node dropped its record; the next run sweeps it.
-            if (
-                store.deadline is None
-                and not host.landed_late
-                and NODES_PREFIX + host.id in store.entries
-            ):
+            # Where another run has moved the deadline on, the record ends with that; the next run
+            # sweeps what a late write brought back.
+            stays = NODES_PREFIX + host.id in store.entries and not host.landed_late
+            if store.deadline is None and stays:
                 self.violated("keys end", f"{host.id} knows of its run's end, its record stays")
         # Who died before it had led for long could not see to it.
         leads = document is not None and any(
