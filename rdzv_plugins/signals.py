@@ -39,8 +39,7 @@ class SignalWatch:
     def __init__(self, announce: Callable[[], object], name: str) -> None:
         self._announce = announce
         self._name = name
-        self._receive, self._send = socket.socketpair()
-        self._send.setblocking(False)
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._released = False
 
     def renew(self) -> None:
@@ -59,24 +58,30 @@ class SignalWatch:
     def release(self) -> None:
         """End the thread and, where the caller may, put the system's handlers back."""
         self._released = True
-        with contextlib.suppress(OSError):
-            self._send.send(b"\0")
+        if self._sockets is not None:
+            with contextlib.suppress(OSError):
+                self._sockets[1].send(b"\0")
         if _listening is self and threading.current_thread() is threading.main_thread():
             _restore()
 
     def _listen(self) -> None:
         global _listening
-        taken = signal.set_wakeup_fd(self._send.fileno(), warn_on_full_buffer=False)
+        receive, send = socket.socketpair()
+        send.setblocking(False)
+        taken = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
         if taken != -1:
             signal.set_wakeup_fd(taken)  # An event loop in the main thread needs it.
+            receive.close()
+            send.close()
             return
         # Referred to while it is installed: a closed descriptor's number is soon another file's.
         _listening = self
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        self._sockets = receive, send
+        threading.Thread(target=self._run, args=(receive,), name=self._name, daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, receive: socket.socket) -> None:
         while not self._released:
-            if any(_ends_this_process(number) for number in self._receive.recv(64)):
+            if any(_ends_this_process(number) for number in receive.recv(64)):
                 self._announce()
                 return
 

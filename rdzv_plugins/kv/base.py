@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 from urllib.parse import quote
 
+import msgspec
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from rdzv_plugins.kv.contract import (
@@ -68,8 +69,7 @@ _ADD_TIMEOUTS = 12
 _POLL = (0.05, 0.1)
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """A value as it was read.
 
     Attributes:
@@ -127,6 +127,9 @@ class Wake:
         self._receive, self._send = socket.socketpair()
         self._receive.setblocking(False)
         self._send.setblocking(False)
+        # Not select.select: it cannot take descriptors above 1023. Made once: a node waits often.
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
         self.rung = False
 
     @property
@@ -148,19 +151,20 @@ class Wake:
 
     def wait(self, seconds: float, *others: int) -> set[int]:
         """Wait up to ``seconds``; return the readable ones of ``fd`` and ``others``."""
-        # Not select.select: it cannot take descriptors above 1023.
-        poll = select.poll()
-        for fd in (self.fd, *others):
-            poll.register(fd, select.POLLIN)
-        return {fd for fd, _ in poll.poll(max(0, math.ceil(seconds * 1000)))}
+        for fd in others:
+            self._poll.register(fd, select.POLLIN)
+        try:
+            return {fd for fd, _ in self._poll.poll(max(0, math.ceil(seconds * 1000)))}
+        finally:
+            for fd in others:
+                self._poll.unregister(fd)
 
     def close(self) -> None:
         self._receive.close()
         self._send.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """The deadline of a request.
 
     Attributes:

@@ -18,6 +18,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousStateError,
@@ -45,8 +46,8 @@ class ClientClosedError(RendezvousConnectionError):
         super().__init__(f"the connection to {where} is closed")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+# msgspec's structs are made three times as fast as dataclasses: a leader lists thousands.
+class Entry(msgspec.Struct, frozen=True):
     """A value and the version under which it was read."""
 
     value: bytes

@@ -446,7 +446,11 @@ class Client(StoreClient):
             if go_on is not None:
                 self._await_answer(line, limit, 0.0)
                 go_on(line.read_response())
-            self._await_answer(line, limit, park)
+                # Both answers may have come together.
+                if not line.can_read(timeout=0):
+                    self._await_answer(line, limit, park)
+            elif limit.wake is not None:
+                self._await_answer(line, limit, park)
             answer = line.read_response()
         except BaseException as error:
             unknown = isinstance(error, errors.NoScriptError) and go_on is None
@@ -467,9 +471,8 @@ class Client(StoreClient):
     def _await_answer(self, line: Any, limit: Limit, park: float) -> None:
         # An attempt has the socket's time-out, not the rest of the limit: near the limit a
         # "no answer" would hide the errors that the server has answered so far.
-        if limit.wake is not None and not line.can_read(timeout=0):
-            patient = time.monotonic() + self.timeout + park
-            Limit(patient, limit.wake).await_readable(line._sock.fileno())
+        patient = time.monotonic() + self.timeout + park
+        Limit(patient, limit.wake).await_readable(line._sock.fileno())
 
     def _take(self, limit: Limit, checked: bool = False) -> Any:
         """A connection for one request; if ``checked``, one that the server has not closed."""
