@@ -143,17 +143,7 @@ def _write_back(view: View) -> Action:
     if latest is None:
         if not view.joining:
             return Wait()
-        return Write(
-            RoundDocument(
-                incarnation=view.fresh,
-                round=0,
-                phase=Phase.FORMING,
-                leader=view.me,
-                min_nodes=view.rules.min_nodes,
-                max_nodes=view.rules.max_nodes,
-                cause=Cause(note="first round"),
-            )
-        )
+        return _found(view, "first round")
     # The leader first; then the others in turn, in case the leader is gone too.
     patience = 0.0 if latest.leader == view.me else view.share * view.rules.interval
     if view.document_age < patience:
@@ -234,6 +224,11 @@ def _on_mismatch(view: View, document: RoundDocument) -> Action:
         return Wait(
             max(0.0, min(view.lease(n) + patience - view.possible_silence(n) for n in alive))
         )
+    return _found(view, "resubmitted with other --nnodes")
+
+
+def _found(view: View, note: str) -> Write:
+    """Begin a run, with this node as its leader."""
     return Write(
         RoundDocument(
             incarnation=view.fresh,
@@ -242,7 +237,7 @@ def _on_mismatch(view: View, document: RoundDocument) -> Action:
             leader=view.me,
             min_nodes=view.rules.min_nodes,
             max_nodes=view.rules.max_nodes,
-            cause=Cause(note="resubmitted with other --nnodes"),
+            cause=Cause(note=note),
         )
     )
 
