@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,9 @@ from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.testing.harness import until
 from tests import Measure
 from tests.integration.stores import KINDS, RunningStore, running
-from tests.integration.torchrun import LEASE, Pause, Run
+from tests.integration.torchrun import LEASE, Begin, Pause, Run, runs
 
 pytestmark = pytest.mark.timeout(240)
-
-Begin = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
@@ -33,26 +31,8 @@ def store() -> Iterator[RunningStore]:
 @pytest.fixture
 def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
     """Makes a run of agents of ``rdzv run``, without --max-restarts unless told otherwise."""
-    runs: list[Run] = []
-
-    def make(max_restarts: int | None = None, **config: object) -> Run:
-        folder = tmp_path / str(len(runs))
-        run = Run(
-            folder,
-            store,
-            launcher=RDZV_RUN,
-            max_restarts=max_restarts,
-            **config,  # type: ignore[arg-type]
-        )
-        runs.append(run)
-        return run
-
-    try:
+    with runs(store, tmp_path, launcher=RDZV_RUN, max_restarts=None) as make:
         yield make
-    finally:
-        for run in runs:
-            run.close()
-    assert [run.split() for run in runs] == [None] * len(runs)
 
 
 def kill_rank_0(run: Run) -> tuple[list[str], Pause]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,36 +15,19 @@ import pytest
 from rdzv_plugins.protocol.documents import STATE_KEY
 from tests import Measure
 from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import LEASE, PATIENCE, Pause, Run
+from tests.integration.torchrun import LEASE, PATIENCE, Begin, Pause, runs
 
 pytestmark = pytest.mark.timeout(240)
 
 # Above all that was measured on a busy machine (4.5 s), below what a second lease would cost.
 SECOND_LEASE = 2 * LEASE - 0.3
 
-Begin = Callable[..., Run]
-
 
 @pytest.fixture
 def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
-    """Makes a run on the store; in the end no two worlds may have trained at once."""
-    runs: list[Run] = []
-
-    def make(**options: object) -> Run:
-        run = Run(
-            tmp_path / str(len(runs)),
-            store,
-            **options,  # type: ignore[arg-type]
-        )
-        runs.append(run)
-        return run
-
-    try:
+    """Makes a run of torchrun's agents on the store."""
+    with runs(store, tmp_path) as make:
         yield make
-    finally:
-        for run in runs:
-            run.close()
-    assert [run.split() for run in runs] == [None] * len(runs)
 
 
 @every_store

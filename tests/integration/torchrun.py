@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,3 +149,25 @@ class Run(Fleet):
         document = self.document()
         assert document is not None
         return document.round
+
+
+Begin = Callable[..., Run]
+"""Makes a run; its arguments are `Run`'s after the store."""
+
+
+@contextmanager
+def runs(store: RunningStore, folder: Path, **defaults: object) -> Iterator[Begin]:
+    """Makes runs on the store and ends them; no two worlds of a run may have trained at once."""
+    made: list[Run] = []
+
+    def make(**options: object) -> Run:
+        run = Run(folder / str(len(made)), store, **{**defaults, **options})  # type: ignore[arg-type]
+        made.append(run)
+        return run
+
+    try:
+        yield make
+    finally:
+        for run in made:
+            run.close()
+    assert [run.split() for run in made] == [None] * len(made)
