@@ -91,7 +91,8 @@ def close(
         )
         why = "closed by the command rdzv close"
         work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close=lambda _: True)
-        carry_out(client, tombstones, work)
+        # The line below tells it.
+        carry_out(client, tombstones, work, tell=lambda _: None)
         typer.echo(
             f"closed run '{run_id}': the current round continues, no further round forms; "
             f"its id can be used again in {ttl:g} s"

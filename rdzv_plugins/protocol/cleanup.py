@@ -93,6 +93,7 @@ def close_run(
         entry, written = yield from CompareAndSet(STATE_KEY, closed.encode(), expected)
         if written and entry is not None:
             break
+    yield from Tell("closed", f"the run is closed: {why}")
     # Joiners wait for the document; the leader waits for its bell.
     yield from Ring(node_id)
     yield from RecordHistory(closed, 0.0, ())

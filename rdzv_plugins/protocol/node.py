@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
-from rdzv_plugins.protocol import member, rules
+from rdzv_plugins.protocol import diagnosis, member, rules
 from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
@@ -121,6 +121,7 @@ class Node:
         self._opened: tuple[str, str | None, Exception | None] | None = None
         self._opening: tuple[str, float] | None = None
         self._told: set[tuple[str, object]] = set()
+        self._pace = diagnosis.Pace(clock())
 
     @property
     def document(self) -> RoundDocument | None:
@@ -272,13 +273,25 @@ class Node:
         # runs by now is no failure.
         if not isinstance(action, rules.Start | rules.Fail) and self._is_late():
             action = rules.Fail(Failure.TIMEOUT)
+        if self._joining and isinstance(action, rules.Wait):
+            yield from self._tell_what_it_waits_for(view)
         yield from self._act(action)
+
+    def _tell_what_it_waits_for(self, view: rules.View) -> Effects[None]:
+        now = self._clock()
+        # A remark has told what a spare waits for, which may take days.
+        if not self._pace.is_due(now) or member.waits_for_a_living_round(view):
+            return
+        found = diagnosis.of_node(view, self._join_deadline - now)
+        if self._pace.tells(found.lasting, now):
+            yield from Tell("waiting", str(found))
 
     def _take_orders(self) -> None:
         if self._join_ordered:
             self._join_ordered = False
             self._joining = True
             self._joined_at = self._clock()
+            self._pace = diagnosis.Pace(self._joined_at)
             self._join_deadline = self._joined_at + self._join_timeout
             self.record = replace(
                 self.record, status=Status.JOIN, master=None, hosts=True, failed=self._failed
@@ -380,7 +393,8 @@ class Node:
                 self._member = document
                 yield from self._end_join(Outcome(document=document))
             case rules.Fail(failure):
-                yield from self._end_join(Outcome(failure=failure))
+                missed = diagnosis.of_node(self._view())
+                yield from self._end_join(Outcome(failure=failure, diagnosis=missed))
             case rules.Close(document):
                 # The same words as shutdown()'s, which finishes this if it is interrupted.
                 why = f"its workers succeeded: closed by {self.record.label}"

@@ -97,7 +97,8 @@ class Life:
                 request = work.send(answer)
             except StopIteration:
                 return names
-            names.append(_name(request))
+            if not isinstance(request, effects.Tell):
+                names.append(_name(request))
             answer = self._perform(request)
 
     def waits(self) -> bool:
@@ -109,7 +110,8 @@ class Life:
         return entry is None or entry.version == self.request.version
 
     def answer(self) -> None:
-        self.log.append(_name(self.request))
+        if not isinstance(self.request, effects.Tell):
+            self.log.append(_name(self.request))
         try:
             answer = self._perform(self.request)
         except (RendezvousConnectionError, RendezvousStateError) as error:
