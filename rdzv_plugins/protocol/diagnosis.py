@@ -158,7 +158,7 @@ def _without_records(
                 limit=_TO_JOIN,
             )
         case Phase.CONFIRMING:
-            does = f"confirming round {document.round} of {_size(document)}{led}"
+            does = f"confirming round {document.round}, {_size(document)}{led}"
             return Diagnosis(does=does, seconds=join_left, limit=_TO_JOIN)
         case Phase.RUNNING:
             return Diagnosis(does=f"running round {document.round}, {_size(document)}{led}")
@@ -262,7 +262,7 @@ def _confirming(
         names = Names().plus(_labels(records, missing))
         does += f"{len(missing)} of {_count(len(document.participants))} {have}: {names}"
     else:
-        does += f"all of {_count(len(document.participants))} have confirmed their rank"
+        does += "all nodes have confirmed their rank"
     return Diagnosis(does=does, seconds=times.join, limit=_TO_JOIN)
 
 

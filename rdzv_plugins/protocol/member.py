@@ -320,7 +320,7 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
     this_round = document.incarnation, document.round
     number, rules = document.round, view.rules
     if document.phase is Phase.FORMING and number > 0:
-        about = "lost" if document.cause.lost or document.cause.evicted else "forming"
+        about = "lost" if document.cause.lost else "forming"
         yield about, this_round, f"round {number} forms: {document.reason}"
     if document.lost and document.leader == view.me:
         records = view.records or {}
