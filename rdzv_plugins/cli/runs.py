@@ -63,7 +63,12 @@ def status(
     with connect(backend, endpoint, run_id, conf) as client:
         seen = _Observation(client)
         seen.watch()
-        plain_console().print(_describe(seen, run_id))
+        console = plain_console()
+        summary, *tables = _describe(seen, run_id)
+        # A pipe gets each sentence as one line, as `grep` needs it.
+        console.print(summary, soft_wrap=True)
+        for table in tables:
+            console.print(table)
 
 
 def watch(
@@ -78,7 +83,7 @@ def watch(
         version = None
         seen = _Observation(client)
         while True:
-            live.update(_describe(seen, run_id), refresh=True)
+            live.update(Group(*_describe(seen, run_id)), refresh=True)
             entry = client.wait(STATE_KEY, version, timeout=1.0)
             if entry is None:
                 seen.look()
@@ -86,7 +91,7 @@ def watch(
             version = entry.version
             if RoundDocument.decode(entry.value).phase is Phase.CLOSED:
                 seen.look()
-                live.update(_describe(seen, run_id), refresh=True)
+                live.update(Group(*_describe(seen, run_id)), refresh=True)
                 return
             seen.look()
 
@@ -219,18 +224,19 @@ class _Observation:
         return text
 
 
-def _describe(seen: _Observation, run_id: str) -> RenderableType:
+def _describe(seen: _Observation, run_id: str) -> list[RenderableType]:
+    """The sentence and what belongs to it, and the tables."""
     document = seen.document
     if document is None and _is_torchs(seen.client):
-        return Text(f"run '{run_id}' is of handler=torch, whose state cannot be shown")
+        return [Text(f"run '{run_id}' is of handler=torch, whose state cannot be shown")]
     if document is None:
-        return Text(f"run '{run_id}': nothing is stored under this id")
+        return [Text(f"run '{run_id}': nothing is stored under this id")]
     summary = Text(f"run '{run_id}': {seen.sentence}")
     if document.master:
         summary.append(f"\nMASTER {document.master}")
     if document.reason and not document.closed:
         summary.append(f"\nwhy this round: {document.reason}")
-    return Group(summary, _nodes(document, seen), _rounds(history.read(seen.client)))
+    return [summary, _nodes(document, seen), _rounds(history.read(seen.client))]
 
 
 def _nodes(document: RoundDocument, seen: _Observation) -> Table:
