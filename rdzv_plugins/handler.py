@@ -180,15 +180,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
         # An agent that asks again without having been told to has workers that failed.
-        failed = self._store is not None and not self._was_told
-        if self._store is None:
-            low, high = self._rules.min_nodes, self._rules.max_nodes
-            me, store = self._node.record.label, self._client.name
-            self._log.info(f"joined as {me} on {store}, --nnodes={low}:{high}")
-        else:
-            why = "its workers failed" if failed else "its round is over"
-            self._log.info(f"{self._node.record.label} asks for the next round: {why}")
-        outcome = self._driver.join(failed)
+        outcome = self._driver.join(failed=self._store is not None and not self._was_told)
         self._was_told = False
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
@@ -202,10 +194,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         }
         rank, world_size = document.ranks[self._node.id], len(document.participants)
         address, _, port = (document.master or "").rpartition(":")
-        self._log.info(
-            f"round {document.round}: rank {rank} of {world_size}, MASTER {document.master} "
-            f"({document.reason})"
-        )
         if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
             self._name_the_others(document)
         self._store = AgentStore(
@@ -435,7 +423,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         latest = self._node.latest
         match outcome.failure:
             case Failure.SPARE_CLOSED if latest is None or latest.outcome is not Outcome.FAILED:
-                self._log.info("it ended while this node was a spare")
                 return SystemExit(0)
             case Failure.CLOSED | Failure.SPARE_CLOSED:
                 why = f" ({latest.reason})" if latest is not None and latest.reason else ""
@@ -500,7 +487,7 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
     settings, connect = opener(load(client), params)
     set_up(settings.log_level)
     opened = connect(params.run_id)
-    log.debug("connected to %s at '%s'", opened.name, redact(params.endpoint))
+    log.info("run '%s': connected to %s '%s'", params.run_id, opened.name, redact(params.endpoint))
     try:
         tombstones = Tombstones(partial(connect, tombstone_run_id(params.run_id)))
         return _over(opened, tombstones, params, settings)

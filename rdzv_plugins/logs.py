@@ -66,5 +66,7 @@ class RunLog:
             "rdzv_node": self._node.record.label,
             "rdzv_cause": latest.reason if latest is not None else "",
         }
-        # The line is that of the caller's caller.
-        self._logger.log(level, "run '%s': %s", self._run_id, text, extra=fields, stacklevel=3)
+        # A server's error, or an address that stands in the store, may have line breaks.
+        line = " ".join(text.splitlines())
+        # The place in the source is that of the caller's caller.
+        self._logger.log(level, "run '%s': %s", self._run_id, line, extra=fields, stacklevel=3)

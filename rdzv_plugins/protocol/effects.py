@@ -162,9 +162,10 @@ class ReadTombstone(Effect[RunOutcome | None]):
 class Tell(Effect[None]):
     """A line for people in this node's log.
 
-    ``about`` tells kinds of lines apart. A normal life has ``waiting`` (for what a join waits),
-    ``forming`` (why the next round) and ``closed`` (by whom); ``lost`` (also why the next round),
-    ``spare``, ``settings``, ``evicted``, ``master`` and ``tombstone`` are warnings.
+    ``about`` tells kinds of lines apart. A normal life has ``joined``, ``waiting`` (for what),
+    ``forming`` (why the next round), ``round`` (which rank) and ``closed`` (by whom). The others
+    are warnings: ``lost`` (why the next round), ``spare``, ``settings``, ``evicted``, ``master``
+    and ``tombstone``.
     """
 
     about: str
@@ -172,7 +173,7 @@ class Tell(Effect[None]):
 
     @property
     def warns(self) -> bool:
-        return self.about not in ("waiting", "forming", "closed")
+        return self.about not in ("joined", "waiting", "forming", "round", "closed")
 
 
 @dataclass(frozen=True, slots=True)

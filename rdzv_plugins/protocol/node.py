@@ -122,6 +122,8 @@ class Node:
         self._opening: tuple[str, float] | None = None
         self._told: set[tuple[str, object]] = set()
         self._pace = diagnosis.Pace(clock())
+        # What to tell once the record that asks for a round has been written.
+        self._news: str | None = None
 
     @property
     def document(self) -> RoundDocument | None:
@@ -249,6 +251,9 @@ class Node:
         seen = self._seen
         if self.record.status is not Status.LEFT and not seen.closed:
             yield from self._keep_alive()
+        if self._news is not None and not self._record_due:
+            news, self._news = self._news, None
+            yield from Tell("joined", news)
         yield from seen.observe()
         seen.judge_punctuality()
         view = self._view()
@@ -296,6 +301,7 @@ class Node:
             self.record = replace(
                 self.record, status=Status.JOIN, master=None, hosts=True, failed=self._failed
             )
+            self._news = self._what_it_asks_for()
             self._fresh = self._new_incarnation()
             self._record_due = self._ring = True
             # A node that joins again may have lost the leader: look at it now, not an interval on.
@@ -307,6 +313,13 @@ class Node:
                 # No node waits for this: do not ring the bell.
                 self.record = replace(self.record, status=Status.DONE)
                 self._record_due = True
+
+    def _what_it_asks_for(self) -> str:
+        if self._member is None:
+            nnodes = f"{self._rules.min_nodes}:{self._rules.max_nodes}"
+            return f"joined as {self.record.label}, --nnodes={nnodes}"
+        why = "its workers failed" if self._failed else "its round is over"
+        return f"{self.record.label} asks for the next round: {why}"
 
     def _new_incarnation(self) -> str:
         return f"{self._chance.getrandbits(64):016x}"
@@ -392,6 +405,9 @@ class Node:
             case rules.Start(document):
                 self._member = document
                 yield from self._end_join(Outcome(document=document))
+                place = f"rank {document.ranks[self.id]} of {len(document.participants)}"
+                text = f"round {document.round}: {place}, MASTER {document.master}"
+                yield from Tell("round", f"{text} ({document.reason})")
             case rules.Fail(failure):
                 missed = diagnosis.of_node(self._view())
                 yield from self._end_join(Outcome(failure=failure, diagnosis=missed))

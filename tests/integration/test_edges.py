@@ -228,7 +228,7 @@ def test_the_agents_logs_say_what_happens(submit: Submit, record_property: Measu
     job.start_at("c")
     world = job.await_begun("abc")
     for rank, name in enumerate("abc"):
-        shown.append(job.await_line(name, f"joined as {job.label(name)} on redis, --nnodes=3:3"))
+        shown.append(job.await_line(name, f"joined as {job.label(name)}, --nnodes=3:3"))
         shown.append(job.await_line(name, f"round 0: rank {rank} of 3, MASTER {world.master}"))
     lost = job.label("c")
     job.agents["c"].kill()

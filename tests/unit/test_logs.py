@@ -19,6 +19,7 @@ from rdzv_plugins.logs import set_up
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import Outcome, Phase, Status
 from rdzv_plugins.protocol.member import remarks
+from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from tests import replace
 from tests.unit.crowd import Crowd
@@ -29,7 +30,7 @@ from tests.unit.views import all_running, document, record, view
 
 ME = f"127.0.0.1[{os.getpid()}]"
 
-Lines = Callable[[], list[str]]
+Lines = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -40,10 +41,11 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Lines:
-    """The lines of all nodes since the last call, without the name of the run."""
+    """The lines of all nodes since the last call, without the name of the run; waits for them."""
     caplog.set_level(logging.INFO, "rdzv_plugins")
 
-    def fresh() -> list[str]:
+    def fresh(number: int = 0) -> list[str]:
+        until(lambda: len(caplog.records) >= number, 5.0)
         found = [it.getMessage() for it in caplog.records if it.name.startswith("rdzv_plugins")]
         caplog.clear()
         assert all(line.startswith("run 'run': ") for line in found), found
@@ -57,9 +59,9 @@ class TestAHandlersLife:
         stays, other = (site.handler(1, 2) for _ in range(2))
         site.join(stays, other)
         master = site.document.master if site.document else None
-        assert sorted(lines()) == [
-            f"joined as {ME} on memory, --nnodes=1:2",
-            f"joined as {ME} on memory, --nnodes=1:2",
+        assert sorted(lines(4)) == [
+            f"joined as {ME}, --nnodes=1:2",
+            f"joined as {ME}, --nnodes=1:2",
             f"round 0: rank 0 of 2, MASTER {master} (first round)",
             f"round 0: rank 1 of 2, MASTER {master} (first round)",
         ]
@@ -67,7 +69,7 @@ class TestAHandlersLife:
         site.await_that(stays.num_nodes_waiting)
         site.join(stays)
         master = site.document.master if site.document else None
-        assert lines() == [
+        assert lines(4) == [
             f"{ME} has left",
             f"round 1 forms: {ME} left",
             f"{ME} asks for the next round: its round is over",
@@ -79,24 +81,24 @@ class TestAHandlersLife:
     def test_who_is_lost(self, site: Site, lines: Lines) -> None:
         stays, dies = (site.handler(1, 2) for _ in range(2))
         site.join(stays, dies)
+        lines(4)
         site.kill(dies)
-        lines()
         site.await_that(stays.num_nodes_waiting)
-        assert lines() == [f"round 1 forms: lost {ME}: lease ran out"]
+        assert lines(1) == [f"round 1 forms: lost {ME}: lease ran out"]
 
     def test_workers_that_failed(self, site: Site, lines: Lines) -> None:
         alone = site.handler(1, 1)
         site.join(alone)
-        lines()
+        lines(2)
         site.join(alone)
-        first, *_, last = lines()
+        first, *_, last = lines(3)
         assert first == f"{ME} asks for the next round: its workers failed"
         assert last.endswith(f"({ME} joined again (its workers failed))")
 
     def test_a_steady_node_says_nothing(self, site: Site, lines: Lines) -> None:
         alone = site.handler(1, 1, keep_alive_interval=0.05)
         site.join(alone)
-        lines()
+        lines(2)
         beat = alone._node.record.beat
         site.await_that(lambda: alone._node.record.beat > beat + 10)
         assert lines() == []
@@ -119,6 +121,7 @@ class TestAHandlersLife:
         alone = site.handler(1, 1)
         site.join(alone)
         site.join(alone)
+        assert until(lambda: len(caplog.records) == 5, 5.0)
         alone.shutdown()
         why = f"{ME} joined again (its workers failed)"
         found = [
@@ -133,6 +136,11 @@ class TestAHandlersLife:
         ]
 
 
+def waits(life: Life) -> list[str]:
+    """Its lines about what it waits for."""
+    return [line for line in life.said if line.startswith("waiting")]
+
+
 class TestANodesLife:
     """On virtual time."""
 
@@ -144,7 +152,7 @@ class TestANodesLife:
         began = time.now
         while not leader.outcomes:
             leader.wake()
-        told = [(line.rpartition("; ")[0], line.rpartition("; ")[2]) for line in leader.said]
+        told = [(line.rpartition("; ")[0], line.rpartition("; ")[2]) for line in waits(leader)]
         assert {does for does, _ in told} == {"waiting for 2 nodes: 1 of 3 is here"}
         left = [int(seconds.partition(" ")[0]) for _, seconds in told]
         assert len(left) == 2, "one once it has settled, one 30 s later"
@@ -167,24 +175,29 @@ class TestANodesLife:
             leader.go()
             other.wake()
             leader.wake()
-        assert [line.partition(";")[0] for line in leader.said] == [
+        assert [line.partition(";")[0] for line in waits(leader)] == [
             "waiting for 2 nodes: 1 of 3 is here",
             "waiting for 1 node: 2 of 3 are here",
         ]
-        assert [line.partition(";")[0] for line in other.said] == [
+        assert [line.partition(";")[0] for line in waits(other)] == [
             "waiting for a round of 3 nodes, led by n1[1]",
         ]
 
     def test_a_round_that_forms_at_once_is_not_waited_for(self, pair: tuple[Life, Life]) -> None:
         leader, joiner = pair
         finish(leader, joiner)
-        assert leader.said == joiner.said == []
+        leader.go()
+        for life, rank in ((leader, 0), (joiner, 1)):
+            assert life.said == [
+                f"joined as n{rank + 1}[1], --nnodes=2:2",
+                f"round 0: rank {rank} of 2, MASTER host:1 (first round)",
+            ]
 
     def test_telling_asks_nothing_of_the_store(self, server: MemoryServer, time: Time) -> None:
         leader = Life("n1", server, time, RULES)
         leader.go()
         asked = {tuple(leader.wake()) for _ in range(40)}
-        assert leader.said
+        assert waits(leader)
         assert len(asked) == 2, "with a beat and without"
 
     def test_a_closed_run_is_told_by_who_closed_it_and_by_the_others(self) -> None:
@@ -224,7 +237,7 @@ class TestANodesLife:
 
     def test_what_belongs_to_a_normal_life_is_no_warning(self) -> None:
         normal = [about for about in ABOUT if not effects.Tell(about, "").warns]
-        assert normal == ["waiting", "forming", "closed"]
+        assert normal == ["joined", "waiting", "forming", "round", "closed"]
 
 
 ABOUT = re.findall(r"``(\w+)``", effects.Tell.__doc__ or "")[1:]
