@@ -241,7 +241,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             latest = self._node.latest
             if latest is None and self._client.get(STATE_KEY) is None:
                 latest = never_seen
-            self._close(latest, Outcome.CLOSED, "closed", may_close=lambda _: True)
+            self._close(latest, Outcome.CLOSED, "by request", may_close=lambda _: True)
 
         retry(close, timeout=self._settings.close_timeout, retryable=store_is_away)
 

@@ -81,6 +81,9 @@ def close_run(
                 return True
             continue
         if document.closed:
+            if document.cause.note != why and not (latest is not None and latest.closed):
+                # This node has not seen that, so that no remark has told it.
+                yield from Tell("closed", f"the run is closed: {document.reason}")
             if not document.expires and entry is not None and document.cause.note == why:
                 # This node closed it just now, and could not do the rest. Not for others: thousands
                 # come here at once when a job ends.

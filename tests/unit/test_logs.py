@@ -78,6 +78,22 @@ class TestAHandlersLife:
         assert stays.shutdown()
         assert lines() == [f"the run is closed: its workers succeeded: closed by {ME}"]
 
+    def test_who_finds_the_run_closed_says_by_whom(self, site: Site, lines: Lines) -> None:
+        cut = site.client()
+        first, second = site.handler(2, 2), site.handler(2, 2, cut)
+        site.join(first, second)
+        lines(4)
+        first.set_closed()
+        assert lines(1) == [f"the run is closed: by request: closed by {ME}"]
+        # The document is all that it reads from here on.
+        second._driver.stop(5.0)
+        first._driver.stop(5.0)
+        lines()
+        second._close(site.document, Outcome.SUCCEEDED, "its workers succeeded", lambda _: True)
+        assert lines() == [], "its node had seen that"
+        second._close(None, Outcome.SUCCEEDED, "its workers succeeded", lambda _: True)
+        assert lines() == [f"the run is closed: by request: closed by {ME}"]
+
     def test_who_is_lost(self, site: Site, lines: Lines) -> None:
         stays, dies = (site.handler(1, 2) for _ in range(2))
         site.join(stays, dies)
