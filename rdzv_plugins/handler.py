@@ -291,6 +291,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             f"{why}: closed by {self._node.record.label}",
             self._settings.sweep_after,
             may_close=may_close,
+            told=self._node.told_of_the_end,
         )
         return carry_out(self._client, self._tombstones, work, self._log.tell)
 

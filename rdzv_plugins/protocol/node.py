@@ -141,6 +141,11 @@ class Node:
         return self._seen.latest
 
     @property
+    def told_of_the_end(self) -> bool:
+        """Whether its log says that the run was closed."""
+        return self.latest is not None and ("closed", self.latest.incarnation) in self._told
+
+    @property
     def done(self) -> bool:
         """Whether this node's workers succeeded in the last round that its agent was given."""
         return self.record.status is Status.DONE or self._done_reported
@@ -259,8 +264,8 @@ class Node:
         view = self._view()
         for about, key, text in member.remarks(view):
             if (about, key) not in self._told:
-                self._told.add((about, key))
                 yield from Tell(about, text)
+                self._told.add((about, key))
         action = member.decide(view)
         writes = isinstance(action, rules.Write | rules.Abdicate)
         if view.records is not None and not (seen.document_is_fresh or writes):
