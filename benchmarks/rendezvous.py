@@ -68,6 +68,8 @@ def host(run: Run, share: int, first: bool, start: Event, results: Any) -> None:
     # By default hundreds of waiting threads each request the interpreter every 5 ms. The resulting
     # 100,000 switches a second would dominate the measurement. Real nodes have one process each.
     sys.setswitchinterval(0.05)
+    # The lines of hundreds of nodes in one terminal.
+    os.environ.setdefault("RDZV_PLUGINS_LOG_LEVEL", "WARNING")
     handlers = [make_handler(run, first and index == 0) for index in range(share)]
     # A garbage collection over torch's modules takes 0.2 s and could fall into the measurement.
     gc.collect()

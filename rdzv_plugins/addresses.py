@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rdzv_plugins.endpoint import parse_endpoint
 
-__all__ = ["loopback", "node_address", "store_hosts"]
+__all__ = ["is_out_of_reach", "loopback", "node_address", "store_hosts"]
 
 T = TypeVar("T")
 Address = IPv4Address | IPv6Address
@@ -62,6 +62,18 @@ def store_hosts(endpoint: str) -> list[tuple[str, int]]:
         return [*parse_endpoint(endpoint, default_port=_ANYWHERE[1], schemes=[scheme]).hosts]
     except ValueError:
         return []
+
+
+def is_out_of_reach(address: str, store_hosts: Iterable[tuple[str, int]]) -> bool:
+    """Whether ``address`` is loopback while the store, as its route shows, is on another host."""
+    try:
+        if address != "localhost" and not ip_address(address).is_loopback:
+            return False
+    except ValueError:
+        return False
+    hosts = list(store_hosts)
+    route = _within(_RESOLVER_SECONDS, lambda: _route(hosts), None)
+    return route is not None and not route.is_loopback
 
 
 def loopback() -> str:

@@ -70,6 +70,9 @@ class Settings:
                                     the lease
     abandoned_ttl           3600    seconds until the keys of a run without a leader expire; at
                                     least four leases
+    log_level               INFO    from which level on this package's lines go to stderr: DEBUG,
+                                    INFO, WARNING or ERROR; without effect where the application
+                                    has set up logging
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
                                     this backend; it has no restart_on_loss, rank_order and rank)
     ======================= ======= ===============================================================
@@ -88,6 +91,7 @@ class Settings:
     rejoin_timeout: float = option(600.0, least=0.001)
     closed_ttl: float = option(60.0, least=0)
     abandoned_ttl: float = option(3600.0, least=1)
+    log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     handler: str = option("rdzv", choices=("rdzv", "torch"))
 
     @property

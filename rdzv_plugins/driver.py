@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rdzv_plugins import history
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.logs import RunLog
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
 from rdzv_plugins.protocol.node import Node
@@ -52,7 +53,7 @@ class Driver:
         self._client = client
         self._tombstones = tombstones
         self._open_master = open_master
-        self._run = f"run '{run_id}'"
+        self._log = RunLog(log, run_id, node)
         self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
         self._opener: _Opener | None = None
@@ -157,8 +158,8 @@ class Driver:
                 return self._deliver(outcome)
             case effects.OpenMaster(world_id, seconds):
                 return self._open_master_within(world_id, seconds)
-            case effects.Tell(_, text):
-                return log.warning("%s: %s", self._run, text)
+            case effects.Tell():
+                return self._log.tell(request)
             case effects.Rest(seconds):
                 _empty(self._nudges)
                 with suppress(Empty):
@@ -193,16 +194,16 @@ class Driver:
         if isinstance(error, RendezvousStateError):
             # The store answers: what it holds, or this host, is at fault.
             if str(error) != self._told:
-                log.error("%s", error)
+                self._log.error(str(error))
             self._told = str(error)
         elif self._outage_since is None:
             self._outage_since = time.monotonic()
-            log.warning("%s -- what runs goes on, and this node keeps trying", error)
+            self._log.warning(f"{error} -- what runs goes on, and this node keeps trying")
 
     def _note_success(self, request: effects.Effect[Any]) -> None:
         if self._outage_since is None or isinstance(request, effects.Rest | effects.FinishJoin):
             return
-        log.warning("the store is back after %.1f s", time.monotonic() - self._outage_since)
+        self._log.warning(f"the store is back after {time.monotonic() - self._outage_since:.1f} s")
         self._outage_since = None
 
 
@@ -224,7 +225,7 @@ class _Opener:
 
 
 def perform(client: KeyValueClient, tombstones: Tombstones, request: effects.Effect[Any]) -> Any:
-    """Carry out one effect with one call on the store."""
+    """Carry out one effect with one call on the store; `effects.Tell` is not for a store."""
     match request:
         case effects.Park(key, version, seconds):
             return client.wait(key, version, seconds)
@@ -251,15 +252,16 @@ def perform(client: KeyValueClient, tombstones: Tombstones, request: effects.Eff
             return tombstones.put(document)
         case effects.ReadTombstone(incarnation):
             return tombstones.get(incarnation)
-        case effects.Tell(_, text):
-            return log.warning("%s", text)
         case effects.RecordHistory(document, seconds, members):
             return history.append(client, document, seconds, members)
     raise TypeError(f"{request!r} is not for a store")
 
 
 def carry_out(
-    client: KeyValueClient, tombstones: Tombstones, work: Generator[effects.Effect[Any], Any, T]
+    client: KeyValueClient,
+    tombstones: Tombstones,
+    work: Generator[effects.Effect[Any], Any, T],
+    tell: Callable[[effects.Tell], None],
 ) -> T:
     """Drive ``work`` to its end in the calling thread; raises what it makes of a failed request."""
     answer: Any = None
@@ -271,6 +273,9 @@ def carry_out(
             result: T = end.value
             return result
         answer = error = None
+        if isinstance(request, effects.Tell):
+            tell(request)
+            continue
         try:
             answer = perform(client, tombstones, request)
         except (RendezvousConnectionError, RendezvousStateError) as failure:

@@ -28,18 +28,18 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins.addresses import loopback, node_address, store_hosts
+from rdzv_plugins.addresses import is_out_of_reach, loopback, node_address, store_hosts
 from rdzv_plugins.config import Settings
 from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.retry import retry, store_is_away
+from rdzv_plugins.logs import RunLog, set_up
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
-    Cause,
     Names,
     NodeRecord,
     Outcome,
@@ -126,6 +126,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             time.monotonic,
             random.Random(secrets.randbits(64)),
         )
+        self._log = RunLog(log, run_id, self._node)
         self._driver = Driver(self._node, client, tombstones, self._open_master, run_id)
         self._ending = threading.Lock()
         self._ended = False
@@ -138,10 +139,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         atexit.register(self._at_exit)
         self._signals = SignalWatch(self._at_exit, f"rdzv-{run_id}-signals")
         if run_id == _DEFAULT_RUN_ID:
-            log.warning(
-                "the run id is '%s', torch's default: every job on this store that has none is in "
-                "the same run. Give each job an --rdzv-id of its own",
-                run_id,
+            self._log.warning(
+                f"the run id is '{run_id}', torch's default: every job on this store that has none "
+                "is in the same run. Give each job an --rdzv-id of its own"
             )
 
     def get_backend(self) -> str:
@@ -194,10 +194,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         }
         rank, world_size = document.ranks[self._node.id], len(document.participants)
         address, _, port = (document.master or "").rpartition(":")
-        log.info(
-            "run '%s', round %d: rank %d of %d (%s)",
-            self._run_id, document.round, rank, world_size, document.reason,
-        )  # fmt: skip
         if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
             self._name_the_others(document)
         self._store = AgentStore(
@@ -245,7 +241,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             latest = self._node.latest
             if latest is None and self._client.get(STATE_KEY) is None:
                 latest = never_seen
-            self._close(latest, Outcome.CLOSED, "closed", may_close=lambda _: True)
+            self._close(latest, Outcome.CLOSED, "by request", may_close=lambda _: True)
 
         retry(close, timeout=self._settings.close_timeout, retryable=store_is_away)
 
@@ -277,7 +273,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             timeout = self._settings.close_timeout
             if not retry(close, timeout=timeout, retryable=store_is_away):
                 # The node was replaced meanwhile.
-                carry_out(self._client, self._tombstones, self._node.farewell())
+                self._say_farewell()
 
         return self._end(end, "the run could not be closed")
 
@@ -295,17 +291,22 @@ class StoreRendezvousHandler(RendezvousHandler):
             f"{why}: closed by {self._node.record.label}",
             self._settings.sweep_after,
             may_close=may_close,
+            told=self._node.told_of_the_end,
         )
-        return carry_out(self._client, self._tombstones, work)
+        return carry_out(self._client, self._tombstones, work, self._log.tell)
 
     def _leave(self) -> bool:
         """Tell the others that this node is gone, without closing the run."""
 
         def leave() -> None:
             if self._node.latest is None or not self._node.latest.closed:
-                carry_out(self._client, self._tombstones, self._node.farewell())
+                self._say_farewell()
 
         return self._end(leave, "this node could not announce that it leaves")
+
+    def _say_farewell(self) -> None:
+        carry_out(self._client, self._tombstones, self._node.farewell(), self._log.tell)
+        self._log.info(f"{self._node.record.label} has left")
 
     def _leave_at_exit(self) -> None:
         for _ in range(_SIGNALS_BORNE):
@@ -336,7 +337,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 last_word()
                 told.append(True)
             except (RendezvousConnectionError, RendezvousStateError) as error:
-                log.warning("run '%s': %s: %s", self._run_id, failed, error)
+                self._log.warning(f"{failed}: {error}")
             finally:
                 self._release()
 
@@ -368,11 +369,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         found = (readable(entries.get(NODES_PREFIX + node)) for node in document.participants)
         labels = [record.label for record in found if record is not None]
         shown = Names().plus(labels)
-        log.warning(
-            "the run id is '%s', torch's default, so that these nodes are in one run, of whatever "
-            "jobs they are: %s",
-            self._run_id,
-            shown,
+        self._log.warning(
+            f"the run id is '{self._run_id}', torch's default, so that these nodes are in one run, "
+            f"of whatever jobs they are: {shown}"
         )
 
     def _open_master(self, world_id: str) -> str:
@@ -428,7 +427,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         latest = self._node.latest
         match outcome.failure:
             case Failure.SPARE_CLOSED if latest is None or latest.outcome is not Outcome.FAILED:
-                log.info("%s ended while this node was a spare", run)
                 return SystemExit(0)
             case Failure.CLOSED | Failure.SPARE_CLOSED:
                 why = f" ({latest.reason})" if latest is not None and latest.reason else ""
@@ -451,20 +449,19 @@ class StoreRendezvousHandler(RendezvousHandler):
                     more = f"; last_call_timeout alone is {rules.last_call:g} s"
                 return RendezvousTimeoutError(
                     f"{run} did not complete a round of {rules.min_nodes} to {rules.max_nodes} "
-                    f"nodes within {patience:g} s{self._whom_it_misses()}{more}"
+                    f"nodes within {patience:g} s: {self._what_it_waited_for(outcome)}{more}"
                 )
         return outcome.error or RendezvousStateError(f"{run} ended without an outcome")
 
-    def _whom_it_misses(self) -> str:
-        """Who was lost or left since the last round, or came for this one and left."""
-        document = self._node.document
-        cause = document.cause if document is not None else Cause()
+    def _what_it_waited_for(self, outcome: effects.Outcome) -> str:
+        """The sentence as it was in the end, with those who came for this round and left."""
+        if outcome.diagnosis is None:
+            return "nothing is known of it"
+        left: set[str] = set()
         with suppress(RendezvousConnectionError):
             records = map(readable, self._client.list(NODES_PREFIX).values())
-            left = [it.label for it in records if it is not None and it.status is Status.LEFT]
-            cause = cause.plus(left={*left} - {self._node.record.label})
-        missed = [f"{name} {names}" for name in ("lost", "left") if (names := getattr(cause, name))]
-        return f"; missing: {', '.join(missed)}" if missed else ""
+            left = {it.label for it in records if it is not None and it.status is Status.LEFT}
+        return str(outcome.diagnosis.at_the_end(left - {self._node.record.label}))
 
 
 def _is_local(address: str) -> bool:
@@ -503,8 +500,9 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
         RendezvousConnectionError: the store cannot be reached or refuses us.
     """
     settings, connect = opener(load(client), params)
+    set_up(settings.log_level)
     opened = connect(params.run_id)
-    log.debug("connected to %s at '%s'", opened.name, redact(params.endpoint))
+    log.info("run '%s': connected to %s '%s'", params.run_id, opened.name, redact(params.endpoint))
     try:
         tombstones = Tombstones(partial(connect, tombstone_run_id(params.run_id)))
         return _over(opened, tombstones, params, settings)
@@ -524,7 +522,15 @@ def _over(
 
         return create_torch_handler(params, settings, client)
     rules = rules_of(settings, params.min_nodes, params.max_nodes)
-    address = node_address(params.local_addr, store_hosts(params.endpoint))
+    hosts = store_hosts(params.endpoint)
+    address = node_address(params.local_addr, hosts)
+    if params.max_nodes > 1 and is_out_of_reach(address, hosts):
+        log.warning(
+            "run '%s': the address of this node, '%s', is loopback, but the store is on another "
+            "host: other hosts cannot reach this one. Name an address with --local-addr",
+            params.run_id,
+            address,
+        )
     return StoreRendezvousHandler(client, tombstones, params.run_id, rules, settings, address)
 
 

@@ -25,6 +25,7 @@ from rdzv_plugins.cli.options import (
     settings,
 )
 from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
+from rdzv_plugins.protocol.diagnosis import diagnose
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -32,7 +33,9 @@ from rdzv_plugins.protocol.documents import (
     Outcome,
     Phase,
     RoundDocument,
+    Status,
 )
+from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
 __all__ = ["clean", "close", "status", "watch"]
@@ -40,14 +43,32 @@ __all__ = ["clean", "close", "status", "watch"]
 _NODES_SHOWN = 64
 _ROUNDS_SHOWN = 10
 
+# How long `status` watches heartbeats while a round forms, and how long at most if none comes.
+_WATCHED_SECONDS = 2.0
+_LONGEST_WATCH_SECONDS = 12.0
+_LOOK_SECONDS = 0.2
+# A node's heartbeats are up to 1.1 intervals apart; the rest is for slow requests.
+_DUE_INTERVALS = 1.2
+
 
 def status(
     run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
     conf: ConfOption = "",
 ) -> None:  # fmt: skip
-    """Show the nodes in a run, the nodes that wait, and why the run restarted."""
+    """Show what a run does and waits for, its nodes, and why it restarted.
+
+    Whether its nodes live shows in their heartbeats only: it takes up to 2 s, longer if there are
+    none.
+    """
     with connect(backend, endpoint, run_id, conf) as client:
-        plain_console().print(_describe(client, run_id))
+        seen = _Observation(client)
+        seen.watch()
+        console = plain_console()
+        summary, *tables = _describe(seen, run_id)
+        # A pipe gets each sentence as one line, as `grep` needs it.
+        console.print(summary, soft_wrap=True)
+        for table in tables:
+            console.print(table)
 
 
 def watch(
@@ -60,15 +81,19 @@ def watch(
         Live(console=plain_console(), auto_refresh=False) as live,
     ):
         version = None
+        seen = _Observation(client)
         while True:
-            live.update(_describe(client, run_id), refresh=True)
+            live.update(Group(*_describe(seen, run_id)), refresh=True)
             entry = client.wait(STATE_KEY, version, timeout=1.0)
             if entry is None:
+                seen.look()
                 continue
             version = entry.version
             if RoundDocument.decode(entry.value).phase is Phase.CLOSED:
-                live.update(_describe(client, run_id), refresh=True)
+                seen.look()
+                live.update(Group(*_describe(seen, run_id)), refresh=True)
                 return
+            seen.look()
 
 
 def close(
@@ -91,7 +116,8 @@ def close(
         )
         why = "closed by the command rdzv close"
         work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close=lambda _: True)
-        carry_out(client, tombstones, work)
+        # The line below tells it.
+        carry_out(client, tombstones, work, tell=lambda _: None)
         typer.echo(
             f"closed run '{run_id}': the current round continues, no further round forms; "
             f"its id can be used again in {ttl:g} s"
@@ -148,26 +174,73 @@ def _records(client: KeyValueClient) -> dict[str, NodeRecord]:
     return records
 
 
-def _describe(client: KeyValueClient, run_id: str) -> RenderableType:
-    entry = client.get(STATE_KEY)
-    if entry is None and _is_torchs(client):
-        return Text(f"run '{run_id}' is of handler=torch, whose state cannot be shown")
-    if entry is None:
-        return Text(f"run '{run_id}': nothing is stored under this id")
-    document = RoundDocument.decode(entry.value)
-    records = _records(client)
-    summary = Text(
-        f"run '{run_id}': round {document.round} {document.phase.value}, "
-        f"{len(document.participants)} of {document.min_nodes} to {document.max_nodes} nodes"
-    )
+class _Observation:
+    """What stands in the store, and since when each heartbeat stands still on this host's clock."""
+
+    def __init__(self, client: KeyValueClient) -> None:
+        self.client = client
+        self._beats = FailureDetector()
+        self._began = time.monotonic()
+        self.look()
+
+    def look(self) -> None:
+        asked = time.monotonic()
+        entry = self.client.get(STATE_KEY)
+        self.document = RoundDocument.decode(entry.value) if entry else None
+        self.records = _records(self.client)
+        for node, record in self.records.items():
+            self._beats.observe(node, record.beat, asked, time.monotonic())
+
+    def watch(self) -> None:
+        """Look again until it can be told who lives."""
+        while not self._can_tell():
+            time.sleep(_LOOK_SECONDS)
+            self.look()
+
+    def _can_tell(self) -> bool:
+        document = self.document
+        if document is None or document.closed:
+            return True
+        asked = [node for node, it in self.records.items() if it.status is not Status.LEFT]
+        moved = [node for node in asked if self._beats.moved(node)]
+        unknown = [node for node in asked if node not in moved and not self.is_silent(node)]
+        watched = time.monotonic() - self._began
+        if moved and (document.phase is not Phase.FORMING or watched >= _WATCHED_SECONDS):
+            return True
+        return not unknown or watched >= _LONGEST_WATCH_SECONDS
+
+    def is_silent(self, node: str) -> bool:
+        """Whether a heartbeat of the node was due and did not come."""
+        due = _DUE_INTERVALS * self.records[node].interval if node in self.records else 0.0
+        return self._beats.confirmed_silence(node) >= due
+
+    @property
+    def sentence(self) -> str:
+        """What the run does."""
+        quiet = min(map(self._beats.confirmed_silence, self.records), default=0.0)
+        text = str(diagnose(self.document, self.records, self.is_silent, quiet))
+        if quiet >= _LONGEST_WATCH_SECONDS and not all(map(self.is_silent, self.records)):
+            text += f"; no heartbeat came in {quiet:.0f} s, but not each was due"
+        return text
+
+
+def _describe(seen: _Observation, run_id: str) -> list[RenderableType]:
+    """The sentence and what belongs to it, and the tables."""
+    document = seen.document
+    if document is None and _is_torchs(seen.client):
+        return [Text(f"run '{run_id}' is of handler=torch, whose state cannot be shown")]
+    if document is None:
+        return [Text(f"run '{run_id}': nothing is stored under this id")]
+    summary = Text(f"run '{run_id}': {seen.sentence}")
     if document.master:
-        summary.append(f", MASTER {document.master}")
-    if document.reason:
+        summary.append(f"\nMASTER {document.master}")
+    if document.reason and not document.closed:
         summary.append(f"\nwhy this round: {document.reason}")
-    return Group(summary, _nodes(document, records), _rounds(history.read(client)))
+    return [summary, _nodes(document, seen), _rounds(history.read(seen.client))]
 
 
-def _nodes(document: RoundDocument, records: dict[str, NodeRecord]) -> Table:
+def _nodes(document: RoundDocument, seen: _Observation) -> Table:
+    records = seen.records
     table = Table("rank", "node", "status", "round", "heartbeat", "", title_justify="left")
     others = sorted(set(records) - set(document.participants))
     for node in [*document.participants, *others][:_NODES_SHOWN]:
@@ -178,6 +251,8 @@ def _nodes(document: RoundDocument, records: dict[str, NodeRecord]) -> Table:
             notes.append("leader")
         if node in document.lost or record is None:
             notes.append("lost")
+        elif record.status is not Status.LEFT and not document.closed and seen.is_silent(node):
+            notes.append("silent")
         if node in document.previous:
             notes.append("was in the last round")
         table.add_row(

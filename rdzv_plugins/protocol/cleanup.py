@@ -45,6 +45,7 @@ def close_run(
     why: str,
     sweep_after: float,
     may_close: Callable[[RoundDocument], bool],
+    told: bool = False,
 ) -> Effects[bool]:
     """Close a run, whatever its state, and let its keys expire. Rule 14.
 
@@ -56,6 +57,7 @@ def close_run(
         sweep_after: seconds that its keys stay.
         may_close: whether the run may be closed where its document is this one; asked again
             whenever the document changes meanwhile.
+        told: the log of this node says already that another node closed the run.
 
     Returns:
         Whether the run is closed, by this node or another.
@@ -81,6 +83,8 @@ def close_run(
                 return True
             continue
         if document.closed:
+            if document.cause.note != why and not told:
+                yield from Tell("closed", f"the run is closed: {document.reason}")
             if not document.expires and entry is not None and document.cause.note == why:
                 # This node closed it just now, and could not do the rest. Not for others: thousands
                 # come here at once when a job ends.
@@ -93,6 +97,7 @@ def close_run(
         entry, written = yield from CompareAndSet(STATE_KEY, closed.encode(), expected)
         if written and entry is not None:
             break
+    yield from Tell("closed", f"the run is closed: {why}")
     # Joiners wait for the document; the leader waits for its bell.
     yield from Ring(node_id)
     yield from RecordHistory(closed, 0.0, ())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from rdzv_plugins.kv import Entry, Version
+from rdzv_plugins.protocol.diagnosis import Diagnosis
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
 from rdzv_plugins.protocol.documents import Outcome as RunOutcome
 from rdzv_plugins.protocol.rules import Failure
@@ -161,12 +162,18 @@ class ReadTombstone(Effect[RunOutcome | None]):
 class Tell(Effect[None]):
     """A line for people in this node's log.
 
-    ``about`` tells kinds of lines apart: ``found`` (a run that others hold), ``spare``,
-    ``settings``, ``evicted``, ``master``, ``repair``.
+    ``about`` tells kinds of lines apart. A normal life has ``joined``, ``waiting`` (for what),
+    ``forming`` (why the next round), ``round`` (which rank) and ``closed`` (by whom). The others
+    are warnings: ``lost`` (why the next round), ``spare``, ``settings``, ``evicted``, ``master``
+    and ``tombstone``.
     """
 
     about: str
     text: str
+
+    @property
+    def warns(self) -> bool:
+        return self.about not in ("joined", "waiting", "forming", "round", "closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +190,14 @@ class RecordHistory(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a join ended: in a round (``document``), by a `rules.Failure`, or by an error."""
+    """How a join ended: in a round (``document``), by a `rules.Failure`, or by an error.
+
+    ``diagnosis`` is what the node waited for when it failed.
+    """
 
     document: RoundDocument | None = None
     failure: Failure | None = None
+    diagnosis: Diagnosis | None = None
     error: Exception | None = None
 
 

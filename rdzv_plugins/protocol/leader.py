@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.ranks import order_ranks
-from rdzv_plugins.protocol.rules import Action, Close, ListRecords, View, Wait, Write
+from rdzv_plugins.protocol.rules import Action, Close, ListRecords, Rules, View, Wait, Write
 
-__all__ = ["lead", "next_round", "without"]
+__all__ = ["fits", "has_rejoined", "lead", "next_round", "rejoin_patience", "without"]
 
 # Where spares fill the round, the leader waits only this share of `Rules.rejoin` for a participant
 # that does not ask for it.
@@ -40,19 +40,19 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
     awaited = [
         node
         for node in document.previous
-        if not _has_rejoined(document, records.get(node), document.round - 1)
+        if not has_rejoined(document, records.get(node), document.round - 1)
     ]
     gone = [node for node in awaited if _is_gone(view, node, records.get(node))]
     ready = {
         node
         for node in live
-        if _fits(records[node], document)
+        if fits(records[node], document)
         and records[node].status in (Status.JOIN, Status.SPARE)
         and node not in awaited
     }
     enough = len(ready) >= rules.min_nodes
     if pending := without(awaited, gone):  # Rule 5.
-        patience = rules.rejoin * (_SPARES_SUFFICE if len(ready) >= rules.max_nodes else 1.0)
+        patience = rejoin_patience(rules, len(ready))
         if view.round_age >= patience:
             return Write(_evict(document, records, pending, gone))
         if gone:
@@ -65,6 +65,11 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
             return Write(_amend(document, records, gone))
         return Wait(rules.last_call - last_call if enough else None, enough)
     return Write(_name_participants(view, document, records, ready))
+
+
+def rejoin_patience(rules: Rules, ready: int) -> float:
+    """Seconds that a round waits for a live participant of the last one, with so many ready."""
+    return rules.rejoin * (_SPARES_SUFFICE if ready >= rules.max_nodes else 1.0)
 
 
 def _ahead_of(
@@ -167,7 +172,7 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         for node, record in records.items()
         if node not in document.ranks
         and _is_live(view, node, record)
-        and _fits(record, document)
+        and fits(record, document)
         and record.status in (Status.JOIN, Status.SPARE)
     ]
     # A node that was only cut off, and was not replaced, never stopped running.
@@ -220,7 +225,7 @@ def _changes(
     rejoined = [
         node
         for node in document.participants
-        if node not in lost and _has_rejoined(document, records.get(node), document.round)
+        if node not in lost and has_rejoined(document, records.get(node), document.round)
     ]
     return lost, rejoined
 
@@ -265,7 +270,7 @@ def _is_done(document: RoundDocument, record: NodeRecord | None) -> bool:
     return record.world_id == document.world_id
 
 
-def _has_rejoined(document: RoundDocument, record: NodeRecord | None, ended_round: int) -> bool:
+def has_rejoined(document: RoundDocument, record: NodeRecord | None, ended_round: int) -> bool:
     """Whether the node asked to join after ``ended_round``; an earlier request does not count."""
     if record is None or record.status not in (Status.JOIN, Status.SPARE):
         return False
@@ -277,7 +282,7 @@ def _round_in(document: RoundDocument, record: NodeRecord) -> int:
     return record.round if record.incarnation == document.incarnation else -1
 
 
-def _fits(record: NodeRecord, document: RoundDocument) -> bool:
+def fits(record: NodeRecord, document: RoundDocument) -> bool:
     return (record.min_nodes, record.max_nodes) == (document.min_nodes, document.max_nodes)
 
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import (
     Cause,
+    Names,
     NodeRecord,
     Outcome,
     Phase,
@@ -302,11 +303,25 @@ def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Actio
 
 def remarks(view: View) -> Iterator[tuple[str, object, str]]:
     """What people should know: its kind, a key for which it is told once, and a sentence."""
-    document = view.document
+    document, latest = view.document, view.latest
+    if latest is not None and latest.closed:
+        if document is None or not document.closed:
+            yield "closed", latest.incarnation, "the run was closed while the store was away"
+        elif not document.reason.endswith(f"closed by {view.record.label}"):
+            # Who closes a run itself has told that.
+            yield "closed", latest.incarnation, f"the run is closed: {document.reason}"
     if document is None or document.closed:
         return
     this_round = document.incarnation, document.round
     number, rules = document.round, view.rules
+    if document.phase is Phase.FORMING and number > 0:
+        about = "lost" if document.cause.lost else "forming"
+        yield about, this_round, f"round {number} forms: {document.reason}"
+    if document.lost and document.leader == view.me:
+        records = view.records or {}
+        labels = [records[node].label if node in records else node for node in document.lost]
+        text = f"round {number} goes on without {Names().plus(labels)}: lease ran out"
+        yield "lost", (*this_round, document.lost), text
     if waits_for_a_living_round(view) and view.leader is not None:
         why = "whose workers are about to end" if document.finishing else "which is full"
         yield (

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
-from rdzv_plugins.protocol import member, rules
+from rdzv_plugins.protocol import diagnosis, member, rules
 from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
@@ -121,6 +121,9 @@ class Node:
         self._opened: tuple[str, str | None, Exception | None] | None = None
         self._opening: tuple[str, float] | None = None
         self._told: set[tuple[str, object]] = set()
+        self._pace = diagnosis.Pace(clock())
+        # What to tell once the record that asks for a round has been written.
+        self._news: str | None = None
 
     @property
     def document(self) -> RoundDocument | None:
@@ -136,6 +139,11 @@ class Node:
     def latest(self) -> RoundDocument | None:
         """As `observer.Observer.latest`."""
         return self._seen.latest
+
+    @property
+    def told_of_the_end(self) -> bool:
+        """Whether its log says that the run was closed."""
+        return self.latest is not None and ("closed", self.latest.incarnation) in self._told
 
     @property
     def done(self) -> bool:
@@ -248,13 +256,16 @@ class Node:
         seen = self._seen
         if self.record.status is not Status.LEFT and not seen.closed:
             yield from self._keep_alive()
+        if self._news is not None and not self._record_due:
+            news, self._news = self._news, None
+            yield from Tell("joined", news)
         yield from seen.observe()
         seen.judge_punctuality()
         view = self._view()
         for about, key, text in member.remarks(view):
             if (about, key) not in self._told:
-                self._told.add((about, key))
                 yield from Tell(about, text)
+                self._told.add((about, key))
         action = member.decide(view)
         writes = isinstance(action, rules.Write | rules.Abdicate)
         if view.records is not None and not (seen.document_is_fresh or writes):
@@ -272,17 +283,30 @@ class Node:
         # runs by now is no failure.
         if not isinstance(action, rules.Start | rules.Fail) and self._is_late():
             action = rules.Fail(Failure.TIMEOUT)
+        if self._joining and isinstance(action, rules.Wait):
+            yield from self._tell_what_it_waits_for(view)
         yield from self._act(action)
+
+    def _tell_what_it_waits_for(self, view: rules.View) -> Effects[None]:
+        now = self._clock()
+        # A remark has told what a spare waits for, which may take days.
+        if not self._pace.is_due(now) or member.waits_for_a_living_round(view):
+            return
+        found = diagnosis.of_node(view, self._join_deadline - now)
+        if self._pace.tells(found.lasting, now):
+            yield from Tell("waiting", str(found))
 
     def _take_orders(self) -> None:
         if self._join_ordered:
             self._join_ordered = False
             self._joining = True
             self._joined_at = self._clock()
+            self._pace = diagnosis.Pace(self._joined_at)
             self._join_deadline = self._joined_at + self._join_timeout
             self.record = replace(
                 self.record, status=Status.JOIN, master=None, hosts=True, failed=self._failed
             )
+            self._news = self._what_it_asks_for()
             self._fresh = self._new_incarnation()
             self._record_due = self._ring = True
             # A node that joins again may have lost the leader: look at it now, not an interval on.
@@ -294,6 +318,13 @@ class Node:
                 # No node waits for this: do not ring the bell.
                 self.record = replace(self.record, status=Status.DONE)
                 self._record_due = True
+
+    def _what_it_asks_for(self) -> str:
+        if self._member is None:
+            nnodes = f"{self._rules.min_nodes}:{self._rules.max_nodes}"
+            return f"joined as {self.record.label}, --nnodes={nnodes}"
+        why = "its workers failed" if self._failed else "its round is over"
+        return f"{self.record.label} asks for the next round: {why}"
 
     def _new_incarnation(self) -> str:
         return f"{self._chance.getrandbits(64):016x}"
@@ -379,8 +410,12 @@ class Node:
             case rules.Start(document):
                 self._member = document
                 yield from self._end_join(Outcome(document=document))
+                place = f"rank {document.ranks[self.id]} of {len(document.participants)}"
+                text = f"round {document.round}: {place}, MASTER {document.master}"
+                yield from Tell("round", f"{text} ({document.reason})")
             case rules.Fail(failure):
-                yield from self._end_join(Outcome(failure=failure))
+                missed = diagnosis.of_node(self._view())
+                yield from self._end_join(Outcome(failure=failure, diagnosis=missed))
             case rules.Close(document):
                 # The same words as shutdown()'s, which finishes this if it is interrupted.
                 why = f"its workers succeeded: closed by {self.record.label}"

@@ -108,10 +108,15 @@ class Job(Run):
         """Wait until a line of an agent's log has all these words."""
 
         def found() -> str | None:
-            lines = self.agents[name].log.read_text(errors="replace").splitlines()
+            lines = self.lines(name)
             return next((line for line in lines if all(word in line for word in words)), None)
 
         return self.await_that(found, f"a line with {words} in the log of {name}", timeout)
+
+    def lines(self, names: Iterable[str]) -> list[str]:
+        """The lines of these agents' logs."""
+        logs = [self.agents[name].log.read_text(errors="replace") for name in names]
+        return [line for log in logs for line in log.splitlines()]
 
     def label(self, name: str) -> str:
         """How the run calls an agent that `start_at` put on its own address."""

@@ -12,16 +12,21 @@ from http.client import HTTPConnection
 
 import pytest
 from rich.table import Table
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
 
 from rdzv_plugins import servers
 from rdzv_plugins.cli import runs, stores
 from rdzv_plugins.cli.options import plain_console
-from rdzv_plugins.handler import create_handler
+from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError, Version
+from rdzv_plugins.protocol.documents import NODES_PREFIX
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
-from rdzv_plugins.testing.threads import together
+from rdzv_plugins.testing.threads import Background, together
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +67,51 @@ def test_status_says_who_is_in_a_run_and_why_it_restarted(
     handlers = form(server, run_id)
     shown = rdzv("status", "-e", server.endpoint, "-i", run_id)
     assert shown.returncode == 0, shown.stderr
-    assert "round 0 running, 2 of 2 to 2 nodes" in shown.stdout
+    assert shown.stdout.startswith(f"run '{run_id}': running round 0, 2 nodes\n")
     assert "why this round: first round" in shown.stdout
     assert "leader" in shown.stdout
     for handler in handlers:
         handler.shutdown()
     assert "closed by" in rdzv("status", "-e", server.endpoint, "-i", run_id).stdout
+
+
+def test_status_of_a_run_without_a_sign_of_life(
+    server: servers.LocalServer, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = form(server, run_id)
+    for handler in handlers:
+        assert isinstance(handler, StoreRendezvousHandler)
+        handler._driver.stop(5)
+    runs.status(run_id, "redis", server.endpoint)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == (
+        f"run '{run_id}': dead: round 0 is running, but none of its nodes lives; 1 s without a "
+        "heartbeat"
+    )
+    assert len([line for line in shown if "silent" in line]) == 2
+    for handler in handlers:
+        handler.shutdown()
+
+
+def test_status_counts_the_nodes_that_wait(
+    server: servers.LocalServer, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = RendezvousParameters(
+        "redis", server.endpoint, run_id, 3, 3, local_addr="127.0.0.1", keep_alive_interval="0.2"
+    )
+    handlers = [create_handler("redis", params) for _ in range(3)]
+    joins = [Background(handler.next_rendezvous) for handler in handlers[:2]]
+    with closing(open_client("redis", server.endpoint, run_id)) as client:
+        assert until(lambda: len(client.list(NODES_PREFIX)) == 2, 10)
+        runs.status(run_id, "redis", server.endpoint)
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[0] == f"run '{run_id}': waiting for 1 node: 2 of 3 are here"
+        runs.close(run_id, "redis", server.endpoint)
+    for join in joins:
+        with pytest.raises(RendezvousClosedError):
+            join.result(10)
+    for handler in handlers:
+        handler.shutdown()
 
 
 def test_status_of_an_unknown_run(server: servers.LocalServer, run_id: str) -> None:

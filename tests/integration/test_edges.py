@@ -216,6 +216,39 @@ def test_an_id_that_a_full_run_holds(submit: Submit, record_property: Measure) -
     record_property("told", job.await_line("b", job.run_id, "full", "spare", job.label("a")))
 
 
+def test_the_agents_logs_say_what_happens(submit: Submit, record_property: Measure) -> None:
+    """torchrun sets no logging up, and its own loggers show warnings only."""
+    job = submit(nodes="3:3")
+    job.start_at("a")
+    job.await_record("a")
+    job.start_at("b")
+    here = f"run '{job.run_id}': waiting for 1 node: 2 of 3 are here"
+    shown = [job.await_line("a", "] " + here, "s to join_timeout")]
+    job.await_line("b", f"waiting for a round of 3 nodes, led by {job.label('a')}")
+    job.start_at("c")
+    world = job.await_begun("abc")
+    for rank, name in enumerate("abc"):
+        shown.append(job.await_line(name, f"joined as {job.label(name)}, --nnodes=3:3"))
+        shown.append(job.await_line(name, f"round 0: rank {rank} of 3, MASTER {world.master}"))
+    lost = job.label("c")
+    job.agents["c"].kill()
+    for name in "ab":
+        shown.append(job.await_line(name, f"round 1 forms: lost {lost}: lease ran out"))
+    shown.append(job.await_line("a", f"{here}; missing: lost {lost}"))
+    job.start_at("d", 3)
+    job.await_begun("abd")
+    shown.append(job.await_line("b", "round 1: rank 1 of 3", f"(lost {lost}: lease ran out;"))
+    for name in "abd":
+        job.finish(name)
+    job.await_ends("abd", 30)
+    for name in "abd":
+        shown.append(job.await_line(name, "the run is closed: its workers succeeded: closed by"))
+    record_property("lines", shown)
+    for name in "abd":
+        own = [line for line in job.lines(name) if "rdzv_plugins." in line]
+        assert len(own) < 20, own
+
+
 @every_store
 @pytest.mark.parametrize("who", ["b", pytest.param("a", marks=soak)])
 def test_a_lost_node_is_named_though_the_others_fail_first(

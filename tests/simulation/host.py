@@ -527,7 +527,8 @@ class Host:
                 continue
             if isinstance(request, effects.Tell):
                 answer = None
-                self.world.inject(f"told: {request.about}")
+                if request.warns:
+                    self.world.inject(f"told: {request.about}")
                 continue
             self._issue(request)
             break

@@ -41,6 +41,7 @@ class Life:
     Attributes:
         down: the store is away for this node.
         fails: which requests fail besides.
+        told, said: the lines of its log: warnings, and others.
         master: what opening a TCPStore comes to; None: it never ends.
     """
 
@@ -56,6 +57,7 @@ class Life:
         self.master: str | Exception | None = "host:1"
         self.log: list[str] = []
         self.told: list[str] = []
+        self.said: list[str] = []
         self.outcomes: list[effects.Outcome] = []
         record = NodeRecord(
             address=name, pid=1, beat=0, status=Status.JOIN, round=-1,
@@ -97,7 +99,8 @@ class Life:
                 request = work.send(answer)
             except StopIteration:
                 return names
-            names.append(_name(request))
+            if not isinstance(request, effects.Tell):
+                names.append(_name(request))
             answer = self._perform(request)
 
     def waits(self) -> bool:
@@ -109,7 +112,8 @@ class Life:
         return entry is None or entry.version == self.request.version
 
     def answer(self) -> None:
-        self.log.append(_name(self.request))
+        if not isinstance(self.request, effects.Tell):
+            self.log.append(_name(self.request))
         try:
             answer = self._perform(self.request)
         except (RendezvousConnectionError, RendezvousStateError) as error:
@@ -125,7 +129,7 @@ class Life:
             case effects.FinishJoin(outcome):
                 return self.outcomes.append(outcome)
             case effects.Tell(_, text):
-                return self.told.append(text)
+                return (self.told if request.warns else self.said).append(text)
             case effects.OpenMaster(world_id, _):
                 if isinstance(self.master, Exception):
                     return self.node.master_opened(world_id, None, self.master)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rdzv_plugins.addresses import node_address, store_hosts
+from rdzv_plugins.addresses import is_out_of_reach, node_address, store_hosts
 
 Resolve = Callable[..., list[Any]]
 
@@ -143,3 +143,18 @@ def test_store_hosts(endpoint: str, hosts: list[tuple[str, int]]) -> None:
 
 def test_a_host_without_a_port_counts() -> None:
     assert [host for host, _ in store_hosts("consul")] == ["consul"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_loopback_is_out_of_reach_where_the_store_is_on_another_host(
+    address: str, own: str
+) -> None:
+    assert is_out_of_reach(address, [("192.0.2.1", 6379)])
+    # The store is on this host, or nowhere that is known.
+    for here in ([("localhost", 6379)], [("127.0.0.1", 6379)], []):
+        assert not is_out_of_reach(address, here)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "node7.cluster", "fd00::7"])
+def test_other_addresses_are_not(address: str) -> None:
+    assert not is_out_of_reach(address, [("192.0.2.1", 6379)])

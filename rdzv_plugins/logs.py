@@ -1,0 +1,72 @@
+"""What people see of a node without setting anything up: its lines on stderr, as torch's look."""
+
+from __future__ import annotations
+
+import logging
+
+from rdzv_plugins.protocol.effects import Tell
+from rdzv_plugins.protocol.node import Node
+
+__all__ = ["RunLog", "set_up"]
+
+_PACKAGE = "rdzv_plugins"
+
+# As torch's: I1122 13:20:01.250000 4711 rdzv_plugins.handler:208] ...
+_FORMAT = "{levelname[0]}{asctime}.{msecs:03.0f}000 {process} {name}:{lineno}] {message}"
+
+
+def set_up(level: str) -> None:
+    """Show the package's lines from this level on, unless the application has set logging up.
+
+    torchrun shows warnings only, and without time or name. Once is enough; more do no harm.
+    """
+    package = logging.getLogger(_PACKAGE)
+    if package.hasHandlers():
+        return
+    if package.level == logging.NOTSET:
+        package.setLevel(level)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(_FORMAT, "%m%d %H:%M:%S", style="{"))
+    # An application that sets logging up later shows each line itself.
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    package.addHandler(handler)
+
+
+class RunLog:
+    """A node's lines. Each names the run, and its record has fields for filters and collectors.
+
+    The fields: ``rdzv_run`` (the run's id), ``rdzv_round`` (the latest round's number, or None),
+    ``rdzv_node`` (host[pid] of this node) and ``rdzv_cause`` (why that round, or why the run was
+    closed; may be empty).
+    """
+
+    def __init__(self, logger: logging.Logger, run_id: str, node: Node) -> None:
+        self._logger = logger
+        self._run_id = run_id
+        self._node = node
+
+    def info(self, text: str) -> None:
+        self._log(logging.INFO, text)
+
+    def warning(self, text: str) -> None:
+        self._log(logging.WARNING, text)
+
+    def error(self, text: str) -> None:
+        self._log(logging.ERROR, text)
+
+    def tell(self, request: Tell) -> None:
+        """Carry out the effect."""
+        self._log(logging.WARNING if request.warns else logging.INFO, request.text)
+
+    def _log(self, level: int, text: str) -> None:
+        latest = self._node.latest
+        fields = {
+            "rdzv_run": self._run_id,
+            "rdzv_round": latest.round if latest is not None else None,
+            "rdzv_node": self._node.record.label,
+            "rdzv_cause": latest.reason if latest is not None else "",
+        }
+        # A server's error, or an address that stands in the store, may have line breaks.
+        line = " ".join(text.splitlines())
+        # The place in the source is that of the caller's caller.
+        self._logger.log(level, "run '%s': %s", self._run_id, line, extra=fields, stacklevel=3)

@@ -1,0 +1,323 @@
+"""What a run does, what it waits for and how long still: one sentence for people. Pure functions.
+
+A leader sees all records and names whom it misses. Another node sees the document alone and says
+what that says. An observer that is no node sees all records, and whose heartbeats stand still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from rdzv_plugins.protocol.documents import Names, NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.leader import fits, has_rejoined, rejoin_patience
+from rdzv_plugins.protocol.rules import View
+
+__all__ = ["Diagnosis", "Pace", "diagnose", "of_node"]
+
+# A changed sentence is told once it has stood for so long: not each step of a round that forms.
+_SETTLED_SECONDS = 1.0
+_REPEAT_SECONDS = 30.0
+
+_TO_JOIN = "to join_timeout"
+_NOBODY = Names()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The parts of the sentence; ``str`` puts them together.
+
+    Attributes:
+        does: what the run does, or for how many nodes it waits.
+        absent: nodes of the last round that have not asked for this one.
+        lost, left: nodes that are gone since the last round, where the round needs more nodes.
+        seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
+        limit: what follows the seconds, such as "to join_timeout".
+    """
+
+    does: str
+    absent: Names = _NOBODY
+    lost: Names = _NOBODY
+    left: Names = _NOBODY
+    seconds: float | None = None
+    limit: str = ""
+
+    @property
+    def lasting(self) -> str:
+        """The sentence without its seconds: it changes only when the run does."""
+        have = "has" if len(self.absent.first) + self.absent.more == 1 else "have"
+        missing = [
+            f"{word} {who}" for word, who in (("lost", self.lost), ("left", self.left)) if who
+        ]
+        parts = [
+            self.does,
+            f"{self.absent} of the last round {have} not come back" if self.absent else "",
+            f"missing: {', '.join(missing)}" if missing else "",
+        ]
+        return "; ".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return self.lasting
+        return f"{self.lasting}; {max(0.0, self.seconds):.0f} s {self.limit}"
+
+    def at_the_end(self, left: Iterable[str]) -> Diagnosis:
+        """The same when the time is over, with more nodes that have left."""
+        return Diagnosis(
+            does=self.does, absent=self.absent, lost=self.lost, left=self.left.plus(left)
+        )
+
+
+class Pace:
+    """When a join that waits tells its sentence: once it has settled, and every 30 s.
+
+    Times are seconds of one monotonic clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._looked = float("-inf")
+        self._candidate = self._told = ""
+        self._told_at = now
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to look again; a leader of many nodes decides much more often."""
+        return now - self._looked >= _SETTLED_SECONDS
+
+    def tells(self, sentence: str, now: float) -> bool:
+        """Whether this sentence, which is without its seconds, is to be told now."""
+        settled = sentence == self._candidate
+        self._looked, self._candidate = now, sentence
+        if not (settled and sentence != self._told) and now - self._told_at < _REPEAT_SECONDS:
+            return False
+        self._told, self._told_at = sentence, now
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Times:
+    """Seconds that are left, where the observer knows them; ``quiet`` are those since a beat."""
+
+    join: float | None = None
+    last_call: float | None = None
+    rejoin: Callable[[int], float] | None = None
+    quiet: float | None = None
+
+
+def diagnose(
+    document: RoundDocument | None,
+    records: Mapping[str, NodeRecord],
+    is_silent: Callable[[str], bool] = lambda _: False,
+    quiet_for: float | None = None,
+) -> Diagnosis:
+    """What somebody says who is no node of the run, but has read all of it.
+
+    Args:
+        is_silent: whether a node's heartbeat is known to have stood still for too long.
+        quiet_for: seconds for which no heartbeat was seen; None: not observed.
+    """
+    if document is None:
+        return Diagnosis(does="no round has begun")
+    return _with_records(document, records, is_silent, _Times(quiet=quiet_for))
+
+
+def of_node(view: View, join_left: float | None = None) -> Diagnosis:
+    """What a node says that waits for a round; ``join_left`` are its seconds to join_timeout."""
+    document, rules = view.document, view.rules
+    if document is None:
+        return Diagnosis(does="waiting for a first round", seconds=join_left, limit=_TO_JOIN)
+    in_it = view.confirmed is not None and view.record.world_id == document.world_id
+    if document.phase is Phase.RUNNING and not in_it:
+        led = _led(document, view.leader)
+        does = f"waiting for the next round: round {document.round} runs with {_size(document)}"
+        return Diagnosis(does=does + led, seconds=join_left, limit=_TO_JOIN)
+    if view.records is None:
+        return _without_records(document, view.leader, join_left)
+
+    def is_silent(node: str) -> bool:
+        return node != view.me and view.confirmed_silence(node) >= view.lease(node)
+
+    times = _Times(
+        join=join_left,
+        last_call=rules.last_call - (view.enough_for or 0.0),
+        rejoin=lambda ready: rejoin_patience(rules, ready) - view.round_age,
+    )
+    return _with_records(document, {**view.records, view.me: view.record}, is_silent, times)
+
+
+def _without_records(
+    document: RoundDocument, leader: NodeRecord | None, join_left: float | None
+) -> Diagnosis:
+    led, cause = _led(document, leader), document.cause
+    match document.phase:
+        case Phase.FORMING:
+            return Diagnosis(
+                does=f"waiting for a round of {_nnodes(document)} nodes{led}",
+                lost=cause.lost,
+                left=cause.left,
+                seconds=join_left,
+                limit=_TO_JOIN,
+            )
+        case Phase.CONFIRMING:
+            does = f"confirming round {document.round}, {_size(document)}{led}"
+            return Diagnosis(does=does, seconds=join_left, limit=_TO_JOIN)
+        case Phase.RUNNING:
+            return Diagnosis(does=f"running round {document.round}, {_size(document)}{led}")
+        case Phase.CLOSED:
+            return _closed(document)
+
+
+def _with_records(
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    is_silent: Callable[[str], bool],
+    times: _Times,
+) -> Diagnosis:
+    if document.closed:
+        return _closed(document)
+    live = {
+        node: record
+        for node, record in records.items()
+        if record.status is not Status.LEFT and not is_silent(node)
+    }
+    stands = f"dead: round {document.round} is {document.phase.value}, but"
+    if all(record.status is Status.LEFT for record in records.values()):
+        return Diagnosis(does=f"{stands} all its nodes have left")
+    if not live:
+        limit = "without a heartbeat"
+        return Diagnosis(does=f"{stands} none of its nodes lives", seconds=times.quiet, limit=limit)
+    waiting = [
+        node
+        for node, record in live.items()
+        if record.status in (Status.JOIN, Status.SPARE) and fits(record, document)
+    ]
+    match document.phase:
+        case Phase.FORMING:
+            return _forming(document, records, is_silent, waiting, times)
+        case Phase.CONFIRMING:
+            return _confirming(document, records, times)
+        case _:
+            return _running(document, records, waiting)
+
+
+def _forming(
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    is_silent: Callable[[str], bool],
+    waiting: Iterable[str],
+    times: _Times,
+) -> Diagnosis:
+    awaited = {
+        node
+        for node in document.previous
+        if not has_rejoined(document, records.get(node), document.round - 1)
+    }
+    pending = [
+        node
+        for node in awaited
+        if not is_silent(node) and _status(records, node) not in (Status.LEFT, Status.DONE)
+    ]
+    ready = len([node for node in waiting if node not in awaited])
+    needs = max(document.min_nodes - ready, len(pending))
+    here = f"{ready} of {_nnodes(document)}"
+    if needs <= 0 and ready >= document.max_nodes:
+        return Diagnosis(does=f"{here} nodes are here: their round begins")
+    if needs <= 0:
+        does, limit = f"{here} nodes are here", "of last call left"
+        return Diagnosis(does=does, seconds=times.last_call, limit=limit)
+    lost, left = document.cause.lost, document.cause.left
+    if ready < document.min_nodes:
+        active = [node for node in records if _status(records, node) not in _OVER]
+        lost = lost.plus(_labels(records, filter(is_silent, active)))
+        gone = [node for node in records if _status(records, node) is Status.LEFT]
+        left = left.plus(_labels(records, gone))
+    else:
+        lost = left = _NOBODY
+    limits = [(times.join, _TO_JOIN)]
+    if pending and times.rejoin is not None:
+        limits.append((times.rejoin(ready), "to rejoin_timeout"))
+    seconds, limit = min(limits, key=lambda item: float("inf") if item[0] is None else item[0])
+    return Diagnosis(
+        does=f"waiting for {_count(needs)}: {here} {'is' if ready == 1 else 'are'} here",
+        absent=Names().plus(_labels(records, pending)),
+        lost=lost,
+        left=left,
+        seconds=seconds,
+        limit=limit,
+    )
+
+
+def _confirming(
+    document: RoundDocument, records: Mapping[str, NodeRecord], times: _Times
+) -> Diagnosis:
+    missing = [
+        node
+        for node in document.participants
+        if _status(records, node) is not Status.RUN or records[node].world_id != document.world_id
+    ]
+    does = f"confirming round {document.round}: "
+    if missing:
+        have = (
+            "has not confirmed its rank" if len(missing) == 1 else "have not confirmed their rank"
+        )
+        names = Names().plus(_labels(records, missing))
+        does += f"{len(missing)} of {_count(len(document.participants))} {have}: {names}"
+    else:
+        does += "all nodes have confirmed their rank"
+    return Diagnosis(does=does, seconds=times.join, limit=_TO_JOIN)
+
+
+def _running(
+    document: RoundDocument, records: Mapping[str, NodeRecord], waiting: Iterable[str]
+) -> Diagnosis:
+    spares = [node for node in waiting if node not in document.ranks]
+    done = [node for node in document.participants if _status(records, node) is Status.DONE]
+    room = document.max_nodes - len(document.participants) + len(document.lost)
+    word = "waiting" if room > 0 and not document.finishing else "spare"
+    plural = "s" if word == "spare" and len(spares) > 1 else ""
+    parts = [
+        f"running round {document.round}",
+        _size(document),
+        f"{len(document.lost)} of them lost" if document.lost else "",
+        f"{len(done)} of them done" if done else "",
+        f"{len(spares)} {word}{plural}" if spares else "",
+    ]
+    return Diagnosis(does=", ".join(part for part in parts if part))
+
+
+def _closed(document: RoundDocument) -> Diagnosis:
+    return Diagnosis(does=f"closed: {document.reason}" if document.reason else "closed")
+
+
+_OVER = (None, Status.LEFT, Status.DONE)
+
+
+def _status(records: Mapping[str, NodeRecord], node: str) -> Status | None:
+    record = records.get(node)
+    return record.status if record is not None else None
+
+
+def _labels(records: Mapping[str, NodeRecord], nodes: Iterable[str]) -> list[str]:
+    return [records[node].label if node in records else node for node in nodes]
+
+
+def _led(document: RoundDocument, leader: NodeRecord | None) -> str:
+    if document.leader is None:
+        return ", whose leader left"
+    return f", led by {leader.label}" if leader is not None else ""
+
+
+def _nnodes(document: RoundDocument) -> str:
+    low, high = document.min_nodes, document.max_nodes
+    return str(low) if low == high else f"{low}..{high}"
+
+
+def _size(document: RoundDocument) -> str:
+    """How many nodes the round has, and may have where that differs."""
+    size = len(document.participants)
+    if size == document.min_nodes == document.max_nodes:
+        return _count(size)
+    return f"{size} of {_nnodes(document)} nodes"
+
+
+def _count(nodes: int) -> str:
+    return "1 node" if nodes == 1 else f"{nodes} nodes"

@@ -1,0 +1,338 @@
+"""What a node says in its life: one line an event, none in a loop, with fields; and where to."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousTimeoutError
+
+from rdzv_plugins import handler as handlers
+from rdzv_plugins.kv import MemoryClient, MemoryServer
+from rdzv_plugins.logs import set_up
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.documents import Outcome, Phase, Status
+from rdzv_plugins.protocol.member import remarks
+from rdzv_plugins.testing.harness import until
+from rdzv_plugins.testing.threads import Background
+from tests import replace
+from tests.unit.crowd import Crowd
+from tests.unit.handlers import Site
+from tests.unit.handlers import site as make_site
+from tests.unit.life import RULES, Life, Time, finish
+from tests.unit.views import all_running, document, record, view
+
+ME = f"127.0.0.1[{os.getpid()}]"
+
+Lines = Callable[..., list[str]]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with make_site() as site:
+        yield site
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    """The lines of all nodes since the last call, without the name of the run; waits for them."""
+    caplog.set_level(logging.INFO, "rdzv_plugins")
+
+    def fresh(number: int = 0) -> list[str]:
+        until(lambda: len(caplog.records) >= number, 5.0)
+        found = [it.getMessage() for it in caplog.records if it.name.startswith("rdzv_plugins")]
+        caplog.clear()
+        assert all(line.startswith("run 'run': ") for line in found), found
+        return [line.removeprefix("run 'run': ") for line in found]
+
+    return fresh
+
+
+class TestAHandlersLife:
+    def test_each_event_is_one_line(self, site: Site, lines: Lines) -> None:
+        stays, other = (site.handler(1, 2) for _ in range(2))
+        site.join(stays, other)
+        master = site.document.master if site.document else None
+        assert sorted(lines(4)) == [
+            f"joined as {ME}, --nnodes=1:2",
+            f"joined as {ME}, --nnodes=1:2",
+            f"round 0: rank 0 of 2, MASTER {master} (first round)",
+            f"round 0: rank 1 of 2, MASTER {master} (first round)",
+        ]
+        assert other._leave()
+        site.await_that(stays.num_nodes_waiting)
+        site.join(stays)
+        master = site.document.master if site.document else None
+        assert lines(4) == [
+            f"{ME} has left",
+            f"round 1 forms: {ME} left",
+            f"{ME} asks for the next round: its round is over",
+            f"round 1: rank 0 of 1, MASTER {master} ({ME} left)",
+        ]
+        assert stays.shutdown()
+        assert lines() == [f"the run is closed: its workers succeeded: closed by {ME}"]
+
+    def test_who_finds_the_run_closed_says_by_whom(self, site: Site, lines: Lines) -> None:
+        first, second = site.handler(2, 2), site.handler(2, 2)
+        site.join(first, second)
+        lines(4)
+        first.set_closed()
+        assert lines(1) == [f"the run is closed: by request: closed by {ME}"]
+        # In one process both have one name, and only who closed a run is silent when it sees that.
+        assert not second._node.told_of_the_end
+        assert second.shutdown()
+        assert lines() == [f"the run is closed: by request: closed by {ME}"]
+
+    def test_who_is_lost(self, site: Site, lines: Lines) -> None:
+        stays, dies = (site.handler(1, 2) for _ in range(2))
+        site.join(stays, dies)
+        lines(4)
+        site.kill(dies)
+        site.await_that(stays.num_nodes_waiting)
+        assert lines(1) == [f"round 1 forms: lost {ME}: lease ran out"]
+
+    def test_workers_that_failed(self, site: Site, lines: Lines) -> None:
+        alone = site.handler(1, 1)
+        site.join(alone)
+        lines(2)
+        site.join(alone)
+        first, *_, last = lines(3)
+        assert first == f"{ME} asks for the next round: its workers failed"
+        assert last.endswith(f"({ME} joined again (its workers failed))")
+
+    def test_a_steady_node_says_nothing(self, site: Site, lines: Lines) -> None:
+        alone = site.handler(1, 1, keep_alive_interval=0.05)
+        site.join(alone)
+        lines(2)
+        beat = alone._node.record.beat
+        site.await_that(lambda: alone._node.record.beat > beat + 10)
+        assert lines() == []
+
+    def test_the_time_out_ends_with_what_it_waited_for(self, site: Site) -> None:
+        leads, waits = (site.handler(3, 3, join_timeout=seconds) for seconds in (1.5, 2.5))
+        first = Background(leads.next_rendezvous)
+        site.await_that(lambda: site.document is not None)
+        second = Background(waits.next_rendezvous)
+        with pytest.raises(RendezvousTimeoutError) as early:
+            first.result(20.0)
+        assert str(early.value).endswith("nodes within 1.5 s: waiting for 1 node: 2 of 3 are here")
+        with pytest.raises(RendezvousTimeoutError) as late:
+            second.result(20.0)
+        assert "within 2.5 s: waiting for 2 nodes: 1 of 3 is here" in str(late.value)
+
+    def test_records_have_fields(
+        self, site: Site, lines: Lines, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        alone = site.handler(1, 1)
+        site.join(alone)
+        site.join(alone)
+        assert until(lambda: len(caplog.records) == 5, 5.0)
+        alone.shutdown()
+        why = f"{ME} joined again (its workers failed)"
+        found = [
+            (fields["rdzv_run"], fields["rdzv_round"], fields["rdzv_node"], fields["rdzv_cause"])
+            for it in caplog.records
+            if (fields := vars(it)) and "rdzv_run" in fields
+        ]
+        assert [fields for number, fields in enumerate(found) if fields not in found[:number]] == [
+            ("run", None, ME, ""),
+            ("run", 0, ME, "first round"),
+            ("run", 1, ME, why),
+        ]
+
+
+def waits(life: Life) -> list[str]:
+    """Its lines about what it waits for."""
+    return [line for line in life.said if line.startswith("waiting")]
+
+
+class TestANodesLife:
+    """On virtual time."""
+
+    def test_it_says_what_it_waits_for_every_30_seconds(
+        self, server: MemoryServer, time: Time
+    ) -> None:
+        leader = Life("n1", server, time, replace(RULES, min_nodes=3, max_nodes=3))
+        leader.go()
+        began = time.now
+        while not leader.outcomes:
+            leader.wake()
+        told = [(line.rpartition("; ")[0], line.rpartition("; ")[2]) for line in waits(leader)]
+        assert {does for does, _ in told} == {"waiting for 2 nodes: 1 of 3 is here"}
+        left = [int(seconds.partition(" ")[0]) for _, seconds in told]
+        assert len(left) == 2, "one once it has settled, one 30 s later"
+        assert left[0] in range(57, 60)
+        assert left[0] - left[1] in (30, 31)
+        assert time.now - began < 61
+        (outcome,) = leader.outcomes
+        assert outcome.diagnosis is not None
+        assert outcome.diagnosis.lasting == told[0][0]
+
+    def test_it_says_so_when_that_changes(self, server: MemoryServer, time: Time) -> None:
+        rules = replace(RULES, min_nodes=3, max_nodes=3)
+        leader = Life("n1", server, time, rules)
+        leader.go()
+        for _ in range(3):
+            leader.wake()
+        other = Life("n2", server, time, rules)
+        for _ in range(4):
+            other.go()
+            leader.go()
+            other.wake()
+            leader.wake()
+        assert [line.partition(";")[0] for line in waits(leader)] == [
+            "waiting for 2 nodes: 1 of 3 is here",
+            "waiting for 1 node: 2 of 3 are here",
+        ]
+        assert [line.partition(";")[0] for line in waits(other)] == [
+            "waiting for a round of 3 nodes, led by n1[1]",
+        ]
+
+    def test_a_round_that_forms_at_once_is_not_waited_for(self, pair: tuple[Life, Life]) -> None:
+        leader, joiner = pair
+        finish(leader, joiner)
+        leader.go()
+        for life, rank in ((leader, 0), (joiner, 1)):
+            assert life.said == [
+                f"joined as n{rank + 1}[1], --nnodes=2:2",
+                f"round 0: rank {rank} of 2, MASTER host:1 (first round)",
+            ]
+
+    def test_telling_asks_nothing_of_the_store(self, server: MemoryServer, time: Time) -> None:
+        leader = Life("n1", server, time, RULES)
+        leader.go()
+        asked = {tuple(leader.wake()) for _ in range(40)}
+        assert waits(leader)
+        assert len(asked) == 2, "with a beat and without"
+
+    def test_a_closed_run_is_told_by_who_closed_it_and_by_the_others(self) -> None:
+        crowd = Crowd()
+        for name in ("n1", "n2", "n3"):
+            crowd.join(name, replace(RULES, min_nodes=3, max_nodes=3))
+        members = crowd.members
+        crowd.play_until(lambda: all(member.given for member in members.values()), 30.0)
+        for member in members.values():
+            member.said.clear()
+            member.node.report_done()
+        crowd.play_until(lambda: crowd.document.closed, 30.0)
+        crowd.play(5.0)
+        by = crowd.document.leader
+        line = f"the run is closed: its workers succeeded: closed by {by}[1]"
+        assert {name: member.said for name, member in members.items()} == {
+            name: [line] for name in members
+        }
+        told = {name for name, member in members.items() if member.node.told_of_the_end}
+        assert told == members.keys() - {by}
+
+    def test_a_spare_is_told_once_and_not_every_30_seconds(self) -> None:
+        now = document(Phase.RUNNING)
+        waits = view(record("n4"), now, leader=record("n1"))
+        spare = replace(waits, record=replace(waits.record, status=Status.SPARE))
+        assert [about for about, _, _ in remarks(spare)] == ["spare"]
+
+    def test_a_round_that_goes_on_without_a_node_names_it_in_the_leaders_log(self) -> None:
+        now = document(Phase.RUNNING, lost=("n3",))
+        records = all_running(document(Phase.RUNNING))
+        told = list(remarks(view(records["n1"], now, records)))
+        assert [text for _, _, text in told] == ["round 4 goes on without n3[1]: lease ran out"]
+
+    def test_the_end_of_a_run_that_only_its_tombstone_told(self) -> None:
+        was = document(Phase.RUNNING)
+        ended = replace(was, phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED)
+        told = list(remarks(view(all_running(was)["n2"], None, latest=ended)))
+        assert [text for _, _, text in told] == ["the run was closed while the store was away"]
+
+    def test_what_belongs_to_a_normal_life_is_no_warning(self) -> None:
+        normal = [about for about in ABOUT if not effects.Tell(about, "").warns]
+        assert normal == ["joined", "waiting", "forming", "round", "closed"]
+
+
+ABOUT = re.findall(r"``(\w+)``", effects.Tell.__doc__ or "")[1:]
+
+
+@contextmanager
+def bare() -> Iterator[logging.Logger]:
+    """The package's logger as it is in a process that has set nothing up.
+
+    No fixture: pytest adds handlers of its own after those.
+    """
+    root, package = logging.getLogger(), logging.getLogger("rdzv_plugins")
+    before = root.handlers, package.handlers, package.level
+    root.handlers, package.handlers = [], []
+    package.setLevel(logging.NOTSET)
+    try:
+        yield package
+    finally:
+        root.handlers, package.handlers = before[:2]
+        package.setLevel(before[2])
+
+
+class TestWhereTheLinesGo:
+    def test_to_stderr_as_torchs_do(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with bare():
+            set_up("INFO")
+            set_up("DEBUG")
+            log = logging.getLogger("rdzv_plugins.handler")
+            log.info("run '%s': a line", "r")
+            log.debug("no line")
+        assert re.fullmatch(
+            rf"I\d{{4}} \d\d:\d\d:\d\d\.\d{{6}} {os.getpid()} rdzv_plugins\.handler:\d+\] "
+            r"run 'r': a line\n",
+            capsys.readouterr().err,
+        )
+
+    def test_from_the_level_on_that_was_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with bare() as package:
+            set_up("WARNING")
+            package.info("no line")
+            package.warning("a line")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("] a line")
+
+    @pytest.mark.parametrize("whose", ["", "rdzv_plugins"])
+    def test_not_where_the_application_has_set_up_logging(self, whose: str) -> None:
+        with bare() as package:
+            own = logging.StreamHandler(io.StringIO())
+            logging.getLogger(whose).addHandler(own)
+            set_up("DEBUG")
+            assert logging.getLogger(whose).handlers == [own]
+            assert package.level == logging.NOTSET
+            assert package.handlers == ([own] if whose else [])
+
+    def test_its_level_stays_where_it_has_one(self) -> None:
+        with bare() as package:
+            package.setLevel(logging.ERROR)
+            set_up("DEBUG")
+            assert package.level == logging.ERROR
+
+    def test_no_line_twice_where_the_application_sets_it_up_later(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with bare() as package:
+            set_up("INFO")
+            logging.getLogger().addHandler(logging.StreamHandler(sys.stderr))
+            package.info("a line")
+        assert capsys.readouterr().err == "a line\n"
+
+    def test_every_handler_sees_to_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        params = RendezvousParameters("redis", "127.0.0.1:1", "run", 1, 1)
+        monkeypatch.setattr(handlers, "opener", lambda *_: (_Options, _refuse))
+        with bare() as package:
+            with pytest.raises(ConnectionRefusedError):
+                handlers.create_handler("redis", params)
+            assert package.level == logging.ERROR
+            assert len(package.handlers) == 1
+
+
+class _Options:
+    log_level = "ERROR"
+
+
+def _refuse(namespace: str) -> MemoryClient:
+    raise ConnectionRefusedError
