@@ -172,6 +172,10 @@ def _on_rank(view: View, document: RoundDocument) -> Action | None:
     """What a node does that has a rank and has not confirmed it."""
     if _wants_in(view.record) and _last_round(view, document) >= document.round:
         return None  # It asks for a later round.
+    given = view.given.get(document.incarnation, -1)
+    if given >= document.round:
+        # It ran in this round, and since then in another run: the store forgot one, then the other.
+        return SetRecord(Status.JOIN, document.incarnation, given)
     if document.phase is Phase.CONFIRMING:
         return Confirm(document, document.ranks[view.me] == 0)
     # The round ran without this node, in a store that forgot.

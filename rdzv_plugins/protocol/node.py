@@ -105,6 +105,8 @@ class Node:
         self._fresh = ""
         self._join_deadline = 0.0
         self._member: RoundDocument | None = None
+        # The last round that the agent was given, by incarnation.
+        self._given: dict[str, int] = {}
         # Whether to write the record before the next decision, and to ring the leader's bell.
         self._record_due = False
         self._ring = False
@@ -377,6 +379,7 @@ class Node:
             asked_tombstones=seen.asked_tombstones,
             member=self._member,
             confirmed=seen.confirmed,
+            given=self._given,
             records=seen.records,
             leader=seen.leader,
             confirmed_silence=seen.liveness.confirmed_silence,
@@ -409,6 +412,7 @@ class Node:
                 yield from self._confirm(document, is_master)
             case rules.Start(document):
                 self._member = document
+                self._given[document.incarnation] = document.round
                 yield from self._end_join(Outcome(document=document))
                 place = f"rank {document.ranks[self.id]} of {len(document.participants)}"
                 text = f"round {document.round}: {place}, MASTER {document.master}"

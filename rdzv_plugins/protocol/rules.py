@@ -67,6 +67,7 @@ class View:
         asked_tombstones: as `observer.Observer.asked_tombstones`.
         member: the round that the agent runs in, or ran in last.
         confirmed: the round whose rank this node confirmed last, as it stood then.
+        given: the last round that the agent was given, by incarnation.
         records: all nodes' records, read after ``document``; None: not read.
         leader: the leader's record as this node, which does not lead, last read it.
         confirmed_silence: seconds for which a node's beat is known to have stood still, on this
@@ -93,6 +94,7 @@ class View:
     asked_tombstones: frozenset[str]
     member: RoundDocument | None
     confirmed: RoundDocument | None
+    given: Mapping[str, int]
     records: Mapping[str, NodeRecord] | None
     leader: NodeRecord | None
     confirmed_silence: Callable[[str], float]

@@ -36,6 +36,10 @@ _FORGETS = Focus(
     kinds=("amnesia", "fail-over", "worker failure", "partition", "stall"),
     settings={"stop": 0.05, "latency": 0.05, "max_restarts": 100},
 )
+_FORGETS_TWICE = Focus(
+    kinds=("amnesia", "partition", "close", "close"),
+    settings={"rates": (1.0, 1.0), "lease": 6.0, "poll": 0.5},
+)
 FOUND = (
     (24, EVERYTHING, "a stray that waits for a lease asked without a pause"),
     (97, _FORGETS, "a leader was judged by the lease of another, who led for a moment"),
@@ -53,6 +57,7 @@ FOUND = (
     (2002304, EVERYTHING, "a run whose closing a fail-over lost is closed to all that knew of it"),
     (11334, EVERYTHING, "a leader's record went back at a fail-over: done, and lost after all"),
     (770501, EVERYTHING, "like 2647, of three nodes"),
+    (199, _FORGETS_TWICE, "a node ran in one round of a run twice, with another run between"),
     (7000703, EVERYTHING, "a write that was given up arrived after its node dropped its record"),
     (7006531, EVERYTHING, "an evicted node without a record was not named"),
     (6012455, EVERYTHING, "a launcher started short joins again and again, after the faults"),

@@ -68,6 +68,7 @@ def view(
         asked_tombstones=frozenset(),
         member=None,
         confirmed=as_named(now) if now and me.world_id == now.world_id else None,
+        given={},
         records=others,
         leader=None,
         confirmed_silence=lambda node: ages.get(node, 0.0),
