@@ -23,15 +23,15 @@ IN_CI = os.environ.get("CI") == "true"
 FIRST = int(os.environ.get("FIRST_SEED") or 1)
 SEEDS = max(int(os.environ.get("SEEDS") or 500), 2000 if IN_CI else 0)
 LARGE = 4 if IN_CI else 1
-# The other tests that run at the same time have their share of the cores.
+# Other tests run at the same time.
 PROCESSES = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1))
 
-# A mutant is looked for from the seed that caught it when it was written. The protocol's requests
-# decide what a seed means, so that another may catch it after a change.
+# The search for a mutant begins at the seed that caught it first. After a change of the protocol's
+# requests a seed is another run, and a later seed may catch the mutant.
 _MOST_SEEDS_PER_MUTANT = 3000
 
-# What seeds found in the protocol or its checks, each mended. A seed is the same faults for ever,
-# but another run after a change of the protocol's requests: the unit tests hold on to the rules.
+# What seeds found in the protocol or its checks, each mended. A seed always draws the same faults,
+# but after a change of the protocol's requests it is another run: unit tests keep the rules.
 _FORGETS = Focus(
     kinds=("amnesia", "fail-over", "worker failure", "partition", "stall"),
     settings={"stop": 0.05, "latency": 0.05, "max_restarts": 100},
@@ -41,21 +41,21 @@ _FORGETS_TWICE = Focus(
     settings={"rates": (1.0, 1.0), "lease": 6.0, "poll": 0.5},
 )
 FOUND = (
-    (24, EVERYTHING, "a stray that waits for a lease asked without a pause"),
-    (97, _FORGETS, "a leader was judged by the lease of another, who led for a moment"),
-    (171, EVERYTHING, "those that were done waited for the lost in the exit barrier for ever"),
+    (24, EVERYTHING, "a node with other --nnodes that waited for a lease sent requests without a pause"),
+    (97, _FORGETS, "a leader was judged by the lease of another node that had led for a moment"),
+    (171, EVERYTHING, "nodes that were done waited for lost nodes in the exit barrier for ever"),
     (269, EVERYTHING, "a TCPStore that opened too late kept its node busy for ever"),
-    (1271, EVERYTHING, "a node that was in two runs asked for the tombstone of each in turn"),
-    (2005, EVERYTHING, "a document that was damaged before anybody read it stays, rightly"),
-    (2647, EVERYTHING, "what nodes leave that were killed before anybody led: the next run sweeps"),
-    (5022, EVERYTHING, "the first look after an outage hid a fresh beat"),
-    (5137, EVERYTHING, "who asked for a round and was lost then was not named"),
+    (1271, EVERYTHING, "a node that was in two runs asked for their tombstones in turn, for ever"),
+    (2005, EVERYTHING, "a document that was damaged before any node read it stays: a limit, not a fault"),
+    (2647, EVERYTHING, "nodes were killed before one led: the next run sweeps their keys"),
+    (5022, EVERYTHING, "the first look after an outage hid a new heartbeat"),
+    (5137, EVERYTHING, "a node that asked for a round and was then lost was not named"),
     (5181, EVERYTHING, "the grace after an outage was lost to the next restart of windows"),
-    (5437, EVERYTHING, "who came back after the sweep left its record for ever"),
+    (5437, EVERYTHING, "a node that came back after the sweep left its record for ever"),
     (5989, EVERYTHING, "an abandoned join took the next one with it"),
-    (2001624, EVERYTHING, "a beat that was lost before anybody looked is nothing to judge by"),
-    (2002304, EVERYTHING, "a run whose closing a fail-over lost is closed to all that knew of it"),
-    (11334, EVERYTHING, "a leader's record went back at a fail-over: done, and lost after all"),
+    (2001624, EVERYTHING, "the checker counted a heartbeat that the store lost before any node read it"),
+    (2002304, EVERYTHING, "a fail-over lost the closing of a run: the nodes that knew of it stay closed"),
+    (11334, EVERYTHING, "a fail-over restored an older record: a leader that was done was declared lost"),
     (770501, EVERYTHING, "like 2647, of three nodes"),
     (199, _FORGETS_TWICE, "a node ran in one round of a run twice, with another run between"),
     (7000703, EVERYTHING, "a write that was given up arrived after its node dropped its record"),
