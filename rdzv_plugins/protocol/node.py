@@ -605,7 +605,7 @@ class Node:
         """Rule 11: an outage stops no node, and no node is judged by what could not be read."""
         self._seen.judge_punctuality()  # A node that stood still may wake to a broken connection.
         self._seen.read_again(document=True, leader=True, records=True)
-        if self._joining and self._is_hopeless(error):
+        if self._joining and not self._withdraw_ordered and self._is_hopeless(error):
             self._joining = False
             self.record = replace(self.record, status=Status.LEFT)
             yield from FinishJoin(Outcome(error=error))

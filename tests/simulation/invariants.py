@@ -166,6 +166,7 @@ class Track:
         nodes: its ``--nnodes``.
         lease: its own.
         beats, arrivals: the beats that reached the store, when each was new.
+        standing: of these arrivals, those that the store has not lost since.
         shown: of the last two of these, those that were not hidden since by an older write.
         confirmed: namings that its record has confirmed, with the first record that did.
         masters: of those, each address that it opened as rank 0; a store that forgot may see the
@@ -184,6 +185,7 @@ class Track:
     evidence: Evidence = field(default_factory=Evidence)
     beats: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+    standing: list[float] = field(default_factory=list)
     shown: list[float] = field(default_factory=list)
     confirmed: dict[str, NodeRecord] = field(default_factory=dict)
     masters: dict[str, set[str | None]] = field(default_factory=dict)
@@ -260,6 +262,7 @@ class Checker:
             self._judge_lease(track)
             track.beats.append(record.beat)
             track.arrivals.append(now)
+            track.standing.append(now)
             track.shown = [*track.shown[-1:], now]
             if track.awaits is not None and record.status in (Status.JOIN, Status.SPARE):
                 self._judge_missed(node, track, epoch)
@@ -278,8 +281,8 @@ class Checker:
     def beats_lost(self, since: float) -> None:
         """The store lost what was written since then."""
         for track in self._tracks.values():
-            known = bisect_left(track.arrivals, since)
-            track.shown = track.arrivals[max(0, known - 1) : known] or track.arrivals[:1]
+            del track.standing[bisect_left(track.standing, since) :]
+            track.shown = track.standing[-1:] or track.arrivals[:1]
 
     def stopped(self, node: str) -> None:
         """Its workers have stopped or succeeded, or its agent gave up."""

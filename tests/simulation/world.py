@@ -366,15 +366,18 @@ class World:
         plan, began = self.plan, self.kernel.now
         limit = (plan.rules.lease + 10) / plan.rates[0] + 2 * plan.stop
         hangs = any(host.alive and host.wedged and host.id in document.ranks for host in self.hosts)
-        if hangs:
-            limit += TORCH_TIMEOUT / plan.rates[0]  # Their words in the exit barrier never come.
+        grey = all(host.grey for host in self.hosts if host.alive and not host.wedged)
+        if hangs or grey:
+            # What the others wait for in the exit barrier never comes; or no node that is left can
+            # list the records, and find out that the others are dead.
+            limit += TORCH_TIMEOUT / plan.rates[0]
         while self.kernel.now < began + limit:
             self.kernel.run(self.kernel.now + _LOOK)
             left = [host for host in self.hosts if host.alive and not self._may_stay(host, hangs)]
             after = self.document
             # Where the store lost the closing, all that knew of it have ended, or go on without it.
             was_closed = after is not None and self.checker.ended(world_of(after)) is not None
-            closes = after is not None and not (was_closed or hangs)
+            closes = after is not None and not (was_closed or hangs or grey)
             if not left and not closes:
                 break
         else:
