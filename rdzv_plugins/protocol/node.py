@@ -413,10 +413,11 @@ class Node:
             case rules.Start(document):
                 self._member = document
                 self._given[document.incarnation] = document.round
-                yield from self._end_join(Outcome(document=document))
                 place = f"rank {document.ranks[self.id]} of {len(document.participants)}"
                 text = f"round {document.round}: {place}, MASTER {document.master}"
+                # Before the agent goes on: it may fork its workers, while no thread is to log.
                 yield from Tell("round", f"{text} ({document.reason})")
+                yield from self._end_join(Outcome(document=document))
             case rules.Fail(failure):
                 missed = diagnosis.of_node(self._view())
                 yield from self._end_join(Outcome(failure=failure, diagnosis=missed))

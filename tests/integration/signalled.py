@@ -92,8 +92,8 @@ def saving_at_once(handler: StoreRendezvousHandler) -> None:
     """The signal comes before the agent's first look at its workers, an interval after start."""
     handler.next_rendezvous()
     install_torchs_handlers()
-    begin("unpolled")
     try:
+        begin("unpolled")
         time.sleep(60)
     except SignalException:
         time.sleep(SAVING)
