@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from rdzv_plugins.protocol.documents import Names, NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.documents import (
+    Names,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+    labels,
+)
 from rdzv_plugins.protocol.leader import fits, has_rejoined, rejoin_patience
 from rdzv_plugins.protocol.rules import View
 
@@ -227,9 +234,9 @@ def _forming(
     lost, left = document.cause.lost, document.cause.left
     if ready < document.min_nodes:
         active = [node for node in records if _status(records, node) not in _OVER]
-        lost = lost.plus(_labels(records, filter(is_silent, active)))
+        lost = lost.plus(labels(records, filter(is_silent, active)))
         gone = [node for node in records if _status(records, node) is Status.LEFT]
-        left = left.plus(_labels(records, gone))
+        left = left.plus(labels(records, gone))
     else:
         lost = left = _NOBODY
     limits = [(times.join, _TO_JOIN)]
@@ -238,7 +245,7 @@ def _forming(
     seconds, limit = min(limits, key=lambda item: float("inf") if item[0] is None else item[0])
     return Diagnosis(
         does=f"waiting for {_count(needs)}: {here} {'is' if ready == 1 else 'are'} here",
-        absent=Names().plus(_labels(records, pending)),
+        absent=Names().plus(labels(records, pending)),
         lost=lost,
         left=left,
         seconds=seconds,
@@ -259,7 +266,7 @@ def _confirming(
         have = (
             "has not confirmed its rank" if len(missing) == 1 else "have not confirmed their rank"
         )
-        names = Names().plus(_labels(records, missing))
+        names = Names().plus(labels(records, missing))
         does += f"{len(missing)} of {_count(len(document.participants))} {have}: {names}"
     else:
         does += "all nodes have confirmed their rank"
@@ -294,10 +301,6 @@ _OVER = (None, Status.LEFT, Status.DONE)
 def _status(records: Mapping[str, NodeRecord], node: str) -> Status | None:
     record = records.get(node)
     return record.status if record is not None else None
-
-
-def _labels(records: Mapping[str, NodeRecord], nodes: Iterable[str]) -> list[str]:
-    return [records[node].label if node in records else node for node in nodes]
 
 
 def _led(document: RoundDocument, leader: NodeRecord | None) -> str:

@@ -7,7 +7,7 @@ is not as declared here is refused with `RendezvousStateError`. Nothing is unpic
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "Phase",
     "RoundDocument",
     "Status",
+    "labels",
     "store_prefix",
 ]
 
@@ -352,6 +353,11 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
                 f"{record.lease} s"
             )
         return record
+
+
+def labels(records: Mapping[str, NodeRecord], nodes: Iterable[str]) -> list[str]:
+    """The nodes' names for people; the ids of those without a record."""
+    return [records[node].label if node in records else node for node in nodes]
 
 
 _ENCODER = msgspec.json.Encoder()

@@ -10,7 +10,14 @@ from collections.abc import Collection, Iterable, Mapping
 
 from msgspec.structs import replace
 
-from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.documents import (
+    Cause,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+    labels,
+)
 from rdzv_plugins.protocol.ranks import order_ranks
 from rdzv_plugins.protocol.rules import Action, Close, ListRecords, Rules, View, Wait, Write
 
@@ -95,12 +102,11 @@ def _evict(
     gone: Iterable[str],
 ) -> RoundDocument:
     """The forming round without those that did not ask for it in time, or are gone."""
-    labels = [records[node].label if node in records else node for node in pending]
     return replace(
         document,
         previous=without(document.previous, (*pending, *gone)),
         evicted=(*document.evicted, *pending),
-        cause=_amended(document.cause, records, gone).plus(evicted=labels),
+        cause=_amended(document.cause, records, gone).plus(evicted=labels(records, pending)),
     )
 
 
@@ -123,19 +129,19 @@ def _name_participants(
         spares = [records[node].label for node in newcomers if node not in chosen]
         cause = replace(cause, joined=cause.joined.without(spares))
         cause = cause.plus(joined=[records[node].label for node in newcomers if node in chosen])
-    still_run = {
+    still_run = tuple(
         node
         for node in document.evicted
         if (record := records.get(node)) is not None
         and record.status is Status.RUN
         and _is_live(view, node, record)
-    }
+    )
     return replace(
         document,
         phase=Phase.CONFIRMING,
         participants=order_ranks(chosen, records, document.previous, rules.rank_order),
         previous=(),
-        evicted=tuple(node for node in document.evicted if node in still_run),
+        evicted=still_run,
         waiting=len(ready) - len(chosen),
         cause=cause,
         ran=None,

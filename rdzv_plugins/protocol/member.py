@@ -22,6 +22,7 @@ from rdzv_plugins.protocol.documents import (
     Phase,
     RoundDocument,
     Status,
+    labels,
 )
 from rdzv_plugins.protocol.leader import lead, next_round, without
 from rdzv_plugins.protocol.rules import (
@@ -322,9 +323,8 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         about = "lost" if document.cause.lost else "forming"
         yield about, this_round, f"round {number} forms: {document.reason}"
     if document.lost and document.leader == view.me:
-        records = view.records or {}
-        labels = [records[node].label if node in records else node for node in document.lost]
-        text = f"round {number} goes on without {Names().plus(labels)}: lease ran out"
+        names = Names().plus(labels(view.records or {}, document.lost))
+        text = f"round {number} goes on without {names}: lease ran out"
         yield "lost", (*this_round, document.lost), text
     if waits_for_a_living_round(view) and view.leader is not None:
         why = "whose workers are about to end" if document.finishing else "which is full"
