@@ -149,7 +149,7 @@ class Host:
 
     def crash(self) -> None:
         self._set(Agent.GONE)
-        self.world.checker.stopped(self.id)
+        self.world.checker.stopped(self.id, self.node.record.beat)
         self._end_life()
 
     def stall(self, seconds: float, frozen: bool) -> None:
@@ -209,7 +209,7 @@ class Host:
         self.world.note(f"{self.id}: its workers succeed")
         self.succeeded = True
         self._set(Agent.BARRIER)
-        self.world.checker.stopped(self.id)
+        self.world.checker.stopped(self.id, self.node.record.beat)
         self.node.report_done()
         self._nudge()
         self._meet("barrier")
@@ -220,7 +220,7 @@ class Host:
             return
         self.world.note(f"{self.id} abandons its join")
         self._set(Agent.IDLE)
-        self.world.checker.stopped(self.id)
+        self.world.checker.stopped(self.id, self.node.record.beat)
         self.node.order_withdrawal()
         self._nudge()
         chance, shift = self.world.chance, self._shift
@@ -240,7 +240,7 @@ class Host:
     def _depart(self) -> None:
         self._end_life()
         self._set(Agent.GONE)
-        self.world.checker.stopped(self.id)
+        self.world.checker.stopped(self.id, self.node.record.beat)
 
     def _say_farewell(self) -> None:
         if self.node.latest is None or not self.node.latest.closed:
@@ -294,7 +294,7 @@ class Host:
             self._meet("role")
             return
         world.note(f"{self.id}: its join failed: {outcome.failure or outcome.error}")
-        world.checker.stopped(self.id)
+        world.checker.stopped(self.id, self.node.record.beat)
         world.join_failed(self, outcome.failure)
         self._set(Agent.IDLE)
         again = world.chance.random() < world.plan.rejoins
@@ -414,7 +414,7 @@ class Host:
             self._fail()
             return
         self.world.note(f"{self.id} joins again")
-        self.world.checker.stopped(self.id)
+        self.world.checker.stopped(self.id, self.node.record.beat)
         self._order_join(self._failed)
 
     def _order_join(self, failed: bool = False) -> None:

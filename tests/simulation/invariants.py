@@ -172,6 +172,7 @@ class Track:
         masters: of those, each address that it opened as rank 0; a store that forgot may see the
             same round confirmed twice.
         awaits: the naming that it confirmed last, until it is given that round or gives up.
+        stopped_at: its beat when its workers stopped last, or its agent gave up.
         last_rounds: the last round that it was given, by incarnation.
         member: the incarnation in which it was last given a round.
         done: namings of rounds in which its workers succeeded, as its record says, and the epoch.
@@ -190,6 +191,7 @@ class Track:
     confirmed: dict[str, NodeRecord] = field(default_factory=dict)
     masters: dict[str, set[str | None]] = field(default_factory=dict)
     awaits: tuple[str, int] | None = None
+    stopped_at: int = -1
     last_rounds: dict[str, int] = field(default_factory=dict)
     member: str | None = None
     done: dict[str, int] = field(default_factory=dict)
@@ -276,7 +278,8 @@ class Checker:
             if record.world_id not in track.confirmed:
                 track.confirmed[record.world_id] = record
                 track.lease_lost = late
-                track.awaits = record.world_id, epoch
+                if record.beat > track.stopped_at:
+                    track.awaits = record.world_id, epoch
 
     def beats_lost(self, since: float) -> None:
         """The store lost what was written since then."""
@@ -284,9 +287,14 @@ class Checker:
             del track.standing[bisect_left(track.standing, since) :]
             track.shown = track.standing[-1:] or track.arrivals[:1]
 
-    def stopped(self, node: str) -> None:
-        """Its workers have stopped or succeeded, or its agent gave up."""
-        self._tracks[node].world = self._tracks[node].awaits = None
+    def stopped(self, node: str, beat: int) -> None:
+        """Its workers have stopped or succeeded, or its agent gave up.
+
+        ``beat`` is of its last record: a rank that it confirms may still be on its way.
+        """
+        track = self._tracks[node]
+        track.world = track.awaits = None
+        track.stopped_at = beat
 
     def given(self, node: str, document: RoundDocument) -> None:
         """The node's agent got its round."""
