@@ -70,6 +70,8 @@ class Settings:
                                     the lease
     abandoned_ttl           3600    seconds until the keys of a run without a leader expire; at
                                     least four leases
+    history_ttl             604800  seconds that the last rounds of a run, its end and its entry in
+                                    the list of runs are kept; 0: they are not written
     log_level               INFO    from which level on this package's lines go to stderr: DEBUG,
                                     INFO, WARNING or ERROR; without effect where the application
                                     has set up logging
@@ -91,6 +93,7 @@ class Settings:
     rejoin_timeout: float = option(600.0, least=0.001)
     closed_ttl: float = option(60.0, least=0)
     abandoned_ttl: float = option(3600.0, least=1)
+    history_ttl: float = option(604800.0, least=0)
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     handler: str = option("rdzv", choices=("rdzv", "torch"))
 

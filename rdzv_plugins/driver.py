@@ -10,13 +10,13 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from rdzv_plugins import history
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.logs import RunLog
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
 from rdzv_plugins.protocol.node import Node
-from rdzv_plugins.tombstones import Tombstones
+from rdzv_plugins.protocol.round_record import RoundRecord
 
 __all__ = ["Driver", "carry_out", "perform"]
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 # After an unforeseen error the node starts over; the pause prevents a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
 
+_NOTED_AFTER_SECONDS = 1.0
+
 
 class Driver:
     """The thread that drives a node.
@@ -34,7 +36,7 @@ class Driver:
     Args:
         node: whose requests are carried out.
         client: the run's namespace; the driver does not close it.
-        tombstones: of the run's id.
+        archive: of the run's id.
         open_master: opens a TCPStore for the round of a world_id and returns its ``address:port``;
             called in a thread of its own. Raises `RendezvousStateError` if trying again is of no
             use.
@@ -45,24 +47,26 @@ class Driver:
         self,
         node: Node,
         client: KeyValueClient,
-        tombstones: Tombstones,
+        archive: Archive,
         open_master: Callable[[str], str],
         run_id: str,
     ) -> None:
         self._node = node
         self._client = client
-        self._tombstones = tombstones
+        self._archive = archive
         self._open_master = open_master
         self._log = RunLog(log, run_id, node)
         self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
         self._opener: _Opener | None = None
+        self._noting: threading.Thread | None = None
         self._stopping = threading.Event()
         # Queues, not conditions: a signal's exception in the main thread could leave a lock held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
         self._outcomes: SimpleQueue[effects.Outcome] = SimpleQueue()
         self._outage_since: float | None = None
         self._told: str | None = None
+        self._told_of_the_archive = False
 
     @property
     def running(self) -> bool:
@@ -100,7 +104,10 @@ class Driver:
         """End the thread, for good; after ``seconds`` it is left to end by itself."""
         self._stopping.set()
         self._outcomes.put(effects.Outcome())
+        deadline = time.monotonic() + seconds
         self._nudge_until(lambda: not self.running, seconds)
+        if self._noting is not None:
+            self._noting.join(max(0.0, deadline - time.monotonic()))
 
     def await_opener(self, seconds: float) -> None:
         """Wait until no TCPStore is being opened: its C++ aborts if the interpreter ends first."""
@@ -160,12 +167,35 @@ class Driver:
                 return self._open_master_within(world_id, seconds)
             case effects.Tell():
                 return self._log.tell(request)
+            case effects.RecordHistory(record) | effects.Register(record):
+                return self._note(record)
             case effects.Rest(seconds):
                 _empty(self._nudges)
                 with suppress(Empty):
                     self._nudges.get(timeout=seconds)
                 return None
-        return perform(self._client, self._tombstones, request)
+        return perform(self._client, self._archive, request)
+
+    def _note(self, record: RoundRecord) -> None:
+        """Note it in a thread of its own, so that no node waits for the archive."""
+        earlier = self._noting
+
+        def note() -> None:
+            if earlier is not None:
+                earlier.join()
+            # Not while agents wait for the round and start their workers.
+            self._stopping.wait(_NOTED_AFTER_SECONDS)
+            try:
+                self._archive.note(record)
+            except (RendezvousConnectionError, RendezvousStateError) as error:
+                if not self._told_of_the_archive:
+                    self._told_of_the_archive = True
+                    self._log.warning(f"the history of the run cannot be written: {error}")
+
+        thread = threading.Thread(target=note, name=f"{self._name}-history", daemon=True)
+        with suppress(RuntimeError):  # No thread can start while the process exits.
+            thread.start()
+            self._noting = thread
 
     def _open_master_within(self, world_id: str, seconds: float) -> None:
         opener = self._opener
@@ -224,7 +254,7 @@ class _Opener:
         self.thread.start()
 
 
-def perform(client: KeyValueClient, tombstones: Tombstones, request: effects.Effect[Any]) -> Any:
+def perform(client: KeyValueClient, archive: Archive, request: effects.Effect[Any]) -> Any:
     """Carry out one effect with one call on the store; `effects.Tell` is not for a store."""
     match request:
         case effects.Park(key, version, seconds):
@@ -249,17 +279,17 @@ def perform(client: KeyValueClient, tombstones: Tombstones, request: effects.Eff
         case effects.Expire(seconds):
             return client.expire(seconds)
         case effects.PutTombstone(document):
-            return tombstones.put(document)
+            return archive.put_tombstone(document)
         case effects.ReadTombstone(incarnation):
-            return tombstones.get(incarnation)
-        case effects.RecordHistory(document, seconds, members):
-            return history.append(client, document, seconds, members)
+            return archive.tombstone(incarnation)
+        case effects.RecordHistory(record) | effects.Register(record):
+            return archive.note(record)
     raise TypeError(f"{request!r} is not for a store")
 
 
 def carry_out(
     client: KeyValueClient,
-    tombstones: Tombstones,
+    archive: Archive,
     work: Generator[effects.Effect[Any], Any, T],
     tell: Callable[[effects.Tell], None],
 ) -> T:
@@ -277,7 +307,7 @@ def carry_out(
             tell(request)
             continue
         try:
-            answer = perform(client, tombstones, request)
+            answer = perform(client, archive, request)
         except (RendezvousConnectionError, RendezvousStateError) as failure:
             error = failure
 

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -29,6 +28,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins.addresses import is_out_of_reach, loopback, node_address, store_hosts
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
 from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.endpoint import redact
@@ -53,7 +53,6 @@ from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.signals import SignalWatch
 from rdzv_plugins.stores import load, opener
-from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
 from rdzv_plugins.torch_compat.agent_store import AgentStore
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
@@ -79,7 +78,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     Args:
         client: the run's namespace; the handler owns it and closes it.
-        tombstones: of the run's id.
+        archive: of the run's id.
         run_id: as in ``--rdzv-id``.
         rules: the run's settings.
         settings: the handler's options.
@@ -89,14 +88,14 @@ class StoreRendezvousHandler(RendezvousHandler):
     def __init__(
         self,
         client: KeyValueClient,
-        tombstones: Tombstones,
+        archive: Archive,
         run_id: str,
         rules: Rules,
         settings: Settings,
         address: str,
     ) -> None:
         self._client = client
-        self._tombstones = tombstones
+        self._archive = archive
         self._run_id = run_id
         self._rules = rules
         self._settings = settings
@@ -127,7 +126,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             random.Random(secrets.randbits(64)),
         )
         self._log = RunLog(log, run_id, self._node)
-        self._driver = Driver(self._node, client, tombstones, self._open_master, run_id)
+        self._driver = Driver(self._node, client, archive, self._open_master, run_id)
         self._ending = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
@@ -293,7 +292,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             may_close=may_close,
             told=self._node.told_of_the_end,
         )
-        return carry_out(self._client, self._tombstones, work, self._log.tell)
+        return carry_out(self._client, self._archive, work, self._log.tell)
 
     def _leave(self) -> bool:
         """Tell the others that this node is gone, without closing the run."""
@@ -305,7 +304,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._end(leave, "this node could not announce that it leaves")
 
     def _say_farewell(self) -> None:
-        carry_out(self._client, self._tombstones, self._node.farewell(), self._log.tell)
+        carry_out(self._client, self._archive, self._node.farewell(), self._log.tell)
         self._log.info(f"{self._node.record.label} has left")
 
     def _leave_at_exit(self) -> None:
@@ -504,8 +503,8 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
     opened = connect(params.run_id)
     log.info("run '%s': connected to %s '%s'", params.run_id, opened.name, redact(params.endpoint))
     try:
-        tombstones = Tombstones(partial(connect, tombstone_run_id(params.run_id)))
-        return _over(opened, tombstones, params, settings)
+        archive = Archive(connect, params.run_id, settings.history_ttl)
+        return _over(opened, archive, params, settings)
     except BaseException:
         opened.close()
         raise
@@ -513,7 +512,7 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
 
 def _over(
     client: KeyValueClient,
-    tombstones: Tombstones,
+    archive: Archive,
     params: RendezvousParameters,
     settings: Settings,
 ) -> RendezvousHandler:
@@ -531,7 +530,7 @@ def _over(
             params.run_id,
             address,
         )
-    return StoreRendezvousHandler(client, tombstones, params.run_id, rules, settings, address)
+    return StoreRendezvousHandler(client, archive, params.run_id, rules, settings, address)
 
 
 def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Annotated
 
 import typer
 
-# torch warns so on import in every environment without NumPy.
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-
-from rdzv_plugins.cli import local, run, runs, stores  # noqa: E402
+from rdzv_plugins import __version__
+from rdzv_plugins.cli import local, run, runs, stores
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
-    help="torchrun rendezvous on the store you already run.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"rdzv-plugins {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def rdzv(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="show the version"),
+    ] = False,
+) -> None:
+    """torchrun rendezvous on the store you already run."""
+
+
 app.command(context_settings=run.VERBATIM)(run.run)
+app.command("list")(runs.list_runs)
 app.command()(runs.status)
+app.command()(runs.history)
 app.command()(runs.watch)
 app.command()(runs.close)
 app.command()(runs.clean)
@@ -32,9 +46,8 @@ app.command()(local.demo)
 
 def main() -> None:
     """Entry point; an error that the user can fix is one line on stderr and exit status 1."""
-    from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
-    from rdzv_plugins.servers import ServerError
-
+    # torch warns so on import in every environment without NumPy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     if sys.argv[1:2] == ["run"]:
         # Not through typer, which treats "--", Ctrl-C and a broken pipe differently; errors look
         # as in torchrun.
@@ -42,6 +55,17 @@ def main() -> None:
         return
     try:
         app()
-    except (ValueError, RendezvousConnectionError, RendezvousStateError, ServerError) as error:
+    except Exception as error:
+        if not _is_for_the_user(error):
+            raise
         typer.echo(f"rdzv: {error}", err=True)
         sys.exit(1)
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    # Imported here: torch takes seconds, and most commands' help needs none of it.
+    from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+    from rdzv_plugins.servers import ServerError
+
+    expected = ValueError, RendezvousConnectionError, RendezvousStateError, ServerError
+    return isinstance(error, expected)

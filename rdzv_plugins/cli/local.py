@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from rdzv_plugins import servers
-
 __all__ = ["demo", "serve"]
 
 # The backend for a kind of server, where the names differ.
@@ -17,13 +15,18 @@ _BACKENDS = {"valkey": "redis", "etcd": "etcd-v3"}
 
 
 def serve(
-    kind: Annotated[str, typer.Argument(help=f"one of: {', '.join(servers.KINDS)}")] = "valkey",
+    kind: Annotated[
+        str,
+        typer.Argument(help="one of: redis, valkey, zookeeper, dynamodb, consul, etcd, postgres"),
+    ] = "valkey",
     port: Annotated[int | None, typer.Option(help="first server's port; default: a free one")] = (
         None
     ),
     nodes: Annotated[int, typer.Option(help="number of servers, 1 or 3")] = 1,
 ) -> None:
     """Run a server on 127.0.0.1 until Ctrl-C: for tests, not for production."""
+    from rdzv_plugins import servers
+
     with servers.start(kind, nodes=nodes, port=port) as server:
         conf = ",".join(f"{name}={value}" for name, value in server.config.items())
         typer.echo(f"{kind} runs at {server.endpoint}; Ctrl-C stops it. For torchrun:")

@@ -1,92 +1,117 @@
-"""Shared by several commands: options, with the same names as torchrun's, and the console."""
+"""Shared by several commands: options, with the same names as torchrun's, and the console.
+
+Commands import torch and the stores only when they run: ``--help`` comes at once.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing
-from typing import Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from rdzv_plugins.config import Settings, option_names, parse_options
-from rdzv_plugins.kv import KeyValueClient
-from rdzv_plugins.stores import STORES, open_client
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rdzv_plugins.archive import Archive
+    from rdzv_plugins.config import Settings
+    from rdzv_plugins.kv import KeyValueClient
 
 __all__ = [
+    "Access",
     "BackendOption",
     "ConfOption",
     "EndpointOption",
+    "JsonOption",
     "RunOption",
-    "connect",
-    "delete_run",
-    "open_run",
     "plain_console",
-    "settings",
+    "print_json",
 ]
 
 BackendOption = Annotated[
-    str, typer.Option("--rdzv-backend", "-b", help=f"one of: {', '.join(STORES)}")
+    str,
+    typer.Option(
+        "--rdzv-backend",
+        "-b",
+        envvar="RDZV_BACKEND",
+        help="redis, zookeeper, dynamodb, consul, etcd-v3, postgres or another package's",
+    ),
 ]
 EndpointOption = Annotated[
     str,
     typer.Option(
         "--rdzv-endpoint",
         "-e",
+        envvar="RDZV_ENDPOINT",
         help="as for torchrun; empty: this host (dynamodb: AWS's configuration)",
     ),
 ]
-RunOption = Annotated[str, typer.Option("--rdzv-id", "-i", help="the run's id")]
+RunOption = Annotated[str, typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="the run's id")]
 ConfOption = Annotated[
     str, typer.Option("--rdzv-conf", "-c", help="<option>=<value>,... as for torchrun")
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="plain data, as docs/commands.md says")]
 
 
-def connect(backend: str, endpoint: str, run_id: str, conf: str) -> closing[KeyValueClient]:
-    """A client of the run's namespace, to be used in a ``with`` statement.
+@dataclass(frozen=True)
+class Access:
+    """How to reach the runs under a prefix of a store, as the command line says it."""
 
-    Raises:
-        ValueError: a bad option, or a missing client package.
-        RendezvousConnectionError: the store cannot be reached or refuses the credentials.
-    """
-    return closing(open_run(backend, endpoint, run_id, conf))
+    backend: str
+    endpoint: str
+    conf: str
 
+    def open(self, run_id: str) -> KeyValueClient:
+        """A client of a run's namespace.
 
-def open_run(backend: str, endpoint: str, run_id: str, conf: str) -> KeyValueClient:
-    """A client of the run's namespace; raises as `connect` does."""
-    config = _parse(conf)
-    handler_options = option_names(Settings)
-    own = {name: value for name, value in config.items() if name not in handler_options}
-    return open_client(
-        backend, endpoint, run_id, own, request_timeout=settings(conf).heartbeat_timeout
-    )
+        Raises:
+            ValueError: a bad option, or a missing client package.
+            RendezvousConnectionError: the store cannot be reached or refuses the credentials.
+        """
+        from rdzv_plugins.config import Settings, option_names
+        from rdzv_plugins.stores import open_client
 
+        handler_options = option_names(Settings)
+        own = {name: it for name, it in self._parse().items() if name not in handler_options}
+        timeout = self.settings.heartbeat_timeout
+        return open_client(self.backend, self.endpoint, run_id, own, request_timeout=timeout)
 
-def delete_run(client: KeyValueClient) -> int:
-    """Delete all keys of the client's run; returns their number."""
-    keys = [*client.list("")]
-    client.delete_many(keys)
-    # Also cancel the deadline of a closed run: it must not expire the next run with this id.
-    client.expire(0)
-    return len(keys)
+    def connect(self, run_id: str) -> closing[KeyValueClient]:
+        """The same, to be used in a ``with`` statement."""
+        return closing(self.open(run_id))
+
+    def archive(self, run_id: str) -> Archive:
+        from rdzv_plugins.archive import Archive
+
+        return Archive(self.open, run_id, self.settings.history_ttl)
+
+    @property
+    def settings(self) -> Settings:
+        """The handler's options among those of ``--rdzv-conf``."""
+        from rdzv_plugins.config import Settings, option_names, parse_options
+
+        handler_options = option_names(Settings)
+        own = {name: it for name, it in self._parse().items() if name in handler_options}
+        return parse_options(Settings, own, os.environ)
+
+    def _parse(self) -> dict[str, str]:
+        pairs = [item.partition("=") for item in self.conf.split(",") if item.strip()]
+        for name, _, value in pairs:
+            if not value.strip():
+                raise ValueError(f"--rdzv-conf: the option '{name.strip()}' has no value")
+        return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def plain_console() -> Console:
     """Shows text as it is: rich would take ``[fd00::1]`` for a style and ``:b:`` for an emoji."""
-    return Console(markup=False, emoji=False)
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False)
 
 
-def settings(conf: str) -> Settings:
-    """The handler's options among those of ``--rdzv-conf``."""
-    config = _parse(conf)
-    handler_options = option_names(Settings)
-    own = {name: value for name, value in config.items() if name in handler_options}
-    return parse_options(Settings, own, os.environ)
-
-
-def _parse(conf: str) -> dict[str, str]:
-    pairs = [item.partition("=") for item in conf.split(",") if item.strip()]
-    for name, _, value in pairs:
-        if not value.strip():
-            raise ValueError(f"--rdzv-conf: the option '{name.strip()}' has no value")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+def print_json(value: Any) -> None:
+    """One line of JSON."""
+    typer.echo(json.dumps(value, separators=(",", ":"), ensure_ascii=False))

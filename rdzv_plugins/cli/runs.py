@@ -1,99 +1,152 @@
-"""Commands about one run: status, watch, close, clean."""
+"""Commands about runs: list, status, history, watch, close, clean."""
 
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import Annotated
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
-from rdzv_plugins import history
 from rdzv_plugins.cli.options import (
+    Access,
     BackendOption,
     ConfOption,
     EndpointOption,
+    JsonOption,
     RunOption,
-    connect,
-    delete_run,
-    open_run,
     plain_console,
-    settings,
+    print_json,
 )
-from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
-from rdzv_plugins.protocol.diagnosis import diagnose
-from rdzv_plugins.protocol.documents import (
-    NODES_PREFIX,
-    STATE_KEY,
-    NodeRecord,
-    Outcome,
-    Phase,
-    RoundDocument,
-    Status,
-)
-from rdzv_plugins.protocol.failure_detector import FailureDetector
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
-__all__ = ["clean", "close", "status", "watch"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from rdzv_plugins.archive import Row
+    from rdzv_plugins.inspection import Inspection
+    from rdzv_plugins.kv import KeyValueClient
+
+__all__ = ["clean", "close", "history", "list_runs", "status", "watch"]
 
 _NODES_SHOWN = 64
 _ROUNDS_SHOWN = 10
 
-# How long `status` watches heartbeats while a round forms, and how long at most if none comes.
-_WATCHED_SECONDS = 2.0
-_LONGEST_WATCH_SECONDS = 12.0
-_LOOK_SECONDS = 0.2
-# A node's heartbeats are up to 1.1 intervals apart; the rest is for slow requests.
-_DUE_INTERVALS = 1.2
+_STATUSES = {"running": 0, "forming": 3, "absent": 4, "dead": 5, "closed": 6}
+"""Exit statuses by `inspection.Condition`; 1 and 2 are for errors."""
+
+_LOOK_SECONDS = 1.0
+_PAUSE_IN_AN_OUTAGE = 1.0
+
+
+def list_runs(
+    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """List the runs under a prefix, the newest first, each with what it does.
+
+    Ended runs are listed for history_ttl. Whether nodes live shows in their heartbeats only: it
+    takes up to 2 s, longer if there are dead runs.
+    """
+    from rdzv_plugins.archive import list_runs
+
+    access = Access(backend, endpoint, conf)
+    listed = sorted(list_runs(access.open).values(), key=lambda it: it.began, reverse=True)
+    with ExitStack() as opened:
+        found = _inspect(access, [it.run for it in listed], opened)
+        if as_json:
+            for it in listed:
+                print_json(found[it.run].report() | {"began": it.began, "noted": it.at})
+            return
+        from rich.table import Table
+
+        table = Table("run", "condition", "nodes", "began (UTC)", "what it does")
+        for it in listed:
+            seen = found[it.run]
+            document = seen.document
+            size = len(document.participants) if document is not None else it.nodes
+            began = it.began[:19].replace("T", " ")
+            table.add_row(it.run, seen.condition.value, str(size), began, seen.sentence)
+        console = plain_console()
+        if not listed:
+            console.print("there are no runs under this prefix")
+            return
+        _print_table(table)
 
 
 def status(
     run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
-    conf: ConfOption = "",
+    conf: ConfOption = "", as_json: JsonOption = False,
+    wait: Annotated[str, typer.Option(help="wait until the run is so: running, closed, ...")] = "",
+    timeout: Annotated[float, typer.Option(help="seconds to wait at most")] = 300.0,
 ) -> None:  # fmt: skip
     """Show what a run does and waits for, its nodes, and why it restarted.
 
-    Whether its nodes live shows in their heartbeats only: it takes up to 2 s, longer if there are
-    none.
+    Exit status: 0 running, 3 forming, 4 no such run, 5 dead, 6 closed. Whether its nodes live shows
+    in their heartbeats only: it takes up to 2 s, longer if there are none.
     """
-    with connect(backend, endpoint, run_id, conf) as client:
-        seen = _Observation(client)
-        seen.watch()
-        console = plain_console()
-        summary, *tables = _describe(seen, run_id)
-        # A pipe gets each sentence as one line, as `grep` needs it.
-        console.print(summary, soft_wrap=True)
-        for table in tables:
-            console.print(table)
+    if wait and wait not in _STATUSES:
+        raise typer.BadParameter(f"'{wait}' is none of {', '.join(_STATUSES)}", param_hint="--wait")
+    from rdzv_plugins.inspection import Inspection, settle
+
+    access = Access(backend, endpoint, conf)
+    with access.connect(run_id) as client:
+        seen = Inspection(client, access.archive(run_id), run_id)
+        settle([seen])
+        if wait:
+            _await(seen, wait, timeout)
+        condition = seen.condition
+        if as_json:
+            print_json(seen.report() | {"rounds": _rows_as_data(seen)})
+        else:
+            summary, *tables = _describe(seen)
+            # A pipe gets each sentence as one line, as `grep` needs it.
+            plain_console().print(summary, soft_wrap=True)
+            for table in tables:
+                _print_table(table)
+    raise typer.Exit(_STATUSES[condition])
+
+
+def history(
+    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    conf: ConfOption = "", as_json: JsonOption = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="rows at most")] = 50,
+) -> None:  # fmt: skip
+    """Show the rounds of a run id and how its runs ended, the newest first.
+
+    The last fifty are kept for history_ttl, also after the run has ended.
+    """
+    from msgspec import to_builtins
+
+    rows = Access(backend, endpoint, conf).archive(run_id).rows()[::-1][:limit]
+    if as_json:
+        for row in rows:
+            print_json({"schema": 1, **to_builtins(row)})
+        return
+    if not rows:
+        raise ValueError(f"nothing is kept of a run '{run_id}'")
+    _print_table(_rounds(rows))
 
 
 def watch(
     run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
-    conf: ConfOption = "",
+    conf: ConfOption = "", as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Show the status and keep it up to date, until Ctrl-C or until the run is closed."""
-    with (
-        connect(backend, endpoint, run_id, conf) as client,
-        Live(console=plain_console(), auto_refresh=False) as live,
-    ):
-        version = None
-        seen = _Observation(client)
-        while True:
-            live.update(Group(*_describe(seen, run_id)), refresh=True)
-            entry = client.wait(STATE_KEY, version, timeout=1.0)
-            if entry is None:
-                seen.look()
-                continue
-            version = entry.version
-            if RoundDocument.decode(entry.value).phase is Phase.CLOSED:
-                seen.look()
-                live.update(Group(*_describe(seen, run_id)), refresh=True)
-                return
-            seen.look()
+    """Show the status and keep it up to date, until Ctrl-C or until the run is closed.
+
+    Into a pipe it writes one line whenever the run does something else. An outage of the store does
+    not end it.
+    """
+    from rdzv_plugins.inspection import Inspection, settle
+
+    access = Access(backend, endpoint, conf)
+    with access.connect(run_id) as client:
+        seen = Inspection(client, access.archive(run_id), run_id)
+        settle([seen])
+        if as_json or not plain_console().is_terminal:
+            _stream(seen, as_json)
+        else:
+            _show_live(seen)
 
 
 def close(
@@ -102,22 +155,21 @@ def close(
 ) -> None:  # fmt: skip
     """Close a run: the current round trains to its end, and no further round forms."""
     from rdzv_plugins.driver import carry_out
+    from rdzv_plugins.inspection import is_torchs
     from rdzv_plugins.protocol.cleanup import close_run
-    from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
+    from rdzv_plugins.protocol.documents import STATE_KEY, Outcome
 
-    with connect(backend, endpoint, run_id, conf) as client:
+    access = Access(backend, endpoint, conf)
+    with access.connect(run_id) as client:
         entry = client.get(STATE_KEY)
         if entry is None:
-            only = " of handler=rdzv, only one of handler=torch" if _is_torchs(client) else ""
+            only = " of handler=rdzv, only one of handler=torch" if is_torchs(client) else ""
             raise ValueError(f"there is no run '{run_id}'{only}")
-        ttl = settings(conf).sweep_after
-        tombstones = Tombstones(
-            partial(open_run, backend, endpoint, tombstone_run_id(run_id), conf)
-        )
+        ttl = access.settings.sweep_after
         why = "closed by the command rdzv close"
         work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close=lambda _: True)
         # The line below tells it.
-        carry_out(client, tombstones, work, tell=lambda _: None)
+        carry_out(client, access.archive(run_id), work, tell=lambda _: None)
         typer.echo(
             f"closed run '{run_id}': the current round continues, no further round forms; "
             f"its id can be used again in {ttl:g} s"
@@ -125,8 +177,11 @@ def close(
 
 
 def clean(
-    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
-    conf: ConfOption = "",
+    run_id: Annotated[
+        str, typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="the run's id")
+    ] = "",
+    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    dead: Annotated[bool, typer.Option(help="all dead runs under the prefix instead")] = False,
     force: Annotated[bool, typer.Option(help="even if nodes are live: they write again")] = False,
 ) -> None:  # fmt: skip
     """Delete all keys of a run, so that its id can be used again at once.
@@ -134,10 +189,18 @@ def clean(
     Live nodes are detected by their heartbeats: give the run's own keep_alive_interval in
     --rdzv-conf.
     """
-    with connect(backend, endpoint, run_id, conf) as client:
-        if not force and _is_torchs(client):
+    access = Access(backend, endpoint, conf)
+    if dead:
+        _clean_the_dead(access)
+        return
+    if not run_id:
+        raise typer.BadParameter("name a run, or all dead runs with --dead", param_hint="--rdzv-id")
+    from rdzv_plugins.inspection import delete_run, is_torchs
+
+    with access.connect(run_id) as client:
+        if not force and is_torchs(client):
             raise ValueError(f"run '{run_id}' is of handler=torch and may be live: use --force")
-        if not force and (alive := _beating(client, settings(conf).keep_alive_interval)):
+        if not force and (alive := _beating(client, access.settings.keep_alive_interval)):
             raise ValueError(
                 f"run '{run_id}' has live nodes: {', '.join(sorted(alive)[:4])}; "
                 "close it first, or use --force"
@@ -145,18 +208,109 @@ def clean(
         typer.echo(f"deleted {delete_run(client)} keys of run '{run_id}'")
 
 
-def _is_torchs(client: KeyValueClient) -> bool:
-    """Whether the run has handler=torch, whose state is a pickle, which is never loaded here."""
-    return client.get(KeyValueBackend.KEY) is not None
+def _clean_the_dead(access: Access) -> None:
+    from rdzv_plugins.archive import list_runs
+    from rdzv_plugins.inspection import Condition, delete_run
+
+    with ExitStack() as opened:
+        found = _inspect(access, sorted(list_runs(access.open)), opened)
+        for run_id, seen in found.items():
+            if seen.condition is Condition.DEAD and seen.document is not None:
+                typer.echo(f"deleted {delete_run(seen.client)} keys of run '{run_id}'")
+
+
+def _inspect(access: Access, run_ids: Iterable[str], opened: ExitStack) -> dict[str, Inspection]:
+    """All these runs, each watched until it can be told who of it lives."""
+    from rdzv_plugins.inspection import Inspection, settle
+
+    found = {
+        run_id: Inspection(opened.enter_context(access.connect(run_id)), access.archive(run_id),
+                           run_id)
+        for run_id in run_ids
+    }  # fmt: skip
+    settle(found.values())
+    return found
+
+
+def _await(seen: Inspection, condition: str, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while seen.condition.value != condition and (left := deadline - time.monotonic()) > 0:
+        _rest(seen, min(left, _LOOK_SECONDS))
+        seen.look()
+
+
+def _rest(seen: Inspection, seconds: float) -> None:
+    """Wait until the document may differ."""
+    from rdzv_plugins.protocol.documents import STATE_KEY
+
+    seen.client.wait(STATE_KEY, seen.version, seconds)
+
+
+def _stream(seen: Inspection, as_json: bool) -> None:
+    """One line whenever the run does something else."""
+    from datetime import UTC, datetime
+
+    from rdzv_plugins.inspection import Condition
+    from rdzv_plugins.kv import RendezvousConnectionError
+
+    told = ""
+    while True:
+        try:
+            seen.look()
+            event = f"run '{seen.run_id}': {seen.event}"
+        except RendezvousConnectionError as error:
+            event = str(error)
+        if event != told:
+            told, at = event, datetime.now(UTC).isoformat(timespec="milliseconds")
+            if as_json:
+                print_json(seen.report() | {"at": at, "event": event})
+            else:
+                typer.echo(f"{at} {event}")
+        if seen.condition in (Condition.CLOSED, Condition.ABSENT):
+            return
+        _pause(seen)
+
+
+def _show_live(seen: Inspection) -> None:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from rdzv_plugins.inspection import Condition
+    from rdzv_plugins.kv import RendezvousConnectionError
+
+    with Live(console=plain_console(), auto_refresh=False) as live:
+        while True:
+            try:
+                seen.look()
+                live.update(Group(*_describe(seen)), refresh=True)
+            except RendezvousConnectionError as error:
+                live.update(Text(str(error)), refresh=True)
+            if seen.condition in (Condition.CLOSED, Condition.ABSENT):
+                return
+            _pause(seen)
+
+
+def _pause(seen: Inspection) -> None:
+    from rdzv_plugins.kv import RendezvousConnectionError
+
+    try:
+        _rest(seen, _LOOK_SECONDS)
+    except RendezvousConnectionError:
+        time.sleep(_PAUSE_IN_AN_OUTAGE)
 
 
 def _beating(client: KeyValueClient, interval: float) -> set[str]:
     """Names of the nodes that send a heartbeat within an interval and a half."""
-    before = _records(client)
+    from rdzv_plugins.protocol.documents import NODES_PREFIX
+    from rdzv_plugins.protocol.record_cache import RecordCache
+
+    records = RecordCache()
+    before = records.decode(client.list(NODES_PREFIX))
     if not before:
         return set()
     time.sleep(1.5 * interval)
-    after = _records(client)
+    after = records.decode(client.list(NODES_PREFIX))
     return {
         record.label
         for node, record in after.items()
@@ -164,114 +318,62 @@ def _beating(client: KeyValueClient, interval: float) -> set[str]:
     }
 
 
-def _records(client: KeyValueClient) -> dict[str, NodeRecord]:
-    records = {}
-    for key, entry in client.list(NODES_PREFIX).items():
-        try:
-            records[key.removeprefix(NODES_PREFIX)] = NodeRecord.decode(entry.value)
-        except RendezvousStateError:
-            continue
-    return records
-
-
-class _Observation:
-    """What stands in the store, and since when each heartbeat stands still on this host's clock."""
-
-    def __init__(self, client: KeyValueClient) -> None:
-        self.client = client
-        self._beats = FailureDetector()
-        self._began = time.monotonic()
-        self.look()
-
-    def look(self) -> None:
-        asked = time.monotonic()
-        entry = self.client.get(STATE_KEY)
-        self.document = RoundDocument.decode(entry.value) if entry else None
-        self.records = _records(self.client)
-        for node, record in self.records.items():
-            self._beats.observe(node, record.beat, asked, time.monotonic())
-
-    def watch(self) -> None:
-        """Look again until it can be told who lives."""
-        while not self._can_tell():
-            time.sleep(_LOOK_SECONDS)
-            self.look()
-
-    def _can_tell(self) -> bool:
-        document = self.document
-        if document is None or document.closed:
-            return True
-        asked = [node for node, it in self.records.items() if it.status is not Status.LEFT]
-        moved = [node for node in asked if self._beats.moved(node)]
-        unknown = [node for node in asked if node not in moved and not self.is_silent(node)]
-        watched = time.monotonic() - self._began
-        if moved and (document.phase is not Phase.FORMING or watched >= _WATCHED_SECONDS):
-            return True
-        return not unknown or watched >= _LONGEST_WATCH_SECONDS
-
-    def is_silent(self, node: str) -> bool:
-        """Whether a heartbeat of the node was due and did not come."""
-        due = _DUE_INTERVALS * self.records[node].interval if node in self.records else 0.0
-        return self._beats.confirmed_silence(node) >= due
-
-    @property
-    def sentence(self) -> str:
-        """What the run does."""
-        quiet = min(map(self._beats.confirmed_silence, self.records), default=0.0)
-        text = str(diagnose(self.document, self.records, self.is_silent, quiet))
-        if quiet >= _LONGEST_WATCH_SECONDS and not all(map(self.is_silent, self.records)):
-            text += f"; no heartbeat came in {quiet:.0f} s, but not each was due"
-        return text
-
-
-def _describe(seen: _Observation, run_id: str) -> list[RenderableType]:
+def _describe(seen: Inspection) -> list[RenderableType]:
     """The sentence and what belongs to it, and the tables."""
+    from rich.text import Text
+
+    summary = Text(f"run '{seen.run_id}': {seen.sentence}")
     document = seen.document
-    if document is None and _is_torchs(seen.client):
-        return [Text(f"run '{run_id}' is of handler=torch, whose state cannot be shown")]
-    if document is None:
-        return [Text(f"run '{run_id}': nothing is stored under this id")]
-    summary = Text(f"run '{run_id}': {seen.sentence}")
-    if document.master:
+    if document is not None and document.master:
         summary.append(f"\nMASTER {document.master}")
-    if document.reason and not document.closed:
+    if document is not None and document.reason and not document.closed:
         summary.append(f"\nwhy this round: {document.reason}")
-    return [summary, _nodes(document, seen), _rounds(history.read(seen.client))]
+    tables: list[RenderableType] = [_nodes(seen)] if document is not None else []
+    rows = seen.archive.rows()
+    if rows:
+        tables.append(_rounds(rows[::-1][:_ROUNDS_SHOWN]))
+    return [summary, *tables]
 
 
-def _nodes(document: RoundDocument, seen: _Observation) -> Table:
-    records = seen.records
-    table = Table("rank", "node", "status", "round", "heartbeat", "", title_justify="left")
-    others = sorted(set(records) - set(document.participants))
-    for node in [*document.participants, *others][:_NODES_SHOWN]:
-        record = records.get(node)
-        rank = str(document.participants.index(node)) if node in document.participants else "-"
-        notes = []
-        if node == document.leader:
-            notes.append("leader")
-        if node in document.lost or record is None:
-            notes.append("lost")
-        elif record.status is not Status.LEFT and not document.closed and seen.is_silent(node):
-            notes.append("silent")
-        if node in document.previous:
+def _nodes(seen: Inspection) -> RenderableType:
+    from rich.table import Table
+
+    table = Table("rank", "node", "state", "last beat", "")
+    nodes = seen.nodes()
+    for node in nodes[:_NODES_SHOWN]:
+        notes = ["leader"] if node.leader else []
+        if node.awaited:
             notes.append("was in the last round")
-        table.add_row(
-            rank,
-            record.label if record else node,
-            record.status.value if record else "?",
-            str(record.round) if record else "?",
-            str(record.beat) if record else "?",
-            ", ".join(notes),
-        )
-    hidden = len(document.participants) + len(others) - _NODES_SHOWN
-    if hidden > 0:
-        table.add_row("", f"and {hidden} more", "", "", "", "")
+        ago = "" if node.state == "unknown" else f"{node.silence:.1f} s ago"
+        rank = "-" if node.rank is None else str(node.rank)
+        table.add_row(rank, node.name, node.state, ago, ", ".join(notes))
+    if len(nodes) > _NODES_SHOWN:
+        table.add_row("", f"and {len(nodes) - _NODES_SHOWN} more", "", "", "")
     return table
 
 
-def _rounds(rows: list[history.Row]) -> Table:
+def _rounds(rows: Iterable[Row]) -> RenderableType:
+    """A table of rounds in the order of ``rows``."""
+    from rich.table import Table
+
     table = Table("round", "when (UTC)", "nodes", "formed in", "why")
-    for row in rows[-_ROUNDS_SHOWN:]:
-        took = f"{row.seconds * 1000:,.0f} ms" if row.phase == "running" else row.phase
-        table.add_row(str(row.round), row.at[:23], str(row.nodes), took, row.reason)
+    for row in rows:
+        ended = row.outcome.value if row.outcome is not None else row.phase.value
+        took = f"{row.seconds.total * 1000:,.0f} ms" if row.seconds is not None else ended
+        when = row.at[:19].replace("T", " ")
+        table.add_row(str(row.round), when, str(row.nodes), took, row.reason)
     return table
+
+
+def _rows_as_data(seen: Inspection) -> list[object]:
+    from msgspec import to_builtins
+
+    return [to_builtins(row) for row in seen.archive.rows()[::-1]]
+
+
+def _print_table(table: RenderableType) -> None:
+    """Never wrapped in a pipe, where there is no width to keep to."""
+    console = plain_console()
+    if not console.is_terminal:
+        console.width = 10_000
+    console.print(table)

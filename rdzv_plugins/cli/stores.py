@@ -8,20 +8,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-
-from rich.table import Table
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from typing import TYPE_CHECKING
 
 from rdzv_plugins.cli.options import (
+    Access,
     BackendOption,
     ConfOption,
     EndpointOption,
-    connect,
-    delete_run,
     plain_console,
 )
-from rdzv_plugins.endpoint import redact
-from rdzv_plugins.kv import KeyValueClient
+
+if TYPE_CHECKING:
+    from rdzv_plugins.kv import KeyValueClient
 
 __all__ = ["check"]
 
@@ -32,6 +30,10 @@ def check(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = ""
 ) -> None:
     """Try all operations of a rendezvous on a store, in a temporary run."""
+    from rich.table import Table
+
+    from rdzv_plugins.endpoint import redact
+
     console = plain_console()
     began = time.perf_counter()
     run_id = f"check-{uuid.uuid4().hex[:12]}"
@@ -54,7 +56,7 @@ def check(
         table.add_row("compare-and-set", _median(swap))
         table.add_row("list", _median(lambda: client.list("nodes/")))
         table.add_row("add", _median(lambda: client.add("counter", 1)))
-        with connect(backend, endpoint, run_id, conf) as waiter:
+        with Access(backend, endpoint, conf).connect(run_id) as waiter:
             table.add_row("wake-up of a waiter", _wake_up(client, waiter))
         console.print(table)
         able = client.capabilities
@@ -68,12 +70,15 @@ def check(
 @contextmanager
 def _own_run(backend: str, endpoint: str, run_id: str, conf: str) -> Iterator[KeyValueClient]:
     """A client of a run that is deleted afterwards, even after an error."""
-    with connect(backend, endpoint, run_id, conf) as client:
+    from rdzv_plugins.inspection import delete_run
+    from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+
+    with Access(backend, endpoint, conf).connect(run_id) as client:
         try:
             yield client
         except BaseException:
             # Raise the first error, not the error of the deletion.
-            with suppress(RendezvousError):
+            with suppress(RendezvousConnectionError, RendezvousStateError):
                 delete_run(client)
             raise
         delete_run(client)

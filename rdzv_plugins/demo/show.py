@@ -10,15 +10,16 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
 
-from rdzv_plugins import history, servers
+from rdzv_plugins import servers
+from rdzv_plugins.archive import Archive, Row
 from rdzv_plugins.demo.agents import Fleet, TrainingError, World
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
@@ -45,28 +46,28 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
     try:
         with _interruptible(), _store(story, backend, endpoint) as (endpoint, config):
             run_id = f"demo-{secrets.token_hex(4)}"
-            with closing(open_client(backend, endpoint, run_id, config)) as client:
-                fleet = Fleet(
-                    folder,
-                    backend=backend,
-                    endpoint=endpoint,
-                    run_id=run_id,
-                    nodes=f"2:{agents}",
-                    config={
-                        "keep_alive_interval": _INTERVAL,
-                        "keep_alive_max_attempt": _ATTEMPTS,
-                        "last_call_timeout": 1,
-                        "join_timeout": 60,
-                        **config,
-                    },
-                    environ={},
-                    # If this process is killed, the agents must not run forever.
-                    training={"seconds": 120},
-                )
-                with fleet:
-                    _play(story, fleet, agents, kill)
-                story.add_rounds(history.read(client), fleet)
-                went_on = True
+            fleet = Fleet(
+                folder,
+                backend=backend,
+                endpoint=endpoint,
+                run_id=run_id,
+                nodes=f"2:{agents}",
+                config={
+                    "keep_alive_interval": _INTERVAL,
+                    "keep_alive_max_attempt": _ATTEMPTS,
+                    "last_call_timeout": 1,
+                    "join_timeout": 60,
+                    **config,
+                },
+                environ={},
+                # If this process is killed, the agents must not run forever.
+                training={"seconds": 120},
+            )
+            with fleet:
+                _play(story, fleet, agents, kill)
+            archive = Archive(partial(open_client, backend, endpoint, config=config), run_id, 0)
+            story.add_rounds(archive.rows(), fleet)
+            went_on = True
     except KeyboardInterrupt:
         story.tell("interrupted; all agents and their workers have ended")
         return 130
@@ -109,16 +110,17 @@ class Story:
         """Add a row to the timeline; ``at`` in monotonic seconds."""
         self._rows.append((at - self._began, text))
 
-    def add_rounds(self, rounds: list[history.Row], fleet: Fleet) -> None:
+    def add_rounds(self, rounds: list[Row], fleet: Fleet) -> None:
         for row in rounds:
             at = datetime.fromisoformat(row.at).timestamp() - self._began_by_wall_clock
             reason = _named(row.reason, fleet)
             if row.phase == Phase.CLOSED:
                 self._rows.append((at, reason))
                 continue
-            members = _named(", ".join(row.members), fleet)
+            members = _named(", ".join(member.name for member in row.members), fleet)
+            took = row.seconds.total if row.seconds is not None else 0.0
             self._rows.append(
-                (at, f"round {row.round} formed in {row.seconds:.2f} s: {members} ({reason})")
+                (at, f"round {row.round} formed in {took:.2f} s: {members} ({reason})")
             )
 
     def print_timeline(self) -> None:

@@ -31,10 +31,10 @@ from rdzv_plugins.protocol.effects import (
     Ring,
     Tell,
 )
+from rdzv_plugins.protocol.round_record import Durations, record_of
 
 __all__ = ["close_run", "let_expire", "tidy_up"]
 
-_MEMBERS_IN_HISTORY = 16
 _TOMBSTONE_ATTEMPTS = 3
 
 
@@ -100,7 +100,7 @@ def close_run(
     yield from Tell("closed", f"the run is closed: {why}")
     # Joiners wait for the document; the leader waits for its bell.
     yield from Ring(node_id)
-    yield from RecordHistory(closed, 0.0, ())
+    yield from RecordHistory(record_of(closed, {}))
     yield from let_expire(closed, entry.version, sweep_after)
     return True
 
@@ -141,7 +141,8 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
 
 def tidy_up(
     runs: RoundDocument,
-    seconds: float,
+    before: RoundDocument | None,
+    seconds: Durations,
     records: Mapping[str, NodeRecord],
     is_silent: Callable[[str], bool],
 ) -> Effects[None]:
@@ -149,13 +150,12 @@ def tidy_up(
 
     Args:
         runs: the round; only its leader tidies up.
+        before: the round before it, if this node was in that.
         seconds: how long it took to form.
         records: all nodes'.
         is_silent: whether a node's lease has run out.
     """
-    first = runs.participants[:_MEMBERS_IN_HISTORY]
-    members = tuple(records[node].label for node in first if node in records)
-    yield from RecordHistory(runs, seconds, members)
+    yield from RecordHistory(record_of(runs, records, before, seconds))
     yield from DropStores(runs.incarnation, runs.round)
     dead = [
         node

@@ -82,7 +82,7 @@ class Pace:
     """
 
     def __init__(self, now: float) -> None:
-        self._looked = float("-inf")
+        self._looked = now
         self._candidate = self._told = ""
         self._told_at = now
 

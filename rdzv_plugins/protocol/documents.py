@@ -19,7 +19,6 @@ from rdzv_plugins.kv import RendezvousStateError
 
 __all__ = [
     "BELL_KEY",
-    "HISTORY_KEY",
     "NODES_PREFIX",
     "STATE_KEY",
     "STORE_PREFIX",
@@ -37,7 +36,6 @@ __all__ = [
 
 STATE_KEY = "state"
 BELL_KEY = "bell"
-HISTORY_KEY = "history"
 NODES_PREFIX = "nodes/"
 STORE_PREFIX = "store/"
 

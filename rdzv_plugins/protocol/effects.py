@@ -10,6 +10,7 @@ from rdzv_plugins.kv import Entry, Version
 from rdzv_plugins.protocol.diagnosis import Diagnosis
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
 from rdzv_plugins.protocol.documents import Outcome as RunOutcome
+from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.protocol.rules import Failure
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Read",
     "ReadTombstone",
     "RecordHistory",
+    "Register",
     "Rest",
     "Ring",
     "Tell",
@@ -178,14 +180,16 @@ class Tell(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class RecordHistory(Effect[None]):
-    """Note a round in the run's history, for people.
+    """Note a round, or the end of the run, in the run's history, for people."""
 
-    ``seconds`` is how long the round took to form, ``members`` names some of its nodes.
-    """
+    record: RoundRecord
 
-    document: RoundDocument
-    seconds: float
-    members: tuple[str, ...]
+
+@dataclass(frozen=True, slots=True)
+class Register(Effect[None]):
+    """Put a new run into the list of runs, for people; nobody waits for it."""
+
+    record: RoundRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,9 @@ def nodes_waiting(view: View) -> int:
     if latest.is_of(member) and latest.closed:
         # An agent gave up. The workers of this node may wait for its workers for ever.
         return int(latest.outcome is Outcome.FAILED)
+    if latest.closed:
+        # Another run of the id took the place of this node's, and is over.
+        return int(member.incarnation in view.asked_tombstones)
     if document is None or document.closed:
         return 0
     if not document.is_of(member):
@@ -84,11 +87,13 @@ def decide(view: View) -> Action:
     if view.joining and (mine := _confirmed_and_released(view)) is not None:
         return Start(mine)
     if latest is not None and latest.closed:
+        if view.record.status is Status.RUN and _is_strange(view, latest):
+            return AskTombstone(str(view.own))
         return _on_closed(view)
     if view.record.status is Status.LEFT:
         return Wait()
-    if view.own is not None and document is not None and _is_strange(view, document):
-        return AskTombstone(view.own)
+    if document is not None and _is_strange(view, document):
+        return AskTombstone(str(view.own))
     if _is_behind(document, latest):
         return _write_back(view)
     assert document is not None
@@ -127,7 +132,8 @@ def _on_closed(view: View) -> Action:
 
 def _is_strange(view: View, document: RoundDocument) -> bool:
     """Whether the document is of another run, and this node has not asked if its own has ended."""
-    return document.incarnation != view.own and view.own not in view.asked_tombstones
+    own = view.own
+    return own not in (None, document.incarnation) and own not in view.asked_tombstones
 
 
 def _is_behind(document: RoundDocument | None, latest: RoundDocument | None) -> bool:

@@ -37,11 +37,13 @@ from rdzv_plugins.protocol.effects import (
     Park,
     PutRecord,
     ReadTombstone,
+    Register,
     Rest,
     Ring,
     Tell,
 )
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import Failure
 
 __all__ = ["Node"]
@@ -50,7 +52,7 @@ __all__ = ["Node"]
 _MASTER_SECONDS = 0.05
 
 _PAUSES = (Rest, Park)
-_LOCAL = (Rest, OpenMaster, Tell, FinishJoin)
+_LOCAL = (Rest, OpenMaster, Register, Tell, FinishJoin)
 
 _LONGEST_OUTAGE_PAUSE = 0.5
 # A leader renews the run's deadline so many times before it would pass.
@@ -112,10 +114,12 @@ class Node:
         self._ring = False
         # The first beat comes with the order to join; the first look at the leader can wait.
         self._next_beat = clock() + rules.interval
-        # As a leader: the bell as last heard; a round to tidy up after, with the seconds that it
-        # took to form; when to renew the run's deadline, and whether that was done since it leads.
+        # As a leader: the bell as last heard; a round to tidy up after, with the one before it and
+        # the seconds that it took to form, and those until its participants were named; when to
+        # renew the run's deadline, and whether that was done since it leads.
         self._bell: Version | None = None
-        self._untidy: tuple[RoundDocument, float] | None = None
+        self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
+        self._gathered = Durations()
         self._abdicated = False
         self._expiry_due = clock()
         self._expires = False
@@ -538,13 +542,18 @@ class Node:
             yield from let_expire(document, self._seen.token, self._rules.sweep_after)
 
     def _write(self, document: RoundDocument) -> Effects[bool]:
-        entry, written = yield from CompareAndSet(STATE_KEY, document.encode(), self._seen.token)
+        seen = self._seen
+        waited = self._clock() - seen.round_since, seen.enough_for or 0.0
+        entry, written = yield from CompareAndSet(STATE_KEY, document.encode(), seen.token)
         before = self.document
-        self._seen.adopt(entry, document if written else None)
+        seen.adopt(entry, document if written else None)
         if not written:
             return False
+        if document.phase is Phase.CONFIRMING:
+            self._gathered = Durations(gathering=waited[0], last_call=waited[1])
         if document.incarnation == self._fresh:
             self._fresh = self._new_incarnation()  # In case this node founds another run.
+            yield from Register(record_of(document, {self.id: self.record}))
         if before is None or before.leader != self.id:
             # A store that forgot has forgotten the deadline too. Renew it soon, but not while the
             # others wait for this round.
@@ -555,7 +564,9 @@ class Node:
             # The former leader waits for the bell, not for the document.
             yield from Ring(self.id)
         if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
-            self._untidy = document, self._clock() - self._seen.round_since
+            took, gathered = self._clock() - seen.round_since, self._gathered
+            seconds = replace(gathered, confirming=max(0.0, took - gathered.gathering))
+            self._untidy = document, self._member, seconds
         return True
 
     def _wait(self, seconds: float | None) -> Effects[None]:
@@ -563,9 +574,10 @@ class Node:
         if self.ordered or (self._opening and self._opened):
             return  # The driver may have ended its waits for this before this wait began.
         if self._untidy is not None:
-            (released, took), self._untidy = self._untidy, None
+            (released, before, took), self._untidy = self._untidy, None
             # The round is released, to this node's agent too.
-            yield from tidy_up(released, took, self._seen.records or {}, self._seen.is_silent)
+            records = self._seen.records or {}
+            yield from tidy_up(released, before, took, records, self._seen.is_silent)
             return
         document = self.document
         leads = document is not None and document.leader == self.id and not document.closed

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 
-from rdzv_plugins import history
+from rdzv_plugins.archive import Archive, Row
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.protocol.documents import STATE_KEY
@@ -133,8 +133,8 @@ class Run:
         self.agents.append(agent)
         return agent
 
-    def history(self) -> list[history.Row]:
-        return self._ask(history.read)
+    def history(self) -> list[Row]:
+        return Archive(self._store.open, self._run_id, 0).rows()
 
     def tells(self, *words: str) -> Callable[[], bool]:
         """Whether the reasons of the last rounds hold these words, a round each.

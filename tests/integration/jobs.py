@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from rdzv_plugins import history
 from rdzv_plugins.demo.agents import TrainingError, World
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Status
 from tests.integration.stores import RunningStore
@@ -126,7 +125,7 @@ class Job(Run):
         """The reason of the first round above ``after``, as soon as the history has it."""
 
         def found() -> str | None:
-            rows = [row for row in history.read(self.client) if row.round > after]
+            rows = [row for row in self.archive.rows() if row.round > after]
             return rows[0].reason if rows else None
 
         return self.await_that(found, f"a round above {after} in the history", 10)

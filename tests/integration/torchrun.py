@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, World
 from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.protocol.documents import (
@@ -85,6 +86,7 @@ class Run(Fleet):
             launcher=launcher,
         )
         self.client = store.open(run_id, request_timeout=2)
+        self.archive = Archive(store.open, run_id, history_ttl=0)
 
     def close(self) -> None:
         super().close()

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins import driver, handler, signals
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
 from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
 from rdzv_plugins.kv import MemoryClient, MemoryServer, memory, retry
@@ -34,7 +36,6 @@ from rdzv_plugins.protocol.documents import (
     Outcome,
     RoundDocument,
 )
-from rdzv_plugins.tombstones import Tombstones
 from rdzv_plugins.torch_compat import c10d_store
 from tests.interleaving.scheduler import Queue, Scheduler, Task
 
@@ -166,7 +167,7 @@ class Play:
     def make(self, name: str) -> StoreRendezvousHandler:
         made = StoreRendezvousHandler(
             MemoryClient(self.server, "run"),
-            Tombstones(lambda: MemoryClient(self.server, "ended")),
+            Archive(partial(MemoryClient, self.server), "run", history_ttl=3600.0),
             "run",
             rules_of(SETTINGS, self.least, self.nodes),
             SETTINGS,

@@ -13,7 +13,6 @@ from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateErr
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
-    HISTORY_KEY,
     NODES_PREFIX,
     STATE_KEY,
     STORE_PREFIX,
@@ -530,6 +529,9 @@ class Host:
                 if request.warns:
                     self.world.inject(f"told: {request.about}")
                 continue
+            if isinstance(request, effects.Register):
+                answer = None
+                continue
             self._issue(request)
             break
         self._watch()
@@ -664,7 +666,7 @@ class Host:
             case effects.Expire(seconds):
                 store.expire(seconds)
             case effects.RecordHistory():
-                store.put(HISTORY_KEY, b"")
+                pass  # It stands outside the run's keys.
             case effects.PutTombstone(document):
                 store.put_tombstone(document.incarnation, document.outcome or Ended.CLOSED)
             case effects.ReadTombstone(incarnation):
@@ -731,4 +733,4 @@ def _never_back(
     }
 
 
-_LOCAL = effects.Rest | effects.OpenMaster | effects.Tell | effects.FinishJoin
+_LOCAL = effects.Rest | effects.OpenMaster | effects.Register | effects.Tell | effects.FinishJoin

@@ -336,7 +336,10 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "member",
-                "    if latest is not None and latest.closed:\n        return _on_closed(view)\n",
+                "    if latest is not None and latest.closed:\n"
+                "        if view.record.status is Status.RUN and _is_strange(view, latest):\n"
+                "            return AskTombstone(str(view.own))\n"
+                "        return _on_closed(view)\n",
                 "",
             ),
         ),

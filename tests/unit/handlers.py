@@ -11,13 +11,13 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
 from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
 from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousConnectionError
 from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
-from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
 
 __all__ = ["LEASE", "Cut", "Site"]
 
@@ -64,8 +64,8 @@ class Site:
     def client(self) -> Cut:
         return Cut(self.server, self.run_id)
 
-    def tombstones(self) -> Tombstones:
-        return Tombstones(partial(MemoryClient, self.server, tombstone_run_id(self.run_id)))
+    def archive(self) -> Archive:
+        return Archive(partial(MemoryClient, self.server), self.run_id, history_ttl=3600.0)
 
     def handler(
         self, low: int, high: int, client: MemoryClient | None = None, **options: Any
@@ -82,7 +82,7 @@ class Site:
         )
         handler = StoreRendezvousHandler(
             client or self.client(),
-            self.tombstones(),
+            self.archive(),
             self.run_id,
             rules_of(settings, low, high),
             settings,

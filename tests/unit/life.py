@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.driver import perform
 from rdzv_plugins.kv import (
     MemoryClient,
@@ -23,7 +24,6 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import Rules
-from rdzv_plugins.tombstones import Tombstones, tombstone_run_id
 
 NAMESPACE = "run"
 
@@ -49,7 +49,7 @@ class Life:
         self, name: str, server: MemoryServer, time: Time, rules: Rules, seed: int = 1
     ) -> None:
         self.client = MemoryClient(server, NAMESPACE)
-        self.tombstones = tombstones(server)
+        self.archive = archive(server)
         self.time = time
         self.down = False
         self.fails: Callable[[effects.Effect[Any]], bool] = lambda request: False
@@ -128,6 +128,8 @@ class Life:
         match request:
             case effects.FinishJoin(outcome):
                 return self.outcomes.append(outcome)
+            case effects.Register():
+                return None
             case effects.Tell(_, text):
                 return (self.told if request.warns else self.said).append(text)
             case effects.OpenMaster(world_id, _):
@@ -141,7 +143,7 @@ class Life:
             raise self.last_word_fails
         if self.down or self.fails(request):
             raise RendezvousConnectionError("down")
-        return perform(self.client, self.tombstones, request)
+        return perform(self.client, self.archive, request)
 
 
 def _name(request: effects.Effect[Any]) -> str:
@@ -149,9 +151,9 @@ def _name(request: effects.Effect[Any]) -> str:
     return f"{type(request).__name__} {key}".strip()
 
 
-def tombstones(server: MemoryServer) -> Tombstones:
+def archive(server: MemoryServer) -> Archive:
     """Of the run id that all lives share."""
-    return Tombstones(partial(MemoryClient, server, tombstone_run_id(NAMESPACE)))
+    return Archive(partial(MemoryClient, server), NAMESPACE, history_ttl=3600.0)
 
 
 def sweep(server: MemoryServer) -> None:

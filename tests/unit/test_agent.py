@@ -6,6 +6,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.launcher import api
 
 from rdzv_plugins import agent
 from rdzv_plugins.agent import RunAgent
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
 from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.kv import (
@@ -35,7 +37,6 @@ from rdzv_plugins.kv import (
 from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.harness import until
-from rdzv_plugins.tombstones import Tombstones
 
 # Far beyond what a test may take: whoever waits for it is seen to.
 LONG = 60.0
@@ -69,9 +70,9 @@ class Peer:
         rules = Rules(
             min_nodes=nodes[0], max_nodes=nodes[1], lease=lease, interval=interval, last_call=0.05
         )
-        tombstones = Tombstones(lambda: MemoryClient(server, "!ended"))
+        archive = Archive(partial(MemoryClient, server), "run", history_ttl=3600.0)
         self.handler = StoreRendezvousHandler(
-            self.client, tombstones, "run", rules, settings, "127.0.0.1"
+            self.client, archive, "run", rules, settings, "127.0.0.1"
         )
         self.thread = threading.Thread(target=self._live, daemon=True)
         self.error: BaseException | None = None

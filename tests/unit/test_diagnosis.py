@@ -218,11 +218,13 @@ def test_the_end_of_a_join_has_no_time_left_and_more_names() -> None:
 class TestPace:
     def test_a_sentence_is_told_once_it_has_stood_for_a_second(self) -> None:
         pace = Pace(100.0)
-        assert pace.is_due(100.0)
-        assert not pace.tells("one of two", 100.0)
+        # A join that forms at once is spared the sentence.
         assert not pace.is_due(100.9)
-        assert not pace.tells("two of two", 101.0)
-        assert pace.tells("two of two", 102.0)
+        assert pace.is_due(101.0)
+        assert not pace.tells("one of two", 101.0)
+        assert not pace.is_due(101.9)
+        assert not pace.tells("two of two", 102.0)
+        assert pace.tells("two of two", 103.0)
 
     def test_it_is_told_again_after_30_seconds_and_when_it_changes(self) -> None:
         pace = Pace(0.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.driver import Driver, carry_out
 from rdzv_plugins.kv import (
     Entry,
@@ -21,9 +22,9 @@ from rdzv_plugins.kv import (
 from rdzv_plugins.protocol import effects, leader, member, rules
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.round_record import record_of
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.harness import until
-from rdzv_plugins.tombstones import Tombstones
 
 
 def tree_of(module: str) -> ast.Module:
@@ -114,14 +115,16 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     effects.Expire: (effects.Expire(60.0), ["expire"]),
     effects.PutTombstone: (effects.PutTombstone(RUNNING), ["put", "expire", "list", "close"]),
     effects.ReadTombstone: (effects.ReadTombstone("the-run"), ["get", "close"]),
-    effects.RecordHistory: (effects.RecordHistory(RUNNING, 0.1, ("host",)), ["get", "put"]),
+    effects.RecordHistory: (effects.RecordHistory(record_of(RUNNING, {})), []),
+    effects.Register: (effects.Register(record_of(RUNNING, {})), []),
     effects.Tell: (effects.Tell("found", "a line"), []),
     effects.FinishJoin: (effects.FinishJoin(effects.Outcome(document=RUNNING)), []),
 }
 
 
-def tombstones(calls: list[str]) -> Tombstones:
-    return Tombstones(lambda: Recording(MemoryServer(), "ended", calls))
+def archive(calls: list[str]) -> Archive:
+    server = MemoryServer()
+    return Archive(lambda run_id: Recording(server, run_id, calls), "run", history_ttl=60.0)
 
 
 def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
@@ -133,7 +136,7 @@ def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
         noted.append("open")
         return "host:1"
 
-    return Driver(node, client, tombstones(noted), open_master, "test")
+    return Driver(node, client, archive(noted), open_master, "test")
 
 
 def test_every_request_is_carried_out() -> None:
@@ -170,7 +173,7 @@ def test_answers_and_errors_reach_the_node_unchanged() -> None:
         effects.Park("state", None, 0.0),
         effects.List("st"),
     ]
-    carry_out(client, tombstones([]), scripted(asked, answers), lambda _: None)
+    carry_out(client, archive([]), scripted(asked, answers), lambda _: None)
     (entry, written), (same, again), read, parked, listed = answers
     assert isinstance(entry, Entry)
     assert (written, again) == (True, False)

@@ -61,7 +61,7 @@ def test_a_participant_starts_a_round_that_was_over_before_it_saw_it_run(
 def test_the_founder_leads_and_hears_of_joins_by_the_bell(server: MemoryServer, time: Time) -> None:
     leader = Life("n1", server, time, RULES)
     assert leader.go() == [
-        "PutRecord", "Read state", "CompareAndSet state", "List nodes/",
+        "PutRecord", "Read state", "CompareAndSet state", "Register", "List nodes/",
         "Park bell", "List nodes/", "Read state",
     ]  # fmt: skip
     assert isinstance(leader.request, effects.Park)
@@ -121,7 +121,7 @@ def test_who_joins_again_looks_at_the_leader_without_delay(pair: tuple[Life, Lif
     joiner.wake()
     # The leader beats once more, dies, and its end makes the joiner's workers fail.
     last = replace(leader.node.record, beat=leader.node.record.beat + 1)
-    perform(leader.client, leader.tombstones, effects.PutRecord("n1", last, ring=False))
+    perform(leader.client, leader.archive, effects.PutRecord("n1", last, ring=False))
     joiner.time.now += 0.2
     joiner.join_again()
     assert joiner.go() == ["PutRecord", "Read state", "Read nodes/n1"]
@@ -185,10 +185,10 @@ def test_a_beat_that_lands_after_the_farewell_is_written_over(pair: tuple[Life, 
     asked: list[effects.Effect[Any]] = []
     with contextlib.suppress(StopIteration):
         while True:
-            answer = perform(joiner.client, joiner.tombstones, request)
+            answer = perform(joiner.client, joiner.archive, request)
             if not asked:
                 # The one that its thread hung in when it was stopped.
-                perform(joiner.client, joiner.tombstones, effects.PutRecord("n2", late, ring=False))
+                perform(joiner.client, joiner.archive, effects.PutRecord("n2", late, ring=False))
             asked.append(request)
             request = work.send(answer)
     entry = joiner.client.get(NODES_PREFIX + "n2")

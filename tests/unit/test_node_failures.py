@@ -195,7 +195,8 @@ def test_who_comes_back_after_the_sweep_leaves_no_record(
     """Also where the store is away when it is to be deleted."""
     leader, joiner = pair
     finish(leader, joiner)
-    leader.tombstones.put(replace(stored(leader), phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED))
+    ended = replace(stored(leader), phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED)
+    leader.archive.put_tombstone(ended)
     sweep(server)
     failures = iter((True, True))
     joiner.fails = lambda request: isinstance(request, effects.Drop) and next(failures, False)

@@ -486,6 +486,15 @@ class TestAnotherRun:
         assert decide(here) == AskTombstone(RUN)
         assert written(decide(replace(here, asked_tombstones=frozenset({RUN})))) == self.MINE
 
+    def test_one_that_took_its_place_and_is_over_is_told_to_its_agent(self) -> None:
+        over = replace(self.THEIRS, phase=Phase.CLOSED, outcome=Outcome.FAILED)
+        here = self.look(over)
+        assert decide(here) == AskTombstone(RUN)
+        assert nodes_waiting(here) == 0
+        asked = replace(here, asked_tombstones=frozenset({RUN}))
+        assert decide(asked) == Wait()
+        assert nodes_waiting(asked) == 1
+
     def test_who_was_in_a_run_that_ended_is_in_no_other(self) -> None:
         ended = replace(self.MINE, phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED)
         here = replace(self.look(self.THEIRS, asked_tombstones=frozenset({RUN})), latest=ended)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
 from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
 from rdzv_plugins.kv import (
@@ -19,7 +21,6 @@ from rdzv_plugins.kv import (
 )
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
-from rdzv_plugins.tombstones import Tombstones
 
 SETTINGS = Settings(keep_alive_interval=0.2, last_call_timeout=0, join_timeout=20)
 NODES = 3
@@ -35,7 +36,7 @@ def make() -> Iterator[Make]:
     def open_handler(address: str = "127.0.0.1") -> StoreRendezvousHandler:
         handler = StoreRendezvousHandler(
             MemoryClient(server, "run"),
-            Tombstones(lambda: MemoryClient(server, "ended")),
+            Archive(partial(MemoryClient, server), "run", history_ttl=0.0),
             "run",
             rules_of(SETTINGS, NODES, NODES),
             SETTINGS,

@@ -1,0 +1,215 @@
+"""What outlives a run: how its runs ended, its last rounds, and the list of all runs.
+
+It stands outside the run's own keys, which expire soon after the end, under two run ids that no
+job can have: ``!archive/<run id>`` has the tombstones and the rounds of one run id, ``!runs`` has
+an entry for each run id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+
+from rdzv_plugins.kv import Entry, KeyValueClient
+from rdzv_plugins.protocol.documents import Outcome, Phase, RoundDocument
+from rdzv_plugins.protocol.round_record import RoundRecord
+
+__all__ = ["Archive", "Listed", "Row", "archive_run_id", "forget_runs", "list_runs"]
+
+_ENDED = "ended/"
+_ROUNDS = "rounds/"
+_RUNS = "!runs"
+
+# A node that was away for less finds the tombstone of its run.
+_TOMBSTONE_SECONDS = 7 * 24 * 3600.0
+# The most tombstones and rounds of one run id, however often the id is used again.
+_MOST_TOMBSTONES = 64
+_MOST_ROUNDS = 50
+
+
+class Row(RoundRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """A round that began to run, or the end of a run.
+
+    Attributes:
+        at: when, on the wall clock of its leader, ISO 8601 in UTC.
+    """
+
+    at: str
+
+
+class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The entry of a run id in the list of runs: its last run, as noted last.
+
+    Attributes:
+        run: the run id.
+        began: when the run was founded, on the wall clock of that node; ISO 8601 in UTC.
+        at: when the entry was written.
+        until: when it may be deleted.
+        phase, round, nodes, reason: of the round that was noted last.
+        outcome: how the run ended; None: its end was not noted.
+    """
+
+    run: str
+    incarnation: str
+    began: str
+    at: str
+    until: str
+    phase: Phase
+    round: int
+    nodes: int
+    reason: str = ""
+    outcome: Outcome | None = None
+
+
+_ROWS = msgspec.json.Decoder(Row)
+_LISTED = msgspec.json.Decoder(Listed)
+
+
+class Archive:
+    """The archive of one run id; each call opens its own connection: calls are rare.
+
+    All methods raise `RendezvousConnectionError` if the store is away or refuses the user.
+
+    Args:
+        open: connects to the namespace of a run id.
+        run_id: whose archive.
+        history_ttl: seconds that rounds and the entry in the list are kept; 0: neither is written.
+    """
+
+    def __init__(
+        self, open: Callable[[str], KeyValueClient], run_id: str, history_ttl: float
+    ) -> None:
+        self._open = open
+        self._run_id = run_id
+        self._history_ttl = history_ttl
+        self._kept = max(_TOMBSTONE_SECONDS, history_ttl)
+
+    def put_tombstone(self, ended: RoundDocument) -> None:
+        """Record that this incarnation ended; all records expire a week after the last one."""
+        outcome = ended.outcome or Outcome.CLOSED
+        story = {"outcome": outcome.value, "round": ended.round, "reason": ended.reason}
+        story["at"] = _iso(datetime.now(UTC))
+        with closing(self._open(archive_run_id(self._run_id))) as client:
+            client.put(_ENDED + ended.incarnation, json.dumps(story).encode())
+            client.expire(self._kept)
+            stones = client.list(_ENDED)
+            if len(stones) > _MOST_TOMBSTONES:
+                by_age = sorted(stones, key=lambda key: str(_fields(stones[key].value).get("at")))
+                client.delete_many(by_age[: len(stones) - _MOST_TOMBSTONES])
+
+    def tombstone(self, incarnation: str) -> Outcome | None:
+        """How this incarnation ended; None: no end is recorded."""
+        with closing(self._open(archive_run_id(self._run_id))) as client:
+            entry = client.get(_ENDED + incarnation)
+        if entry is None:
+            return None
+        try:
+            return Outcome(str(_fields(entry.value)["outcome"]))
+        except (KeyError, ValueError):
+            return Outcome.CLOSED
+
+    def note(self, record: RoundRecord) -> None:
+        """Keep a round, or the end of the run; and say in the list of runs how the run stands.
+
+        The oldest rounds beyond fifty are dropped.
+        """
+        if not self._history_ttl:
+            return
+        at = datetime.now(UTC)
+        if record.phase is not Phase.FORMING:
+            row = Row(**{**msgspec.structs.asdict(record), "at": _iso(at)})
+            place = "end" if record.phase is Phase.CLOSED else f"{record.round:08d}"
+            with closing(self._open(archive_run_id(self._run_id))) as client:
+                key = f"{_ROUNDS}{record.incarnation}/{place}"
+                client.put(key, msgspec.json.encode(row))
+                client.expire(self._kept)
+                rows = {key: entry.value for key, entry in client.list(_ROUNDS).items()}
+                if len(rows) > _MOST_ROUNDS:
+                    by_age = sorted(rows, key=lambda key: str(_fields(rows[key]).get("at")))
+                    client.delete_many(by_age[: len(rows) - _MOST_ROUNDS])
+        with closing(self._open(_RUNS)) as client:
+            self._enlist(client, record, at)
+
+    def rows(self) -> list[Row]:
+        """The rounds and ends of the id's runs that are kept, oldest first."""
+        with closing(self._open(archive_run_id(self._run_id))) as client:
+            entries = client.list(_ROUNDS)
+        found = []
+        for entry in entries.values():
+            try:
+                found.append(_ROWS.decode(entry.value))
+            except msgspec.DecodeError:
+                continue  # For display only: another version's.
+        return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
+
+    def _enlist(self, client: KeyValueClient, record: RoundRecord, at: datetime) -> None:
+        if record.phase is Phase.RUNNING:
+            # The whole list is read only where runs begin and end.
+            entry = client.get(self._run_id)
+            runs = _decode({self._run_id: entry} if entry is not None else {})
+        else:
+            runs = _decode(client.list(""))
+        before = runs.get(self._run_id)
+        goes_on = before is not None and before.incarnation == record.incarnation
+        listed = Listed(
+            run=self._run_id,
+            incarnation=record.incarnation,
+            began=before.began if before is not None and goes_on else _iso(at),
+            at=_iso(at),
+            until=_iso(at + timedelta(seconds=self._history_ttl)),
+            phase=record.phase,
+            round=record.round,
+            nodes=record.nodes,
+            reason=record.reason,
+            outcome=record.outcome,
+        )
+        client.put(self._run_id, msgspec.json.encode(listed))
+        client.expire(self._history_ttl)
+        client.delete_many([run for run, it in runs.items() if it.until < _iso(at)])
+
+
+def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
+    """All runs of the last ``history_ttl`` seconds under the prefix, by run id.
+
+    Args:
+        open: connects to the namespace of a run id.
+    """
+    with closing(open(_RUNS)) as client:
+        return _decode(client.list(""))
+
+
+def forget_runs(open: Callable[[str], KeyValueClient], run_ids: list[str]) -> None:
+    """Delete the entries of these run ids from the list of runs."""
+    with closing(open(_RUNS)) as client:
+        client.delete_many(run_ids)
+
+
+def archive_run_id(run_id: str) -> str:
+    """The run id whose namespace is the archive of ``run_id``."""
+    return f"!archive/{run_id}"
+
+
+def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:
+    runs = {}
+    for run, entry in entries.items():
+        try:
+            runs[run] = _LISTED.decode(entry.value)
+        except msgspec.DecodeError:
+            continue
+    return runs
+
+
+def _fields(value: bytes) -> dict[str, object]:
+    try:
+        story = json.loads(value)
+    except ValueError:
+        return {}
+    return story if isinstance(story, dict) else {}
+
+
+def _iso(at: datetime) -> str:
+    return at.isoformat(timespec="milliseconds")

@@ -1,0 +1,287 @@
+"""Inspecting runs from outside, from the store alone: what each does, and who of it lives.
+
+The commands, the exporter and the dashboard all read runs through this module.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from msgspec import to_builtins
+
+from rdzv_plugins.archive import Archive, Row
+from rdzv_plugins.kv import KeyValueClient, Version
+from rdzv_plugins.protocol.diagnosis import diagnose
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+)
+from rdzv_plugins.protocol.failure_detector import FailureDetector
+from rdzv_plugins.protocol.record_cache import RecordCache
+from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
+
+__all__ = ["SCHEMA", "Condition", "Inspection", "NodeState", "delete_run", "is_torchs", "settle"]
+
+SCHEMA = 1
+"""The version of what `Inspection.report` returns; it changes when a field changes its meaning."""
+
+# How long heartbeats are watched while a round forms, and how long at most if none comes.
+_WATCHED_SECONDS = 2.0
+_LONGEST_WATCH_SECONDS = 12.0
+_LOOK_SECONDS = 0.2
+# A node's heartbeats are up to 1.1 intervals apart; the rest is for slow requests.
+_DUE_INTERVALS = 1.2
+
+
+class Condition(StrEnum):
+    """What a run does, in a word."""
+
+    RUNNING = "running"
+    FORMING = "forming"
+    """Its nodes wait for a round, or confirm their ranks."""
+    ABSENT = "absent"
+    """Nothing is known of the run id."""
+    DEAD = "dead"
+    """It was not closed, and none of its nodes lives."""
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """A node of a run, as seen from outside.
+
+    Attributes:
+        rank: in the present round; None: it is not in it.
+        state: its record's status, or "silent" (a heartbeat was due and did not come), "lost" (it
+            is a participant, and its lease ran out), "unknown" (it has no record).
+        silence: seconds since its last heartbeat, at least.
+        leader: whether it leads.
+        awaited: whether the forming round waits for it.
+    """
+
+    node: str
+    name: str
+    address: str | None
+    pid: int | None
+    rank: int | None
+    state: str
+    silence: float
+    leader: bool
+    awaited: bool
+
+
+class Inspection:
+    """One run as it stands in the store, and since when each heartbeat stands still.
+
+    Its methods raise `RendezvousConnectionError` if the store is away, and
+    `RendezvousStateError` if the round document is unreadable.
+
+    Args:
+        client: the run's namespace.
+        archive: of the run's id; asked for the end of a run whose keys are gone.
+        run_id: as in ``--rdzv-id``.
+
+    Attributes:
+        document: the round document; None: there is none.
+        version: under which it was read.
+        records: of all nodes, by id.
+        last: of a run whose keys are gone: what was noted last; None: nothing is known.
+        is_torchs: the run has handler=torch, whose state cannot be shown.
+    """
+
+    def __init__(self, client: KeyValueClient, archive: Archive, run_id: str) -> None:
+        self.client = client
+        self.archive = archive
+        self.run_id = run_id
+        self.document: RoundDocument | None = None
+        self.records: dict[str, NodeRecord] = {}
+        self.version: Version | None = None
+        self.last: Row | None = None
+        self.is_torchs = False
+        self._beats = FailureDetector()
+        self._cache = RecordCache()
+        self._asked_archive = False
+        self._began = time.monotonic()
+
+    def look(self) -> None:
+        """Read the run once."""
+        asked = time.monotonic()
+        entry = self.client.get(STATE_KEY)
+        self.document = RoundDocument.decode(entry.value) if entry else None
+        self.version = entry.version if entry else None
+        self.records = self._cache.decode(self.client.list(NODES_PREFIX))
+        now = time.monotonic()
+        for node, record in self.records.items():
+            self._beats.observe(node, record.beat, asked, now)
+        if self.document is not None:
+            self.last, self._asked_archive = None, False
+        elif not self._asked_archive:
+            self._asked_archive = True
+            self.is_torchs = is_torchs(self.client)
+            rows = self.archive.rows()
+            self.last = rows[-1] if rows else None
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether the run has been watched for long enough to tell who lives."""
+        document = self.document
+        if document is None or document.closed:
+            return True
+        asked = [node for node, it in self.records.items() if it.status is not Status.LEFT]
+        moved = [node for node in asked if self._beats.moved(node)]
+        unknown = [node for node in asked if node not in moved and not self.is_silent(node)]
+        watched = time.monotonic() - self._began
+        if moved and (document.phase is not Phase.FORMING or watched >= _WATCHED_SECONDS):
+            return True
+        return not unknown or watched >= _LONGEST_WATCH_SECONDS
+
+    def is_silent(self, node: str) -> bool:
+        """Whether a heartbeat of the node was due and did not come."""
+        due = _DUE_INTERVALS * self.records[node].interval if node in self.records else 0.0
+        return self._beats.confirmed_silence(node) >= due
+
+    @property
+    def condition(self) -> Condition:
+        document = self.document
+        if document is None:
+            if self.is_torchs:
+                return Condition.RUNNING
+            if self.last is None:
+                return Condition.ABSENT
+            return Condition.CLOSED if self.last.outcome is not None else Condition.DEAD
+        if document.closed:
+            return Condition.CLOSED
+        if not any(
+            record.status is not Status.LEFT and not self.is_silent(node)
+            for node, record in self.records.items()
+        ):
+            return Condition.DEAD
+        return Condition.RUNNING if document.phase is Phase.RUNNING else Condition.FORMING
+
+    @property
+    def sentence(self) -> str:
+        """What the run does and waits for."""
+        if self.document is None:
+            return self._what_it_was()
+        quiet = min(map(self._beats.confirmed_silence, self.records), default=0.0)
+        text = str(diagnose(self.document, self.records, self.is_silent, quiet))
+        if quiet >= _LONGEST_WATCH_SECONDS and not all(map(self.is_silent, self.records)):
+            text += f"; no heartbeat came in {quiet:.0f} s, but not each was due"
+        return text
+
+    @property
+    def event(self) -> str:
+        """The sentence without its seconds: it changes only when the run does."""
+        if self.document is None:
+            return self._what_it_was()
+        return diagnose(self.document, self.records, self.is_silent, 0.0).lasting
+
+    def _what_it_was(self) -> str:
+        if self.is_torchs:
+            return "a run of handler=torch, whose state cannot be shown"
+        if self.last is None:
+            return "nothing is stored under this id"
+        if self.last.outcome is None:
+            return f"abandoned in round {self.last.round}: nobody closed it, and its keys expired"
+        return f"{self.last.outcome.value} at {self.last.at[:19]} UTC: {self.last.reason}"
+
+    def nodes(self) -> list[NodeState]:
+        """The participants in rank order, then the others by name."""
+        document = self.document
+        if document is None:
+            return []
+        others = sorted(
+            set(self.records) - set(document.participants),
+            key=lambda node: self.records[node].label,
+        )
+        return [self._node(document, node) for node in (*document.participants, *others)]
+
+    def _node(self, document: RoundDocument, node: str) -> NodeState:
+        record = self.records.get(node)
+        if node in document.lost:
+            state = "lost"
+        elif record is None:
+            state = "unknown"
+        elif record.status is Status.LEFT or document.closed or not self.is_silent(node):
+            state = record.status.value
+        else:
+            state = "silent"
+        return NodeState(
+            node=node,
+            name=record.label if record is not None else node,
+            address=record.address if record is not None else None,
+            pid=record.pid if record is not None else None,
+            rank=document.ranks.get(node),
+            state=state,
+            silence=self._beats.confirmed_silence(node),
+            leader=node == document.leader,
+            awaited=node in document.previous,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """The run as plain data, for ``--json`` and the page; the docs describe each field."""
+        document = self.document
+        found: dict[str, Any] = {
+            "schema": SCHEMA,
+            "run": self.run_id,
+            "condition": self.condition.value,
+            "sentence": self.sentence,
+        }
+        if document is None:
+            return found | {"last": to_builtins(self.last)}
+        return found | {
+            "incarnation": document.incarnation,
+            "round": document.round,
+            "phase": document.phase.value,
+            "min_nodes": document.min_nodes,
+            "max_nodes": document.max_nodes,
+            "master": document.master,
+            "reason": document.reason,
+            "outcome": document.outcome.value if document.outcome is not None else None,
+            "nodes": [
+                {
+                    "name": it.name,
+                    "address": it.address,
+                    "pid": it.pid,
+                    "rank": it.rank,
+                    "state": it.state,
+                    "silence": round(it.silence, 3),
+                    "leader": it.leader,
+                    "awaited": it.awaited,
+                }
+                for it in self.nodes()
+            ],
+        }
+
+
+def settle(inspections: Iterable[Inspection]) -> None:
+    """Look at all these runs until it can be told of each who lives: up to 12 s."""
+    left = list(inspections)
+    for inspection in left:
+        inspection.look()
+    while left := [inspection for inspection in left if not inspection.can_tell]:
+        time.sleep(_LOOK_SECONDS)
+        for inspection in left:
+            inspection.look()
+
+
+def is_torchs(client: KeyValueClient) -> bool:
+    """Whether the run has handler=torch, whose state is a pickle, which is never loaded here."""
+    return client.get(KeyValueBackend.KEY) is not None
+
+
+def delete_run(client: KeyValueClient) -> int:
+    """Delete all keys of the client's run; returns their number."""
+    keys = [*client.list("")]
+    client.delete_many(keys)
+    # Also cancel the deadline of a closed run: it must not expire the next run with this id.
+    client.expire(0)
+    return len(keys)

@@ -1,0 +1,127 @@
+"""What is kept of a round, and of the end of a run, for people: the rows of a run's history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from rdzv_plugins.protocol.documents import Names, NodeRecord, Outcome, Phase, RoundDocument
+
+__all__ = ["CAUSES", "Durations", "Member", "RoundRecord", "record_of"]
+
+CAUSES = ("lost", "left", "failed", "joined", "evicted")
+"""The fields of `documents.Cause`, and of `RoundRecord`, that name nodes."""
+
+_MEMBERS_KEPT = 16
+
+
+class Durations(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that a round took, on its leader's clock.
+
+    Attributes:
+        gathering: until its participants had joined; with the last call.
+        last_call: how much of that the leader waited for more nodes than the minimum.
+        confirming: from then until each of them had confirmed its rank.
+    """
+
+    gathering: float = 0.0
+    last_call: float = 0.0
+    confirming: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.gathering + self.confirming
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A node as a history names it.
+
+    Attributes:
+        name: ``address[pid]``; the node's id where its record was gone.
+        address, pid: of its agent.
+        rank: of a participant, in the round; of any other node, in the round before. None: none,
+            or the leader had not seen that round.
+    """
+
+    name: str
+    address: str | None = None
+    pid: int | None = None
+    rank: int | None = None
+
+
+class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A round that began to run, or the end of a run.
+
+    Attributes:
+        phase: running; forming for a run that has had no round; closed at the end.
+        nodes: how many participants; ``members`` are the first of them, in rank order.
+        leader: the leader's name.
+        seconds: how long the round took to form.
+        reason: why the round formed, or why the run ended, in words.
+        lost, left, failed, joined, evicted: the nodes that were the reason; see `documents.Cause`.
+        outcome: how the run ended.
+    """
+
+    incarnation: str
+    round: int
+    phase: Phase
+    nodes: int
+    leader: str | None = None
+    seconds: Durations | None = None
+    reason: str = ""
+    members: tuple[Member, ...] = ()
+    lost: tuple[Member, ...] = ()
+    left: tuple[Member, ...] = ()
+    failed: tuple[Member, ...] = ()
+    joined: tuple[Member, ...] = ()
+    evicted: tuple[Member, ...] = ()
+    outcome: Outcome | None = None
+
+
+def record_of(
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    before: RoundDocument | None = None,
+    seconds: Durations | None = None,
+) -> RoundRecord:
+    """What is kept of this round.
+
+    Args:
+        records: the nodes' own, as far as they are known.
+        before: the round before it, if this node was in that; it gives the ranks that nodes had.
+        seconds: how long the round took to form.
+    """
+    by_name = {record.label: (node, record) for node, record in records.items()}
+    old = before.ranks if before is not None and before.is_of(document) else {}
+
+    def members(names: Names) -> tuple[Member, ...]:
+        found = ((name, *by_name.get(name, (name, None))) for name in names.first)
+        return tuple(_member(name, record, old.get(node)) for name, node, record in found)
+
+    first = document.participants[:_MEMBERS_KEPT]
+    leader = records.get(document.leader) if document.leader is not None else None
+    return RoundRecord(
+        incarnation=document.incarnation,
+        round=document.round,
+        phase=document.phase,
+        nodes=len(document.participants),
+        leader=leader.label if leader is not None else document.leader,
+        seconds=seconds,
+        reason=document.reason,
+        members=tuple(_participants(first, records)),
+        outcome=document.outcome,
+        **{cause: members(getattr(document.cause, cause)) for cause in CAUSES},
+    )
+
+
+def _participants(nodes: Iterable[str], records: Mapping[str, NodeRecord]) -> Iterable[Member]:
+    for rank, node in enumerate(nodes):
+        record = records.get(node)
+        yield _member(record.label if record is not None else node, record, rank)
+
+
+def _member(name: str, record: NodeRecord | None, rank: int | None) -> Member:
+    if record is None:
+        return Member(name=name, rank=rank)
+    return Member(name=name, address=record.address, pid=record.pid, rank=rank)

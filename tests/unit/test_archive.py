@@ -1,0 +1,150 @@
+"""What outlives a run: its rounds, its end, and the list of runs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from msgspec.structs import replace
+
+from rdzv_plugins.archive import Archive, archive_run_id, forget_runs, list_runs
+from rdzv_plugins.kv import MemoryClient, MemoryServer
+from rdzv_plugins.protocol.documents import (
+    Cause,
+    Names,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Status,
+)
+from rdzv_plugins.protocol.round_record import Durations, Member, RoundRecord, record_of
+
+RUNNING = RoundDocument(
+    incarnation="the-run", round=1, phase=Phase.RUNNING, leader="n1", min_nodes=1, max_nodes=2,
+    participants=("n1", "n2"), master="host:1",
+    cause=Cause(lost=Names(("host3[3]",)), failed=Names(("host1[1]",))),
+)  # fmt: skip
+CLOSED = replace(RUNNING, phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED, cause=Cause(note="done"))
+FOUNDED = RoundDocument(
+    incarnation="the-run", round=0, phase=Phase.FORMING, leader="n1", min_nodes=1, max_nodes=2
+)
+
+
+def node(number: int) -> NodeRecord:
+    return NodeRecord(
+        address=f"host{number}", pid=number, beat=1, status=Status.RUN, round=1, min_nodes=1,
+        max_nodes=2, interval=1.0, lease=3.0,
+    )  # fmt: skip
+
+
+RECORDS = {f"n{number}": node(number) for number in (1, 2, 3)}
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    return MemoryServer()
+
+
+@pytest.fixture
+def archive(server: MemoryServer) -> Archive:
+    return Archive(partial(MemoryClient, server), "job", history_ttl=100.0)
+
+
+def note(archive: Archive, *documents: RoundDocument) -> None:
+    for document in documents:
+        archive.note(record_of(document, RECORDS))
+
+
+class TestRecord:
+    def test_it_names_the_nodes_with_the_ranks_that_they_had(self) -> None:
+        before = replace(RUNNING, round=0, participants=("n3", "n1"))
+        made = record_of(RUNNING, RECORDS, before, Durations(gathering=2.0, confirming=0.5))
+        assert made.leader == "host1[1]"
+        assert [(it.name, it.rank) for it in made.members] == [("host1[1]", 0), ("host2[2]", 1)]
+        assert made.lost == (Member(name="host3[3]", address="host3", pid=3, rank=0),)
+        assert made.failed == (Member(name="host1[1]", address="host1", pid=1, rank=1),)
+        assert made.seconds is not None
+        assert made.seconds.total == 2.5
+
+    def test_a_node_without_a_record_has_its_name_only(self) -> None:
+        made = record_of(RUNNING, {})
+        assert made.lost == (Member(name="host3[3]"),)
+        assert made.members == (Member(name="n1", rank=0), Member(name="n2", rank=1))
+
+    def test_ranks_of_another_run_are_not_taken_for_those_of_this_one(self) -> None:
+        before = replace(RUNNING, incarnation="another", participants=("n3", "n1"))
+        assert record_of(RUNNING, RECORDS, before).lost[0].rank is None
+
+
+class TestHistory:
+    def test_rounds_and_the_end_are_kept_in_order(self, archive: Archive) -> None:
+        note(archive, FOUNDED, RUNNING, replace(RUNNING, round=2), CLOSED)
+        rows = archive.rows()
+        assert [(row.round, row.phase) for row in rows] == [
+            (1, Phase.RUNNING), (2, Phase.RUNNING), (1, Phase.CLOSED),
+        ]  # fmt: skip
+        assert rows[0].lost[0].name == "host3[3]"
+        assert rows[-1].outcome is Outcome.SUCCEEDED
+
+    def test_fifty_are_kept(self, archive: Archive) -> None:
+        note(archive, *(replace(RUNNING, round=number) for number in range(60)))
+        assert [row.round for row in archive.rows()] == list(range(10, 60))
+
+    def test_a_row_of_another_version_is_passed_over(
+        self, archive: Archive, server: MemoryServer
+    ) -> None:
+        note(archive, RUNNING)
+        client = MemoryClient(server, archive_run_id("job"))
+        client.put("rounds/x/00000009", b'{"round": "nine"}')
+        client.put("rounds/x/00000010", b"\xff")
+        assert len(archive.rows()) == 1
+
+    def test_nothing_is_written_where_history_ttl_is_0(self, server: MemoryServer) -> None:
+        archive = Archive(partial(MemoryClient, server), "job", history_ttl=0.0)
+        note(archive, FOUNDED, RUNNING, CLOSED)
+        assert archive.rows() == []
+        assert list_runs(partial(MemoryClient, server)) == {}
+
+    def test_tombstones_and_rounds_do_not_mix(self, archive: Archive) -> None:
+        note(archive, RUNNING)
+        archive.put_tombstone(CLOSED)
+        assert archive.tombstone("the-run") is Outcome.SUCCEEDED
+        assert archive.tombstone("another") is None
+        assert len(archive.rows()) == 1
+
+
+class TestList:
+    def test_a_run_is_listed_from_its_founding_to_its_end(
+        self, archive: Archive, server: MemoryServer
+    ) -> None:
+        opened = partial(MemoryClient, server)
+        note(archive, FOUNDED)
+        founded = list_runs(opened)["job"]
+        assert (founded.phase, founded.nodes, founded.outcome) == (Phase.FORMING, 0, None)
+        note(archive, RUNNING)
+        runs = list_runs(opened)["job"]
+        assert (runs.phase, runs.nodes, runs.began) == (Phase.RUNNING, 2, founded.began)
+        note(archive, CLOSED)
+        ended = list_runs(opened)["job"]
+        assert (ended.outcome, ended.began) == (Outcome.SUCCEEDED, founded.began)
+
+    def test_a_new_run_of_the_id_takes_its_place(
+        self, archive: Archive, server: MemoryServer
+    ) -> None:
+        note(archive, CLOSED, replace(FOUNDED, incarnation="the next"))
+        listed = list_runs(partial(MemoryClient, server))["job"]
+        assert (listed.incarnation, listed.outcome) == ("the next", None)
+
+    def test_old_entries_are_dropped_when_another_run_begins(self, server: MemoryServer) -> None:
+        opened = partial(MemoryClient, server)
+        gone = RoundRecord(incarnation="a", round=0, phase=Phase.CLOSED, nodes=0)
+        Archive(opened, "old", history_ttl=1e-6).note(gone)
+        note(Archive(opened, "job", history_ttl=100.0), FOUNDED)
+        assert list(list_runs(opened)) == ["job"]
+
+    def test_entries_can_be_forgotten(self, archive: Archive, server: MemoryServer) -> None:
+        opened = partial(MemoryClient, server)
+        note(archive, FOUNDED)
+        forget_runs(opened, ["job"])
+        assert list_runs(opened) == {}
