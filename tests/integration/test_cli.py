@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousParameters,
 )
+from typer.testing import CliRunner, Result
 
 from rdzv_plugins import servers
-from rdzv_plugins.cli import runs, stores
+from rdzv_plugins.cli import app, runs, stores
 from rdzv_plugins.cli.options import plain_console
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.inspection import delete_run
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError, Version
 from rdzv_plugins.protocol.documents import NODES_PREFIX
 from rdzv_plugins.stores import open_client
@@ -40,7 +43,12 @@ def rdzv(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def form(server: servers.LocalServer, run_id: str) -> list[RendezvousHandler]:
+def invoke(*arguments: str) -> Result:
+    """The same in this process, without the seconds that importing torch takes."""
+    return CliRunner().invoke(app, [*arguments])
+
+
+def form(server: servers.LocalServer, run_id: str, **conf: str) -> list[RendezvousHandler]:
     """Two nodes in a round."""
     handlers = [
         create_handler(
@@ -53,12 +61,26 @@ def form(server: servers.LocalServer, run_id: str) -> list[RendezvousHandler]:
                 2,
                 local_addr="127.0.0.1",
                 keep_alive_interval="0.5",
+                **conf,
             ),
         )
         for _ in range(2)
     ]
     together([handler.next_rendezvous for handler in handlers])
     return handlers
+
+
+def test_help_comes_without_importing_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['rdzv', 'status', '--help']\n"
+        "from rdzv_plugins.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'redis', 'rdzv_plugins.kv'} & set(sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    assert "--rdzv-id" in shown.stdout
 
 
 def test_status_says_who_is_in_a_run_and_why_it_restarted(
@@ -75,15 +97,14 @@ def test_status_says_who_is_in_a_run_and_why_it_restarted(
     assert "closed by" in rdzv("status", "-e", server.endpoint, "-i", run_id).stdout
 
 
-def test_status_of_a_run_without_a_sign_of_life(
-    server: servers.LocalServer, run_id: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_of_a_run_without_a_sign_of_life(server: servers.LocalServer, run_id: str) -> None:
     handlers = form(server, run_id)
     for handler in handlers:
         assert isinstance(handler, StoreRendezvousHandler)
         handler._driver.stop(5)
-    runs.status(run_id, "redis", server.endpoint)
-    shown = capsys.readouterr().out.splitlines()
+    result = invoke("status", "-e", server.endpoint, "-i", run_id)
+    assert result.exit_code == 5
+    shown = result.stdout.splitlines()
     assert shown[0] == (
         f"run '{run_id}': dead: round 0 is running, but none of its nodes lives; 1 s without a "
         "heartbeat"
@@ -93,9 +114,7 @@ def test_status_of_a_run_without_a_sign_of_life(
         handler.shutdown()
 
 
-def test_status_counts_the_nodes_that_wait(
-    server: servers.LocalServer, run_id: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_counts_the_nodes_that_wait(server: servers.LocalServer, run_id: str) -> None:
     params = RendezvousParameters(
         "redis", server.endpoint, run_id, 3, 3, local_addr="127.0.0.1", keep_alive_interval="0.2"
     )
@@ -103,9 +122,10 @@ def test_status_counts_the_nodes_that_wait(
     joins = [Background(handler.next_rendezvous) for handler in handlers[:2]]
     with closing(open_client("redis", server.endpoint, run_id)) as client:
         assert until(lambda: len(client.list(NODES_PREFIX)) == 2, 10)
-        runs.status(run_id, "redis", server.endpoint)
-        shown = capsys.readouterr().out.splitlines()
-        assert shown[0] == f"run '{run_id}': waiting for 1 node: 2 of 3 are here"
+        result = invoke("status", "-e", server.endpoint, "-i", run_id)
+        assert result.exit_code == 3
+        sentence = f"run '{run_id}': waiting for 1 node: 2 of 3 are here"
+        assert result.stdout.splitlines()[0] == sentence
         runs.close(run_id, "redis", server.endpoint)
     for join in joins:
         with pytest.raises(RendezvousClosedError):
@@ -114,10 +134,137 @@ def test_status_counts_the_nodes_that_wait(
         handler.shutdown()
 
 
+def test_status_waits_for_what_it_is_told(server: servers.LocalServer, run_id: str) -> None:
+    where = ("-e", server.endpoint, "-i", run_id)
+    waits = Background(lambda: invoke("status", *where, "--wait", "running", "--timeout", "30"))
+    handlers = form(server, run_id)
+    assert waits.result(40).exit_code == 0
+    late = invoke("status", *where, "--wait", "closed", "--timeout", "0.1")
+    assert late.exit_code == 0
+    assert "--wait" in invoke("status", *where, "--wait", "asleep").stderr
+    for handler in handlers:
+        handler.shutdown()
+
+
+def test_the_run_is_named_by_the_environment(
+    server: servers.LocalServer, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = form(server, run_id)
+    monkeypatch.setenv("RDZV_BACKEND", "redis")
+    monkeypatch.setenv("RDZV_ENDPOINT", server.endpoint)
+    monkeypatch.setenv("RDZV_ID", run_id)
+    assert "running round 0" in invoke("status").stdout
+    for handler in handlers:
+        handler.shutdown()
+
+
+def test_status_as_data(server: servers.LocalServer, run_id: str) -> None:
+    handlers = form(server, run_id)
+    where = ("-e", server.endpoint, "-i", run_id)
+    found = json.loads(invoke("status", *where, "--json").stdout)
+    assert (found["schema"], found["run"], found["condition"]) == (1, run_id, "running")
+    assert found["sentence"] == "running round 0, 2 nodes"
+    assert [node["rank"] for node in found["nodes"]] == [0, 1]
+    assert [node["state"] for node in found["nodes"]] == ["run", "run"]
+    assert len([node for node in found["nodes"] if node["leader"]]) == 1
+    assert all(0 <= node["silence"] < 10 for node in found["nodes"])
+    for handler in handlers:
+        handler.shutdown()
+
+
+def test_a_run_is_listed_and_its_rounds_are_kept_when_it_has_ended(
+    server: servers.LocalServer, run_id: str
+) -> None:
+    where = ("-e", server.endpoint, "-c", f"prefix={run_id}")
+    handlers = form(server, "of two", prefix=run_id)
+
+    def line() -> str:
+        lines = invoke("list", *where).stdout.splitlines()
+        return next((line for line in lines if "of two" in line), "")
+
+    assert until(lambda: "running round 0" in line(), 20), line()
+    assert "running" in line()
+    for handler in handlers:
+        handler.shutdown()
+    with closing(open_client("redis", server.endpoint, "of two", {"prefix": run_id})) as client:
+        delete_run(client)
+    assert "succeeded" in line()
+    assert "closed" in line()
+    found = [json.loads(row) for row in invoke("list", *where, "--json").stdout.splitlines()]
+    assert [(row["run"], row["condition"]) for row in found] == [("of two", "closed")]
+    assert invoke("status", "-i", "of two", *where).exit_code == 6
+
+    rows = invoke("history", "-i", "of two", *where, "--json").stdout.splitlines()
+    end, first = (json.loads(row) for row in rows)
+    assert (end["phase"], end["outcome"]) == ("closed", "succeeded")
+    assert (first["phase"], first["round"], first["nodes"]) == ("running", 0, 2)
+    assert [member["rank"] for member in first["members"]] == [0, 1]
+    assert {member["address"] for member in first["members"]} == {"127.0.0.1"}
+    assert first["seconds"]["gathering"] >= 0
+    assert first["seconds"]["confirming"] > 0
+    table = invoke("history", "-i", "of two", *where, "--limit", "1").stdout
+    assert "succeeded" in table
+    assert "first round" not in table
+
+
+def test_dead_runs_are_marked_and_cleaned(server: servers.LocalServer, run_id: str) -> None:
+    where = ("-e", server.endpoint, "-c", f"prefix={run_id}")
+    alive = form(server, "alive", prefix=run_id)
+    dead = form(server, "killed", prefix=run_id)
+    for handler in dead:
+        assert isinstance(handler, StoreRendezvousHandler)
+        handler._driver.stop(5)
+
+    def conditions() -> dict[str, str]:
+        rows = map(json.loads, invoke("list", *where, "--json").stdout.splitlines())
+        return {row["run"]: row["condition"] for row in rows}
+
+    assert until(lambda: conditions() == {"alive": "running", "killed": "dead"}, 30), conditions()
+    cleaned = invoke("clean", "--dead", *where).stdout
+    assert "of run 'killed'" in cleaned
+    assert "alive" not in cleaned
+    assert invoke("status", "-i", "alive", *where).exit_code == 0
+    shown = invoke("status", "-i", "killed", *where)
+    assert shown.exit_code == 5
+    assert "abandoned in round 0: nobody closed it, and its keys expired" in shown.stdout
+    for handler in (*alive, *dead):
+        handler.shutdown()
+
+
+def test_watch_writes_a_line_an_event_and_survives_an_outage(run_id: str) -> None:
+    with servers.start("redis") as own:
+        handlers = form(own, run_id)
+        command = [sys.executable, "-m", "rdzv_plugins.cli", "watch"]
+        watching = subprocess.Popen(
+            [*command, "-e", own.endpoint, "-i", run_id, "-c", "heartbeat_timeout=1"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        output = watching.stdout
+        assert output is not None
+        lines: list[str] = []
+        reader = Background(lambda: lines.extend(iter(output.readline, "")))
+        assert until(lambda: any("running round 0" in line for line in lines), 30), lines
+        own.nodes[0].stop()
+        assert until(lambda: any("could not be reached" in line for line in lines), 30), lines
+        own.nodes[0].start()
+        told = len(lines)
+        assert until(lambda: any("running round 0" in line for line in lines[told - 1 :]), 30)
+        rdzv("close", "-e", own.endpoint, "-i", run_id)
+        assert watching.wait(30) == 0
+        reader.result(10)
+        assert "closed by the command" in lines[-1]
+        for handler in handlers:
+            handler.shutdown()
+
+
 def test_status_of_an_unknown_run(server: servers.LocalServer, run_id: str) -> None:
     shown = rdzv("status", "-e", server.endpoint, "-i", run_id)
-    assert shown.returncode == 0
+    assert shown.returncode == 4
     assert "nothing is stored" in shown.stdout
+    nothing = rdzv("history", "-e", server.endpoint, "-i", run_id)
+    assert (nothing.returncode, nothing.stdout) == (1, "")
+    assert nothing.stderr == f"rdzv: nothing is kept of a run '{run_id}'\n"
 
 
 def test_watch_ends_when_the_run_is_closed(server: servers.LocalServer, run_id: str) -> None:
@@ -147,7 +294,7 @@ def test_clean_refuses_a_run_that_lives(server: servers.LocalServer, run_id: str
     for handler in handlers:
         handler.shutdown()
     assert "deleted" in rdzv("clean", *conf).stdout
-    assert "nothing is stored" in rdzv("status", *conf[:4]).stdout
+    assert invoke("status", *conf[:4]).exit_code == 6  # How it ended is kept.
 
 
 @pytest.fixture(scope="module")
