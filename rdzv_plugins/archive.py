@@ -112,14 +112,17 @@ class Archive:
         except (KeyError, ValueError):
             return Outcome.CLOSED
 
-    def note(self, record: RoundRecord) -> None:
+    def note(self, record: RoundRecord, at: datetime | None = None) -> None:
         """Keep a round, or the end of the run; and say in the list of runs how the run stands.
 
         The oldest rounds beyond fifty are dropped.
+
+        Args:
+            at: when it was so, on this host's wall clock; None: now.
         """
         if not self._history_ttl:
             return
-        at = datetime.now(UTC)
+        at = at or datetime.now(UTC)
         if record.phase is not Phase.FORMING:
             row = Row(**{**msgspec.structs.asdict(record), "at": _iso(at)})
             place = "end" if record.phase is Phase.CLOSED else f"{record.round:08d}"
@@ -155,6 +158,8 @@ class Archive:
             runs = _decode(client.list(""))
         before = runs.get(self._run_id)
         goes_on = before is not None and before.incarnation == record.incarnation
+        if before is not None and goes_on and before.at > _iso(at):
+            return  # Another node has noted a later round, or the end.
         listed = Listed(
             run=self._run_id,
             incarnation=record.incarnation,

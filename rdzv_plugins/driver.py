@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from datetime import UTC, datetime
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -178,7 +179,7 @@ class Driver:
 
     def _note(self, record: RoundRecord) -> None:
         """Note it in a thread of its own, so that no node waits for the archive."""
-        earlier = self._noting
+        earlier, at = self._noting, datetime.now(UTC)
 
         def note() -> None:
             if earlier is not None:
@@ -186,7 +187,7 @@ class Driver:
             # Not while agents wait for the round and start their workers.
             self._stopping.wait(_NOTED_AFTER_SECONDS)
             try:
-                self._archive.note(record)
+                self._archive.note(record, at)
             except (RendezvousConnectionError, RendezvousStateError) as error:
                 if not self._told_of_the_archive:
                     self._told_of_the_archive = True

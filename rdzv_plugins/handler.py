@@ -18,6 +18,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -262,7 +263,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if only_leaves or not self._node.in_round:
             return self._leave()
         outcome = Outcome.SUCCEEDED if error is None else Outcome.FAILED
-        why = "its workers succeeded" if error is None else "its agent failed"
+        why = "its workers succeeded" if error is None else _what_failed(error)
 
         def close() -> bool:
             node = self._node
@@ -461,6 +462,19 @@ class StoreRendezvousHandler(RendezvousHandler):
             records = map(readable, self._client.list(NODES_PREFIX).values())
             left = {it.label for it in records if it is not None and it.status is Status.LEFT}
         return str(outcome.diagnosis.at_the_end(left - {self._node.record.label}))
+
+
+def _what_failed(error: BaseException) -> str:
+    """Why this node closes the run as failed, for people on the other nodes."""
+    if not isinstance(error, ChildFailedError):
+        return f"its agent failed ({type(error).__name__})"
+    rank, first = error.get_first_failure()
+    ended = f"exited with {first.exitcode}"
+    if first.exitcode < 0:
+        ended = f"was ended by {first.signal_name()}"
+    others = len(error.failures) - 1
+    more = f" and {others} more failed" if others else ""
+    return f"its workers failed (rank {rank} {ended}{more})"
 
 
 def _is_local(address: str) -> bool:

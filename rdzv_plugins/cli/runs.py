@@ -56,7 +56,9 @@ def list_runs(
         found = _inspect(access, [it.run for it in listed], opened)
         if as_json:
             for it in listed:
-                print_json(found[it.run].report() | {"began": it.began, "noted": it.at})
+                report = found[it.run].report() | {"began": it.began, "noted": it.at}
+                report.pop("nodes", None)
+                print_json(report)
             return
         from rich.table import Table
 

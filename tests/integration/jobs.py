@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rdzv_plugins.demo.agents import TrainingError, World
+from rdzv_plugins.inspection import Inspection, settle
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Status
 from tests.integration.stores import RunningStore
 from tests.integration.torchrun import PATIENCE, Run
@@ -129,6 +130,12 @@ class Job(Run):
             return rows[0].reason if rows else None
 
         return self.await_that(found, f"a round above {after} in the history", 10)
+
+    def status(self) -> str:
+        """All that `rdzv status` and the dashboard have of the run."""
+        seen = Inspection(self.client, self.archive, self.run_id)
+        settle([seen])
+        return str(seen.report())
 
     def stored(self) -> list[str]:
         """The keys of the run that the store has."""

@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from rdzv_plugins.handler import StoreRendezvousHandler
-from rdzv_plugins.protocol.documents import STATE_KEY, Status
+from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, Status
 from tests import Measure, replace
 from tests.integration.agents import Run as Handlers
 from tests.integration.agents import crash
@@ -80,6 +80,11 @@ def test_workers_that_fail_for_good_while_the_others_hang(
     statuses = job.await_ends("ab", LEASE + 10)
     record_property("all agents ended, s", round(time.monotonic() - failed, 2))
     assert 0 not in statuses.values(), statuses
+    rank = "ab".index(who)
+    why = f"its workers failed (rank {rank} exited with 1): closed by {job.label(who)}"
+    job.await_line("ab".replace(who, ""), why)
+    end = job.archive.rows()[-1]
+    assert (end.outcome, end.reason) == (Outcome.FAILED, why)
 
 
 @every_store
@@ -271,6 +276,11 @@ def test_a_lost_node_is_named_though_the_others_fail_first(
     failed = " ".join(part for part in parts if "failed" in part)
     assert [name for name in "abc" if job.label(name) in lost] == [who], reason
     assert [name for name in "abc" if job.label(name) in failed] == others, reason
+    row = job.archive.rows()[-1]
+    assert [(it.name, it.rank) for it in row.lost] == [(job.label(who), "abc".index(who))]
+    assert {it.name for it in row.failed} == {job.label(name) for name in others}
+    assert job.label(who) in job.status()
+    assert any("lost" in line and job.label(who) in line for line in job.lines(others))
 
 
 @every_store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import pytest
@@ -142,6 +143,13 @@ class TestList:
         Archive(opened, "old", history_ttl=1e-6).note(gone)
         note(Archive(opened, "job", history_ttl=100.0), FOUNDED)
         assert list(list_runs(opened)) == ["job"]
+
+    def test_what_is_noted_late_hides_nothing(self, archive: Archive, server: MemoryServer) -> None:
+        at = datetime.now(UTC) - timedelta(seconds=1)
+        note(archive, CLOSED)
+        archive.note(record_of(RUNNING, RECORDS), at)
+        assert [row.phase for row in archive.rows()] == [Phase.RUNNING, Phase.CLOSED]
+        assert list_runs(partial(MemoryClient, server))["job"].outcome is Outcome.SUCCEEDED
 
     def test_entries_can_be_forgotten(self, archive: Archive, server: MemoryServer) -> None:
         opened = partial(MemoryClient, server)

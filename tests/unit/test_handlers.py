@@ -17,13 +17,14 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousInfo,
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.handler import StoreRendezvousHandler, _what_failed
 from rdzv_plugins.kv import MemoryClient, RendezvousStateError
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
@@ -448,3 +449,19 @@ def test_a_death_just_after_release_costs_a_round_and_no_more(site: Site, victim
     assert [agent._remaining_restarts for agent, _ in agents] == [3, 3, 3]
     document = site.document
     assert document is None or document.outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        ((3,), "its workers failed (rank 0 exited with 3)"),
+        ((-9, 1, 1), "its workers failed (rank 0 was ended by SIGKILL and 2 more failed)"),
+    ],
+)
+def test_the_reason_of_a_failure_names_a_worker(codes: tuple[int, ...], said: str) -> None:
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+        for rank, code in enumerate(codes)
+    }
+    assert _what_failed(ChildFailedError("train.py", failures)) == said
+    assert _what_failed(RuntimeError("anything")) == "its agent failed (RuntimeError)"
