@@ -55,6 +55,7 @@ from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.signals import SignalWatch
 from rdzv_plugins.stores import load, opener
 from rdzv_plugins.torch_compat.agent_store import AgentStore
+from rdzv_plugins.torch_compat.torchrun import max_restarts
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
@@ -543,6 +544,14 @@ def _over(
             "host: other hosts cannot reach this one. Name an address with --local-addr",
             params.run_id,
             address,
+        )
+    if params.min_nodes < params.max_nodes and max_restarts() == 0:
+        log.warning(
+            "run '%s': torchrun runs with --max-restarts=0, its default. If a node is lost and the "
+            "workers of another fail before the lease (%g s) has run out, that failure ends the "
+            "job: set --max-restarts, or start the agents with rdzv run",
+            params.run_id,
+            rules.lease,
         )
     return StoreRendezvousHandler(client, archive, params.run_id, rules, settings, address)
 

@@ -221,6 +221,16 @@ def test_an_id_that_a_full_run_holds(submit: Submit, record_property: Measure) -
     record_property("told", job.await_line("b", job.run_id, "full", "spare", job.label("a")))
 
 
+def test_the_default_of_max_restarts_is_warned_of(submit: Submit) -> None:
+    words = ("--max-restarts=0", "rdzv run")
+    warned = submit(nodes="1:2", max_restarts=0)
+    warned.start_at("a")
+    warned.await_line("a", *words)
+    for job in (submit(nodes="1:2", max_restarts=3), submit(nodes="1:1", max_restarts=0)):
+        job.begin("a")
+        assert not any(all(word in line for word in words) for line in job.lines("a"))
+
+
 def test_the_agents_logs_say_what_happens(submit: Submit, record_property: Measure) -> None:
     """torchrun sets no logging up, and its own loggers show warnings only."""
     job = submit(nodes="3:3")
