@@ -13,6 +13,8 @@ __all__ = ["demo", "serve"]
 # The backend for a kind of server, where the names differ.
 _BACKENDS = {"valkey": "redis", "etcd": "etcd-v3"}
 
+_LOOK_SECONDS = 0.5
+
 
 def serve(
     kind: Annotated[
@@ -40,7 +42,9 @@ def serve(
         ended = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
-        ended.wait()
+        while not ended.wait(_LOOK_SECONDS):
+            for node in server.nodes:
+                node.check()
 
 
 def demo(

@@ -110,7 +110,8 @@ def start(
     Raises:
         ValueError: an unknown kind, or a number of nodes that it cannot have.
         NotInstalledError: the server is not installed; the message says how to install it.
-        ServerError: the server did not start; the message has the end of its log.
+        ServerError: the port is taken, or the server did not start; the message has the end of its
+            log.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown server '{kind}'; there are: {', '.join(KINDS)}")
@@ -118,9 +119,7 @@ def start(
     if nodes not in {1, runner.largest}:
         allowed = "1 node" if runner.largest == 1 else f"1 or {runner.largest} nodes"
         raise ValueError(f"a local {kind} has {allowed}, not {nodes}")
-    ports = free_ports(nodes * runner.ports_per_node)
-    if port is not None:
-        ports[0] = port
+    ports = free_ports(nodes * runner.ports_per_node, port)
     memory = Path("/dev/shm")
     folder = memory if runner.in_memory and os.access(memory, os.W_OK) else None
     directory = Path(tempfile.mkdtemp(prefix=f"rdzv-{kind}-", dir=folder))

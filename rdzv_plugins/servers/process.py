@@ -235,6 +235,11 @@ class Node:
         if not wait_until(ready, timeout):
             raise ServerError(f"{self} was not ready within {timeout:g} s:\n{self._log_tail()}")
 
+    def check(self) -> None:
+        """Raise `ServerError` with the end of its log if the server has ended by itself."""
+        if not self.running:
+            raise ServerError(f"{self} has ended:\n{self._log_tail()}")
+
     def leads(self) -> bool:
         """Whether this server runs and says that it leads its ensemble."""
         return self.running and self._answers(self._kind.leads)
@@ -343,20 +348,34 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
     return True
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct ports on which nobody listens."""
+def free_ports(count: int, first: int | None = None) -> list[int]:
+    """Distinct ports on which nobody listens.
+
+    Args:
+        first: the first of them; `ServerError` if it is taken.
+    """
     with contextlib.ExitStack() as stack:
-        return [_bind_free_port(stack) for _ in range(count)]
+        if first is None:
+            return [_bind_free_port(stack) for _ in range(count)]
+        try:
+            _bind(stack, first)
+        except OSError as error:
+            raise ServerError(f"port {first} of {HOST} is taken ({error.strerror})") from error
+        return [first, *(_bind_free_port(stack) for _ in range(count - 1))]
+
+
+def _bind(stack: contextlib.ExitStack, port: int) -> None:
+    holder = stack.enter_context(socket.socket())
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((HOST, port))
+    # Otherwise SO_REUSEADDR lets another socket have the port too.
+    holder.listen(1)
 
 
 def _bind_free_port(stack: contextlib.ExitStack) -> int:
     for port in _shuffled(_PORTS):
-        holder = stack.enter_context(socket.socket())
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            holder.bind((HOST, port))
-            # Otherwise SO_REUSEADDR lets another socket have the port too.
-            holder.listen(1)
+            _bind(stack, port)
         except OSError:
             continue
         return port

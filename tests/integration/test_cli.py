@@ -12,6 +12,7 @@ from contextlib import closing
 from http.client import HTTPConnection
 
 import pytest
+from redis import Redis
 from rich.table import Table
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -397,3 +398,26 @@ def test_serve_runs_a_server_until_it_is_interrupted() -> None:
     serving.send_signal(signal.SIGINT)
     assert serving.wait(30) == 0
     assert rdzv("check", "-e", endpoint, "-c", "").returncode == 1
+
+
+def test_serve_says_that_a_port_is_taken(server: servers.LocalServer) -> None:
+    taken = str(server.nodes[0].port)
+    refused = rdzv("serve", "redis", "--port", taken)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"rdzv: port {taken} of 127.0.0.1 is taken")
+
+
+def test_serve_ends_with_its_server() -> None:
+    serving = subprocess.Popen(
+        [sys.executable, "-m", "rdzv_plugins.cli", "serve", "redis"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert serving.stdout is not None
+    endpoint = serving.stdout.readline().split(" runs at ")[1].split(";")[0]
+    with Redis.from_url(endpoint) as client:
+        client.shutdown(nosave=True)
+    _, errors = serving.communicate(timeout=30)
+    assert serving.returncode == 1
+    assert " has ended:" in errors

@@ -221,6 +221,18 @@ def test_an_id_that_a_full_run_holds(submit: Submit, record_property: Measure) -
     record_property("told", job.await_line("b", job.run_id, "full", "spare", job.label("a")))
 
 
+@soak
+@pytest.mark.timeout(400)
+def test_the_agents_logs_say_nothing_while_nothing_happens(submit: Submit) -> None:
+    job = submit(nodes="2:2")
+    job.begin("ab")
+    for name in "ab":
+        job.await_line(name, "round 0: rank")
+    before = job.lines("ab")
+    time.sleep(300)
+    assert job.lines("ab") == before
+
+
 def test_the_default_of_max_restarts_is_warned_of(submit: Submit) -> None:
     words = ("--max-restarts=0", "rdzv run")
     warned = submit(nodes="1:2", max_restarts=0)
