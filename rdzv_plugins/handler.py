@@ -187,7 +187,10 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         document = outcome.document
         if document is None:
-            raise self._explain(outcome)
+            error = self._explain(outcome)
+            if isinstance(error, Exception):
+                self._log.error(str(error))
+            raise error.with_traceback(None) from None
         self._servers = {
             world_id: server
             for world_id, server in self._servers.items()
@@ -513,9 +516,15 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
         ValueError: a bad endpoint or option, or a missing client package.
         RendezvousConnectionError: the store cannot be reached or refuses us.
     """
-    settings, connect = opener(load(client), params)
-    set_up(settings.log_level)
-    opened = connect(params.run_id)
+    try:
+        settings, connect = opener(load(client), params)
+        set_up(settings.log_level)
+        opened = connect(params.run_id)
+    except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
+        set_up("INFO")
+        # First the line that counts: torchrun prints its own frames before the error.
+        log.error("run '%s': %s", params.run_id, error)
+        raise error.with_traceback(None) from None
     log.info("run '%s': connected to %s '%s'", params.run_id, opened.name, redact(params.endpoint))
     try:
         archive = Archive(connect, params.run_id, settings.history_ttl)

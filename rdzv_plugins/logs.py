@@ -67,6 +67,8 @@ class RunLog:
             "rdzv_cause": latest.reason if latest is not None else "",
         }
         # A server's error, or an address that stands in the store, may have line breaks.
-        line = " ".join(text.splitlines())
+        line, run = " ".join(text.splitlines()), f"run '{self._run_id}'"
+        if not line.startswith(run):
+            line = f"{run}: {line}"
         # The place in the source is that of the caller's caller.
-        self._logger.log(level, "run '%s': %s", self._run_id, line, extra=fields, stacklevel=3)
+        self._logger.log(level, "%s", line, extra=fields, stacklevel=3)

@@ -13,6 +13,7 @@ stamp after a lost answer.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import random
 import secrets
@@ -52,6 +53,8 @@ __all__ = [
     "segments",
     "stamped",
 ]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -489,7 +492,11 @@ class StoreClient(KeyValueClient):
         if (problem := self._problem(error)) is None:
             raise error
         kind = RendezvousStateError if problem.state else RendezvousConnectionError
-        raise kind(f"{self.where} {problem.text}") from (None if problem.secret else error)
+        text = f"{self.where} {problem.text}"
+        if not problem.secret:
+            # Not as a cause: torchrun would print the library's frames before the line that counts.
+            log.debug("%s", text, exc_info=error)
+        raise kind(text) from None
 
     def _unreachable(self, error: Exception, *, undone: bool = False, hint: str = "") -> Problem:
         """The problem behind most errors; ``hint`` continues the question at its end."""

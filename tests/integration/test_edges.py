@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -219,6 +221,32 @@ def test_an_id_that_a_full_run_holds(submit: Submit, record_property: Measure) -
     job.start_at("b")
     job.await_record("b", Status.SPARE)
     record_property("told", job.await_line("b", job.run_id, "full", "spare", job.label("a")))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rdzv-endpoint=redis://127.0.0.1:1"], "could not be reached"),
+        (["--rdzv-conf=last_cal_timeout=1"], "did you mean 'last_call_timeout'"),
+    ],
+)
+def test_what_torchrun_prints_begins_with_what_to_do(options: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis", *options]
+    ended = subprocess.run(
+        [*command, "--rdzv-id=x", "--nnodes=1", "train.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    lines = [line for line in ended.stderr.splitlines() if "NumPy" not in line]
+    lines = lines[next(i for i, line in enumerate(lines) if line.startswith("E")) :]
+    assert "run 'x': " in lines[0]
+    assert said in lines[0]
+    assert said in lines[-1]
+    assert len(lines) < 50
+    assert not any("/redis/" in line for line in lines)
 
 
 @soak
