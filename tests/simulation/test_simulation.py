@@ -69,6 +69,7 @@ FOUND = (
     (4004804, EVERYTHING, "a node that is killed in the exit barrier has done its work"),
     (4007927, EVERYTHING, "a store that forgot saw one round confirmed twice, on two ports"),
     (10011006, EVERYTHING, "a join was given up while the record that confirms was on its way"),
+    (12006232, EVERYTHING, "a node knows a closing that was lost, and not the later one as failed"),
     (11016117, EVERYTHING, "a node whose run was replaced by one that ended was never told"),
     (10013557, EVERYTHING, "like 10011006; the farewell was lost too, in a run of two"),
     (4008719, EVERYTHING, "a spare led, lost the lead to a fail-over, and closed the run"),

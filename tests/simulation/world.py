@@ -155,7 +155,13 @@ class World:
         """Whether its workers go on in a run that is closed, and was not closed as failed."""
         if host.agent is not Agent.RUNNING or host.track.world is None:
             return False
-        return self.checker.ended(host.track.world) in (Ended.SUCCEEDED, Ended.CLOSED)
+        if self.checker.ended(host.track.world) in (Ended.SUCCEEDED, Ended.CLOSED):
+            return True
+        # A fail-over lost the closing that it knows of, and the run was then closed as failed.
+        known = host.node.latest
+        if known is None or not known.closed or known.incarnation != host.track.world[0]:
+            return False
+        return _has(self.plan, "fail-over") and known.outcome is not Ended.FAILED
 
     def decode(self, entry: Entry) -> NodeRecord:
         record = self._decoded.get(entry.value)
