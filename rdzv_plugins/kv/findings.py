@@ -45,7 +45,8 @@ class Finding(msgspec.Struct, frozen=True):
     def line(self) -> str:
         """The finding without its mark."""
         told = f"{self.what}: {self.found}"
-        return f"{told}; {self.advice}" if self.advice else told
+        mark = "" if told.endswith("?") else ";"
+        return f"{told}{mark} {self.advice}" if self.advice else told
 
 
 def of_version(server: str, version: str, least: tuple[int, ...]) -> Finding:

@@ -159,8 +159,8 @@ _PROBLEMS = [
     ),
     (
         r"^25006|session is read-only|hot standby mode",
-        "accepted no writes for {timeout:g} s ({said}); name the primary, or all servers: "
-        "host1:5432,host2:5432",
+        "accepted no writes for {timeout:g} s ({said}): it is a standby, or read-only; name the "
+        "primary, or all servers: host1:5432,host2:5432",
         True,
     ),
     (

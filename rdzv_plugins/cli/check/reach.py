@@ -14,8 +14,8 @@ __all__ = ["Listener", "look", "reason"]
 
 _PATIENCE = 1.0
 
-# Of stores that speak TLS from the first byte on, unlike PostgreSQL; an endpoint need not name it.
-_PORTS = {"redis": 6379, "zookeeper": 2181, "consul": 8500, "etcd-v3": 2379}
+# An endpoint need not name it.
+_PORTS = {"redis": 6379, "zookeeper": 2181, "consul": 8500, "etcd-v3": 2379, "postgres": 5432}
 _SECURE = ("rediss", "valkeys", "https")
 
 
@@ -32,10 +32,10 @@ def reason(job: Job, chosen: Chosen) -> str:
     """What to say besides that the store could not be reached; "": nothing is known."""
     scheme = job.endpoint.partition("://")[0] if "://" in job.endpoint else ""
     default = _PORTS.get(job.backend, 443 if scheme == "https" else 80)
-    known = job.backend in _PORTS or scheme
-    if not known or scheme == "unix":
+    # Without these the endpoint is a socket's path, libpq's own choice, or a region of AWS.
+    named = job.endpoint if job.backend == "postgres" else job.backend in _PORTS or scheme
+    if scheme == "unix" or not named:
         return ""
-    default = 5432 if job.backend == "postgres" else default
     try:
         hosts = parse_endpoint(job.endpoint, default_port=default, schemes=[scheme]).hosts
     except ValueError:
@@ -79,8 +79,9 @@ def _told(job: Job, host: str, port: int, tls: bool, listener: Listener | None) 
     }
     if listener in told:
         return told[listener]
+    # PostgreSQL speaks TLS after a request of its own, and says itself whether it does.
     if job.backend != "postgres" and tls and listener is Listener.PLAIN:
-        return f"what listens at {where} does not speak TLS: leave out tls=true and rediss:// or https://"
+        return f"what listens at {where} does not speak TLS: leave out tls=true, rediss:// and https://"
     if job.backend != "postgres" and not tls and listener is Listener.TLS:
         return f"what listens at {where} speaks TLS: set tls=true, or write rediss:// or https://"
     return (
