@@ -243,12 +243,13 @@ class Client(StoreClient):
         text = str(error)
         if "authentication is not enabled" in text:
             return Problem(f"has authentication disabled ({text}); leave out the user")
-        if error.code == _DENIED:
+        # A request without a user is denied too.
+        if error.code == _DENIED and self._user is not None:
             return Problem(
                 f"denied a right ({text}) to the user '{self._user}'; grant it to a role of the "
                 f"user: etcdctl role grant-permission <role> {self._grant}"
             )
-        if error.code == _UNAUTHENTICATED or any(
+        if error.code in (_DENIED, _UNAUTHENTICATED) or any(
             words in text for words in ("user name is empty", "authentication", "auth store is old")
         ):
             return Problem(

@@ -425,7 +425,10 @@ class Client(StoreClient):
             hint = ", and does it want rediss://" if hung_up else ""
             return self._unreachable(error, undone=undone, hint=hint)
         if isinstance(error, errors.RedisError):
-            return Problem(f"refused a request: {text}", state=True)
+            hint = (
+                "; is it a Sentinel? It needs sentinel=<name>" if "unknown command" in text else ""
+            )
+            return Problem(f"refused a request: {text}{hint}", state=True)
         return None
 
     def inspect(self) -> Iterable[Finding]:
@@ -458,7 +461,7 @@ class Client(StoreClient):
             advice = f"name the primary ({primary}), or the Sentinels with sentinel=<name>"
             found = f"a replica of {primary}, which accepts no writes"
             return Finding(Mark.FAILED, "role", found, advice, values)
-        found = f"primary with {values['replicas'] or 0} replicas"
+        found = f"primary; replicas: {values['replicas'] or 0}"
         return Finding(Mark.OK, "role", found, values=values)
 
     def _persistence(self, info: Mapping[str, str]) -> Finding:

@@ -88,7 +88,7 @@ def check(*arguments: str) -> Told:
 def check_store(store: RunningStore, *more: str, **options: str | None) -> Told:
     config = {**store.config, **options}
     conf = ",".join(f"{name}={value}" for name, value in config.items() if value is not None)
-    return check("-b", store.backend, "-e", store.endpoint, "-c", conf or QUICK, *more)
+    return check("-b", store.backend, "-e", store.endpoint, "-c", conf, *more)
 
 
 @pytest.fixture(autouse=True)
@@ -547,10 +547,33 @@ def test_member_of_a_cluster_without_cluster(tmp_path: Path) -> None:
     node.launch()
     try:
         node.await_ready()
-        told = check("-e", f"{HOST}:{node.port}", "-c", QUICK)
+        endpoint = ("-e", f"{HOST}:{node.port}")
+        what, text = check(*endpoint, "-c", QUICK).only("failed")
+        assert what == "store"
+        assert "A Cluster needs cluster=true" in text
+        with closing(redis_py.Redis(HOST, node.port)) as admin:
+            slots: Any = admin
+            slots.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            assert until(lambda: is_ok(slots), 10)
+        # It has this run's keys, and not those of each other run.
+        what, text = check(*endpoint).only("failed")
+        assert what == "role"
+        assert text.endswith("set cluster=true")
     finally:
         node.kill()
-    assert "cluster=true" in told.only("failed")[1].replace("A Cluster needs ", "")
+
+
+def is_ok(member: Any) -> bool:
+    # In two words, for redis-py would parse the answer to "CLUSTER INFO".
+    return b"cluster_state:ok" in member.execute_command("CLUSTER", "INFO")
+
+
+def test_sentinel_in_place_of_its_server(tmp_path: Path) -> None:
+    with topologies.sentinel(tmp_path) as topology:
+        text = check("-e", topology.endpoint, "-c", QUICK).only("failed")[1]
+        assert "is it a Sentinel? It needs sentinel=<name>" in text
+        conf = ",".join(f"{name}={value}" for name, value in topology.config.items())
+        assert check("-e", topology.endpoint, "-c", conf).of("rights")[0] == "ok"
 
 
 def test_full_etcd() -> None:

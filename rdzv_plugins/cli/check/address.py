@@ -41,7 +41,7 @@ def check(job: Job) -> Iterator[Finding]:
     elsewhere = any(is_out_of_reach("localhost", other) for other in others)
     alone = job.nnodes is not None and job.nnodes[1] == 1
     if alone or not (elsewhere or job.local_addr):
-        found += ", which is loopback: only those on this host reach it"
+        found += "; it is loopback: only nodes on this host reach it"
         yield Finding(Mark.OK, "address", found, values=values)
         return
     why = ", but the store or a peer is on another host" if elsewhere else ""
