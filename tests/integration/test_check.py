@@ -278,8 +278,8 @@ def test_server_down(kind: Kind, monkeypatch: Patch) -> None:
 
 @every_kind
 def test_wrong_port(kind: Kind, shared: Shared, monkeypatch: Patch) -> None:
-    """Another server answers there: etcd where Redis is looked for, else Redis."""
-    host, port = shared("etcd-v3" if kind.name == "redis" else "redis").address
+    """Another server answers there: etcd where Redis or DynamoDB is looked for, else Redis."""
+    host, port = shared("etcd-v3" if kind.name in ("redis", "dynamodb") else "redis").address
     scheme = "http://" if kind.name == "dynamodb" else ""
     told = await_connection(kind, f"{scheme}{host}:{port}", monkeypatch)
     what, text = told.only("failed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from importlib import import_module
@@ -80,7 +79,7 @@ def test_peers() -> None:
 def test_verdict(findings: list[Finding], status: int, sentence: str) -> None:
     assert verdict.status(findings) == status
     assert verdict.sentence(findings) == sentence
-    shown = json.loads(verdict.as_json(findings))
+    shown = verdict.report(findings)
     assert (shown["schema"], shown["status"], shown["verdict"]) == (1, status, sentence)
     assert [it["mark"] for it in shown["findings"]] == [it.mark.value for it in findings]
 

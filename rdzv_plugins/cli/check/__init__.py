@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rdzv_plugins.cli.options import BackendOption, ConfOption, EndpointOption
+from rdzv_plugins.cli.options import BackendOption, ConfOption, EndpointOption, print_json
 
 __all__ = ["check"]
 
@@ -18,7 +18,8 @@ __all__ = ["check"]
 def check(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     run_id: Annotated[
-        str, typer.Option("--rdzv-id", "-i", help="also check whether another run holds this id")
+        str,
+        typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="also check that this id is free"),
     ] = "",
     nnodes: Annotated[
         str, typer.Option("--nnodes", help="as for torchrun: N or MIN:MAX")
@@ -29,7 +30,7 @@ def check(
     peers: Annotated[
         str, typer.Option("--peers", help="host[:port],...: other nodes, to be dialled")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="the findings as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="plain data: docs/check.md")] = False,
 ) -> None:  # fmt: skip
     """Check before a job all that it needs: options, address, peers, store and run id.
 
@@ -46,5 +47,8 @@ def check(
         if not as_json:
             verdict.show(finding)
     status = verdict.status(made)
-    typer.echo(verdict.as_json(made) if as_json else f"verdict: {verdict.sentence(made)}")
+    if as_json:
+        print_json(verdict.report(made))
+    else:
+        typer.echo(f"verdict: {verdict.sentence(made)}")
     raise typer.Exit(status)

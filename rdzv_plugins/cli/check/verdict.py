@@ -1,19 +1,19 @@
-"""What all findings together mean: one line, an exit status, JSON."""
+"""What all findings together mean: one line, an exit status, plain data."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import typer
 
 from rdzv_plugins.kv.findings import Finding, Mark
 
-__all__ = ["SCHEMA", "as_json", "sentence", "show", "status"]
+__all__ = ["SCHEMA", "report", "sentence", "show", "status"]
 
 SCHEMA = 1
-"""Of the JSON; a change that breaks its readers raises it."""
+"""Of `report`; a change that breaks its readers raises it."""
 
 _COLOURS = {
     Mark.OK: typer.colors.GREEN,
@@ -48,15 +48,14 @@ def sentence(findings: Sequence[Finding]) -> str:
     return f"a job works: {len(findings) - len(unknown)} checks passed{more}"
 
 
-def as_json(findings: Sequence[Finding]) -> str:
-    """The findings, the exit status and the sentence, indented."""
-    content = {
+def report(findings: Sequence[Finding]) -> dict[str, Any]:
+    """The findings, the exit status and the sentence as plain data."""
+    return {
         "schema": SCHEMA,
         "status": status(findings),
         "verdict": sentence(findings),
         "findings": msgspec.to_builtins(findings),
     }
-    return json.dumps(content, indent=2)
 
 
 def _of(findings: Sequence[Finding], mark: Mark) -> list[str]:
