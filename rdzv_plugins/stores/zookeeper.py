@@ -131,6 +131,8 @@ class Client(StoreClient):
         target = parse_endpoint(endpoint, default_port=2181, schemes=("zookeeper",))
         settings = _settings(target, options, request_timeout)
         self._hosts = target.hosts
+        # DIGEST-MD5 does not send it.
+        self._sends_password = bool(target.user or options.user) and not options.sasl
         self._tls = tls_context(options) if options.tls else None
         self._acl = settings.get("default_acl", OPEN_ACL_UNSAFE)
         self._parents = ["/"]
@@ -243,7 +245,8 @@ class Client(StoreClient):
 
     def inspect(self) -> Iterable[Finding]:
         known = self._acl is not OPEN_ACL_UNSAFE
-        yield of_connection(self._tls is not None, known, [host for host, _ in self._hosts])
+        hosts = [host for host, _ in self._hosts]
+        yield of_connection(self._tls is not None, self._sends_password, hosts)
         told = self._srvr()
         version = re.search(r"^Zookeeper version: (\S+?)[-,\s]", told, re.MULTILINE)
         mode = re.search(r"^Mode: (.+)$", told, re.MULTILINE)

@@ -1,7 +1,8 @@
 """``rdzv check``: will a job work that is started so, and how well?
 
 `options`, `address`, `store` and `run` check one thing each and yield `Finding`s. What only a store
-can know of its server comes from its client's `KeyValueClient.inspect`. `verdict` sums them up.
+can know of its server comes from its client's `KeyValueClient.inspect`. `plan` has the order of the
+checks, `verdict` what they mean together.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def check(
     The store is tried in a temporary run, which is deleted. Exit status: 0, all is well; 1, it
     works, with warnings; 2, it will not work. See docs/check.md.
     """
-    from rdzv_plugins.cli.check import findings, verdict
+    from rdzv_plugins.cli.check import plan, verdict
     from rdzv_plugins.cli.check.job import Job
 
     job = Job.of(backend, endpoint, conf, run_id, nnodes, local_addr, peers)
     made = []
-    for finding in findings.of(job):
+    for finding in plan.carry_out(job):
         made.append(finding)
         if not as_json:
             verdict.show(finding)

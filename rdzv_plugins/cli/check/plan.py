@@ -10,10 +10,10 @@ from rdzv_plugins.cli.check.job import Job
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.stores import open_run
 
-__all__ = ["of"]
+__all__ = ["carry_out"]
 
 
-def of(job: Job) -> Iterator[Finding]:
+def carry_out(job: Job) -> Iterator[Finding]:
     """The findings, each as soon as it is made."""
     yield from job.malformed
     chosen = yield from options.check(job)
