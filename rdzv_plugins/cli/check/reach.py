@@ -73,7 +73,7 @@ def look(host: str, port: int) -> Listener | None:
 def _told(job: Job, host: str, port: int, tls: bool, listener: Listener | None) -> str:
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     told = {
-        None: "",
+        None: f"'{host}' cannot be resolved: check the spelling, and this host's DNS",
         Listener.NOBODY: f"nothing listens at {where}: the server is down, or the port is wrong",
         Listener.SILENT: f"{where} does not answer: is there a firewall in between?",
     }

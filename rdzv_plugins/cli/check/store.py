@@ -58,7 +58,9 @@ def check(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None, bool
     try:
         client = open(run_id)
     except (*_ERRORS, ValueError) as error:
-        why = reach.reason(job, chosen) if UNREACHED in str(error) else ""
+        # A slow resolver ends as a time-out, of which the store cannot tell the cause.
+        told = UNREACHED not in str(error) or "cannot be resolved" in str(error)
+        why = "" if told else reach.reason(job, chosen)
         yield Finding(Mark.FAILED, "store", str(error), why)
         return False
     took = (time.perf_counter() - began) * 1000
