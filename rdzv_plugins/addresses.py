@@ -11,7 +11,16 @@ from typing import TypeVar
 
 from rdzv_plugins.endpoint import parse_endpoint
 
-__all__ = ["is_out_of_reach", "loopback", "node_address", "store_hosts"]
+__all__ = [
+    "dial_self",
+    "is_local",
+    "is_out_of_reach",
+    "listen",
+    "loopback",
+    "node_address",
+    "route_to",
+    "store_hosts",
+]
 
 T = TypeVar("T")
 Address = IPv4Address | IPv6Address
@@ -46,7 +55,7 @@ def node_address(local_addr: str | None, store_hosts: Iterable[tuple[str, int]])
     if own is not None and "." in name:
         return name
     hosts = list(store_hosts)
-    route = _within(_RESOLVER_SECONDS, lambda: _route(hosts), None) or _route([_ANYWHERE])
+    route = _within(_RESOLVER_SECONDS, lambda: route_to(hosts), None) or route_to([_ANYWHERE])
     if route is not None and not route.is_loopback:
         return str(route)
     return str(own or route or "127.0.0.1")
@@ -72,8 +81,37 @@ def is_out_of_reach(address: str, store_hosts: Iterable[tuple[str, int]]) -> boo
     except ValueError:
         return False
     hosts = list(store_hosts)
-    route = _within(_RESOLVER_SECONDS, lambda: _route(hosts), None)
+    route = _within(_RESOLVER_SECONDS, lambda: route_to(hosts), None)
     return route is not None and not route.is_loopback
+
+
+def is_local(address: str) -> bool:
+    """Whether an address or name is this host's own. Raises OSError if it cannot be resolved."""
+    for family, kind, protocol, _, target in socket.getaddrinfo(
+        address, 0, type=socket.SOCK_STREAM
+    ):
+        with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+            probe.bind(target)
+            return True
+    return False
+
+
+def listen() -> socket.socket:
+    """A socket on a free port of all addresses, as a TCPStore's is."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def dial_self(address: str, seconds: float) -> int:
+    """Open a port on all addresses, and connect to it at ``address``; returns the port.
+
+    Raises OSError, and UnicodeError for what cannot be a name.
+    """
+    with listen() as server:
+        port: int = server.getsockname()[1]
+        socket.create_connection((address, port), seconds).close()
+        return port
 
 
 def loopback() -> str:
@@ -113,7 +151,7 @@ def _is_own(address: Address) -> bool:
     return True
 
 
-def _route(hosts: Iterable[tuple[str, int]]) -> Address | None:
+def route_to(hosts: Iterable[tuple[str, int]]) -> Address | None:
     """The local address of a socket connected to the first host that has a route."""
     for host, port in hosts:
         with contextlib.suppress(OSError, UnicodeError):

@@ -17,9 +17,12 @@ __all__ = [
     "ServerOptions",
     "Settings",
     "StoreOptions",
+    "faults",
     "first_line",
     "option_names",
     "parse_options",
+    "unknown_options",
+    "unknown_variables",
 ]
 
 ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
@@ -196,25 +199,70 @@ def parse_options(
     known = [*own, *also_allowed]
     for name in config:
         if name not in known and name not in ADDED_BY_TORCH:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean '{close[0]}'? " if close else ""
-            raise ValueError(f"unknown option '{name}'; {hint}there are: {', '.join(known)}")
+            raise _unknown(name, known)
     hints = get_type_hints(cls)
     values: dict[str, object] = {}
-    for name, item in own.items():
-        variable = ENVIRONMENT_PREFIX + name.upper()
-        if name in config:
-            if item.metadata.get("secret"):
-                raise ValueError(
-                    f"option '{name}' is a secret: other users of the host can read --rdzv-conf. "
-                    f"Set ${variable} instead"
-                )
-            values[name] = _convert(name, config[name], hints[name], item)
-        elif environ.get(variable):
-            values[name] = _convert(f"${variable}", environ[variable], hints[name], item)
-        elif item.default is MISSING and item.default_factory is MISSING:
-            raise ValueError(f"option '{name}' has no default: set it in --rdzv-conf")
+    for item in own.values():
+        values |= _given(item, hints[item.name], config, environ)
     return cls(**values)
+
+
+def faults(
+    cls: type, config: Mapping[str, object], environ: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """What `parse_options` would refuse, all of it: (option, why). Unknown options do not count."""
+    found, hints = [], get_type_hints(cls)
+    for item in fields(cls):
+        try:
+            _given(item, hints[item.name], config, environ)
+        except ValueError as error:
+            found.append((item.name, str(error)))
+    return found
+
+
+def unknown_options(config: Mapping[str, object], known: Iterable[str]) -> list[tuple[str, str]]:
+    """The options in ``config`` that are none of ``known``, and what to say of each."""
+    names = [*known]
+    others = [name for name in config if name not in names and name not in ADDED_BY_TORCH]
+    return [(name, str(_unknown(name, names))) for name in others]
+
+
+def unknown_variables(
+    environ: Mapping[str, str], known: Iterable[str]
+) -> list[tuple[str, str | None]]:
+    """The set variables that look like options and are none, each with the nearest that is one."""
+    names = [ENVIRONMENT_PREFIX + name.upper() for name in known]
+    found: list[tuple[str, str | None]] = []
+    for variable in sorted(environ):
+        if variable.upper().startswith(ENVIRONMENT_PREFIX) and variable not in names:
+            close = difflib.get_close_matches(variable.upper(), names, n=1, cutoff=0.8)
+            found.append((variable, close[0] if close else None))
+    return found
+
+
+def _unknown(name: str, known: list[str]) -> ValueError:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    return ValueError(f"unknown option '{name}'; {hint}there are: {', '.join(known)}")
+
+
+def _given(
+    item: Field[Any], hint: Any, config: Mapping[str, object], environ: Mapping[str, str]
+) -> dict[str, object]:
+    """The option with its value; nothing if it has its default. Raises `ValueError`."""
+    name, variable = item.name, ENVIRONMENT_PREFIX + item.name.upper()
+    if name in config:
+        if item.metadata.get("secret"):
+            raise ValueError(
+                f"option '{name}' is a secret: other users of the host can read --rdzv-conf. "
+                f"Set ${variable} instead"
+            )
+        return {name: _convert(name, config[name], hint, item)}
+    if environ.get(variable):
+        return {name: _convert(f"${variable}", environ[variable], hint, item)}
+    if item.default is MISSING and item.default_factory is MISSING:
+        raise ValueError(f"option '{name}' has no default: set it in --rdzv-conf")
+    return {}
 
 
 def _convert(name: str, raw: object, hint: Any, item: Field[Any]) -> object:

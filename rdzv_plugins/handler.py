@@ -28,7 +28,15 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins.addresses import is_out_of_reach, loopback, node_address, store_hosts
+from rdzv_plugins.addresses import (
+    dial_self,
+    is_local,
+    is_out_of_reach,
+    listen,
+    loopback,
+    node_address,
+    store_hosts,
+)
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
 from rdzv_plugins.driver import Driver, carry_out
@@ -411,11 +419,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         of each client that connects, and serve nobody meanwhile.
         """
         try:
-            if _is_local(self._address):
-                return
-            with _listen() as server:
-                target = self._address, server.getsockname()[1]
-                socket.create_connection(target, self._rules.request).close()
+            if not is_local(self._address):
+                dial_self(self._address, self._rules.request)
         except (OSError, UnicodeError) as error:
             retryable = isinstance(error, TimeoutError) or (
                 isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
@@ -481,26 +486,8 @@ def _what_failed(error: BaseException) -> str:
     return f"its workers failed (rank {rank} {ended}{more})"
 
 
-def _is_local(address: str) -> bool:
-    """Whether an address or name is this host's own. Raises OSError if it cannot be resolved."""
-    for family, kind, protocol, _, target in socket.getaddrinfo(
-        address, 0, type=socket.SOCK_STREAM
-    ):
-        with socket.socket(family, kind, protocol) as probe, suppress(OSError):
-            probe.bind(target)
-            return True
-    return False
-
-
-def _listen() -> socket.socket:
-    """A socket on a free port of all addresses, as a TCPStore's is."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
 def _free_port() -> int:
-    with _listen() as server:
+    with listen() as server:
         port: int = server.getsockname()[1]
         return port
 

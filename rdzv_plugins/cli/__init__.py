@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from rdzv_plugins import __version__
-from rdzv_plugins.cli import local, run, runs, stores
+from rdzv_plugins.cli import local, run, runs
+from rdzv_plugins.cli.check import check
 
 __all__ = ["app", "main"]
 
@@ -39,7 +40,7 @@ app.command()(runs.history)
 app.command()(runs.watch)
 app.command()(runs.close)
 app.command()(runs.clean)
-app.command()(stores.check)
+app.command()(check)
 app.command()(local.serve)
 app.command()(local.demo)
 

@@ -27,6 +27,7 @@ __all__ = [
     "EndpointOption",
     "JsonOption",
     "RunOption",
+    "parse_conf",
     "plain_console",
     "print_json",
 ]
@@ -75,7 +76,9 @@ class Access:
         from rdzv_plugins.stores import open_client
 
         handler_options = option_names(Settings)
-        own = {name: it for name, it in self._parse().items() if name not in handler_options}
+        own = {
+            name: it for name, it in parse_conf(self.conf).items() if name not in handler_options
+        }
         timeout = self.settings.heartbeat_timeout
         return open_client(self.backend, self.endpoint, run_id, own, request_timeout=timeout)
 
@@ -94,15 +97,17 @@ class Access:
         from rdzv_plugins.config import Settings, option_names, parse_options
 
         handler_options = option_names(Settings)
-        own = {name: it for name, it in self._parse().items() if name in handler_options}
+        own = {name: it for name, it in parse_conf(self.conf).items() if name in handler_options}
         return parse_options(Settings, own, os.environ)
 
-    def _parse(self) -> dict[str, str]:
-        pairs = [item.partition("=") for item in self.conf.split(",") if item.strip()]
-        for name, _, value in pairs:
-            if not value.strip():
-                raise ValueError(f"--rdzv-conf: the option '{name.strip()}' has no value")
-        return {name.strip(): value.strip() for name, _, value in pairs}
+
+def parse_conf(conf: str) -> dict[str, str]:
+    """The options of ``--rdzv-conf``; raises `ValueError` for one without a value."""
+    pairs = [item.partition("=") for item in conf.split(",") if item.strip()]
+    for name, _, value in pairs:
+        if not value.strip():
+            raise ValueError(f"--rdzv-conf: the option '{name.strip()}' has no value")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def plain_console() -> Console:

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import random
+import re
 import secrets
 import select
 import socket
@@ -44,12 +45,14 @@ from rdzv_plugins.kv.retry import retry
 
 __all__ = [
     "STAMP_BYTES",
+    "UNREACHED",
     "Limit",
     "Problem",
     "StoreClient",
     "Stored",
     "Wake",
     "WokenError",
+    "is_unresolved",
     "segments",
     "stamped",
 ]
@@ -61,12 +64,21 @@ T = TypeVar("T")
 STAMP_BYTES = 9
 """Length of a stamp, including its "="."""
 
+UNREACHED = "could not be reached"
+"""In the error of a store that gave no answer from which the cause could be told."""
+
 # Pauses of `add` between two attempts, and of `wait` after a failure, in seconds.
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.5
 
 # `add` fails after so many request timeouts in which other clients were always faster.
 _ADD_TIMEOUTS = 12
+
+# As the C libraries say it; some client libraries pass on the text alone.
+_UNRESOLVED = re.compile(
+    "Name or service not known|nodename nor servname|name resolution|No address associated"
+    "|Name does not resolve|could not translate host name|Failed to resolve"
+)
 
 # `wait` polls a store that cannot push this often, in seconds.
 _POLL = (0.05, 0.1)
@@ -464,6 +476,13 @@ class StoreClient(KeyValueClient):
                 raise WokenError from None
             self._fail(error)
 
+    def _learn(self, request: Callable[[Limit], T]) -> tuple[T | None, str]:
+        """For `inspect`: the answer, or None and why there is none, such as a missing right."""
+        try:
+            return self._call(request), ""
+        except (RendezvousConnectionError, RendezvousStateError) as error:
+            return None, " ".join(str(error.__cause__ or error).split())
+
     def _raise_unless_retryable(self, error: Exception, wake: Wake) -> None:
         if isinstance(error, WokenError):
             raise error
@@ -500,8 +519,15 @@ class StoreClient(KeyValueClient):
 
     def _unreachable(self, error: Exception, *, undone: bool = False, hint: str = "") -> Problem:
         """The problem behind most errors; ``hint`` continues the question at its end."""
+        if is_unresolved(error):
+            return Problem(
+                f"{UNREACHED} within {self.timeout:g} s, for its name cannot be resolved "
+                f"({error}); check the spelling in --rdzv-endpoint, and this host's DNS",
+                retryable=True,
+                undone=undone,
+            )
         return Problem(
-            f"could not be reached within {self.timeout:g} s "
+            f"{UNREACHED} within {self.timeout:g} s "
             f"({str(error) or type(error).__name__}); "
             f"is it running, and does --rdzv-endpoint name it{hint}?",
             retryable=True,
@@ -540,6 +566,15 @@ class StoreClient(KeyValueClient):
             size += len(data)
         if part:
             yield part
+
+
+def is_unresolved(error: BaseException | None) -> bool:
+    """Whether the error, or one behind it, says that a host's name has no address."""
+    while error is not None:
+        if isinstance(error, socket.gaierror) or _UNRESOLVED.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def stamped(value: bytes) -> bytes:

@@ -16,13 +16,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
+
+if TYPE_CHECKING:
+    from rdzv_plugins.kv.findings import Finding
 
 __all__ = [
     "Capabilities",
@@ -174,6 +177,14 @@ class KeyValueClient(ABC):
         """Delete several keys."""
         for key in keys:
             self.delete(key)
+
+    def inspect(self) -> Iterable[Finding]:
+        """What only this store can know of its server, for `rdzv check`: its version, role, rights.
+
+        Reads only, and changes nothing on the server. What the user may not ask is a finding with
+        `Mark.UNKNOWN`. Raises `RendezvousConnectionError`.
+        """
+        return ()
 
     def check_size(self, key: str, value: bytes) -> None:
         """Raise `RendezvousStateError`, naming the limit, for a value that is too large."""

@@ -19,6 +19,7 @@ from rdzv_plugins.kv import RendezvousStateError
 
 __all__ = [
     "BELL_KEY",
+    "LARGEST_DOCUMENT",
     "NODES_PREFIX",
     "STATE_KEY",
     "STORE_PREFIX",
@@ -44,7 +45,9 @@ SCHEMA = 2
 # Below this size compressing gains nothing; above it ids of many nodes shrink by a third.
 _COMPRESS_ABOVE = 1024
 _COMPRESSED = b"z"
-_LARGEST_DOCUMENT = 16 * 1024 * 1024
+LARGEST_DOCUMENT = 16 * 1024 * 1024
+"""Bytes of a round document before it is compressed; a larger one is refused."""
+
 _LONGEST_LEASE = 1e12
 
 # A leader reads thousands of records: short names.
@@ -378,7 +381,7 @@ def _expand(data: bytes) -> bytes:
     expander = zlib.decompressobj()
     try:
         # The bound keeps a crafted value from filling every node's memory.
-        plain = expander.decompress(data[1:], _LARGEST_DOCUMENT)
+        plain = expander.decompress(data[1:], LARGEST_DOCUMENT)
     except zlib.error as error:
         raise CorruptDocumentError("the round document cannot be decompressed") from error
     if not expander.eof:

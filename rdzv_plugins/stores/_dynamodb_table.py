@@ -32,7 +32,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.kv.base import Limit, Problem, Wake
+from rdzv_plugins.kv.base import UNREACHED, Limit, Problem, Wake, is_unresolved
 from rdzv_plugins.kv.retry import retry
 
 if TYPE_CHECKING:
@@ -81,6 +81,11 @@ class Table:
         # The server's clock minus the monotonic clock, in seconds.
         self._ahead = -math.inf
         self._boto = _connect(endpoint, options, request_timeout)
+
+    @property
+    def url(self) -> str:
+        """Where requests are sent."""
+        return str(self._boto.meta.endpoint_url)
 
     def now(self) -> float:
         """The server's time, in seconds since 1970."""
@@ -196,13 +201,23 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
         )
     if _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
         return Problem(f"or its proxy failed for {timeout:g} s ({said})", retryable=True)
+    if is_unresolved(error):
+        return Problem(
+            f"{UNREACHED} within {timeout:g} s, for its name cannot be resolved ({said}); "
+            "check region or URL in --rdzv-endpoint, and this host's DNS",
+            retryable=True,
+            undone=True,
+        )
     if isinstance(error, BotoConnectionError | HTTPClientError | TimeoutError):
         return Problem(
-            f"could not be reached within {timeout:g} s ({said}); "
+            f"{UNREACHED} within {timeout:g} s ({said}); "
             "is --rdzv-endpoint a region or URL that this host reaches?",
             retryable=_UNTRUSTED.search(said) is None,
             undone=isinstance(error, EndpointConnectionError | ConnectTimeoutError),
         )
+    if code.isdecimal():
+        # A status instead of a code: another server's answer.
+        return Problem(f"does not answer as DynamoDB does ({said}); is it another server's port?")
     if isinstance(error, ClientError | BotoCoreError):
         if "size has exceeded" in said:
             return Problem(f"holds items of at most 400 KB, keys included ({said})", state=True)

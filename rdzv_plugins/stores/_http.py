@@ -22,7 +22,7 @@ from math import ceil, inf
 from typing import Any, NamedTuple, TypeVar
 
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, WokenError
-from rdzv_plugins.stores._tls import unheard_alert
+from rdzv_plugins.stores._tls import tls_problem, unheard_alert
 
 __all__ = ["Answer", "Http", "Request", "http_problem"]
 
@@ -275,11 +275,7 @@ def _await(line: socket.socket, event: int, limit: Limit) -> None:
 def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Problem | None:
     """What an error of `Http` means; None: another error. ``hint`` is that of `_unreachable`."""
     if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
-        return Problem(
-            f"failed the TLS handshake ({error}); check that ca_file signed the server's "
-            "certificate, that it names the endpoint's host, cert_file and key_file if the "
-            "server requires them, and https:// in --rdzv-endpoint"
-        )
+        return tls_problem(str(error))
     if isinstance(error, OSError | HTTPException):
         undone = isinstance(error, ConnectionRefusedError | socket.gaierror)
         return client._unreachable(error, undone=undone, hint=hint)

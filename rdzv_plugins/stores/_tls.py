@@ -14,7 +14,31 @@ __all__ = ["stays_refused", "tls_context", "tls_problem", "unheard_alert"]
 # A server that refuses a certificate sends its alert within a round trip.
 _ALERT_SECONDS = 0.5
 
-_OF_A_CERTIFICATE = re.compile(r"CERTIFICATE|UNKNOWN_CA|WRONG_VERSION_NUMBER")
+_OF_A_CERTIFICATE = re.compile(
+    r"CERTIFICATE|UNKNOWN_CA|WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"
+)
+
+# What follows OpenSSL's reason. The first pattern that matches counts.
+_CAUSES = [
+    (
+        re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
+        ": what answers at this port does not speak TLS; leave out tls=true and write redis:// or "
+        "http://, or name the port for TLS",
+    ),
+    (
+        re.compile("(?i)hostname mismatch|ip address mismatch|not valid for"),
+        ": the certificate is of another host; name the host as its certificate does, or give the "
+        "server a certificate for this name that ca_file signed",
+    ),
+    (
+        re.compile("(?i)self.signed|unable to get (local )?issuer"),
+        ": the authority of the server's certificate is not trusted; set ca_file to its PEM file",
+    ),
+]
+_ANY_CAUSE = (
+    "; check that ca_file signed the server's certificate, that it names the endpoint's host, and "
+    "cert_file and key_file if the server requires them"
+)
 
 
 def stays_refused(reason: str) -> bool:
@@ -66,7 +90,5 @@ def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError
 
 def tls_problem(reason: str) -> Problem:
     """The meaning of a failed handshake."""
-    return Problem(
-        f"failed the TLS handshake ({reason}); check that ca_file signed the server's certificate, "
-        "that it names the endpoint's host, and cert_file and key_file if the server requires them"
-    )
+    advice = next((text for pattern, text in _CAUSES if pattern.search(reason)), _ANY_CAUSE)
+    return Problem(f"failed the TLS handshake ({reason}){advice}")

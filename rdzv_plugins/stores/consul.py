@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from email.message import Message
 from email.utils import parsedate_to_datetime
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, unquote
 
 import consul.base
@@ -43,6 +43,7 @@ from rdzv_plugins.config import ServerOptions, first_line, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, segments
 from rdzv_plugins.kv.contract import Capabilities
+from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._http import Http, Request, http_problem
 from rdzv_plugins.stores._tls import tls_context
 
@@ -91,6 +92,7 @@ class Client(StoreClient):
     )
     # A transaction holds 64 operations, of which one reads the mark, and 512 KiB in base64.
     batch = (63, 300_000)
+    least_version: ClassVar[tuple[int, ...]] = (1, 7)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
@@ -197,6 +199,30 @@ class Client(StoreClient):
         unsent = "No cluster leader" in text or "rpc error getting client" in text
         return self._unreachable(error, undone=unsent)
 
+    def inspect(self) -> Iterable[Finding]:
+        yield of_connection(*self._transport.sends)
+        agent, why = self._learn(lambda limit: self._bound(limit).agent.self())
+        if agent is None:
+            yield Finding(
+                Mark.UNKNOWN, "version", f"not known: the token has no agent:read ({why})"
+            )
+        else:
+            config = agent.get("Config", {})
+            yield of_version("consul", str(config.get("Version", "")), self.least_version)
+        leader, why = self._learn(lambda limit: self._bound(limit).status.leader())
+        if leader is None:
+            yield Finding(Mark.UNKNOWN, "role", f"not known: {why}")
+        elif not leader:
+            advice = "start a majority of the servers"
+            yield Finding(Mark.FAILED, "role", "the servers have no leader", advice)
+        else:
+            kind = "an agent" if agent is None else _kind(agent)
+            yield Finding(Mark.OK, "role", f"{kind} of a cluster with the leader {leader}")
+
+    def _bound(self, limit: Limit) -> Any:
+        self._transport.bound(limit)
+        return self._api
+
     def _disconnect(self) -> None:
         self._transport.close()
 
@@ -294,9 +320,15 @@ class _Transport(consul.base.HTTPClient):  # type: ignore[misc]
     """
 
     def __init__(
-        self, http: Http, query: Sequence[tuple[str, str]], headers: Mapping[str, str]
+        self,
+        http: Http,
+        query: Sequence[tuple[str, str]],
+        headers: Mapping[str, str],
+        sends: tuple[bool, bool, list[str]],
     ) -> None:
+        """``sends``: whether encrypted, whether with a token, and to which hosts."""
         super().__init__()
+        self.sends = sends
         self.base_uri = ""
         self._http, self._query, self._headers = http, query, headers
         self._thread = threading.local()
@@ -359,7 +391,12 @@ def _transport(endpoint: str, options: Options, request_timeout: float) -> _Tran
     http = Http(target.hosts, tls_context(options) if tls else None, request_timeout)
     query = {"dc": options.datacenter, "ns": options.namespace, "partition": options.partition}
     given = [(name, value) for name, value in query.items() if value]
-    return _Transport(http, [*given, ("consistent", "")], headers)
+    sends = tls, len(headers) > 1, [host for host, _ in target.hosts]
+    return _Transport(http, [*given, ("consistent", "")], headers, sends)
+
+
+def _kind(agent: Mapping[str, Any]) -> str:
+    return "a server" if agent.get("Config", {}).get("Server") else "a client agent"
 
 
 def _time_of(headers: Message) -> float:

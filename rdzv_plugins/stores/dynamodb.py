@@ -41,6 +41,7 @@ from rdzv_plugins.config import StoreOptions, option
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import Capabilities, Entry, RendezvousConnectionError, Version
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped
+from rdzv_plugins.kv.findings import Finding, Mark, of_connection
 from rdzv_plugins.stores._dynamodb_table import INDEX, Table, code_of, problem_of
 
 __all__ = ["Client", "Options"]
@@ -274,6 +275,46 @@ class Client(StoreClient):
 
     def _problem(self, error: Exception) -> Problem | None:
         return problem_of(error, self.timeout)
+
+    def inspect(self) -> Iterable[Finding]:
+        url = self._table.url
+        # AWS's signatures send no secret.
+        yield of_connection(url.startswith("https://"), False, [])
+        yield Finding(Mark.OK, "endpoint", f"table '{self._table.name}' at {url}")
+        name = {"TableName": self._table.name}
+        answer, why = self._learn(lambda limit: self._table.ask(limit, "describe_table", **name))
+        if answer is None:
+            found = f"not known: the role has no dynamodb:DescribeTable ({why})"
+            yield Finding(Mark.UNKNOWN, "table", found)
+        else:
+            table = answer["Table"]
+            billing = table.get("BillingModeSummary", {}).get("BillingMode", "PROVISIONED")
+            status = str(table.get("TableStatus"))
+            values = {"status": status, "billing": billing}
+            found = f"{status}, billed {billing}"
+            if status in ("ACTIVE", "UPDATING"):
+                yield Finding(Mark.OK, "table", found, values=values)
+            else:
+                yield Finding(Mark.FAILED, "table", found, "wait until it is ACTIVE", values)
+        about, why = self._learn(
+            lambda limit: self._table.ask(limit, "describe_time_to_live", **name)
+        )
+        if about is None:
+            found = f"not known: the role has no dynamodb:DescribeTimeToLive ({why})"
+            yield Finding(Mark.UNKNOWN, "expiry", found)
+            return
+        expiry = about["TimeToLiveDescription"]
+        state = str(expiry.get("TimeToLiveStatus"))
+        attribute = expiry.get("AttributeName")
+        if state in ("ENABLED", "ENABLING") and attribute == "expires_at":
+            yield Finding(Mark.OK, "expiry", "time to live is on: expired runs are deleted")
+            return
+        advice = (
+            f"aws dynamodb update-time-to-live --table-name {self._table.name} "
+            "--time-to-live-specification Enabled=true,AttributeName=expires_at"
+        )
+        found = "time to live is off for expires_at: the items of ended runs are never deleted"
+        yield Finding(Mark.WARNING, "expiry", found, advice)
 
     def _pace(self, doing: str, limit: Limit) -> None:
         """Pause before the rest of a batch is requested again."""

@@ -37,7 +37,7 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.endpoint import parse_endpoint, redact
@@ -51,6 +51,7 @@ from rdzv_plugins.kv.base import (
     stamped,
 )
 from rdzv_plugins.kv.contract import Capabilities, Entry, Version
+from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._http import Http, Request, http_problem
 from rdzv_plugins.stores._tls import tls_context
 
@@ -98,6 +99,7 @@ class Client(StoreClient):
         push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=_LARGEST
     )
     batch = (_OPERATIONS, _LARGEST)
+    least_version: ClassVar[tuple[int, ...]] = (3, 4)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
@@ -108,6 +110,9 @@ class Client(StoreClient):
         self._user = target.user or options.user
         self._password = target.password or options.secret()
         self._token: str | None = None
+        self._secure = secure
+        self._hosts = [host for host, _ in target.hosts]
+        self._grant = f"readwrite --prefix '{'/'.join(segments(namespace, options.prefix)[:-1])}/'"
         # The path itself is the key of the mark.
         self._path = "/".join(segments(namespace, options.prefix)) + "/"
         # The last known lease of the mark; every write compares it.
@@ -238,12 +243,18 @@ class Client(StoreClient):
         text = str(error)
         if "authentication is not enabled" in text:
             return Problem(f"has authentication disabled ({text}); leave out the user")
+        # A request without a user is denied too.
+        if error.code == _DENIED and self._user is not None:
+            return Problem(
+                f"denied a right ({text}) to the user '{self._user}'; grant it to a role of the "
+                f"user: etcdctl role grant-permission <role> {self._grant}"
+            )
         if error.code in (_DENIED, _UNAUTHENTICATED) or any(
             words in text for words in ("user name is empty", "authentication", "auth store is old")
         ):
             return Problem(
                 f"refused the credentials ({text}); set the user in the endpoint and the password "
-                f"in $RDZV_PLUGINS_PASSWORD; its role needs readwrite on the prefix '{self._path}'",
+                "in $RDZV_PLUGINS_PASSWORD",
                 retryable=error.of_token,
                 undone=error.of_token,
             )
@@ -273,6 +284,27 @@ class Client(StoreClient):
 
     def _disconnect(self) -> None:
         self._http.close()
+
+    def inspect(self) -> Iterable[Finding]:
+        yield of_connection(self._secure, self._password is not None, self._hosts)
+        status, why = self._learn(lambda limit: self._ask("maintenance/status", {}, limit))
+        if status is None:
+            yield Finding(Mark.UNKNOWN, "version", f"not known: {why}")
+        else:
+            yield of_version("etcd", str(status.get("version", "")), self.least_version)
+            yield _role(status)
+        alarm = {"action": "GET"}
+        answer, why = self._learn(lambda limit: self._ask("maintenance/alarm", alarm, limit))
+        if answer is None:
+            yield Finding(Mark.UNKNOWN, "alarms", f"not known: {why}")
+            return
+        alarms = sorted({str(it.get("alarm")) for it in answer.get("alarms", [])})
+        if alarms:
+            advice = "compact and defragment it, then `etcdctl alarm disarm`"
+            found = f"{', '.join(alarms)}: writes are refused"
+            yield Finding(Mark.FAILED, "alarms", found, advice, {"alarms": alarms})
+        else:
+            yield Finding(Mark.OK, "alarms", "none", values={"alarms": []})
 
     # Parts of requests about the run's keys.
 
@@ -447,6 +479,17 @@ class RefusedError(Exception):
         self.retryable = self.of_token or status >= 500 or self.code in codes
         if self.code == _EXHAUSTED:
             self.retryable = "too many requests" in text
+
+
+def _role(status: Mapping[str, Any]) -> Finding:
+    if str(status.get("leader", "0")) == "0":
+        advice = "start a majority of the members"
+        return Finding(Mark.FAILED, "role", "the member knows no leader", advice)
+    if status.get("isLearner"):
+        advice = "name a voting member, or promote it: etcdctl member promote"
+        return Finding(Mark.FAILED, "role", "a learner, which serves no requests", advice)
+    leads = status["leader"] == status.get("header", {}).get("member_id")
+    return Finding(Mark.OK, "role", "leader" if leads else "follower of a leader")
 
 
 def _parsed(data: bytes) -> Json:

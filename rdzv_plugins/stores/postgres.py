@@ -38,7 +38,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import psycopg
 from psycopg import pq
@@ -56,6 +56,7 @@ from rdzv_plugins.config import ServerOptions, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
+from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._tls import tls_context
 
 __all__ = ["Client", "Options"]
@@ -103,6 +104,15 @@ _EXPIRE = """WITH swept AS (DELETE FROM {table} AS r USING {table} AS e
  (%(run)b, '', '', clock_timestamp() + make_interval(secs => %(seconds)s))
  ON CONFLICT (run, key) DO UPDATE SET time = excluded.time"""
 
+_RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
+# The table's name stands in a literal; those of more than one schema are told apart by its oid.
+_ABOUT = """SELECT current_setting('server_version'), pg_is_in_recovery(), current_user::text,
+ current_setting('fsync') = 'on', current_setting('max_connections')::int,
+ (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
+ (SELECT relpersistence::text FROM pg_class WHERE oid = to_regclass('{table}')),
+ ARRAY(SELECT r FROM unnest(%(rights)s::text[]) AS r
+ WHERE NOT has_table_privilege(to_regclass('{table}'), r))"""
+
 # What errors mean: the first pattern that matches code and text, the problem, and whether to retry.
 # Errors of a refused connection have no code.
 _PROBLEMS = [
@@ -130,11 +140,15 @@ _PROBLEMS = [
         False,
     ),
     (
+        r"does not support SSL",
+        "speaks no TLS ({said}); leave out tls=true, or check that the server has TLS enabled",
+        False,
+    ),
+    (
         # A server that dies causes an unexpected eof.
-        r"SSL error: (?!unexpected eof)|certificate|private key|does not support SSL",
+        r"SSL error: (?!unexpected eof)|certificate|private key",
         "failed the TLS handshake ({said}); check that ca_file signed the server's certificate, "
-        "that it names the endpoint's host, cert_file and key_file if the server requires them, "
-        "and that the server has TLS enabled",
+        "that it names the endpoint's host, and cert_file and key_file if the server requires them",
         False,
     ),
     (
@@ -145,8 +159,8 @@ _PROBLEMS = [
     ),
     (
         r"^25006|session is read-only|hot standby mode",
-        "accepted no writes for {timeout:g} s ({said}); name the primary, or all servers: "
-        "host1:5432,host2:5432",
+        "accepted no writes for {timeout:g} s ({said}): it is a standby, or read-only; name the "
+        "primary, or all servers: host1:5432,host2:5432",
         True,
     ),
     (
@@ -160,7 +174,7 @@ _PROBLEMS = [
     (
         r"^42501",
         "denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the table "
-        "{table}, USAGE on its schema and, to create the table, CREATE on the schema",
+        "{table}, USAGE on its schema and, to create the table, CREATE on the schema; run: {grant}",
         False,
     ),
     (
@@ -263,6 +277,7 @@ class Client(StoreClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
     )
+    least_version: ClassVar[tuple[int, ...]] = (12,)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
@@ -328,6 +343,7 @@ class Client(StoreClient):
                     timeout=self.timeout,
                     table=table,
                     statement=_TABLE.format(table=table),
+                    grant=self._grant(self._server.get("user") or "<user>"),
                 )
                 return Problem(text, retryable=retryable, undone=True)
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
@@ -340,6 +356,54 @@ class Client(StoreClient):
             idle, self._idle = self._idle, []
         for db in idle:
             db.close()
+
+    def inspect(self) -> Iterable[Finding]:
+        def ask(limit: Limit) -> tuple[Any, ...]:
+            with self._connection(limit) as db:
+                rows = self._execute(db, _ABOUT, rights=[*_RIGHTS])
+                return db.pgconn.ssl_in_use, *rows[0]
+
+        about, why = self._learn(ask)
+        if about is None:
+            yield Finding(Mark.UNKNOWN, "version", f"not known: {why}")
+            return
+        tls, version, standby, user, syncs, most, used, kept, missing = about
+        # The log-in by scram-sha-256, the default, does not send the password.
+        verified = self._server.get("sslmode") in ("verify-ca", "verify-full")
+        yield of_connection(tls, False, [], verified)
+        yield of_version("postgres", version, self.least_version)
+        if standby:
+            found = "a standby, which accepts no writes"
+            yield Finding(Mark.FAILED, "role", found, "name the primary, or all servers")
+        else:
+            yield Finding(Mark.OK, "role", "primary, accepts writes")
+        table = self._table.replace('"', "")
+        if missing:
+            found = f"the user '{user}' has no {', '.join(missing)} on the table {table}"
+            yield Finding(Mark.FAILED, "rights on the table", found, f"run: {self._grant(user)}")
+        else:
+            found = f"the user '{user}' has {', '.join(_RIGHTS)} on {table}"
+            yield Finding(Mark.OK, "rights on the table", found)
+        if kept == "u" or not syncs:
+            found = f"the table {table} is unlogged" if kept == "u" else "fsync is off"
+            advice = f"ALTER TABLE {table} SET LOGGED" if kept == "u" else "set fsync = on"
+            found = f"{found}: a crash of the server may lose the run"
+            yield Finding(Mark.WARNING, "persistence", found, advice)
+        else:
+            yield Finding(Mark.OK, "persistence", "write-ahead log")
+        free = max(0, most - used)
+        found = f"{used} of {most} are in use; a node needs two: {free // 2} more nodes"
+        values = {"max_connections": most, "used": used, "nodes": free // 2}
+        yield Finding(Mark.OK, "connections", found, values=values)
+
+    def _grant(self, user: str) -> str:
+        """What gives the user its rights, for psql."""
+        table = self._table.replace('"', "")
+        schema = table.partition(".")[0] if "." in table else "public"
+        return (
+            f"GRANT USAGE ON SCHEMA {schema} TO {user}; "
+            f"GRANT {', '.join(_RIGHTS)} ON {table} TO {user}"
+        )
 
     def _ask(self, query: str, limit: Limit, **arguments: Any) -> list[tuple[Any, ...]]:
         with self._connection(limit) as db:

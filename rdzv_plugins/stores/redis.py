@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import redis
 from redis import exceptions as errors
@@ -39,6 +39,7 @@ from rdzv_plugins.config import ServerOptions, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
+from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._tls import stays_refused, tls_context, tls_problem, unheard_alert
 
 __all__ = ["Client", "Options"]
@@ -67,6 +68,7 @@ _NOT_NOW = re.compile(
     "UNBLOCKED) "
 )
 _REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPermissionError)
+_RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello"
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
 # KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" is the
@@ -214,13 +216,17 @@ class Client(StoreClient):
     )
     # Redis has no such limit, but it does nothing else while a script runs.
     batch = (10_000, 1 << 26)
+    least_version: ClassVar[tuple[int, ...]] = (6,)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
         super().__init__(f"redis at {redact(endpoint) or 'localhost'}", request_timeout)
         self._hash = "{" + namespace + "}"
+        self._grant = _grant(endpoint, options)
         self._make, self._tls = _maker(endpoint, options, request_timeout)
+        self._cluster = options.cluster
+        self._secret, self._hosts = _sends(endpoint, options)
         # Created with the first connection: a cluster client's constructor requests the slots.
         self._redis: Any = None
         self._doubtful = False
@@ -377,7 +383,13 @@ class Client(StoreClient):
     def _problem(self, error: Exception) -> Problem | None:
         text = str(error)
         # _NO_RIGHT is how Redis 6 and 7.2 refuse a command inside a script.
-        if isinstance(error, _REFUSALS) or _NO_RIGHT.search(text):
+        if isinstance(error, errors.NoPermissionError) or _NO_RIGHT.search(text):
+            return Problem(
+                f"refused the credentials ({text}): the user lacks the rights that it needs; "
+                f"grant them: {self._grant}",
+                undone=True,
+            )
+        if isinstance(error, _REFUSALS):
             return Problem(
                 f"refused the credentials ({text}); set the user in the endpoint and the password "
                 "in $RDZV_PLUGINS_PASSWORD; docs/stores.md names the rights it needs",
@@ -413,8 +425,58 @@ class Client(StoreClient):
             hint = ", and does it want rediss://" if hung_up else ""
             return self._unreachable(error, undone=undone, hint=hint)
         if isinstance(error, errors.RedisError):
-            return Problem(f"refused a request: {text}", state=True)
+            hint = (
+                "; is it a Sentinel? It needs sentinel=<name>" if "unknown command" in text else ""
+            )
+            return Problem(f"refused a request: {text}{hint}", state=True)
         return None
+
+    def inspect(self) -> Iterable[Finding]:
+        info, why = self._learn(self._info)
+        yield of_connection(self._tls is not None, self._secret, self._hosts)
+        if info is None:
+            for what in ("version", "role", "eviction", "persistence"):
+                yield Finding(Mark.UNKNOWN, what, f"not known: the user may not run INFO ({why})")
+            return
+        if "valkey_version" in info:
+            yield of_version("valkey", info["valkey_version"], ())
+        else:
+            yield of_version("redis", info.get("redis_version", ""), self.least_version)
+        yield self._role(info)
+        yield _eviction(info)
+        yield self._persistence(info)
+
+    def _info(self, limit: Limit) -> dict[str, str]:
+        lines = self._ask(limit, ("INFO",)).decode(errors="replace").splitlines()
+        pairs = (line.partition(":") for line in lines if ":" in line)
+        return {name: value for name, _, value in pairs}
+
+    def _role(self, info: Mapping[str, str]) -> Finding:
+        values = {"role": info.get("role"), "replicas": info.get("connected_slaves")}
+        if info.get("cluster_enabled") == "1" and not self._cluster:
+            found = "a member of a Cluster, which holds a part of the keys only"
+            return Finding(Mark.FAILED, "role", found, "set cluster=true", values)
+        if info.get("role") == "slave":
+            primary = f"{info.get('master_host')}:{info.get('master_port')}"
+            advice = f"name the primary ({primary}), or the Sentinels with sentinel=<name>"
+            found = f"a replica of {primary}, which accepts no writes"
+            return Finding(Mark.FAILED, "role", found, advice, values)
+        found = f"primary; replicas: {values['replicas'] or 0}"
+        return Finding(Mark.OK, "role", found, values=values)
+
+    def _persistence(self, info: Mapping[str, str]) -> Finding:
+        if info.get("aof_enabled") == "1":
+            return Finding(Mark.OK, "persistence", "append-only file", values={"aof": True})
+        answer, why = self._learn(lambda limit: self._ask(limit, ("CONFIG", "GET", "save")))
+        if answer is None:
+            found = f"no append-only file; snapshots are not known: CONFIG GET is refused ({why})"
+            return Finding(Mark.UNKNOWN, "persistence", found)
+        if len(answer) > 1 and answer[1]:
+            found = f"snapshots (save {answer[1].decode()})"
+            return Finding(Mark.OK, "persistence", found, values={"aof": False})
+        found = "none: a restart of the server loses the run, and the nodes form another round"
+        advice = "appendonly yes keeps it"
+        return Finding(Mark.WARNING, "persistence", found, advice, {"aof": False})
 
     def _stream(self, key: str) -> str:
         return f"{self._hash}:watch:{key}"
@@ -594,6 +656,38 @@ def _not_now(error: object) -> bool:
     return isinstance(error, _NOT_NOW_ERRORS) or (
         isinstance(error, errors.ResponseError) and _NOT_NOW.search(str(error)) is not None
     )
+
+
+def _eviction(info: Mapping[str, str]) -> Finding:
+    policy, limit = info.get("maxmemory_policy", ""), int(info.get("maxmemory", "0"))
+    values = {"policy": policy, "maxmemory_bytes": limit}
+    if policy in ("noeviction", ""):
+        return Finding(Mark.OK, "eviction", policy or "not reported", values=values)
+    when = f"at maxmemory ({limit:,} bytes)" if limit else "once maxmemory is set"
+    found = f"the policy is {policy}: the server deletes keys {when}, those of a live run too"
+    advice = "CONFIG SET maxmemory-policy noeviction"
+    return Finding(Mark.WARNING, "eviction", found, advice, values)
+
+
+def _sends(endpoint: str, options: Options) -> tuple[bool, list[str]]:
+    """Whether a password is sent, and to which hosts; a socket of this host counts as none."""
+    if endpoint.startswith("unix://"):
+        return options.secret() is not None, []
+    target = parse_endpoint(endpoint, default_port=6379, schemes=_SCHEMES)
+    return bool(target.password or options.secret()), [host for host, _ in target.hosts]
+
+
+def _grant(endpoint: str, options: Options) -> str:
+    """What gives the user its rights, for redis-cli."""
+    user, rights = options.user, _RIGHTS
+    if not endpoint.startswith("unix://"):
+        target = parse_endpoint(endpoint, default_port=6379, schemes=_SCHEMES)
+        user = target.user or user
+        if _database(target.path, target.query, options.database):
+            rights += " +select"
+    if options.cluster:
+        rights += " +cluster|slots +command"
+    return f"ACL SETUSER {user or 'default'} ~{{{options.prefix}/* {rights}"
 
 
 def _maker(

@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import secrets
+import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, unquote
 
 from kazoo.exceptions import (
@@ -43,6 +45,7 @@ from kazoo.exceptions import (
     SessionExpiredError,
     SessionMovedError,
     ThrottledOpError,
+    UnimplementedError,
 )
 from kazoo.protocol.serialization import (
     CheckVersion,
@@ -60,6 +63,7 @@ from rdzv_plugins.config import ServerOptions, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, segments
+from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._tls import tls_context, tls_problem
 from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, Session
 
@@ -118,6 +122,7 @@ class Client(StoreClient):
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=1_046_528
     )
     batch = (_BATCH, 500_000)
+    least_version: ClassVar[tuple[int, ...]] = (3, 6)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
@@ -125,11 +130,18 @@ class Client(StoreClient):
         super().__init__(f"zookeeper at {redact(endpoint) or 'localhost'}", request_timeout)
         target = parse_endpoint(endpoint, default_port=2181, schemes=("zookeeper",))
         settings = _settings(target, options, request_timeout)
+        self._hosts = target.hosts
+        # DIGEST-MD5 does not send it.
+        self._sends_password = bool(target.user or options.user) and not options.sasl
+        self._tls = tls_context(options) if options.tls else None
         self._acl = settings.get("default_acl", OPEN_ACL_UNSAFE)
         self._parents = ["/"]
         for part in (*filter(None, target.path.split("/")), *segments(namespace, options.prefix)):
             self._parents.append(f"{self._parents[-1].rstrip('/')}/{part}")
         self._root = self._parents.pop()
+        user = target.user or options.user
+        who = f"{'sasl' if options.sasl else 'auth'}:{user}" if user else "world:anyone"
+        self._grant = f"setAcl {self._parents[-1]} {who}:cdrwa"
         # The run as last read; and the mark's mzxid with the monotonic time of the run's end.
         self._run: _Run | None = None
         self._end: tuple[int, float] = (0, 0.0)
@@ -231,17 +243,60 @@ class Client(StoreClient):
         for wake in self._parked.copy():
             wake.ring()
 
+    def inspect(self) -> Iterable[Finding]:
+        known = self._acl is not OPEN_ACL_UNSAFE
+        hosts = [host for host, _ in self._hosts]
+        yield of_connection(self._tls is not None, self._sends_password, hosts)
+        told = self._srvr()
+        version = re.search(r"^Zookeeper version: (\S+?)[-,\s]", told, re.MULTILINE)
+        mode = re.search(r"^Mode: (.+)$", told, re.MULTILINE)
+        if version is None or mode is None:
+            why = " ".join(told.split())[:80] or "no answer"
+            found = f"not known: the server does not execute srvr ({why})"
+            yield Finding(Mark.UNKNOWN, "version", found, "4lw.commands.whitelist=srvr allows it")
+        else:
+            yield of_version("zookeeper", version[1], self.least_version)
+            values = {"mode": mode[1]}
+            if "read-only" in mode[1]:
+                found = "a read-only server, cut off from the majority"
+                yield Finding(Mark.FAILED, "role", found, "name all servers", values)
+            else:
+                yield Finding(Mark.OK, "role", mode[1], values=values)
+        who = "this user only" if known else "everybody who reaches the server"
+        yield Finding(Mark.OK, "access", f"the run's znodes are open to {who}")
+
+    def _srvr(self) -> str:
+        """The first server's answer to the command srvr; "" without one."""
+        for host, port in self._hosts:
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                line = stack.enter_context(socket.create_connection((host, port), self.timeout))
+                if self._tls is not None:
+                    line = self._tls.wrap_socket(line, server_hostname=host)
+                    stack.enter_context(line)
+                line.sendall(b"srvr")
+                parts = []
+                while part := line.recv(4096):
+                    parts.append(part)
+                return b"".join(parts).decode(errors="replace")
+        return ""
+
     def _disconnect(self) -> None:
         self._session.close()
 
     def _problem(self, error: Exception) -> Problem | None:
         may_recover = self._session.may_recover(error)
         if isinstance(error, _REFUSALS):
+            acl = isinstance(error, NoAuthError)
+            grant = f"; or grant access, in zkCli.sh: {self._grant}" if acl else ""
             return Problem(
                 f"refused the credentials ({type(error).__name__}); set the user in the endpoint, "
-                "the password in $RDZV_PLUGINS_PASSWORD, and sasl=true if the server requires SASL",
+                "the password in $RDZV_PLUGINS_PASSWORD, and sasl=true if the server requires SASL"
+                f"{grant}",
                 retryable=may_recover and not isinstance(error, NoAuthError),
             )
+        if isinstance(error, UnimplementedError):
+            least = ".".join(map(str, self.least_version))
+            return Problem(f"is too old: it does not know a request of {least}; upgrade it")
         if isinstance(error, ThrottledOpError):
             return Problem(
                 f"was too busy for {self.timeout:g} s; raise its "

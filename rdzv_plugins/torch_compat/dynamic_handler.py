@@ -28,7 +28,12 @@ from rdzv_plugins.kv import (
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 from rdzv_plugins.torch_compat.rendezvous_backend import TORCH_STORE_PREFIX, KeyValueBackend
 
-__all__ = ["TAKES_KEEP_ALIVE", "MendedDynamicRendezvousHandler", "create_torch_handler"]
+__all__ = [
+    "TAKES_KEEP_ALIVE",
+    "MendedDynamicRendezvousHandler",
+    "check_settings",
+    "create_torch_handler",
+]
 
 TAKES_KEEP_ALIVE = (
     "keep_alive_interval" in signature(DynamicRendezvousHandler.from_backend).parameters
@@ -114,6 +119,12 @@ def create_torch_handler(
     handler._client = client
     handler._closed_ttl = settings.sweep_after
     return handler
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises `ValueError` for options that are set and that torch's handler does not have."""
+    _refuse_ours(settings)
+    _keep_alive(settings)
 
 
 def _refuse_ours(settings: Settings) -> None:

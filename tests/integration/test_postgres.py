@@ -355,7 +355,9 @@ def test_a_standby_alone_is_told(replicated: Replicated, run_id: str) -> None:
     endpoint = store.endpoint
     first, _, second = endpoint.partition("@")[2].partition("/")[0].partition(",")
     alone = replace(store, endpoint=endpoint.replace(f"{first},{second}", second))
-    assert "accepted no writes for 4 s" in refusal(alone, 4.0)
+    told = refusal(alone, 4.0)
+    assert "accepted no writes for 4 s" in told
+    assert "it is a standby" in told
     reversed_hosts = endpoint.replace(f"{first},{second}", f"{second},{first}")
     use(replace(store, endpoint=reversed_hosts), run_id)
 

@@ -98,6 +98,7 @@ def client() -> Client:
     client = object.__new__(Client)
     client.timeout = 5.0
     client._tls = None
+    client._grant = "ACL SETUSER joe"
     return client
 
 

@@ -1,0 +1,55 @@
+"""``rdzv check``: will a job work that is started so, and how well?
+
+`options`, `address`, `store` and `run` check one thing each and yield `Finding`s. What only a store
+can know of its server comes from its client's `KeyValueClient.inspect`. `plan` has the order of the
+checks, `verdict` what they mean together.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rdzv_plugins.cli.options import BackendOption, ConfOption, EndpointOption, print_json
+
+__all__ = ["check"]
+
+
+def check(
+    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    run_id: Annotated[
+        str,
+        typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="also check that this id is free"),
+    ] = "",
+    nnodes: Annotated[
+        str, typer.Option("--nnodes", help="as for torchrun: N or MIN:MAX")
+    ] = "",
+    local_addr: Annotated[
+        str, typer.Option("--local-addr", help="as for torchrun: this node's address")
+    ] = "",
+    peers: Annotated[
+        str, typer.Option("--peers", help="host[:port],...: other nodes, to be dialled")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="plain data: docs/check.md")] = False,
+) -> None:  # fmt: skip
+    """Check before a job all that it needs: options, address, peers, store and run id.
+
+    The store is tried in a temporary run, which is deleted. Exit status: 0, all is well; 1, it
+    works, with warnings; 2, it will not work. See docs/check.md.
+    """
+    from rdzv_plugins.cli.check import plan, verdict
+    from rdzv_plugins.cli.check.job import Job
+
+    job = Job.of(backend, endpoint, conf, run_id, nnodes, local_addr, peers)
+    made = []
+    for finding in plan.carry_out(job):
+        made.append(finding)
+        if not as_json:
+            verdict.show(finding)
+    status = verdict.status(made)
+    if as_json:
+        print_json(verdict.report(made))
+    else:
+        typer.echo(f"verdict: {verdict.sentence(made)}")
+    raise typer.Exit(status)

@@ -1,0 +1,114 @@
+"""Checks ``--rdzv-backend``, all options of ``--rdzv-conf`` and all ``RDZV_PLUGINS_*``."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rdzv_plugins.cli.check.job import Job
+from rdzv_plugins.config import (
+    ENVIRONMENT_PREFIX,
+    Settings,
+    faults,
+    option_names,
+    parse_options,
+    unknown_options,
+    unknown_variables,
+)
+from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.stores import STORES, client_class
+
+__all__ = ["Chosen", "check"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A store that can be tried; ``config`` has its own options, ``options`` is what they mean."""
+
+    client: type[KeyValueClient]
+    config: Mapping[str, str] = field(repr=False)
+    options: Any
+    settings: Settings
+
+
+def check(job: Job) -> Generator[Finding, None, Chosen | None]:
+    """Yield what is wrong; return the store, or None if its options do not allow to try it.
+
+    A connection without an option that is misspelt could send a password where it must not go.
+    """
+    wrong: list[tuple[str, str]] = []
+    options: Any = None
+    client: type[KeyValueClient] | None = None
+    try:
+        client = client_class(job.backend)
+    except ValueError as error:
+        yield Finding(Mark.FAILED, "backend", str(error))
+    ours = option_names(Settings)
+    theirs = option_names(client.options) if client else []
+    of_handler = faults(Settings, job.conf, job.environ)
+    if client:
+        wrong = unknown_options(job.conf, [*ours, *theirs])
+        wrong += faults(client.options, job.conf, job.environ)
+    settings = _settings(job, [name for name, _ in of_handler])
+    if settings.handler == "torch":
+        from rdzv_plugins.torch_compat.dynamic_handler import check_settings
+
+        try:
+            check_settings(settings)
+        except ValueError as error:
+            of_handler.append(("handler", str(error)))
+    if client and not wrong:
+        try:
+            # Each option is valid by itself; a store may refuse them together.
+            options = parse_options(client.options, _only(theirs, job.conf), job.environ)
+        except ValueError as error:
+            wrong.append(("", str(error)))
+    for _, why in (*of_handler, *wrong):
+        yield Finding(Mark.FAILED, "options", why)
+    strange = [*_of_variables(job, [*ours, *theirs])] if client else []
+    yield from strange
+    if not (job.malformed or of_handler or wrong or strange) and client:
+        known = {ENVIRONMENT_PREFIX + name.upper() for name in (*ours, *theirs)}
+        here = len(known & job.environ.keys())
+        found = f"{len(job.conf)} in --rdzv-conf and {here} in the environment are valid"
+        yield Finding(Mark.OK, "options", found)
+    malformed = any(finding.what == "options" for finding in job.malformed)
+    if client is None or wrong or malformed:
+        return None
+    return Chosen(client, _only(theirs, job.conf), options, settings)
+
+
+def _settings(job: Job, without: Iterable[str]) -> Settings:
+    """The handler's options, with the defaults of those that are wrong."""
+    names = {*option_names(Settings)} - {*without}
+    variables = {ENVIRONMENT_PREFIX + name.upper() for name in names}
+    environ = {name: value for name, value in job.environ.items() if name in variables}
+    return parse_options(Settings, _only(names, job.conf), environ)
+
+
+def _only(names: Iterable[str], conf: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: conf[name] for name in names if name in conf}
+
+
+def _of_variables(job: Job, known: list[str]) -> Iterable[Finding]:
+    for variable, nearest in unknown_variables(job.environ, known):
+        if backend := _backend_with(variable):
+            found = f"${variable} is an option of {backend}, and has no effect on {job.backend}"
+            yield Finding(Mark.OK, "environment", found)
+            continue
+        advice = f"did you mean ${nearest}?" if nearest else "docs/options.md lists the options"
+        found = f"${variable} is no option and has no effect"
+        yield Finding(Mark.WARNING, "environment", found, advice)
+
+
+def _backend_with(variable: str) -> str | None:
+    """A backend that has this option."""
+    for backend in STORES:
+        with suppress(ValueError):  # Its package is not installed.
+            for name in option_names(client_class(backend).options):
+                if variable == ENVIRONMENT_PREFIX + name.upper():
+                    return backend
+    return None

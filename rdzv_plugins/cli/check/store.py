@@ -1,0 +1,295 @@
+"""Checks the store: connects, lets it inspect its server, and tries what a rendezvous does.
+
+Everything is written in a temporary run, which is deleted afterwards, also after an error.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import statistics
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+
+import msgspec
+
+from rdzv_plugins.cli.check import reach
+from rdzv_plugins.cli.check.job import Job
+from rdzv_plugins.cli.check.options import Chosen
+from rdzv_plugins.endpoint import redact
+from rdzv_plugins.inspection import delete_run
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv.base import UNREACHED
+from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.protocol.documents import LARGEST_DOCUMENT, Phase, RoundDocument
+
+__all__ = ["check", "check_contention", "check_requests", "check_size", "check_wake_up", "nodes_in"]
+
+Open = Callable[[str], KeyValueClient]
+
+_ERRORS = (RendezvousConnectionError, RendezvousStateError)
+
+_WRITERS = 16
+_CONTESTS = 10
+
+# Requests of a kind that are timed: the number, and seconds after which a slow store has enough.
+_SAMPLES = 50
+_SECONDS_PER_KIND = 5.0
+
+_WAKE_UPS = 10
+# Until the waiter is surely parked: a wake-up is measured, not a read.
+_PARKING_SECONDS = 0.05
+
+# The largest value that is tried; it is the limit of most stores, and enough for 100,000 nodes.
+_LARGEST_TRIED = 1 << 20
+
+
+def check(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None, bool]:
+    """Yield the findings; return whether the store can be used.
+
+    ``open`` connects to the namespace of a run id.
+    """
+    run_id = f"check-{uuid.uuid4().hex[:12]}"
+    began = time.perf_counter()
+    try:
+        client = open(run_id)
+    except (*_ERRORS, ValueError) as error:
+        # A slow resolver ends as a time-out, of which the store cannot tell the cause.
+        told = UNREACHED not in str(error) or "cannot be resolved" in str(error)
+        why = "" if told else reach.reason(job, chosen)
+        yield Finding(Mark.FAILED, "store", str(error), why)
+        return False
+    took = (time.perf_counter() - began) * 1000
+    where = f" at '{redact(job.endpoint)}'" if job.endpoint else ""
+    with closing(client):
+        connected = f"connected to {client.name}{where} in {took:,.0f} ms"
+        yield Finding(Mark.OK, "store", connected, values={"ms": round(took, 3)})
+        usable = True
+        try:
+            for finding in client.inspect():
+                usable = usable and finding.mark is not Mark.FAILED
+                yield finding
+        except _ERRORS as error:
+            yield Finding(Mark.FAILED, "store", str(error))
+            return False
+        if not usable:
+            return False
+        return (yield from _try(client, lambda: open(run_id), job, chosen))
+
+
+def _try(
+    client: KeyValueClient, open: Callable[[], KeyValueClient], job: Job, chosen: Chosen
+) -> Generator[Finding, None, bool]:
+    """All that writes, in the client's run; ``open`` makes another client of it."""
+    try:
+        requests = check_requests(client)
+        yield requests
+        if requests.mark is Mark.FAILED:
+            return False
+        usable = True
+        trials: list[tuple[str, Callable[[], Finding]]] = [
+            ("largest value", lambda: check_size(client, job.nnodes)),
+            ("contention", lambda: check_contention(open)),
+            ("latency", lambda: check_latency(client, chosen.settings.heartbeat_timeout)),
+            ("wake-up", lambda: check_wake_up(client, open)),
+        ]
+        for what, trial in trials:
+            try:
+                finding = trial()
+            except _ERRORS as error:
+                # The requests work by themselves: many at once, or large ones, do not.
+                finding = Finding(Mark.WARNING, what, str(error))
+            usable = usable and finding.mark is not Mark.FAILED
+            yield finding
+        return usable
+    finally:
+        # Nothing can be deleted where not all requests are allowed or the store is gone.
+        with suppress(*_ERRORS):
+            delete_run(client)
+
+
+def check_requests(client: KeyValueClient) -> Finding:
+    """Each kind of request once: what the user may not do fails here."""
+    try:
+        entry, _ = client.compare_and_set("state", b"1", None)
+        client.put("nodes/a", b"1")
+        client.put_many({"nodes/a": b"2", "bell": b"1"})
+        read = client.get("nodes/a"), client.list("nodes/").get("nodes/a")
+        _, replaced = client.compare_and_set("state", b"2", entry.version if entry else None)
+        client.add("counter", 1)
+        client.wait("nodes/none", None, _PARKING_SECONDS)
+        client.expire(600)
+        client.expire(0)
+        client.delete_many(["nodes/a", "bell"])
+    except _ERRORS as error:
+        return Finding(Mark.FAILED, "rights", str(error))
+    if not replaced or any(it is None or it.value != b"2" for it in read):
+        found = "the store did not return what was just written to it"
+        return Finding(Mark.FAILED, "rights", found, "is it one server, or several that differ?")
+    found = "read, list, write, compare-and-set, add, wait, expire and delete are allowed and work"
+    return Finding(Mark.OK, "rights", found)
+
+
+def check_size(client: KeyValueClient, nnodes: tuple[int, int] | None = None) -> Finding:
+    """Write a large value, and say for how many nodes the store's limit is enough."""
+    largest = client.capabilities.max_value_bytes
+    tried = min(largest, _LARGEST_TRIED)
+    value = os.urandom(tried)
+    try:
+        client.put("large", value)
+        entry = client.get("large")
+        client.delete("large")
+    except _ERRORS as error:
+        found = f"{tried:,} bytes, enough for about {nodes_in(tried):,} nodes, were not written"
+        return Finding(Mark.WARNING, "largest value", f"{found}: {error}")
+    nodes = nodes_in(largest)
+    found = f"{largest:,} bytes: about {nodes:,} nodes; {tried:,} bytes were written and read back"
+    values = {"max_value_bytes": largest, "nodes": nodes, "tried_bytes": tried}
+    if entry is None or entry.value != value:
+        found = f"a value of {tried:,} bytes was not read back as it was written"
+        return Finding(Mark.FAILED, "largest value", found, values=values)
+    if nnodes is not None and nnodes[1] > nodes:
+        advice = f"--nnodes allows {nnodes[1]:,}: use a store with larger values"
+        return Finding(Mark.FAILED, "largest value", found, advice, values)
+    return Finding(Mark.OK, "largest value", found, values=values)
+
+
+def nodes_in(size: int) -> int:
+    """About how many nodes a round document of so many bytes can name; two digits count."""
+    # Ids are random, so each takes as many bytes as another, from some thousands on.
+    (few, few_plain), (many, many_plain) = _document_bytes(2_000), _document_bytes(10_000)
+    stored = size * 8_000 // (many - few)
+    readable = LARGEST_DOCUMENT * 8_000 // (many_plain - few_plain)
+    nodes = min(stored, readable)
+    unit: int = 10 ** max(0, len(str(nodes)) - 2)
+    return nodes // unit * unit
+
+
+def _document_bytes(nodes: int) -> tuple[int, int]:
+    """The size of a round document as it is stored, and before it was compressed."""
+    # As `StoreRendezvousHandler` makes its id.
+    ids = tuple(secrets.token_hex(8) for _ in range(nodes))
+    document = RoundDocument(
+        incarnation=secrets.token_hex(8),
+        round=0,
+        phase=Phase.FORMING,
+        leader=ids[0],
+        min_nodes=nodes,
+        max_nodes=nodes,
+        participants=ids,
+    )
+    return len(document.encode()), len(msgspec.json.encode(document))
+
+
+def check_contention(open: Callable[[], KeyValueClient]) -> Finding:
+    """Let 16 clients replace one key at once, again and again: each time one must win."""
+    with ExitStack() as stack, ThreadPoolExecutor(_WRITERS, "rdzv-check") as pool:
+        opened = pool.map(lambda _: stack.enter_context(closing(open())), range(_WRITERS))
+        clients = [*opened]
+        start = threading.Barrier(_WRITERS)
+        version = None
+        times = []
+        for contest in range(1, _CONTESTS + 1):
+
+            def write(client: KeyValueClient, expected: object = version) -> tuple[object, bool]:
+                start.wait(60)
+                entry, won = client.compare_and_set("contested", os.urandom(8), expected)
+                return (entry.version if entry else None), won
+
+            began = time.perf_counter()
+            outcomes = [*pool.map(write, clients)]
+            times.append(time.perf_counter() - began)
+            winners = [written for written, won in outcomes if won]
+            if len(winners) != 1:
+                found = f"{len(winners)} of {_WRITERS} writers won a compare-and-set, not one"
+                advice = "the store is not linearizable: is it one server, or several that differ?"
+                return Finding(Mark.FAILED, "contention", found, advice)
+            if any(seen != winners[0] for seen, _ in outcomes):
+                found = f"in contest {contest} a loser was not told what the winner wrote"
+                return Finding(Mark.FAILED, "contention", found)
+            version = winners[0]
+    middle = statistics.median(times) * 1000
+    found = f"{_WRITERS} writers at once, {_CONTESTS} times: one winner each, in {middle:.1f} ms"
+    return Finding(Mark.OK, "contention", found, values={"median_ms": round(middle, 3)})
+
+
+def check_latency(client: KeyValueClient, patience: float) -> Finding:
+    """Time each kind of request; ``patience``: seconds that one may take."""
+    entry, _ = client.compare_and_set("swapped", b"0", None)
+    last = [entry.version if entry else None]
+
+    def swap() -> None:
+        entry, _ = client.compare_and_set("swapped", os.urandom(16), last[0])
+        last[0] = entry.version if entry else None
+
+    kinds: dict[str, Callable[[], object]] = {
+        "get": lambda: client.get("swapped"),
+        "put": lambda: client.put("nodes/x", os.urandom(16)),
+        "compare-and-set": swap,
+        "list": lambda: client.list("nodes/"),
+        "add": lambda: client.add("counter", 1),
+    }
+    measured = {kind: _quantiles(request) for kind, request in kinds.items()}
+    shown = ", ".join(f"{kind} {p50:.2f}/{p99:.2f}" for kind, (p50, p99) in measured.items())
+    found = f"{shown} ms (p50/p99)"
+    values = {kind: {"p50_ms": p50, "p99_ms": p99} for kind, (p50, p99) in measured.items()}
+    if max(p99 for _, p99 in measured.values()) > patience * 500:
+        advice = f"raise heartbeat_timeout ({patience:g} s), which is less than twice the slowest"
+        return Finding(Mark.WARNING, "latency", found, advice, values)
+    return Finding(Mark.OK, "latency", found, values=values)
+
+
+def _quantiles(request: Callable[[], object]) -> tuple[float, float]:
+    """The 50th and 99th percentile of a request's time, in ms."""
+    times: list[float] = []
+    until = time.perf_counter() + _SECONDS_PER_KIND
+    while len(times) < 2 or (len(times) < _SAMPLES and time.perf_counter() < until):
+        began = time.perf_counter()
+        request()
+        times.append((time.perf_counter() - began) * 1000)
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
+    return round(cuts[49], 3), round(cuts[98], 3)
+
+
+def check_wake_up(writer: KeyValueClient, open: Callable[[], KeyValueClient]) -> Finding:
+    """Time from a write until a waiter on another connection has the value."""
+    with closing(open()) as waiter:
+        times = [*_wake_ups(writer, waiter)]
+    if len(times) < _WAKE_UPS:
+        found = "a waiter was not woken within 10 s of a write"
+        return Finding(Mark.FAILED, "wake-up", found, "is there a proxy or a pooler in between?")
+    how = "pushed" if writer.capabilities.push else "polled: the store cannot push"
+    p50, most = statistics.median(times), max(times)
+    found = f"a waiter has a new value after {p50:.2f} ms, {most:.2f} ms at most ({how})"
+    values = {"p50_ms": round(p50, 3), "max_ms": round(most, 3)}
+    return Finding(Mark.OK, "wake-up", found, values=values)
+
+
+def _wake_ups(writer: KeyValueClient, waiter: KeyValueClient) -> Iterator[float]:
+    """Each in ms; they end at a waiter that was not woken."""
+    for sample in range(_WAKE_UPS):
+        key = f"wake/{sample}"
+        outcome: list[float | Exception] = []
+
+        def wait(key: str = key, outcome: list[float | Exception] = outcome) -> None:
+            try:
+                if waiter.wait(key, None, timeout=10.0) is not None:
+                    outcome.append(time.perf_counter())
+            except Exception as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=wait, name="rdzv-check", daemon=True)
+        thread.start()
+        time.sleep(_PARKING_SECONDS)
+        began = time.perf_counter()
+        writer.put(key, b"x")
+        thread.join()
+        if not outcome:
+            return
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        yield (outcome[0] - began) * 1000

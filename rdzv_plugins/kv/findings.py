@@ -1,0 +1,97 @@
+"""What `rdzv check` finds: one line a finding. Stores yield theirs in `KeyValueClient.inspect`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from ipaddress import ip_address
+from typing import Any
+
+import msgspec
+
+__all__ = ["Finding", "Mark", "of_connection", "of_version"]
+
+
+class Mark(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    UNKNOWN = "unknown"
+    """It could not be made, and is no reason to doubt."""
+    WARNING = "warning"
+    """A job works, but not as well as it could, or not in every case."""
+    FAILED = "failed"
+    """A job will not work."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line.
+
+    Attributes:
+        what: what was checked, in a word or two: "version", "rights".
+        found: what was found.
+        advice: what to do about it; "": nothing.
+        values: the figures in ``found``, by name, for programs.
+    """
+
+    mark: Mark
+    what: str
+    found: str
+    advice: str = ""
+    values: Mapping[str, Any] = {}
+
+    @property
+    def line(self) -> str:
+        """The finding without its mark."""
+        told = f"{self.what}: {self.found}"
+        mark = "" if told.endswith("?") else ";"
+        return f"{told}{mark} {self.advice}" if self.advice else told
+
+
+def of_version(server: str, version: str, least: tuple[int, ...]) -> Finding:
+    """Whether a server's version, such as "7.0.15" or "3.4.0-rc.1", is one that its store supports.
+
+    Args:
+        server: its name, for people.
+        least: the first version that is supported; () means all.
+    """
+    needed = ".".join(map(str, least))
+    leading = re.match(r"\d+(\.\d+)*", version)
+    if leading is None:
+        return Finding(Mark.UNKNOWN, "version", f"{server} gives no number: '{version[:40]}'")
+    number = tuple(map(int, leading[0].split(".")))
+    values = {"server": server, "version": version, "least": needed}
+    if number < least:
+        advice = f"upgrade it: this backend needs {needed} or later"
+        return Finding(Mark.FAILED, "version", f"{server} {version} is too old", advice, values)
+    return Finding(Mark.OK, "version", f"{server} {version}", values=values)
+
+
+def of_connection(
+    encrypted: bool, secret: bool, hosts: Iterable[str], verified: bool = True
+) -> Finding:
+    """TLS or plain.
+
+    Args:
+        secret: a password or token is sent as it is.
+        hosts: of the endpoint.
+        verified: an encrypted connection's certificate and name were verified.
+    """
+    values = {"tls": encrypted, "verified": encrypted and verified}
+    if encrypted and verified:
+        return Finding(Mark.OK, "TLS", "encrypted; certificate and name verified", values=values)
+    if encrypted:
+        found = "encrypted, but the server's certificate is not verified"
+        return Finding(Mark.OK, "TLS", found, "tls=true and ca_file verify it", values)
+    if secret and not all(map(_is_loopback, hosts)):
+        found = "plain: the password can be read on its way to another host"
+        return Finding(Mark.WARNING, "TLS", found, "enable TLS on the server, and here", values)
+    return Finding(Mark.OK, "TLS", "plain, not encrypted", values=values)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
