@@ -28,6 +28,7 @@ T = TypeVar("T")
 # After an unforeseen error the node starts over; the pause prevents a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
 
+# Not while agents wait for the round and start their workers.
 _NOTED_AFTER_SECONDS = 1.0
 
 
@@ -60,6 +61,8 @@ class Driver:
         self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
         self._opener: _Opener | None = None
+        # For the archive: since when it is to be written, when it was so, and what.
+        self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._noting: threading.Thread | None = None
         self._stopping = threading.Event()
         # Queues, not conditions: a signal's exception in the main thread could leave a lock held.
@@ -107,6 +110,7 @@ class Driver:
         self._outcomes.put(effects.Outcome())
         deadline = time.monotonic() + seconds
         self._nudge_until(lambda: not self.running, seconds)
+        self._note_what_is_due(0.0)
         if self._noting is not None:
             self._noting.join(max(0.0, deadline - time.monotonic()))
 
@@ -169,7 +173,10 @@ class Driver:
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):
-                return self._note(record)
+                self._to_note.append((time.monotonic(), datetime.now(UTC), record))
+                return None
+            case effects.Park():
+                self._note_what_is_due(_NOTED_AFTER_SECONDS)
             case effects.Rest(seconds):
                 _empty(self._nudges)
                 with suppress(Empty):
@@ -177,17 +184,19 @@ class Driver:
                 return None
         return perform(self._client, self._archive, request)
 
-    def _note(self, record: RoundRecord) -> None:
-        """Note it in a thread of its own, so that no node waits for the archive."""
-        earlier, at = self._noting, datetime.now(UTC)
+    def _note_what_is_due(self, after: float) -> None:
+        """Write to the archive, in a thread of its own, ``after`` seconds: no node waits for it."""
+        if not self._to_note or time.monotonic() - self._to_note[0][0] < after:
+            return
+        earlier, due = self._noting, self._to_note
+        self._to_note = []
 
         def note() -> None:
             if earlier is not None:
                 earlier.join()
-            # Not while agents wait for the round and start their workers.
-            self._stopping.wait(_NOTED_AFTER_SECONDS)
             try:
-                self._archive.note(record, at)
+                for _, at, record in due:
+                    self._archive.note(record, at)
             except (RendezvousConnectionError, RendezvousStateError) as error:
                 if not self._told_of_the_archive:
                     self._told_of_the_archive = True
