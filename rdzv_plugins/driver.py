@@ -324,7 +324,7 @@ def carry_out(
 def watched(
     work: Generator[effects.Effect[Any], Any, T], watchers: Sequence[Watcher]
 ) -> Generator[effects.Effect[Any], Any, T]:
-    """``work``, whose effects the watchers see; what they raise is logged and harms nothing."""
+    """``work``, whose effects the watchers see; what one raises is logged and harms nothing."""
     return _watched(work, watchers) if watchers else work
 
 
@@ -333,6 +333,7 @@ def _watched(
 ) -> Generator[effects.Effect[Any], Any, T]:
     answer: Any = None
     error: Exception | None = None
+    failed: list[Watcher] = []
     while True:
         try:
             request = work.send(answer) if error is None else work.throw(error)
@@ -350,7 +351,9 @@ def _watched(
             except SignalException:
                 raise  # Of torch's signal handler: it is no error of the watcher's.
             except Exception:
-                log.exception("what a node did could not be reported; the node goes on")
+                if watcher not in failed:
+                    log.exception("what a node does could not be reported; the node goes on")
+                    failed.append(watcher)
 
 
 def _empty(queue: SimpleQueue[Any]) -> None:

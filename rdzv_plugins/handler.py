@@ -139,7 +139,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
         self._log = RunLog(log, run_id, self._node)
         self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
-        self._watchers: list[Watcher] = [self._events.watch]
+        self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
         self._report: Report | None = None
         if settings.metrics_port is not None or settings.otel:
             self._report = Report(run_id, self._node, client.name, rules, settings, self._log)

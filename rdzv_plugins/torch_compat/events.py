@@ -7,7 +7,7 @@ them. `construct_and_record_rdzv_event` is not used: it names an event after the
 and walks the stack for that.
 
 A platform's handler may be slow, or fail. So the events are handed to a thread, which starts with
-the first event that somebody listens to; a node never waits for it.
+the first event; a node never waits for it. Nobody listens: nothing is recorded, and no thread runs.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ class Events:
         address: of the node.
         node: whose effects `watch` is shown.
         name: of the thread.
+
+    Attributes:
+        heard: whether anybody listens; decided once, so that else nothing is on the node's path.
     """
 
     def __init__(self, run_id: str, address: str, node: Node, name: str) -> None:
@@ -77,6 +80,7 @@ class Events:
         self._address = address
         self._node = node
         self._name = name
+        self.heard = _is_heard()
         self._pid = os.getpid()
         self._local_id = next(_local_ids)
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -121,7 +125,7 @@ class Events:
 
     def failed(self, method: str, error: BaseException) -> None:
         """Record that a method of the handler raises, or could not do its work."""
-        if _is_heard():
+        if self.heard:
             message = f"{type(error).__name__}: {error}"
             self._record(f"{_HANDLER}.{method}", message, NodeState.FAILED, error=error)
 
@@ -130,9 +134,7 @@ class Events:
     def watch(
         self, request: effects.Effect[Any], answer: Any, error: Exception | None = None
     ) -> None:
-        """Record what an effect stands for; a `driver.Watcher`."""
-        if not _is_heard():
-            return
+        """Record what an effect stands for; a `driver.Watcher`, where somebody listens."""
         match request:
             case effects.PutRecord(_, record, _):
                 self._after_record(record, error)
@@ -225,7 +227,7 @@ class Events:
         state: NodeState = NodeState.RUNNING,
         rank: int | None = None,
     ) -> None:
-        if _is_heard():
+        if self.heard:
             self._record(f"{_HANDLER}.{method}", self._sentence(does), state, rank=rank)
 
     def _executor(self, method: str, does: str, state: NodeState = NodeState.RUNNING) -> None:

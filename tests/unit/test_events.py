@@ -272,7 +272,7 @@ def test_nobody_listens_and_no_thread_runs(site: Site, monkeypatch: pytest.Monke
     site.join(alone)
     alone.shutdown()
     assert alone._events._thread is None
-    assert alone._events._queue.empty()
+    assert alone._watchers == []
 
 
 class Kept(MetricHandler):

@@ -24,12 +24,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from rdzv_plugins.config import Settings, parse_options
+from rdzv_plugins.driver import watched
 from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.kv import MemoryServer, RendezvousConnectionError
 from rdzv_plugins.kv.contract import KeyValueClient
 from rdzv_plugins.metrics import CAUSES, METRICS, STATES, Kind, Measured, Metric, build, state
 from rdzv_plugins.protocol.documents import Cause, Phase, Status
 from rdzv_plugins.testing.threads import Background
+from rdzv_plugins.torch_compat import events
 from tests.unit.handlers import LEASE, Site
 from tests.unit.handlers import site as make_site
 from tests.unit.test_store_client import DictClient
@@ -266,13 +268,16 @@ class TestTheServer:
 
 
 class TestWithoutMetrics:
-    def test_nothing_is_on_the_path(self, site: Site) -> None:
+    def test_nothing_is_on_the_path(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(events, "_is_heard", lambda: False)
         client = site.client()
         alone = site.handler(1, 1, client)
         site.join(alone)
         assert alone._client is client
         assert alone._report is None
-        assert alone._watchers == [alone._events.watch]
+        assert alone._watchers == []
+        life = alone._node.run()
+        assert watched(life, alone._watchers) is life
         assert not [it for it in threading.enumerate() if "metrics" in it.name]
 
     def test_neither_library_is_imported(self) -> None:
