@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -246,25 +245,36 @@ class TestTheServer:
             ends = Background(alone.shutdown)
             assert ends.result(5.0)
 
-    def test_a_forked_child_does_not_keep_the_port(self, site: Site) -> None:
-        alone = site.handler(1, 1, metrics_port=0)
-        assert alone._report is not None
-        address = alone._report._server._server.server_address[:2]
-        begun, end = os.pipe(), os.pipe()
-        if (child := os.fork()) == 0:
-            os.write(begun[1], b"!")
-            os.read(end[0], 1)
-            os._exit(0)
-        try:
-            assert os.read(begun[0], 1) == b"!"
-            alone.shutdown()
-            with socket.create_server(address):
+    def test_a_forked_child_does_not_keep_the_port_of_an_agent_that_is_killed(self) -> None:
+        program = """
+import os, signal, sys
+from prometheus_client import CollectorRegistry
+from rdzv_plugins.metrics_server import MetricsServer
+server = MetricsServer(
+    "127.0.0.1", 0, CollectorRegistry(),
+    before_metrics=str, health=lambda: (True, "ok"), why=str, name="rdzv-run-metrics",
+)
+begun = os.pipe()
+if os.fork() == 0:
+    os.write(begun[1], b"!")
+    sys.stdin.read()
+    os._exit(0)
+os.read(begun[0], 1)
+print(server.url.rpartition(":")[2], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        agent = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        with agent.stdin, agent.stdout:
+            port = int(agent.stdout.readline())
+            agent.wait(20)
+            # The child lives until its input ends.
+            with socket.create_server(("127.0.0.1", port)):
                 pass
-        finally:
-            os.write(end[1], b"!")
-            os.waitpid(child, 0)
-            for fd in (*begun, *end):
-                os.close(fd)
 
 
 class TestWithoutMetrics:
