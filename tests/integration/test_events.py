@@ -42,7 +42,14 @@ def events(job: Job, name: str) -> list[RdzvEvent]:
 def one_life(store: RunningStore, folder: Path, handler: str) -> tuple[Job, Events]:
     """Two nodes; the workers of one are killed, both train again, and both succeed."""
     with Job(
-        folder, store, nodes="2:2", max_restarts=1, launcher=[_RECORDED], handler=handler
+        folder,
+        store,
+        nodes="2:2",
+        max_restarts=1,
+        launcher=[_RECORDED],
+        handler=handler,
+        # No node is lost; a TCPStore that a slow resolver holds up is to cost no round.
+        keep_alive_max_attempt=12,
     ) as job:
         assert isinstance(job, Job)
         job.begin("ab")
