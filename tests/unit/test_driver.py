@@ -204,10 +204,10 @@ def test_watchers_see_each_effect_and_what_they_raise_harms_nothing(
 
     asked = [effects.CompareAndSet("state", b"a", None), effects.Read("state")]
     work = watched(scripted(asked, answers), [stumble, watch])
-    carry_out(client, tombstones([]), work, lambda _: None)
+    carry_out(client, archive([]), work, lambda _: None)
     client.close()
     work = watched(scripted(asked[1:], answers), [stumble, watch])
-    carry_out(client, tombstones([]), work, lambda _: None)
+    carry_out(client, archive([]), work, lambda _: None)
     assert seen == [*zip([*asked, asked[1]], answers, strict=True)]
     assert isinstance(answers[2], RendezvousConnectionError)
     assert [it.getMessage() for it in caplog.records] == [
