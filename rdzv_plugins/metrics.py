@@ -29,6 +29,7 @@ from rdzv_plugins.kv import (
     Version,
 )
 from rdzv_plugins.kv.base import StoreClient
+from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.logs import RunLog
 from rdzv_plugins.protocol import effects
@@ -521,6 +522,9 @@ class Measured(KeyValueClient):
 
     def interrupt(self) -> None:
         self._client.interrupt()
+
+    def inspect(self) -> Iterable[Finding]:
+        return self._client.inspect()
 
     def check_size(self, key: str, value: bytes) -> None:
         self._client.check_size(key, value)
