@@ -74,20 +74,21 @@ def scraped(address: str) -> Iterator[list[Scrape]]:
 def test_a_node_that_is_killed(job: Job) -> None:
     job.begin("ab")
     address = url(job, "a")
-    assert until(lambda: scrape(address).get("rdzv_rounds_total") == 1, 10)
+    # "a" may have been in a round alone before "b" came.
+    rounds = scrape(address)["rdzv_rounds_total"]
     with scraped(address) as seen:
         killed = job.agents["b"].kill()
         job.await_begun("a", after=killed)
-        assert until(lambda: seen[-1]["rdzv_rounds_total"] == 2, 10)
+        assert until(lambda: seen[-1]["rdzv_rounds_total"] == rounds + 1, 10)
         assert until(lambda: seen[-1].get("rdzv_nodes/running") == 1, 10)
     first, last = seen[0], seen[-1]
     assert (first["rdzv_restarts_total/lost"], last["rdzv_restarts_total/lost"]) == (0, 1)
-    causes = {key: value for key, value in last.items() if key.startswith("rdzv_restarts_total/")}
-    assert sum(causes.values()) == 1, causes
+    causes = [key for key in last if key.startswith("rdzv_restarts_total/")]
+    assert sum(last[key] - first[key] for key in causes) == 1
     assert (first["rdzv_round_nodes"], last["rdzv_round_nodes"]) == (2, 1)
     number = job.round()
     assert (last["rdzv_round"], last["rdzv_leads"], last["rdzv_phase/running"]) == (number, 1, 1)
-    assert last["rdzv_forming_seconds_count/gathering"] == 2
+    assert last["rdzv_forming_seconds_count/gathering"] == rounds + 1
     assert max(scrape["rdzv_heartbeat_age_seconds"] for scrape in seen) < LEASE
     assert max(scrape["rdzv_store_up"] for scrape in seen) == 1
     for name in ("rdzv_store_request_seconds_count/put_many", "rdzv_rounds_total"):
