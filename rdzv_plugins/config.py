@@ -30,6 +30,8 @@ ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
 # torch's launcher adds this to every --rdzv-conf (LaunchConfig.__post_init__); it has no effect.
 ADDED_BY_TORCH = frozenset({"timeout"})
 
+_LARGEST_PORT = 65535
+
 Options = TypeVar("Options")
 
 
@@ -78,8 +80,15 @@ class Settings:
     log_level               INFO    from which level on this package's lines go to stderr: DEBUG,
                                     INFO, WARNING or ERROR; without effect where the application
                                     has set up logging
+    metrics_port            none    serve /metrics, /healthz and /why of this node on this port; 0:
+                                    any free one, which the log names (extra ``metrics``)
+    metrics_host            none    address on which they are served, to anybody who can reach it;
+                                    none: 127.0.0.1
+    otel                    false   report the same metrics through OpenTelemetry, if the
+                                    application has set it up (extra ``otel``)
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
-                                    this backend; it has no restart_on_loss, rank_order and rank)
+                                    this backend; it has no restart_on_loss, rank_order, rank,
+                                    metrics_port and otel)
     ======================= ======= ===============================================================
     """
 
@@ -98,7 +107,16 @@ class Settings:
     abandoned_ttl: float = option(3600.0, least=1)
     history_ttl: float = option(604800.0, least=0)
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    metrics_port: int | None = option(None, least=0)
+    metrics_host: str | None = option(None)
+    otel: bool = option(False)
     handler: str = option("rdzv", choices=("rdzv", "torch"))
+
+    def __post_init__(self) -> None:
+        if self.metrics_port is not None and self.metrics_port > _LARGEST_PORT:
+            raise ValueError(
+                f"option 'metrics_port': '{self.metrics_port}' must be at most {_LARGEST_PORT}"
+            )
 
     @property
     def lease(self) -> float:

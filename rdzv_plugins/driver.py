@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
@@ -19,11 +21,14 @@ from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.round_record import RoundRecord
 
-__all__ = ["Driver", "carry_out", "perform"]
+__all__ = ["Driver", "Watcher", "carry_out", "perform", "watched"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Watcher: TypeAlias = Callable[[effects.Effect[Any], Any, Exception | None], object]
+"""Is shown each effect once it is carried out, with its answer or with why it failed."""
 
 # After an unforeseen error the node starts over; the pause prevents a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
@@ -43,6 +48,7 @@ class Driver:
             called in a thread of its own. Raises `RendezvousStateError` if trying again is of no
             use.
         run_id: after which the threads are named.
+        watchers: of the node's effects.
     """
 
     def __init__(
@@ -52,8 +58,10 @@ class Driver:
         archive: Archive,
         open_master: Callable[[str], str],
         run_id: str,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self._node = node
+        self._watchers = watchers
         self._client = client
         self._archive = archive
         self._open_master = open_master
@@ -140,7 +148,7 @@ class Driver:
     def _live(self) -> None:
         while not self._stopping.is_set():
             try:
-                self._drive(self._node.run())
+                self._drive(watched(self._node.run(), self._watchers))
             except Exception as error:
                 log.exception("the rendezvous of this node met an unforeseen error; it starts over")
                 self._deliver(effects.Outcome(error=error))
@@ -320,6 +328,41 @@ def carry_out(
             answer = perform(client, archive, request)
         except (RendezvousConnectionError, RendezvousStateError) as failure:
             error = failure
+
+
+def watched(
+    work: Generator[effects.Effect[Any], Any, T], watchers: Sequence[Watcher]
+) -> Generator[effects.Effect[Any], Any, T]:
+    """``work``, whose effects the watchers see; what one raises is logged and harms nothing."""
+    return _watched(work, watchers) if watchers else work
+
+
+def _watched(
+    work: Generator[effects.Effect[Any], Any, T], watchers: Sequence[Watcher]
+) -> Generator[effects.Effect[Any], Any, T]:
+    answer: Any = None
+    error: Exception | None = None
+    failed: list[Watcher] = []
+    while True:
+        try:
+            request = work.send(answer) if error is None else work.throw(error)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        answer = error = None
+        try:
+            answer = yield request
+        except (RendezvousConnectionError, RendezvousStateError) as failure:
+            error = failure
+        for watcher in watchers:
+            try:
+                watcher(request, answer, error)
+            except SignalException:
+                raise  # Of torch's signal handler: it is no error of the watcher's.
+            except Exception:
+                if watcher not in failed:
+                    log.exception("what a node does could not be reported; the node goes on")
+                    failed.append(watcher)
 
 
 def _empty(queue: SimpleQueue[Any]) -> None:

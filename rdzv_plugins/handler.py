@@ -39,11 +39,12 @@ from rdzv_plugins.addresses import (
 )
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
-from rdzv_plugins.driver import Driver, carry_out
+from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.logs import RunLog, set_up
+from rdzv_plugins.metrics import Report, refuse_unless_installed
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
@@ -63,6 +64,7 @@ from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.signals import SignalWatch
 from rdzv_plugins.stores import load, opener
 from rdzv_plugins.torch_compat.agent_store import AgentStore
+from rdzv_plugins.torch_compat.events import Events, record_failed_creation
 from rdzv_plugins.torch_compat.torchrun import max_restarts
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
@@ -136,7 +138,16 @@ class StoreRendezvousHandler(RendezvousHandler):
             random.Random(secrets.randbits(64)),
         )
         self._log = RunLog(log, run_id, self._node)
-        self._driver = Driver(self._node, client, archive, self._open_master, run_id)
+        self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
+        self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
+        self._report: Report | None = None
+        if settings.metrics_port is not None or settings.otel:
+            self._report = Report(run_id, self._node, client.name, rules, settings, self._log)
+            self._client = client = self._report.measured(client)
+            self._watchers.append(self._report.watch)
+        self._driver = Driver(
+            self._node, client, archive, self._open_master, run_id, self._watchers
+        )
         self._ending = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
@@ -185,6 +196,28 @@ class StoreRendezvousHandler(RendezvousHandler):
             RendezvousStateError: the round document is unreadable, or the run was started with
                 another ``--nnodes``.
         """
+        self._events.attempts_to_join()
+        with self._events.of("next_rendezvous"):
+            document = self._join()
+        rank, world_size = document.ranks[self._node.id], len(document.participants)
+        self._events.joined(rank, world_size, document.round)
+        address, _, port = (document.master or "").rpartition(":")
+        if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
+            self._name_the_others(document)
+        self._store = AgentStore(
+            self._client,
+            store_prefix(document.incarnation, document.round),
+            rank,
+            world_size,
+            is_over=lambda: self._ended or self._node.over,
+            on_done=self._driver.report_done,
+        )
+        return RendezvousInfo(
+            self._store, rank, world_size, RendezvousStoreInfo(address, int(port))
+        )
+
+    def _join(self) -> RoundDocument:
+        """The next round; raises as `next_rendezvous` does."""
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
@@ -204,21 +237,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             for world_id, server in self._servers.items()
             if world_id == document.world_id
         }
-        rank, world_size = document.ranks[self._node.id], len(document.participants)
-        address, _, port = (document.master or "").rpartition(":")
-        if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
-            self._name_the_others(document)
-        self._store = AgentStore(
-            self._client,
-            store_prefix(document.incarnation, document.round),
-            rank,
-            world_size,
-            is_over=lambda: self._ended or self._node.over,
-            on_done=self._driver.report_done,
-        )
-        return RendezvousInfo(
-            self._store, rank, world_size, RendezvousStoreInfo(address, int(port))
-        )
+        return document
 
     def num_nodes_waiting(self) -> int:
         """Above 0 when the agent should join again; read from memory, without I/O. Never raises."""
@@ -232,8 +251,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         latest = self._node.latest
         if self._driver.running and latest is not None:
             return latest.closed
-        entry = self._client.get(STATE_KEY)
-        return entry is not None and RoundDocument.decode(entry.value).closed
+        with self._events.of("is_closed"):
+            entry = self._client.get(STATE_KEY)
+            return entry is not None and RoundDocument.decode(entry.value).closed
 
     def set_closed(self) -> None:
         """Close the run for all nodes; raises `RendezvousConnectionError` after close_timeout.
@@ -255,7 +275,8 @@ class StoreRendezvousHandler(RendezvousHandler):
                 latest = never_seen
             self._close(latest, Outcome.CLOSED, "by request", may_close=lambda _: True)
 
-        retry(close, timeout=self._settings.close_timeout, retryable=store_is_away)
+        with self._events.of("set_closed"):
+            retry(close, timeout=self._settings.close_timeout, retryable=store_is_away)
 
     def shutdown(self) -> bool:
         """End this node; closes the run if this node is in it, as torch's handler does.
@@ -305,7 +326,11 @@ class StoreRendezvousHandler(RendezvousHandler):
             may_close=may_close,
             told=self._node.told_of_the_end,
         )
-        return carry_out(self._client, self._archive, work, self._log.tell)
+        work = watched(work, self._watchers)
+        closed = carry_out(self._client, self._archive, work, self._log.tell)
+        if closed:
+            self._events.closed()
+        return closed
 
     def _leave(self) -> bool:
         """Tell the others that this node is gone, without closing the run."""
@@ -317,7 +342,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._end(leave, "this node could not announce that it leaves")
 
     def _say_farewell(self) -> None:
-        carry_out(self._client, self._archive, self._node.farewell(), self._log.tell)
+        work = watched(self._node.farewell(), self._watchers)
+        carry_out(self._client, self._archive, work, self._log.tell)
         self._log.info(f"{self._node.record.label} has left")
 
     def _leave_at_exit(self) -> None:
@@ -345,8 +371,9 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         def end() -> None:
             try:
-                self._driver.stop(_STOP_SECONDS)
-                last_word()
+                with self._events.of("shutdown"):
+                    self._driver.stop(_STOP_SECONDS)
+                    last_word()
                 told.append(True)
             except (RendezvousConnectionError, RendezvousStateError) as error:
                 self._log.warning(f"{failed}: {error}")
@@ -369,6 +396,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._driver.await_opener(_STOP_SECONDS)
         self._servers.clear()
         self._signals.release()
+        if self._report is not None:
+            self._report.close()
+        self._events.close(_STOP_SECONDS)
         atexit.unregister(self._at_exit)
         self._gone.set()
 
@@ -504,8 +534,17 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
         RendezvousConnectionError: the store cannot be reached or refuses us.
     """
     try:
+        return _create(client, params)
+    except Exception as error:
+        record_failed_creation(params.run_id, error)
+        raise
+
+
+def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
+    try:
         settings, connect = opener(load(client), params)
         set_up(settings.log_level)
+        refuse_unless_installed(settings)
         opened = connect(params.run_id)
     except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
         set_up("INFO")

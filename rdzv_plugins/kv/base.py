@@ -228,6 +228,7 @@ class StoreClient(KeyValueClient):
     Attributes:
         where: names the store in errors: "<store> at <endpoint>", without secrets.
         timeout: seconds that a request may take with its retries.
+        on_retry: called before each attempt after a request's first.
     """
 
     batch: ClassVar[tuple[int, int]] = (100, 1 << 20)
@@ -236,6 +237,7 @@ class StoreClient(KeyValueClient):
     def __init__(self, where: str, request_timeout: float) -> None:
         self.where = where
         self.timeout = request_timeout
+        self.on_retry: Callable[[], object] | None = None
         self._closed = False
         self._wakes: set[Wake] = set()
         self._spare_wakes: list[Wake] = []
@@ -411,6 +413,7 @@ class StoreClient(KeyValueClient):
                     except Exception as error:
                         self._raise_unless_retryable(error, wake)
                         # The next look raises if the store stays unreachable.
+                        self._note_retry()
                         wake.wait(random.uniform(0, pause))
                         pause = min(2 * pause, _LONGEST_PAUSE)
                         continue
@@ -467,7 +470,7 @@ class StoreClient(KeyValueClient):
                 partial(request, limit),
                 timeout=self.timeout,
                 retryable=retryable,
-                sleep=limit.sleep,
+                sleep=partial(self._pause, limit),
             )
         except WokenError:
             raise
@@ -482,6 +485,14 @@ class StoreClient(KeyValueClient):
             return self._call(request), ""
         except (RendezvousConnectionError, RendezvousStateError) as error:
             return None, " ".join(str(error.__cause__ or error).split())
+
+    def _pause(self, limit: Limit, seconds: float) -> None:
+        self._note_retry()
+        limit.sleep(seconds)
+
+    def _note_retry(self) -> None:
+        if self.on_retry is not None:
+            self.on_retry()
 
     def _raise_unless_retryable(self, error: Exception, wake: Wake) -> None:
         if isinstance(error, WokenError):

@@ -157,6 +157,12 @@ class Node:
         return self.record.status is Status.DONE or self._done_reported
 
     @property
+    def situation(self) -> diagnosis.Diagnosis:
+        """What this node does or waits for."""
+        left = self._join_deadline - self._clock() if self._joining else None
+        return diagnosis.of_node(self.view(), left)
+
+    @property
     def over(self) -> bool:
         """Whether the run has left the round of this node's agent: no agent is to wait in it."""
         return self.waiting > 0 or self._seen.closed
@@ -267,7 +273,7 @@ class Node:
             yield from Tell("joined", news)
         yield from seen.observe()
         seen.judge_punctuality()
-        view = self._view()
+        view = self.view()
         for about, key, text in member.remarks(view):
             if (about, key) not in self._told:
                 yield from Tell(about, text)
@@ -368,15 +374,17 @@ class Node:
             self._record_due, self._ring = True, ring
             raise
 
-    def _view(self) -> rules.View:
+    def view(self) -> rules.View:
+        """What this node knows now. In another thread its parts may be of two moments."""
         now, seen = self._clock(), self._seen
-        leader = seen.document.leader if seen.document and seen.document.leader else ""
+        document = seen.document
+        leader = document.leader if document and document.leader else ""
         return rules.View(
             me=self.id,
             rules=self._rules,
             record=self.record,
             joining=self._joining,
-            document=seen.document,
+            document=document,
             document_age=now - seen.document_since,
             round_age=now - seen.round_since,
             latest=seen.latest,
@@ -423,7 +431,7 @@ class Node:
                 yield from Tell("round", f"{text} ({document.reason})")
                 yield from self._end_join(Outcome(document=document))
             case rules.Fail(failure):
-                missed = diagnosis.of_node(self._view())
+                missed = diagnosis.of_node(self.view())
                 yield from self._end_join(Outcome(failure=failure, diagnosis=missed))
             case rules.Close(document):
                 # The same words as shutdown()'s, which finishes this if it is interrupted.

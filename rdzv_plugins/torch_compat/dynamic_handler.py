@@ -128,7 +128,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def _refuse_ours(settings: Settings) -> None:
-    names = ("restart_on_loss", "rank_order", "rank")
+    names = ("restart_on_loss", "rank_order", "rank", "metrics_port", "otel")
     if given := [name for name in names if getattr(settings, name) != getattr(Settings(), name)]:
         raise ValueError(f"handler=torch has no {', '.join(given)}; leave out, or use handler=rdzv")
 

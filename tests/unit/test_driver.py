@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from rdzv_plugins.archive import Archive
-from rdzv_plugins.driver import Driver, carry_out
+from rdzv_plugins.driver import Driver, carry_out, watched
 from rdzv_plugins.kv import (
     Entry,
     MemoryClient,
@@ -185,6 +187,42 @@ def test_answers_and_errors_reach_the_node_unchanged() -> None:
         driver._drive(scripted([effects.Read("state"), effects.Rest(0.001)], answers))
     assert isinstance(answers[0], RendezvousConnectionError)
     assert answers[1:] == [None]
+
+
+def test_watchers_see_each_effect_and_what_they_raise_harms_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = MemoryClient(MemoryServer(), "run")
+    seen: list[Any] = []
+    answers: list[Any] = []
+
+    def stumble(*_: object) -> None:
+        raise KeyError("a watcher's bug")
+
+    def watch(request: effects.Effect[Any], answer: Any, error: Exception | None) -> None:
+        seen.append((request, answer if error is None else error))
+
+    asked = [effects.CompareAndSet("state", b"a", None), effects.Read("state")]
+    work = watched(scripted(asked, answers), [stumble, watch])
+    carry_out(client, archive([]), work, lambda _: None)
+    client.close()
+    work = watched(scripted(asked[1:], answers), [stumble, watch])
+    carry_out(client, archive([]), work, lambda _: None)
+    assert seen == [*zip([*asked, asked[1]], answers, strict=True)]
+    assert isinstance(answers[2], RendezvousConnectionError)
+    assert [it.getMessage() for it in caplog.records] == [
+        "what a node does could not be reported; the node goes on"
+    ] * 2, "once a life"
+
+
+def test_a_signal_passes_a_watcher() -> None:
+    def interrupted(*_: object) -> None:
+        raise SignalException("Process got signal", signal.SIGTERM)
+
+    work = watched(scripted([effects.Rest(0.0)], []), [interrupted])
+    next(work)
+    with pytest.raises(SignalException):
+        work.send(None)
 
 
 def test_what_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

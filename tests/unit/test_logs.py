@@ -14,6 +14,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousTimeoutError
 
 from rdzv_plugins import handler as handlers
+from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.logs import set_up
 from rdzv_plugins.protocol import effects
@@ -322,16 +323,12 @@ class TestWhereTheLinesGo:
 
     def test_every_handler_sees_to_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         params = RendezvousParameters("redis", "127.0.0.1:1", "run", 1, 1)
-        monkeypatch.setattr(handlers, "opener", lambda *_: (_Options, _refuse))
+        monkeypatch.setattr(handlers, "opener", lambda *_: (Settings(log_level="ERROR"), _refuse))
         with bare() as package:
             with pytest.raises(ConnectionRefusedError):
                 handlers.create_handler("redis", params)
             assert package.level == logging.ERROR
             assert len(package.handlers) == 1
-
-
-class _Options:
-    log_level = "ERROR"
 
 
 def _refuse(namespace: str) -> MemoryClient:

@@ -1,0 +1,144 @@
+"""Serves one node's metrics and its state as pages, from one thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+__all__ = ["MetricsServer"]
+
+log = logging.getLogger(__name__)
+
+# A client that sends nothing holds the thread for so long.
+_CLIENT_SECONDS = 5.0
+# How soon the thread sees that it is to end, where closing the socket does not wake it.
+_LOOK_SECONDS = 0.5
+_STOP_SECONDS = 2.0
+
+
+class MetricsServer:
+    """An HTTP server of ``/metrics``, ``/healthz`` and ``/why``.
+
+    Args:
+        host, port: where it listens; port 0: on any free one.
+        registry: what ``/metrics`` shows.
+        before_metrics: called before it is shown.
+        health: whether all is well (status 200, else 503), and the text of ``/healthz``.
+        why: the text of ``/why``.
+        name: of the thread.
+
+    Raises OSError or UnicodeError if it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        *,
+        before_metrics: Callable[[], object],
+        health: Callable[[], tuple[bool, str]],
+        why: Callable[[], str],
+        name: str,
+    ) -> None:
+        self._metrics = make_wsgi_app(registry)
+        self._before_metrics = before_metrics
+        self._health = health
+        self._why = why
+        self._stopping = threading.Event()
+        self._server = _server_class(host)((host, port), _Request)
+        self._server.set_app(self._answer)
+        _open.add(self._server)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Without a path; with the port that was free, where any was asked for."""
+        host, port = self._server.server_address[:2]
+        shown = f"[{host!s}]" if ":" in str(host) else str(host)
+        return f"http://{shown}:{port}"
+
+    def close(self) -> None:
+        """Serve nothing any more, and end the thread."""
+        self._stopping.set()
+        with suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # It wakes the thread.
+        self._thread.join(_STOP_SECONDS)
+        self._server.server_close()
+
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._server.handle_request()
+            except (OSError, ValueError):
+                if not self._stopping.is_set():
+                    log.exception("the metrics of this node are served no longer")
+                return
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        match environ["PATH_INFO"]:
+            case "/metrics":
+                self._before_metrics()
+                page: Iterable[bytes] = self._metrics(environ, start_response)
+                return page
+            case "/healthz":
+                well, text = self._health()
+                status = "200 OK" if well else "503 Service Unavailable"
+            case "/why":
+                status, text = "200 OK", self._why()
+            case _:
+                status, text = "404 Not Found", "there are /metrics, /healthz and /why"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{text}\n".encode(errors="backslashreplace")]
+
+
+class _Server(WSGIServer):
+    timeout = _LOOK_SECONDS
+
+    def server_bind(self) -> None:
+        # That of the library looks up the host's name, which may take a silent resolver's time-out.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a client of the metrics went away", exc_info=True)
+
+
+class _ServerOnIPv6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _server_class(host: str) -> type[_Server]:
+    return _ServerOnIPv6 if ":" in host else _Server
+
+
+class _Request(WSGIRequestHandler):
+    timeout = _CLIENT_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+_open: WeakSet[_Server] = WeakSet()
+
+
+def _close_in_child() -> None:
+    for server in list(_open):
+        server.socket.close()
+
+
+# A forked child would keep the port taken after this process has ended.
+os.register_at_fork(after_in_child=_close_in_child)
