@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ import redis
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins import servers
+from rdzv_plugins.archive import list_runs
 from rdzv_plugins.handler import create_handler
+from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.protocol.documents import Phase
+from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.redis import DIGESTS
+from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import together
 
 INTERVAL = 0.5
@@ -47,6 +53,11 @@ class Monitor:
         return [(name, text) for at, name, text in self.seen if at >= began]
 
 
+def _phase(opened: Callable[[str], KeyValueClient]) -> Phase | None:
+    listed = list_runs(opened).get("steady")
+    return listed.phase if listed is not None else None
+
+
 @pytest.fixture
 def server() -> Iterator[servers.LocalServer]:
     with servers.start("redis") as server:
@@ -77,7 +88,10 @@ def test_a_steady_node_writes_once_an_interval_and_asking_costs_nothing(
     together([handler.next_rendezvous for handler in handlers])
     try:
         monitor = Monitor(int(server.endpoint.rpartition(":")[2]))
-        time.sleep(INTERVAL)  # The window opens when the round's own writes are over.
+        # The window opens when the round's own writes are over; the last is that to the list of runs.
+        opened = partial(open_client, "redis", server.endpoint)
+        assert until(lambda: _phase(opened) is Phase.RUNNING, 10.0)
+        time.sleep(INTERVAL)
         began = time.monotonic()
         asked = 0
         while time.monotonic() - began < INTERVALS * INTERVAL:
