@@ -88,7 +88,7 @@ def test_a_steady_node_writes_once_an_interval_and_asking_costs_nothing(
     together([handler.next_rendezvous for handler in handlers])
     try:
         monitor = Monitor(int(server.endpoint.rpartition(":")[2]))
-        # The window opens when the round's own writes are over; the last is that to the list of runs.
+        # The window opens when the round's own writes are over, that to the list of runs too.
         opened = partial(open_client, "redis", server.endpoint)
         assert until(lambda: _phase(opened) is Phase.RUNNING, 10.0)
         time.sleep(INTERVAL)
