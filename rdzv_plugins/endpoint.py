@@ -62,7 +62,8 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
     plain = unicodedata.normalize("NFKC", authority)
     if any(plain.count(mark) != authority.count(mark) for mark in "/?#@:"):
         raise _not_a_url(text)
-    if "@" not in authority and re.match(r"(?s)[^/@:]*:.*@", text.partition("://")[2] or text):
+    rest = text.partition("://")[2] or text
+    if "@" in rest[len(authority) :] and re.match(r"(?s)[^/@:]*:.*@", rest):
         raise ValueError(
             f"the endpoint '{redact(text)}' has an '@' after a '/', '?' or '#'; percent-encode "
             "these characters in a password"
