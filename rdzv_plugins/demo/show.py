@@ -115,7 +115,7 @@ class Story:
             at = datetime.fromisoformat(row.at).timestamp() - self._began_by_wall_clock
             reason = _named(row.reason, fleet)
             if row.phase == Phase.CLOSED:
-                self._rows.append((at, reason))
+                self._rows.append((at, f"the run is closed: {reason}"))
                 continue
             members = _named(", ".join(member.name for member in row.members), fleet)
             took = row.seconds.total if row.seconds is not None else 0.0
