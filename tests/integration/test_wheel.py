@@ -75,11 +75,16 @@ def pip(*arguments: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+PAGE = ("page.html", "page.css", "page.js", "icon.svg")
+
+
 def test_it_ships_every_module_its_types_and_its_licence(wheel: Path) -> None:
     shipped = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rdzv_plugins").rglob("*.py")}
     assert modules <= shipped
     assert "rdzv_plugins/py.typed" in shipped
+    page = {f"rdzv_plugins/dashboard/{name}" for name in PAGE}
+    assert page <= shipped
     assert any(name.endswith("/LICENSE") for name in shipped)
     strangers = {name for name in shipped if not name.startswith("rdzv_plugins")}
     assert not strangers
