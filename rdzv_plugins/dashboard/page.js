@@ -5,7 +5,7 @@
 const CAUSES = ["lost", "failed", "left", "evicted", "joined"];
 const PHASES = ["gathering", "last_call", "confirming"];
 const STATES = ["run", "done", "join", "spare", "silent", "lost", "left", "unknown"];
-const WORDS = { run: "running", join: "asks for a round" };
+const WORDS = { run: "running", join: "waiting" };
 const CAUSE_WORDS = { failed: "workers failed", evicted: "left out" };
 const NAMED = 16;
 const LARGE = 16, MIDDLE = 160, BARS = 24;
@@ -66,8 +66,8 @@ function label(item) {
 }
 
 function condition(item) {
-  const known = item.told || item.condition === "unreadable";
-  return known ? item.condition : "watching";
+  if (item.condition === "closed") return item.outcome || (item.last || {}).outcome || "closed";
+  return item.told || item.condition === "unreadable" ? item.condition : "watching";
 }
 
 function pill(element, item) {
@@ -161,6 +161,7 @@ function showWorld(nodes) {
   const others = nodes.filter((node) => node.rank === null);
   showGrid($("grid"), ranked, size);
   showGrid($("others"), others, size);
+  $("grid").hidden = ranked.length === 0;
   $("others-title").hidden = others.length === 0;
   say($("others-title"), ranked.length === 0 ? "no ranks yet" : "not in this round");
   const counts = STATES.map((state) => [state, nodes.filter((node) => node.state === state).length]);

@@ -153,6 +153,7 @@ def _line(report: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "run": report["run"],
         "condition": report["condition"],
+        "outcome": report.get("outcome", last.get("outcome")),
         "told": report["told"],
         "sentence": report["sentence"],
         "round": report.get("round", last.get("round")),

@@ -152,7 +152,7 @@ def test_it_shows_who_was_lost_and_the_next_round(
         for name in "ac":
             job.finish(name)
         job.await_ends("ac")
-        await_that(lambda: text(chrome, "#condition") == "closed", 20, chrome)
+        await_that(lambda: text(chrome, "#condition") == "succeeded", 20, chrome)
         assert text(chrome, "#sentence").startswith("succeeded at ")
     finally:
         job.close()
