@@ -116,7 +116,7 @@ class Survey:
         self._open = open
         self._archive = archive
         self._list: KeyValueClient | None = None
-        self._rows: dict[str, tuple[str, list[Row]]] = {}
+        self._rows: dict[str, tuple[Listed | None, list[Row]]] = {}
 
     def look(self) -> None:
         """Read the store once; `away` tells whether it answered.
@@ -147,16 +147,16 @@ class Survey:
         While the store is away, those that were read before.
         """
         seen = self.runs.get(run_id)
-        at = seen.listed.at if seen is not None and seen.listed is not None else ""
-        known_at, known = self._rows.get(run_id, (None, []))
-        if known_at == at:
+        listed = seen.listed if seen is not None else None
+        known_of, known = self._rows.get(run_id, (None, []))
+        if run_id in self._rows and known_of == listed:
             return known
         try:
             # A leader writes the row before it writes the list.
             rows = self._archive(run_id).rows()
         except RendezvousConnectionError:
             return known
-        self._rows[run_id] = at, rows
+        self._rows[run_id] = listed, rows
         return rows
 
     def close(self) -> None:

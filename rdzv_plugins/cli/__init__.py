@@ -42,6 +42,7 @@ app.command()(runs.close)
 app.command()(runs.clean)
 app.command()(check)
 app.command()(pages.dashboard)
+app.command()(pages.exporter)
 app.command()(local.serve)
 app.command()(local.demo)
 

@@ -96,7 +96,7 @@ class Access:
         """The first part of every key."""
         from rdzv_plugins.config import StoreOptions, parse_options
 
-        given = self._parse()
+        given = parse_conf(self.conf)
         own = {"prefix": given["prefix"]} if "prefix" in given else {}
         return parse_options(StoreOptions, own, os.environ).prefix
 

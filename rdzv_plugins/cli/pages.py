@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from importlib import import_module
 from typing import Annotated
 
@@ -9,7 +11,7 @@ import typer
 
 from rdzv_plugins.cli.options import Access, BackendOption, ConfOption, EndpointOption
 
-__all__ = ["dashboard"]
+__all__ = ["dashboard", "exporter"]
 
 HostOption = Annotated[str, typer.Option(help="address to listen at; it has no password")]
 
@@ -31,11 +33,41 @@ def dashboard(
     try:
         page = Dashboard(survey, where, host, port)
     except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"cannot listen at {host}:{port} ({error}); choose another --port"
-        ) from error
+        raise _cannot_listen(host, port, error) from error
     typer.echo(f"{page.url} shows the runs of {where}; Ctrl-C ends it")
     page.serve()
+
+
+def exporter(
+    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one")] = 9747,
+) -> None:  # fmt: skip
+    """Serve metrics of all runs under a prefix to Prometheus."""
+    _require("exporter", "metrics", "prometheus_client")
+    from rdzv_plugins.exporter import Exporter
+    from rdzv_plugins.survey import Survey
+
+    access = Access(backend, endpoint, conf)
+    where = _where(access)
+    survey = Survey(access.open, access.archive)
+    # Two looks tell whether a heartbeat moves: the second is the first scrape.
+    survey.look()
+    source = Exporter(survey)
+    try:
+        url = source.serve(host, port)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, error) from error
+    typer.echo(f"{url}/metrics has the runs of {where}; Ctrl-C ends it")
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+    source.close()
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> ValueError:
+    return ValueError(f"cannot listen at {host}:{port} ({error}); choose another --port")
 
 
 def _where(access: Access) -> str:
