@@ -168,7 +168,7 @@ class Survey:
 
     def _look_at(self, seen: Seen, listed: Listed | None) -> None:
         before, seen.listed = seen.listed, listed
-        anew = self.away is not None or not _is_same_run(before, listed)
+        anew = self.away is not None
         nothing_left = listed is None and (seen.inspection is None or seen.is_gone)
         if seen.is_over or nothing_left or (seen.is_gone and listed == before):
             _hang_up(seen)
@@ -187,10 +187,6 @@ class Survey:
             seen.inspection, seen.error = inspection, None
         except RendezvousStateError as error:
             seen.error = str(error)
-
-
-def _is_same_run(before: Listed | None, listed: Listed | None) -> bool:
-    return before is None or listed is None or before.incarnation == listed.incarnation
 
 
 def _hang_up(seen: Seen) -> None:

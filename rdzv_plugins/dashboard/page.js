@@ -11,7 +11,7 @@ const NAMED = 16;
 const LARGE = 16, MIDDLE = 160, BARS = 24;
 const SVG = "http://www.w3.org/2000/svg";
 
-let chosen = null, events = null, runs = [], run = null, seenAt = null;
+let chosen = null, events = null, runs = [], run = null, shown = null, seenAt = null;
 
 const $ = (id) => document.getElementById(id);
 const word = (state) => WORDS[state] || state;
@@ -85,13 +85,16 @@ function showRuns() {
     (element, item) => {
       const link = element.firstElementChild;
       mark(link, "href", `#${encodeURIComponent(item.run)}`);
+      const fresh = item.run === chosen && item.run !== shown;
       mark(link, "aria-current", item.run === chosen ? "true" : null);
+      if (fresh) link.scrollIntoView({ block: "nearest" });
       mark(link, "title", item.run);
       say(link.querySelector("b"), item.run);
       pill(link.querySelector(".pill"), item);
       say(link.querySelector("small"), item.sentence);
     },
   );
+  shown = chosen;
   const none = runs.length === 0 ? "There are no runs under this prefix." : "Choose a run.";
   say($("nothing"), chosen !== null && runs.length > 0 && run === null
     ? `There is no run '${chosen}' in the list of runs.` : none);

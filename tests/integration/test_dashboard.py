@@ -225,14 +225,14 @@ def _show_an_outage(store: RunningStore, address: str, chrome: Chrome) -> None:
     await_that(lambda: "host1" in text(chrome, "#grid"), 20, chrome)
     assert store.server is not None
     store.server.nodes[0].kill()
-    await_that(lambda: "store away since" in text(chrome, "#away"), 30, chrome)
+    await_that(lambda: "store away since" in text(chrome, "#away:not([hidden])"), 30, chrome)
     assert ask(address, "/healthz")[0] == 200
     status, _, body = ask(address, "/api/runs")
     assert status == 200
     assert json.loads(body)["away"]["error"].startswith("redis at ")
     assert "host1" in text(chrome, "#grid")
     store.server.nodes[0].start(empty=True)
-    await_that(lambda: text(chrome, "#away") == "", 30, chrome)
+    await_that(lambda: text(chrome, "#away:not([hidden])") == "", 30, chrome)
     write_run(store, "other", {"a": record(1, "host2")})
     await_that(lambda: "other" in text(chrome, "#runs"), 20, chrome)
 

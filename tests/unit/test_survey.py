@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -227,13 +226,12 @@ def test_rows_are_read_once_a_round_and_kept_through_an_outage(
     assert [row.round for row in survey.rows("job")] == [0, 1]
 
 
-def test_runs_are_listed_the_newest_first(
-    store: Store, survey: Survey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write: Callable[..., None] = store.write
-    for name in ("old", "middle", "new"):
-        write(name, RUNNING)
-        survey.look()
-    began = [seen.listed.began for seen in survey.runs.values() if seen.listed is not None]
-    assert began == sorted(began, reverse=True)
-    assert len(began) == 3
+def test_runs_are_listed_the_newest_first(store: Store, survey: Survey) -> None:
+    began = {"old": "2026-01-01T00:00", "new": "2026-01-03T00:00", "middle": "2026-01-02T00:00"}
+    client = MemoryClient(store.server, LIST)
+    for run_id, at in began.items():
+        store.write(run_id, RUNNING)
+        listed = msgspec.json.decode(client.list("")[run_id].value)
+        client.put(run_id, msgspec.json.encode(listed | {"began": at}))
+    survey.look()
+    assert [*survey.runs] == ["new", "middle", "old"]
