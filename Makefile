@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-store lint simulate soak bench docs lock servers test-compose test-oldest build clean
+.PHONY: help demo test unit test-store lint simulate soak bench docs screenshots lock servers test-compose test-oldest build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ bench: .venv/installed servers ## Measure all stores and torch's own backends; w
 
 docs: .venv/installed ## Generate docs/options.md and docs/stores.md from the docstrings
 	@$(BIN)/python -m docs.generate
+
+screenshots: .venv/installed servers ## Take the pictures in docs/ of real runs
+	@$(BIN)/python -W ignore -m docs.screenshots
 
 lock: ## Update requirements.lock from pyproject.toml
 	@scripts/lock "$(PYTHON)"

@@ -18,11 +18,21 @@ from rdzv_plugins.kv import Entry, KeyValueClient
 from rdzv_plugins.protocol.documents import Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 
-__all__ = ["Archive", "Listed", "Row", "archive_run_id", "forget_runs", "list_runs"]
+__all__ = [
+    "LIST",
+    "Archive",
+    "Listed",
+    "Row",
+    "archive_run_id",
+    "forget_runs",
+    "list_runs",
+    "read_list",
+]
 
 _ENDED = "ended/"
 _ROUNDS = "rounds/"
-_RUNS = "!runs"
+LIST = "!runs"
+"""The run id whose namespace is the list of runs."""
 
 # A node that was away for less finds the tombstone of its run.
 _TOMBSTONE_SECONDS = 7 * 24 * 3600.0
@@ -134,7 +144,7 @@ class Archive:
                 if len(rows) > _MOST_ROUNDS:
                     by_age = sorted(rows, key=lambda key: str(_fields(rows[key]).get("at")))
                     client.delete_many(by_age[: len(rows) - _MOST_ROUNDS])
-        with closing(self._open(_RUNS)) as client:
+        with closing(self._open(LIST)) as client:
             self._enlist(client, record, at)
 
     def rows(self) -> list[Row]:
@@ -183,13 +193,18 @@ def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
     Args:
         open: connects to the namespace of a run id.
     """
-    with closing(open(_RUNS)) as client:
-        return _decode(client.list(""))
+    with closing(open(LIST)) as client:
+        return read_list(client)
+
+
+def read_list(client: KeyValueClient) -> dict[str, Listed]:
+    """The same, for those who read it again and again; ``client`` is that of `LIST`."""
+    return _decode(client.list(""))
 
 
 def forget_runs(open: Callable[[str], KeyValueClient], run_ids: list[str]) -> None:
     """Delete the entries of these run ids from the list of runs."""
-    with closing(open(_RUNS)) as client:
+    with closing(open(LIST)) as client:
         client.delete_many(run_ids)
 
 

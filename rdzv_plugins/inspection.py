@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from rdzv_plugins.archive import Archive, Row
+from rdzv_plugins.archive import Archive, Listed, Row
 from rdzv_plugins.kv import KeyValueClient, Version
 from rdzv_plugins.protocol.diagnosis import diagnose
 from rdzv_plugins.protocol.documents import (
@@ -28,7 +28,16 @@ from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
-__all__ = ["SCHEMA", "Condition", "Inspection", "NodeState", "delete_run", "is_torchs", "settle"]
+__all__ = [
+    "SCHEMA",
+    "Condition",
+    "Inspection",
+    "NodeState",
+    "delete_run",
+    "is_torchs",
+    "settle",
+    "what_it_was",
+]
 
 SCHEMA = 1
 """The version of what `Inspection.report` returns; it changes when a field changes its meaning."""
@@ -187,11 +196,7 @@ class Inspection:
     def _what_it_was(self) -> str:
         if self.is_torchs:
             return "a run of handler=torch, whose state cannot be shown"
-        if self.last is None:
-            return "nothing is stored under this id"
-        if self.last.outcome is None:
-            return f"abandoned in round {self.last.round}: nobody closed it, and its keys expired"
-        return f"{self.last.outcome.value} at {self.last.at[:19]} UTC: {self.last.reason}"
+        return what_it_was(self.last)
 
     def nodes(self) -> list[NodeState]:
         """The participants in rank order, then the others by name."""
@@ -260,6 +265,15 @@ class Inspection:
                 for it in self.nodes()
             ],
         }
+
+
+def what_it_was(last: Row | Listed | None) -> str:
+    """The sentence of a run whose keys are gone, from what was noted last."""
+    if last is None:
+        return "nothing is stored under this id"
+    if last.outcome is None:
+        return f"abandoned in round {last.round}: nobody closed it, and its keys expired"
+    return f"{last.outcome.value} at {last.at[:19]} UTC: {last.reason}"
 
 
 def settle(inspections: Iterable[Inspection]) -> None:

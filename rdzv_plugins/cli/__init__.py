@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rdzv_plugins import __version__
-from rdzv_plugins.cli import local, run, runs
+from rdzv_plugins.cli import local, pages, run, runs
 from rdzv_plugins.cli.check import check
 
 __all__ = ["app", "main"]
@@ -41,6 +41,8 @@ app.command()(runs.watch)
 app.command()(runs.close)
 app.command()(runs.clean)
 app.command()(check)
+app.command()(pages.dashboard)
+app.command()(pages.exporter)
 app.command()(local.serve)
 app.command()(local.demo)
 

@@ -92,6 +92,15 @@ class Access:
         return Archive(self.open, run_id, self.settings.history_ttl)
 
     @property
+    def prefix(self) -> str:
+        """The first part of every key."""
+        from rdzv_plugins.config import StoreOptions, parse_options
+
+        given = parse_conf(self.conf)
+        own = {"prefix": given["prefix"]} if "prefix" in given else {}
+        return parse_options(StoreOptions, own, os.environ).prefix
+
+    @property
     def settings(self) -> Settings:
         """The handler's options among those of ``--rdzv-conf``."""
         from rdzv_plugins.config import Settings, option_names, parse_options

@@ -75,11 +75,16 @@ def pip(*arguments: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+PAGE = ("page.html", "page.css", "page.js", "icon.svg")
+
+
 def test_it_ships_every_module_its_types_and_its_licence(wheel: Path) -> None:
     shipped = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rdzv_plugins").rglob("*.py")}
     assert modules <= shipped
     assert "rdzv_plugins/py.typed" in shipped
+    page = {f"rdzv_plugins/dashboard/{name}" for name in PAGE}
+    assert page <= shipped
     assert any(name.endswith("/LICENSE") for name in shipped)
     strangers = {name for name in shipped if not name.startswith("rdzv_plugins")}
     assert not strangers
@@ -90,7 +95,8 @@ def test_its_extras_name_each_client(wheel: Path) -> None:
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     lines = archive.read(name).decode().splitlines()
     extras = {line.removeprefix("Provides-Extra: ") for line in lines if "Provides-Extra" in line}
-    assert extras == {name.removesuffix("-v3") for name in STORES} | {"embedded", "all"}
+    others = {"embedded", "metrics", "otel", "dashboard", "all"}
+    assert extras == {name.removesuffix("-v3") for name in STORES} | others
     unconditional = [line for line in lines if line.startswith("Requires-Dist") and ";" not in line]
     assert [line.split()[1].split(">")[0] for line in unconditional] == [
         "torch",

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rdzv_plugins.config import Settings, parse_options
 from rdzv_plugins.driver import watched
+from rdzv_plugins.exporter import EXPORTED
 from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.kv import MemoryServer, RendezvousConnectionError
 from rdzv_plugins.kv.contract import KeyValueClient
@@ -473,7 +474,7 @@ class TestTheTable:
     def test_the_page_shows_the_table(self) -> None:
         text = (ROOT / "docs" / "metrics.md").read_text()
         shown = [line for line in text.splitlines() if line.startswith("| `rdzv_")]
-        assert shown == [row(metric) for metric in METRICS]
+        assert shown == [row(metric) for metric in (*METRICS, *EXPORTED)]
 
 
 def row(metric: Metric) -> str:

@@ -1,0 +1,89 @@
+"""Commands that show all runs of a store to browsers and to Prometheus, until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from rdzv_plugins.cli.options import Access, BackendOption, ConfOption, EndpointOption
+
+__all__ = ["dashboard", "exporter"]
+
+HostOption = Annotated[str, typer.Option(help="address to listen at; it has no password")]
+
+
+def dashboard(
+    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one")] = 8265,
+) -> None:  # fmt: skip
+    """Serve a page that shows all runs under a prefix while they go on."""
+    _require("dashboard", "dashboard", "starlette", "uvicorn")
+    from rdzv_plugins.dashboard.server import Dashboard
+    from rdzv_plugins.survey import Survey
+
+    access = Access(backend, endpoint, conf)
+    where = _where(access)
+    survey = Survey(access.open, access.archive)
+    survey.look()
+    try:
+        page = Dashboard(survey, where, host, port)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, error) from error
+    typer.echo(f"{page.url} shows the runs of {where}; Ctrl-C ends it")
+    page.serve()
+
+
+def exporter(
+    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one")] = 9747,
+) -> None:  # fmt: skip
+    """Serve metrics of all runs under a prefix to Prometheus."""
+    _require("exporter", "metrics", "prometheus_client")
+    from rdzv_plugins.exporter import Exporter
+    from rdzv_plugins.survey import Survey
+
+    access = Access(backend, endpoint, conf)
+    where = _where(access)
+    survey = Survey(access.open, access.archive)
+    # Two looks tell whether a heartbeat moves: the second is the first scrape.
+    survey.look()
+    source = Exporter(survey)
+    try:
+        url = source.serve(host, port)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, error) from error
+    typer.echo(f"{url}/metrics has the runs of {where}; Ctrl-C ends it")
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+    source.close()
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> ValueError:
+    return ValueError(f"cannot listen at {host}:{port} ({error}); choose another --port")
+
+
+def _where(access: Access) -> str:
+    """Which store, and which of its prefixes."""
+    from rdzv_plugins.endpoint import redact
+
+    at = f" at {redact(access.endpoint)}" if access.endpoint else ""
+    return f"{access.backend}{at}, prefix {access.prefix}"
+
+
+def _require(command: str, extra: str, *packages: str) -> None:
+    for package in packages:
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise ValueError(
+                f"rdzv {command} needs the package '{package}', which cannot be imported "
+                f'({error}). Install it with: pip install "rdzv-plugins[{extra}]"'
+            ) from error

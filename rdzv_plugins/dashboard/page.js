@@ -1,0 +1,406 @@
+// Shows what the server sends. Names and reasons come from hosts that nobody here vouches for: they
+// become text nodes, never markup.
+"use strict";
+
+const CAUSES = ["lost", "failed", "left", "evicted", "joined"];
+const PHASES = ["gathering", "last_call", "confirming"];
+const STATES = ["run", "done", "join", "spare", "silent", "lost", "left", "unknown"];
+const WORDS = { run: "running", join: "waiting" };
+const CAUSE_WORDS = { failed: "workers failed", evicted: "left out" };
+const NAMED = 16;
+const LARGE = 16, MIDDLE = 160, BARS = 24;
+const SVG = "http://www.w3.org/2000/svg";
+
+let chosen = null, events = null, runs = [], run = null, shown = null, seenAt = null;
+
+const $ = (id) => document.getElementById(id);
+const word = (state) => WORDS[state] || state;
+const clock = (iso) => new Date(iso).toLocaleTimeString([], { hour12: false });
+const day = (iso) => new Date(iso).toLocaleDateString("sv") + " " + clock(iso);
+
+function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function mark(element, name, value) {
+  if (value === null || value === undefined || value === false) element.removeAttribute(name);
+  else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+}
+
+function make(tag, attributes, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) mark(element, name, value);
+  element.append(...children);
+  return element;
+}
+
+function draw(tag, attributes, text) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+// Children that stay are changed in place: a grid of thousands is not built again each second.
+function fill(parent, items, create, change) {
+  while (parent.childElementCount > items.length) parent.lastElementChild.remove();
+  if (parent.childElementCount < items.length) {
+    const fresh = document.createDocumentFragment();
+    for (let i = parent.childElementCount; i < items.length; i++) fresh.append(create());
+    parent.append(fresh);
+  }
+  let child = parent.firstElementChild;
+  for (const item of items) {
+    change(child, item);
+    child = child.nextElementSibling;
+  }
+}
+
+function seconds(value) {
+  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
+  return value < 99.5 ? `${value.toFixed(1)} s` : `${Math.round(value)} s`;
+}
+
+function label(item) {
+  return item.rank === null || item.rank === undefined ? item.name : `${item.name} (rank ${item.rank})`;
+}
+
+function condition(item) {
+  if (item.condition === "closed") return item.outcome || (item.last || {}).outcome || "closed";
+  return item.told || item.condition === "unreadable" ? item.condition : "watching";
+}
+
+function pill(element, item) {
+  mark(element, "data-condition", condition(item));
+  say(element, condition(item));
+}
+
+function showRuns() {
+  say($("count"), String(runs.length));
+  fill(
+    $("runs"),
+    runs,
+    () => make("li", {}, make("a", {}, make("span", { class: "top" }, make("b", {}),
+      make("span", { class: "pill" })), make("small", {}))),
+    (element, item) => {
+      const link = element.firstElementChild;
+      mark(link, "href", `#${encodeURIComponent(item.run)}`);
+      const fresh = item.run === chosen && item.run !== shown;
+      mark(link, "aria-current", item.run === chosen ? "true" : null);
+      if (fresh) link.scrollIntoView({ block: "nearest" });
+      mark(link, "title", item.run);
+      say(link.querySelector("b"), item.run);
+      pill(link.querySelector(".pill"), item);
+      say(link.querySelector("small"), item.sentence);
+    },
+  );
+  shown = chosen;
+  const none = runs.length === 0 ? "There are no runs under this prefix." : "Choose a run.";
+  say($("nothing"), chosen !== null && runs.length > 0 && run === null
+    ? `There is no run '${chosen}' in the list of runs.` : none);
+  $("nothing").hidden = run !== null;
+}
+
+function facts(items) {
+  fill($("facts"), items, () => make("div", {}, make("dt", {}), make("dd", {})),
+    (element, [name, value]) => {
+      say(element.firstElementChild, name);
+      say(element.lastElementChild, value);
+    });
+}
+
+// Those that the last round lost have no record any more.
+function withLost(nodes, newest) {
+  const row = newest.find((it) => it.phase === "running");
+  if (row === undefined || run.phase === "closed" || nodes.length === 0) return nodes;
+  const here = new Set(nodes.map((node) => node.name));
+  const gone = (row.lost || []).filter((member) => !here.has(member.name));
+  return [...nodes, ...gone.map((member) => ({
+    ...member, rank: null, was: member.rank, state: "lost", silence: null, leader: false, awaited: false,
+  }))];
+}
+
+function showNode(element, node, size) {
+  const gone = ["unknown", "left"].includes(node.state) || node.silence === null;
+  const plain = gone ? "" : `last beat ${node.silence.toFixed(1)} s ago`;
+  mark(element, "data-state", node.state);
+  mark(element, "data-leader", node.leader ? "" : null);
+  const was = node.was === undefined || node.was === null ? "" : `was rank ${node.was}`;
+  const rank = node.rank === null ? was : `rank ${node.rank}`;
+  const notes = [rank, node.leader ? "leads" : "", node.awaited ? "awaited" : ""];
+  const about = [node.name, ...notes, word(node.state), plain].filter(Boolean).join(" · ");
+  if (element.about !== about) {
+    element.about = about;
+    mark(element, "title", about);
+  }
+  if (size === "large") {
+    if (element.childElementCount !== 3) {
+      element.replaceChildren(make("b", {}), make("small", {}), make("small", {}));
+    }
+    const [name, what, when] = element.children;
+    say(name, node.name);
+    say(what, [rank, word(node.state), node.leader ? "leads" : ""].filter(Boolean).join(" · "));
+    say(when, plain || " ");
+    element.classList.remove("mark");
+    return;
+  }
+  const odd = ["silent", "lost", "unknown"].includes(node.state);
+  element.classList.toggle("mark", odd);
+  say(element, size === "middle" && !odd && node.rank !== null ? String(node.rank) : "");
+}
+
+function showGrid(grid, nodes, size) {
+  if (grid.dataset.size !== size) {
+    grid.replaceChildren();
+    grid.dataset.size = size;
+  }
+  fill(grid, nodes, () => make("div", { class: "node" }), (element, node) => showNode(element, node, size));
+}
+
+function showWorld(nodes) {
+  $("world").hidden = nodes.length === 0;
+  const size = nodes.length <= LARGE ? "large" : nodes.length <= MIDDLE ? "middle" : "small";
+  const ranked = nodes.filter((node) => node.rank !== null);
+  const others = nodes.filter((node) => node.rank === null);
+  showGrid($("grid"), ranked, size);
+  showGrid($("others"), others, size);
+  $("grid").hidden = ranked.length === 0;
+  $("others-title").hidden = others.length === 0;
+  say($("others-title"), ranked.length === 0 ? "no ranks yet" : "not in this round");
+  const counts = STATES.map((state) => [state, nodes.filter((node) => node.state === state).length]);
+  fill($("legend"), counts.filter(([, count]) => count > 0), () => make("li", {}),
+    (element, [state, count]) => {
+      mark(element, "data-state", state);
+      say(element, `${count} ${word(state)}`);
+    });
+  const odd = nodes.filter((node) => ["lost", "silent", "unknown"].includes(node.state));
+  const named = odd.slice(0, 8).map((node) => `${word(node.state)}: ${label(node)}`).join(", ");
+  $("caption").odd = odd.length > 8 ? `${named} and ${odd.length - 8} more` : named;
+  if (!$("caption").pointed) say($("caption"), $("caption").odd);
+}
+
+function point(event) {
+  const node = event.target.closest(".node");
+  $("caption").pointed = node !== null;
+  say($("caption"), node === null ? $("caption").odd || "" : node.about);
+}
+
+// A ceiling that is 1, 2 or 5 times a power of ten.
+function ceiling(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((it) => it >= value * 0.999);
+}
+
+function causeOf(row) {
+  return CAUSES.find((cause) => (row[cause] || []).length > 0) || "none";
+}
+
+function plot(svg) {
+  const width = svg.clientWidth || 460, height = svg.clientHeight || 190;
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  return { width, height, left: 34, right: width - 8, top: 16, bottom: height - 22, parts: [] };
+}
+
+function level(at, text, shape) {
+  shape.parts.push(
+    draw("line", { class: "axis", x1: shape.left, x2: shape.right, y1: at, y2: at }),
+    draw("text", { x: shape.left - 6, y: at + 4, "text-anchor": "end" }, text),
+  );
+}
+
+function showSizes(rows) {
+  const svg = $("sizes-plot"), shape = plot(svg);
+  const times = rows.map((row) => Date.parse(row.at));
+  const sizes = rows.map((row) => (row.phase === "closed" ? 0 : row.nodes));
+  const live = run.condition !== "closed" && run.condition !== "dead" && seenAt !== null;
+  const first = times[0], last = Math.max(times[times.length - 1], live ? Date.parse(seenAt) : 0);
+  const most = Math.max(1, ...sizes, run.max_nodes && run.max_nodes <= 4 * Math.max(...sizes) ? run.max_nodes : 0);
+  const x = (at) => shape.left + 6 + ((shape.right - shape.left - 14) * (at - first)) / Math.max(1, last - first);
+  const y = (size) => shape.bottom - ((shape.bottom - shape.top) * size) / most;
+  const step = most <= 5 ? 1 : ceiling(most / 4);
+  for (let size = 0; size <= most; size += step) level(y(size), String(size), shape);
+  if (run.min_nodes) {
+    const at = y(run.min_nodes);
+    shape.parts.push(
+      draw("line", { class: "limit", x1: shape.left, x2: shape.right, y1: at, y2: at }),
+      draw("text", { x: shape.right, y: at - 5, "text-anchor": "end" }, `minimum ${run.min_nodes}`),
+    );
+  }
+  let path = `M${x(first)},${y(sizes[0])}`;
+  for (let i = 1; i < rows.length; i++) path += `H${x(times[i])}V${y(sizes[i])}`;
+  path += `H${x(last)}`;
+  shape.parts.push(
+    draw("path", { class: "area", d: `${path}V${y(0)}H${x(first)}Z` }),
+    draw("path", { class: "step", d: path }),
+  );
+  rows.forEach((row, i) => {
+    const dot = draw("circle", { class: "event", cx: x(times[i]), cy: y(sizes[i]), r: 5.5, "data-cause": causeOf(row) });
+    dot.append(draw("title", {}, `round ${row.round}, ${clock(row.at)}: ${row.reason || ""}`));
+    shape.parts.push(dot);
+  });
+  shape.parts.push(
+    draw("text", { x: shape.left, y: shape.height - 4 }, day(rows[0].at)),
+    draw("text", { x: shape.right, y: shape.height - 4, "text-anchor": "end" },
+      live ? "now" : clock(new Date(last))),
+  );
+  svg.replaceChildren(...shape.parts);
+  const found = new Set(rows.map(causeOf));
+  fill($("causes"), CAUSES.filter((cause) => found.has(cause)), () => make("li", {}), (element, cause) => {
+    mark(element, "data-cause", cause);
+    say(element, CAUSE_WORDS[cause] || cause);
+  });
+}
+
+function phasesOf(row) {
+  const { gathering, last_call, confirming } = row.seconds;
+  return { gathering: Math.max(0, gathering - last_call), last_call, confirming };
+}
+
+function showForming(rows) {
+  const svg = $("forming-plot"), shape = plot(svg);
+  const totals = rows.map((row) => row.seconds.gathering + row.seconds.confirming);
+  const most = ceiling(Math.max(0.001, ...totals) * 1.02);
+  const y = (value) => shape.bottom - ((shape.bottom - shape.top) * value) / most;
+  const unit = most >= 1 ? "s" : "ms";
+  for (const part of [0, 0.5, 1]) {
+    const value = most * part * (unit === "s" ? 1 : 1000);
+    level(y(most * part), part === 0 ? `0 ${unit}` : String(Number(value.toPrecision(3))), shape);
+  }
+  const room = (shape.right - shape.left - 8) / Math.max(rows.length, 4);
+  const wide = Math.min(44, room * 0.62);
+  rows.forEach((row, i) => {
+    const middle = shape.left + 8 + room * (i + 0.5), phases = phasesOf(row);
+    const group = draw("g", {});
+    let under = 0;
+    for (const phase of PHASES) {
+      if (phases[phase] <= 0) continue;
+      const height = Math.max(1, y(0) - y(phases[phase]));
+      group.append(draw("rect", {
+        class: "bar", "data-phase": phase, x: middle - wide / 2, width: wide,
+        y: y(under) - height, height, rx: Math.min(2, height / 2),
+      }));
+      under += phases[phase];
+    }
+    group.append(draw("title", {}, `round ${row.round}: ` +
+      PHASES.map((phase) => `${phase.replace("_", " ")} ${seconds(phases[phase])}`).join(", ")));
+    if (room > 34) group.append(draw("text", { class: "value", x: middle, y: y(under) - 5, "text-anchor": "middle" }, seconds(totals[i])));
+    if (room > 16) group.append(draw("text", { x: middle, y: shape.height - 4, "text-anchor": "middle" }, String(row.round)));
+    shape.parts.push(group);
+  });
+  svg.replaceChildren(...shape.parts);
+}
+
+function chips(row) {
+  const found = [];
+  for (const cause of CAUSES) {
+    for (const member of row[cause] || []) {
+      found.push(make("span", { class: "chip", "data-cause": cause },
+        make("b", {}, CAUSE_WORDS[cause] || cause), ` ${label(member)}`));
+    }
+  }
+  return found;
+}
+
+function showRow(element, row) {
+  const text = JSON.stringify(row);
+  if (element.shown === text) return;
+  element.shown = text;
+  const [round, when, nodes, formed, why] = element.children;
+  const end = row.phase === "closed";
+  say(round, end ? "end" : String(row.round));
+  say(when, day(row.at));
+  say(nodes, end ? "" : String(row.nodes));
+  say(formed, row.seconds ? seconds(row.seconds.gathering + row.seconds.confirming) : "");
+  const reason = end ? `${row.outcome || "closed"}: ${row.reason || ""}` : row.reason || "";
+  const found = end ? [] : chips(row);
+  // A row names sixteen nodes of a cause at most; its reason says how many more there are.
+  const all = found.length > 0 && CAUSES.every((cause) => (row[cause] || []).length < NAMED);
+  why.replaceChildren(...found, ...(all ? [] : [make("span", { class: "why" }, reason)]));
+  mark(why, "title", reason);
+}
+
+function showRun() {
+  $("run").hidden = run === null;
+  if (run === null) return;
+  say($("name"), run.run);
+  pill($("condition"), run);
+  say($("sentence"), run.sentence);
+  const nodes = run.nodes || [];
+  const leader = nodes.find((node) => node.leader);
+  const last = run.last || {};
+  const limits = run.min_nodes === run.max_nodes ? `${run.min_nodes}` : `${run.min_nodes}..${run.max_nodes}`;
+  facts([
+    ["round", run.round ?? last.round],
+    ["phase", run.phase ?? last.phase],
+    ["--nnodes", run.min_nodes ? limits : null],
+    ["MASTER", run.master],
+    ["leader", leader ? leader.name : null],
+    ["why this round", run.reason],
+    ["began", run.began ? day(run.began) : null],
+  ].filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, String(value)]));
+  const newest = run.rounds || [];
+  showWorld(withLost(nodes, newest));
+  const rows = [...newest].reverse();
+  $("sizes").hidden = rows.length === 0;
+  if (rows.length > 0) showSizes(rows);
+  const formed = rows.filter((row) => row.seconds).slice(-BARS);
+  $("forming").hidden = formed.length === 0;
+  if (formed.length > 0) showForming(formed);
+  $("history").hidden = rows.length === 0;
+  fill($("rounds"), newest, () => make("tr", {}, ...["number", "number", "number", "number", ""].map((name) => make("td", { class: name }))), showRow);
+  document.title = `${run.run} · rdzv`;
+}
+
+function chooseOne() {
+  if (chosen !== null || runs.length === 0) return;
+  const live = runs.find((item) => ["running", "forming"].includes(item.condition));
+  listen((live || runs[0]).run);
+}
+
+function listen(id) {
+  if (events !== null) events.close();
+  if (id !== chosen) run = null;
+  chosen = id;
+  showRun();
+  events = new EventSource(id === null ? "/events" : `/events?run=${encodeURIComponent(id)}`);
+  events.addEventListener("store", (event) => {
+    const { store, at, away } = JSON.parse(event.data);
+    seenAt = at;
+    say($("where"), store);
+    mark($("live"), "data-live", away === null ? "yes" : "away");
+    say($("live"), `${away === null ? "live" : "store away"} · ${clock(at)}`);
+    $("away").hidden = away === null;
+    say($("away"), away === null ? "" : `store away since ${clock(away.since)}: ${away.error}`);
+  });
+  events.addEventListener("runs", (event) => {
+    runs = JSON.parse(event.data);
+    showRuns();
+    chooseOne();
+  });
+  events.addEventListener("run", (event) => {
+    run = JSON.parse(event.data);
+    showRun();
+    showRuns();
+  });
+  events.onerror = () => {
+    mark($("live"), "data-live", "no");
+    say($("live"), "rdzv dashboard does not answer");
+  };
+}
+
+function fromAddress() {
+  const text = location.hash.slice(1);
+  try {
+    return text === "" ? null : decodeURIComponent(text);
+  } catch {
+    return null;
+  }
+}
+
+window.addEventListener("hashchange", () => listen(fromAddress()));
+window.addEventListener("resize", showRun);
+$("grid").addEventListener("mouseover", point);
+$("grid").addEventListener("mouseleave", point);
+$("others").addEventListener("mouseover", point);
+$("others").addEventListener("mouseleave", point);
+listen(fromAddress());

@@ -1,0 +1,163 @@
+"""The thread that reads the store for all viewers of the page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import to_builtins
+
+from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.survey import Survey
+
+__all__ = ["Poller", "Snapshot"]
+
+# How often the store is read while somebody looks, and while nobody does, in seconds.
+_INTERVAL = 1.0
+_IDLE_INTERVAL = 15.0
+# Whoever has asked for something looks for so long.
+_ATTENTION_SECONDS = 10.0
+_STOP_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What the store held at one time, as plain data.
+
+    Attributes:
+        at: when, ISO 8601 in UTC.
+        taken: the same on the monotonic clock.
+        away: since when the store is away, and why; None: it answered.
+        runs: a line for each run, the newest first.
+        reports: by run id; see `survey.Seen.report`.
+    """
+
+    at: str
+    taken: float
+    away: dict[str, str] | None
+    runs: list[dict[str, Any]]
+    reports: Mapping[str, dict[str, Any]]
+
+
+class Poller:
+    """Reads the store once a second while somebody looks, and else every 15 s.
+
+    All methods but `close` are for the event loop's thread.
+    """
+
+    def __init__(self, survey: Survey) -> None:
+        self.viewers = 0
+        self.snapshot: Snapshot | None = None
+        self._survey = survey
+        self._asked = time.monotonic()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rdzv-dashboard", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and close all connections to the store."""
+        self._stopping.set()
+        self._wake.set()
+        self._survey.close()
+        self._thread.join(_STOP_SECONDS)
+
+    @property
+    def lives(self) -> bool:
+        return self._thread.is_alive()
+
+    async def fresh(self) -> Snapshot | None:
+        """What the store holds now, or held last if it does not answer; None: nothing was read."""
+        self._asked = time.monotonic()
+        self._wake.set()
+        known = self.snapshot
+        if known is None or self._asked - known.taken > 2 * _INTERVAL:
+            await self.news(_ATTENTION_SECONDS)
+        return self.snapshot
+
+    async def news(self, timeout: float) -> None:
+        """Wait for the next snapshot, for so many seconds at most."""
+        self._wake.set()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout)
+
+    async def run(self, run_id: str) -> dict[str, Any] | None:
+        """A run's report with its rounds, the newest first; None: it is not in the snapshot."""
+        report = self.snapshot.reports.get(run_id) if self.snapshot is not None else None
+        if report is None:
+            return None
+        # Reads the store only after a round has begun or a run has ended.
+        rows = await asyncio.to_thread(self._survey.rows, run_id)
+        return report | {"rounds": [to_builtins(row) for row in reversed(rows)]}
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            error: str | None = None
+            try:
+                self._survey.look()
+            except (RendezvousStateError, ValueError) as problem:
+                error = str(problem)
+            self._tell(error)
+            self._stopping.wait(max(0.0, began + _INTERVAL - time.monotonic()))
+            if not self._is_watched():
+                self._wake.wait(_IDLE_INTERVAL)
+            self._wake.clear()
+
+    def _is_watched(self) -> bool:
+        return self.viewers > 0 or time.monotonic() - self._asked < _ATTENTION_SECONDS
+
+    def _tell(self, error: str | None) -> None:
+        assert self._loop is not None
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        away = None
+        if error is not None:
+            away = {"since": now, "error": error}
+        elif self._survey.away is not None:
+            since, why = self._survey.away
+            away = {"since": since.isoformat(timespec="milliseconds"), "error": why}
+        reports = {run_id: seen.report() for run_id, seen in self._survey.runs.items()}
+        snapshot = Snapshot(
+            at=now,
+            taken=time.monotonic(),
+            away=away,
+            runs=[_line(report) for report in reports.values()],
+            reports=reports,
+        )
+        # The loop is closed where the server ends at this moment.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._publish, snapshot)
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        waited, self._news = self._news, asyncio.Event()
+        waited.set()
+
+
+def _line(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A run in the list of runs."""
+    nodes = report.get("nodes")
+    last = report.get("last") or {}
+    ranked = [node for node in nodes if node["rank"] is not None] if nodes is not None else []
+    return {
+        "run": report["run"],
+        "condition": report["condition"],
+        "outcome": report.get("outcome", last.get("outcome")),
+        "told": report["told"],
+        "sentence": report["sentence"],
+        "round": report.get("round", last.get("round")),
+        "nodes": len(ranked) if nodes is not None else last.get("nodes", 0),
+        "began": report["began"],
+        "noted": report["noted"],
+    }

@@ -1,0 +1,207 @@
+"""Serves the page, what it shows as JSON, and its changes as server-sent events. Read-only."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from importlib.resources import files
+from ipaddress import ip_address
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rdzv_plugins.dashboard.poller import Poller, Snapshot
+from rdzv_plugins.survey import Survey
+
+__all__ = ["Dashboard"]
+
+# A stream looks this often whether the server ends; proxies close one that is silent for longer.
+_LOOK_SECONDS = 1.0
+_SILENT_SECONDS = 15.0
+_END_SECONDS = 5
+
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+_FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+
+class Dashboard:
+    """The page's server.
+
+    Args:
+        survey: of the runs; closed when the server ends.
+        where: names the store on the page; without secrets.
+        host, port: where it listens; port 0: on any free one.
+
+    Raises OSError if it cannot listen there.
+    """
+
+    def __init__(self, survey: Survey, where: str, host: str, port: int) -> None:
+        self._poller = Poller(survey)
+        self._where = where
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self.application(host),
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=_END_SECONDS,
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def serve(self) -> None:
+        """Serve until SIGINT or SIGTERM."""
+        # uvicorn raises the signal again once it has ended.
+        with suppress(KeyboardInterrupt):
+            self._server.run(sockets=[self._socket])
+
+    def application(self, host: str) -> Starlette:
+        middleware = [Middleware(_Headers)]
+        if _is_loopback(host):
+            # A page of somebody else's whose name resolves to this host may not read this one.
+            local = ["localhost", "127.0.0.1", "::1", "[::1]", host]
+            middleware.append(
+                Middleware(TrustedHostMiddleware, allowed_hosts=local, www_redirect=False)
+            )
+        return Starlette(
+            routes=[
+                *(Route(path, _file(*what)) for path, what in _FILES.items()),
+                Route("/api/runs", self._runs),
+                Route("/api/runs/{run_id:path}", self._run),
+                Route("/events", self._events),
+                Route("/healthz", self._health),
+            ],
+            middleware=middleware,
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._poller.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self._poller.close)
+
+    async def _runs(self, _: Request) -> Response:
+        snapshot = await self._poller.fresh()
+        if snapshot is None:
+            return PlainTextResponse("the store has not been read yet\n", 503)
+        return _json(self._store(snapshot) | {"runs": snapshot.runs})
+
+    async def _run(self, request: Request) -> Response:
+        await self._poller.fresh()
+        run = await self._poller.run(request.path_params["run_id"])
+        if run is None:
+            return PlainTextResponse("there is no such run in the list of runs\n", 404)
+        return _json(run)
+
+    async def _health(self, _: Request) -> Response:
+        # Also while the store is away: a restart of this process would not bring it back.
+        if self._poller.lives:
+            return PlainTextResponse("ok\n")
+        return PlainTextResponse("the thread that reads the store has ended\n", 503)
+
+    async def _events(self, request: Request) -> Response:
+        stream = self._stream(request.query_params.get("run"))
+        return StreamingResponse(stream, media_type="text/event-stream")
+
+    async def _stream(self, run_id: str | None) -> AsyncIterator[bytes]:
+        """Events ``store``, ``runs`` and ``run``, each whenever it differs from the one before."""
+        sent: dict[str, bytes] = {}
+        taken, silent = 0.0, 0.0
+        self._poller.viewers += 1
+        try:
+            while not self._server.should_exit:
+                snapshot = self._poller.snapshot
+                if snapshot is None or snapshot.taken == taken:
+                    await self._poller.news(_LOOK_SECONDS)
+                    silent += _LOOK_SECONDS
+                    if silent >= _SILENT_SECONDS:
+                        silent = 0.0
+                        yield b": nothing new\n\n"
+                    continue
+                taken, silent = snapshot.taken, 0.0
+                events: dict[str, Any] = {"store": self._store(snapshot), "runs": snapshot.runs}
+                if run_id is not None:
+                    events["run"] = await self._poller.run(run_id)
+                for name, value in events.items():
+                    data = _encode(value)
+                    if sent.get(name) != data:
+                        sent[name] = data
+                        yield b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+        finally:
+            self._poller.viewers -= 1
+
+    def _store(self, snapshot: Snapshot) -> dict[str, Any]:
+        return {"schema": 1, "store": self._where, "at": snapshot.at, "away": snapshot.away}
+
+
+class _Headers:
+    """Adds the headers that every answer has."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *self._added]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    content = files(__package__).joinpath(name).read_bytes()
+
+    async def answer(_: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return answer
+
+
+# A string of JSON holds no line end, so that one event is one line.
+_encode = msgspec.json.Encoder().encode
+
+
+def _json(value: object) -> Response:
+    return Response(_encode(value), media_type="application/json")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

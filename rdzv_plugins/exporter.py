@@ -1,0 +1,254 @@
+"""What Prometheus can know of all runs under a prefix, from the store alone: ``rdzv exporter``.
+
+`EXPORTED` is the one table of what there is; ``docs/metrics.md`` shows it, and a test compares the
+two. A metric that a node has too (`metrics.METRICS`) has the same name and means the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from rdzv_plugins.archive import Row
+from rdzv_plugins.inspection import Condition
+from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.metrics import CAUSES, STATES, Kind, Metric, state
+from rdzv_plugins.metrics_server import MetricsServer
+from rdzv_plugins.protocol.documents import Phase, RoundDocument
+from rdzv_plugins.survey import Seen, Survey
+
+__all__ = ["EXPORTED", "Exporter"]
+
+# Several scrapers at once make one read.
+_FRESH_SECONDS = 1.0
+_UNKNOWN = float("nan")
+
+EXPORTED = (
+    Metric(
+        name="rdzv_condition",
+        kind=Kind.GAUGE,
+        labels=("run", "condition"),
+        text="1 for the condition of the run, else 0: running, forming, dead or closed; NaN until"
+        " its heartbeats have been watched for long enough",
+    ),
+    Metric(
+        name="rdzv_round",
+        kind=Kind.GAUGE,
+        labels=("run",),
+        text="number of the round",
+    ),
+    Metric(
+        name="rdzv_round_nodes",
+        kind=Kind.GAUGE,
+        labels=("run",),
+        text="nodes that have a rank in it; 0 while it forms",
+    ),
+    Metric(
+        name="rdzv_phase",
+        kind=Kind.GAUGE,
+        labels=("run", "phase"),
+        text="1 for the phase in which it is, else 0: forming, confirming, running or closed",
+    ),
+    Metric(
+        name="rdzv_nodes",
+        kind=Kind.GAUGE,
+        labels=("run", "state"),
+        text="nodes of the run by state: joined (they ask for a round), running, spare, done, left"
+        " or lost",
+    ),
+    Metric(
+        name="rdzv_nodes_waiting",
+        kind=Kind.GAUGE,
+        labels=("run",),
+        text="what num_nodes_waiting() returns to the agents of the last round: above 0, they are"
+        " to join the next one",
+    ),
+    Metric(
+        name="rdzv_leader_silence_seconds",
+        kind=Kind.GAUGE,
+        labels=("run",),
+        text="seconds since the exporter last saw the leader's heartbeat move; it looks when it is"
+        " scraped",
+    ),
+    Metric(
+        name="rdzv_restarts_total",
+        kind=Kind.COUNTER,
+        labels=("run", "cause"),
+        text="rounds after the run's first, by what became of which nodes: lost, left, failed"
+        " (their workers), joined, evicted, or other; one round counts once for each of its causes",
+    ),
+    Metric(
+        name="rdzv_last_forming_seconds",
+        kind=Kind.GAUGE,
+        labels=("run", "phase"),
+        text="seconds that the last round took to form: gathering with the last call, how much of"
+        " that was the last_call, and confirming",
+    ),
+    Metric(
+        name="rdzv_store_up",
+        kind=Kind.GAUGE,
+        text="0 while the store is away, else 1",
+    ),
+)
+"""Every metric of the exporter."""
+
+
+class Exporter(Collector):
+    """Reads all runs whenever it is scraped.
+
+    Its methods are for one thread, but for `close`.
+
+    Args:
+        survey: of the runs; the exporter closes it.
+    """
+
+    def __init__(self, survey: Survey) -> None:
+        self._survey = survey
+        self._looked = -_FRESH_SECONDS
+        self._error: str | None = None
+        self._restarts: dict[str, _Restarts] = {}
+        self._server: MetricsServer | None = None
+
+    def serve(self, host: str, port: int) -> str:
+        """Serve ``/metrics``, ``/healthz`` and ``/why`` from a thread; returns their address.
+
+        Raises OSError or UnicodeError if it cannot listen there.
+        """
+        # The first read of all runs' rounds takes longest: no scrape is to wait for it.
+        deque(self.collect(), maxlen=0)
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._server = MetricsServer(
+            host,
+            port,
+            registry,
+            before_metrics=self.refresh,
+            health=self.health,
+            why=self.why,
+            name="rdzv-exporter",
+        )
+        return self._server.url
+
+    def close(self) -> None:
+        """Serve nothing any more, and close all connections to the store."""
+        self._survey.close()
+        if self._server is not None:
+            self._server.close()
+
+    def refresh(self) -> None:
+        """Read the store, unless it was read within the last second."""
+        if time.monotonic() - self._looked < _FRESH_SECONDS:
+            return
+        try:
+            self._survey.look()
+            self._error = None
+        except (RendezvousStateError, ValueError) as error:
+            self._error = str(error)
+        self._looked = time.monotonic()
+
+    def health(self) -> tuple[bool, str]:
+        """True also while the store is away: a restart of this process would not bring it back."""
+        away = self._away()
+        return True, f"the store is away: {away}" if away is not None else "ok"
+
+    def why(self) -> str:
+        """A line for each run: what it does and waits for."""
+        self.refresh()
+        away = self._away()
+        lines = [f"the store is away: {away}"] if away is not None else []
+        lines += [f"run '{it.run_id}': {it.sentence}" for it in self._survey.runs.values()]
+        return "\n".join(lines) or "there are no runs under this prefix"
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """The metrics, as read last; while the store is away, nothing is known of any run."""
+        families = {metric.name: _family(metric) for metric in EXPORTED}
+        away = self._away() is not None
+        families["rdzv_store_up"].add_metric([], float(not away))
+        if not away:
+            for seen in self._survey.runs.values():
+                for name, labels, value in self._samples(seen):
+                    families[name].add_metric([seen.run_id, *labels], value)
+            self._restarts = {
+                run: it for run, it in self._restarts.items() if run in self._survey.runs
+            }
+        yield from families.values()
+
+    def _away(self) -> str | None:
+        away = self._survey.away
+        return self._error or (away[1] if away is not None else None)
+
+    def _samples(self, seen: Seen) -> Iterator[tuple[str, Sequence[str], float]]:
+        known, now = seen.can_tell, seen.condition
+        for condition in Condition:
+            if condition is not Condition.ABSENT:
+                value = float(condition is now) if known else _UNKNOWN
+                yield "rdzv_condition", [condition.value], value
+        inspection = seen.inspection
+        if seen.is_over or seen.error is not None or inspection is None:
+            return
+        document = inspection.document
+        if document is None:
+            return
+        yield "rdzv_round", [], document.round
+        yield "rdzv_round_nodes", [], len(document.participants)
+        for phase in Phase:
+            yield "rdzv_phase", [phase.value], float(document.phase is phase)
+        yield "rdzv_nodes_waiting", [], _waiting(document)
+        numbers = dict.fromkeys(STATES, 0)
+        silence = _UNKNOWN
+        for it in inspection.nodes():
+            record = inspection.records.get(it.node)
+            if it.leader:
+                silence = it.silence
+            if record is not None:
+                lost = it.state == "lost" or it.silence >= record.lease
+                numbers[state(record, lost=lost)] += 1
+        for name, number in numbers.items():
+            yield "rdzv_nodes", [name], number
+        yield "rdzv_leader_silence_seconds", [], silence
+        rows = self._survey.rows(seen.run_id)
+        restarts = self._restarts.setdefault(seen.run_id, _Restarts())
+        restarts.note(rows)
+        for cause, number in restarts.by_cause.items():
+            yield "rdzv_restarts_total", [cause], number
+        formed = [row.seconds for row in rows if row.seconds is not None]
+        if formed:
+            for name in ("gathering", "last_call", "confirming"):
+                yield "rdzv_last_forming_seconds", [name], getattr(formed[-1], name)
+
+
+class _Restarts:
+    """Counts the restarts of a run id; the store keeps its last rounds only, so none twice."""
+
+    def __init__(self) -> None:
+        self.by_cause = dict.fromkeys(CAUSES, 0)
+        self._seen: set[tuple[str, int]] = set()
+
+    def note(self, rows: Iterable[Row]) -> None:
+        rounds = {(it.incarnation, it.round): it for it in rows if it.phase is Phase.RUNNING}
+        first: dict[str, int] = {}
+        for incarnation, number in rounds:
+            first[incarnation] = min(number, first.get(incarnation, number))
+        for key, row in rounds.items():
+            if key in self._seen or row.round == first[row.incarnation]:
+                continue
+            causes = [name for name in CAUSES[:-1] if getattr(row, name)]
+            for cause in causes or CAUSES[-1:]:
+                self.by_cause[cause] += 1
+        self._seen = set(rounds)
+
+
+def _waiting(document: RoundDocument) -> int:
+    """As `member.nodes_waiting` of a node whose round this document ended."""
+    restarts = document.phase is Phase.FORMING and document.ran is not None
+    return max(1, document.waiting) if restarts else 0
+
+
+def _family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily:
+    family = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    return family(metric.name, metric.text, labels=metric.labels)

@@ -1,0 +1,272 @@
+"""The page in a real browser, of real runs on a real redis."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+from selenium.webdriver import Chrome
+
+from rdzv_plugins.archive import Archive
+from rdzv_plugins.cli import pages
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    Cause,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+)
+from rdzv_plugins.protocol.round_record import record_of
+from rdzv_plugins.testing.harness import until
+from tests.integration.browser import browser, complaints
+from tests.integration.jobs import Job
+from tests.integration.stores import KINDS, RunningStore, running
+
+HTML = "<img src=/x onerror=document.title='owned'><b>bold</b>"
+
+
+@contextmanager
+def dashboard(store: RunningStore) -> Iterator[str]:
+    """The address of a dashboard of the store, as a person starts and ends it."""
+    command = [sys.executable, "-m", "rdzv_plugins.cli", "dashboard", "--port", "0"]
+    command += ["--rdzv-backend", store.backend, "--rdzv-endpoint", store.endpoint]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
+        try:
+            assert it.stdout is not None
+            line = it.stdout.readline()
+            yield line.partition(" ")[0]
+            it.send_signal(signal.SIGINT)
+            _, errors = it.communicate(timeout=20)
+            assert errors == ""
+            assert it.returncode == 0
+        finally:
+            it.kill()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RunningStore]:
+    with running(next(kind for kind in KINDS if kind.name == "redis")) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def address(shared: RunningStore) -> Iterator[str]:
+    with dashboard(shared) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Chrome]:
+    with browser() as chrome:
+        yield chrome
+
+
+@pytest.fixture
+def chrome(started: Chrome) -> Iterator[Chrome]:
+    yield started
+    started.get("about:blank")
+    complaints(started)
+
+
+def ask(address: str, path: str, host: str | None = None) -> tuple[int, Mapping[str, str], bytes]:
+    parts = urlsplit(address)
+    assert parts.hostname is not None
+    with closing(HTTPConnection(parts.hostname, parts.port, timeout=20)) as connection:
+        connection.request("GET", path, headers={"Host": host} if host is not None else {})
+        answer = connection.getresponse()
+        return answer.status, dict(answer.headers.items()), answer.read()
+
+
+def text(chrome: Chrome, selector: str) -> str:
+    found: str = chrome.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map(it => it.innerText).join('\\n')",
+        selector,
+    )
+    return found
+
+
+def number(chrome: Chrome, script: str) -> float:
+    found: float = chrome.execute_script(f"return {script}")
+    return found
+
+
+def await_that(condition: Callable[[], bool], seconds: float, chrome: Chrome) -> None:
+    assert until(condition, seconds), text(chrome, "body")
+
+
+def record(number: int, address: str, status: Status = Status.RUN, beat: int = 1) -> NodeRecord:
+    return NodeRecord(
+        address=address, pid=4000 + number, beat=beat, status=status, round=0, min_nodes=1,
+        max_nodes=2000, interval=4.0, lease=12.0, incarnation="it",
+    )  # fmt: skip
+
+
+def write_run(store: RunningStore, run_id: str, records: Mapping[str, NodeRecord]) -> None:
+    """A running round of these nodes, as their leader writes it."""
+    document = RoundDocument(
+        incarnation="it", round=0, phase=Phase.RUNNING, leader=next(iter(records)), min_nodes=1,
+        max_nodes=2000, participants=tuple(records), master="10.0.0.1:29500",
+        cause=Cause(note="first round"),
+    )  # fmt: skip
+    with closing(store.open(run_id)) as client:
+        client.put_many({NODES_PREFIX + node: it.encode() for node, it in records.items()})
+        client.put(STATE_KEY, document.encode())
+    Archive(store.open, run_id, 600).note(record_of(document, records))
+
+
+def test_it_shows_who_was_lost_and_the_next_round(
+    shared: RunningStore, address: str, chrome: Chrome, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, shared, nodes="2:3", run_id="job 1%2F of 2")
+    try:
+        chrome.get(address)
+        job.begin("abc")
+        await_that(lambda: text(chrome, "#sentence").startswith("running round 0"), 20, chrome)
+        assert number(chrome, "document.querySelectorAll('#grid [data-state=run]').length") == 3
+        killed, round_ = job.label("b"), job.round()
+        job.agents["b"].kill()
+        job.await_round(round_)
+        await_that(lambda: f"lost {killed}" in text(chrome, "#rounds .chip"), 20, chrome)
+        assert text(chrome, "#sentence") == f"running round {job.round()}, 2 of 2..3 nodes"
+        assert killed in text(chrome, "#others [data-state=lost]")
+        assert killed not in text(chrome, "#grid")
+        assert number(chrome, "document.querySelectorAll('#forming-plot rect').length") >= 2
+        assert text(chrome, "#runs b") == "job 1%2F of 2"
+        status, _, body = ask(address, f"/api/runs/{quote('job 1%2F of 2')}")
+        assert status == 200
+        report: Any = json.loads(body)
+        assert [it["name"] for it in report["rounds"][0]["lost"]] == [killed]
+        for name in "ac":
+            job.finish(name)
+        job.await_ends("ac")
+        await_that(lambda: text(chrome, "#condition") == "succeeded", 20, chrome)
+        assert text(chrome, "#sentence").startswith("succeeded at ")
+    finally:
+        job.close()
+    assert complaints(chrome) == []
+
+
+def test_a_thousand_nodes_fit(
+    shared: RunningStore,
+    address: str,
+    chrome: Chrome,
+    record_property: Callable[[str, object], None],
+) -> None:
+    nodes = {f"n{i:04}": record(i, f"gpu-{i:04}.cluster") for i in range(1000)}
+    write_run(shared, "large", nodes)
+    await_that(lambda: b"large" in ask(address, "/api/runs")[2], 20, chrome)
+    began = time.monotonic()
+    chrome.get(f"{address}/#large")
+    cells = "document.querySelectorAll('#grid .node').length"
+    await_that(lambda: number(chrome, cells) == 1000, 10, chrome)
+    record_property("seconds until 1,000 nodes are shown", round(time.monotonic() - began, 2))
+    record_property("of that to build the grid", number(chrome, BUILD) / 1000)
+    assert number(chrome, BUILD) < 1000
+    assert number(chrome, "document.documentElement.scrollWidth - innerWidth") <= 0
+    grid = "document.getElementById('grid').getBoundingClientRect()"
+    assert number(chrome, f"{grid}.height") < number(chrome, "innerHeight") * 0.7
+    assert (
+        number(chrome, "document.querySelector('#grid .node').getBoundingClientRect().width") > 10
+    )
+    with closing(shared.open("large")) as client:
+        for node in ("n0100", "n0900"):
+            client.put(NODES_PREFIX + node, record(1, "gpu-spot", Status.DONE, beat=2).encode())
+    await_that(lambda: "2 done" in text(chrome, "#legend"), 10, chrome)
+    lost = "silent: gpu-0000.cluster[4000] (rank 0)"
+    await_that(lambda: lost in text(chrome, "#caption"), 30, chrome)
+    assert complaints(chrome) == []
+
+
+# Milliseconds that a rebuild of the whole grid takes, up to its layout.
+BUILD = """(() => {
+  const nodes = run.nodes, began = performance.now();
+  document.getElementById('grid').replaceChildren();
+  showWorld(nodes);
+  document.getElementById('grid').getBoundingClientRect();
+  return performance.now() - began;
+})()"""
+
+
+def test_names_are_shown_as_text(shared: RunningStore, address: str, chrome: Chrome) -> None:
+    nodes = {"a": record(1, HTML), "b": record(2, "plain")}
+    write_run(shared, HTML, nodes)
+    chrome.get(f"{address}/#{quote(HTML)}")
+    await_that(lambda: HTML in text(chrome, "#name"), 20, chrome)
+    await_that(lambda: HTML in text(chrome, "#grid"), 20, chrome)
+    assert HTML in text(chrome, "#runs")
+    assert number(chrome, "document.querySelectorAll('body img').length") == 1  # The page's own.
+    assert number(chrome, "document.querySelectorAll('#grid b b, nav b b, h2 b').length") == 0
+    assert chrome.title != "owned"
+    assert complaints(chrome) == []
+
+
+def test_an_outage_shows_and_ends(store: RunningStore, chrome: Chrome) -> None:
+    with dashboard(store) as address:
+        _show_an_outage(store, address, chrome)
+
+
+def _show_an_outage(store: RunningStore, address: str, chrome: Chrome) -> None:
+    chrome.get(address)
+    await_that(lambda: "no runs" in text(chrome, "#nothing"), 20, chrome)
+    write_run(store, "job", {"a": record(1, "host1")})
+    await_that(lambda: "host1" in text(chrome, "#grid"), 20, chrome)
+    assert store.server is not None
+    store.server.nodes[0].kill()
+    await_that(lambda: "store away since" in text(chrome, "#away:not([hidden])"), 30, chrome)
+    assert ask(address, "/healthz")[0] == 200
+    status, _, body = ask(address, "/api/runs")
+    assert status == 200
+    assert json.loads(body)["away"]["error"].startswith("redis at ")
+    assert "host1" in text(chrome, "#grid")
+    store.server.nodes[0].start(empty=True)
+    await_that(lambda: text(chrome, "#away:not([hidden])") == "", 30, chrome)
+    write_run(store, "other", {"a": record(1, "host2")})
+    await_that(lambda: "other" in text(chrome, "#runs"), 20, chrome)
+
+
+def test_it_refuses_foreign_hosts_and_allows_its_own_files_only(address: str) -> None:
+    port = urlsplit(address).port
+    for host in (f"localhost:{port}", f"127.0.0.1:{port}"):
+        assert ask(address, "/", host)[0] == 200
+    for host in ("evil.example", f"evil.example:{port}", f"127.0.0.1.evil.example:{port}", "a@b"):
+        assert ask(address, "/api/runs", host)[0] == 400
+    status, headers, page = ask(address, "/")
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert {policy["script-src"], policy["style-src"], policy["connect-src"]} == {"'self'"}
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    for path in set(re.findall(rb'(?:src|href)="([^"]+)"', page)):
+        assert path.startswith(b"/")
+        status, headers, content = ask(address, path.decode())
+        assert status == 200
+        assert content.replace(b"http://www.w3.org/2000/svg", b"").find(b"http") == -1
+        assert "content-security-policy" in headers
+    assert ask(address, "/api/runs/none-such")[0] == 404
+
+
+def test_a_taken_port_and_a_bad_endpoint_are_one_line(shared: RunningStore) -> None:
+    taken = shared.address[1]
+    with pytest.raises(ValueError, match=rf"^cannot listen at 127.0.0.1:{taken} \(.*--port$"):
+        pages.dashboard("redis", shared.endpoint, port=taken)
+    with pytest.raises(ValueError, match=r"^redis at 'ftp://host': .*allowed"):
+        pages.dashboard("redis", "ftp://host")
+
+
+def test_without_its_libraries_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ValueError, match=r'pip install "rdzv-plugins\[dashboard\]"$'):
+        pages.dashboard()

@@ -1,0 +1,159 @@
+"""The exporter, scraped over real runs on a real redis."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rdzv_plugins.cli import pages
+from rdzv_plugins.testing.harness import until
+from tests.integration.jobs import Job
+from tests.integration.stores import RunningStore
+from tests.integration.test_dashboard import record, write_run
+
+Scrape = dict[tuple[str, ...], float]
+
+
+@contextmanager
+def exporter(store: RunningStore) -> Iterator[str]:
+    """The address of an exporter of the store, as a person starts and ends it."""
+    command = [sys.executable, "-m", "rdzv_plugins.cli", "exporter", "--port", "0"]
+    command += ["--rdzv-backend", store.backend, "--rdzv-endpoint", store.endpoint]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
+        try:
+            assert it.stdout is not None
+            yield it.stdout.readline().partition("/metrics ")[0]
+            it.send_signal(signal.SIGTERM)
+            _, errors = it.communicate(timeout=20)
+            assert errors == ""
+            assert it.returncode == 0
+        finally:
+            it.kill()
+
+
+def page(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def scrape(address: str) -> Scrape:
+    return samples(page(f"{address}/metrics"))
+
+
+def samples(shown: str) -> Scrape:
+    """The samples by their name, their run and the value of their other label."""
+    return {
+        (
+            sample.name,
+            *(value for _, value in sorted(sample.labels.items(), key=_run_first)),
+        ): sample.value
+        for family in text_string_to_metric_families(shown)
+        for sample in family.samples
+    }
+
+
+def _run_first(label: tuple[str, str]) -> bool:
+    return label[0] != "run"
+
+
+def test_it_tells_of_a_lost_node_and_of_an_outage(store: RunningStore, tmp_path: Path) -> None:
+    job = Job(tmp_path, store, nodes="2:3", run_id="job")
+    with exporter(store) as address:
+        try:
+            assert scrape(address) == {("rdzv_store_up",): 1.0}
+            assert page(f"{address}/why") == "there are no runs under this prefix\n"
+            job.begin("abc")
+            assert until(lambda: shows(address, nodes=3, round=job.round()), 20)
+            job.agents["b"].kill()
+            job.await_begun("ac", after=time.monotonic())
+            assert until(lambda: shows(address, nodes=2, round=job.round()), 20)
+            # A round is released to its agents before its leader notes it.
+            lost = ("rdzv_restarts_total", "job", "lost")
+            assert until(lambda: scrape(address)[lost] == 1, 10)
+            found = scrape(address)
+            assert found["rdzv_nodes", "job", "running"] == 2
+            assert found["rdzv_phase", "job", "running"] == 1
+            assert found["rdzv_nodes_waiting", "job"] == 0
+            assert found["rdzv_leader_silence_seconds", "job"] < 3
+            # With last_call_timeout=0.3, and three nodes allowed.
+            assert 0.25 < found["rdzv_last_forming_seconds", "job", "last_call"] < 5
+            gathering = found["rdzv_last_forming_seconds", "job", "gathering"]
+            assert gathering >= found["rdzv_last_forming_seconds", "job", "last_call"]
+            why = f"run 'job': running round {job.round()}, 2 of 2..3 nodes\n"
+            assert page(f"{address}/why") == why
+            for name in "ac":
+                job.finish(name)
+            job.await_ends("ac")
+            closed = ("rdzv_condition", "job", "closed")
+            assert until(lambda: scrape(address).get(closed) == 1, 20)
+            assert ("rdzv_round", "job") not in scrape(address)
+        finally:
+            job.close()
+        assert store.server is not None
+        store.server.nodes[0].kill()
+        assert until(lambda: scrape(address) == {("rdzv_store_up",): 0.0}, 30)
+        assert page(f"{address}/healthz").startswith("the store is away: redis at ")
+
+
+def shows(address: str, *, nodes: int, round: int) -> bool:
+    found = scrape(address)
+    return (
+        found.get(("rdzv_round_nodes", "job")) == nodes
+        and found.get(("rdzv_round", "job")) == round
+        and found.get(("rdzv_condition", "job", "running")) == 1
+    )
+
+
+def test_it_scrapes_a_hundred_runs_of_64_nodes(
+    store: RunningStore, record_property: Callable[[str, object], None]
+) -> None:
+    for number in range(100):
+        nodes = {f"n{node:02}": record(node, f"host{node}") for node in range(64)}
+        write_run(store, f"run-{number:03}", nodes)
+    with exporter(store) as address:
+        taken: list[float] = []
+        for beat in range(2, 7):
+            for number in range(100):
+                move(store, f"run-{number:03}", beat)
+            time.sleep(1.0)  # What was read longer ago is read again.
+            began = time.monotonic()
+            shown = page(f"{address}/metrics")
+            taken.append(time.monotonic() - began)
+            found = samples(shown)
+            assert sum(key[0] == "rdzv_round_nodes" for key in found) == 100
+            assert found["rdzv_nodes", "run-099", "running"] == 64
+    record_property("seconds of a scrape, the first", round(taken[0], 2))
+    record_property("of four more", ", ".join(f"{seconds:.2f}" for seconds in taken[1:]))
+    assert min(taken) < 1.0
+    assert max(taken) < 5.0
+
+
+def move(store: RunningStore, run_id: str, beat: int) -> None:
+    """A heartbeat of each node: the exporter decodes each record again."""
+    with closing(store.open(run_id)) as client:
+        client.put_many(
+            {
+                f"nodes/n{node:02}": record(node, f"host{node}", beat=beat).encode()
+                for node in range(64)
+            }
+        )
+
+
+def test_a_taken_port_and_a_missing_library_are_one_line(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = store.address[1]
+    with pytest.raises(ValueError, match=rf"^cannot listen at 127.0.0.1:{taken} \(.*--port$"):
+        pages.exporter("redis", store.endpoint, port=taken)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ValueError, match=r'pip install "rdzv-plugins\[metrics\]"$'):
+        pages.exporter("redis", store.endpoint)
