@@ -235,6 +235,8 @@ class Observer:
         entry = yield from self.read_record(leader)
         record = readable(entry)
         self._leader_is = leader
+        if entry is not None and record is not None:
+            self._listing.remember(leader, entry.version, record)
         # A record that is missing, or older than the last one, tells nothing new.
         if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record
@@ -280,6 +282,7 @@ class Observer:
 
     def pauses(self, seconds: float) -> None:
         """Note that the node pauses on purpose: so much time is no lateness."""
+        self.judge_punctuality()  # It may have stood still in its last request.
         self._idle_until = self._clock() + seconds
 
     def paused(self) -> None:

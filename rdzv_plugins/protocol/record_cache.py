@@ -19,6 +19,12 @@ class RecordCache:
     def __len__(self) -> int:
         return len(self._decoded)
 
+    def remember(self, node: str, version: Version, record: NodeRecord) -> None:
+        """Note a record that was read by itself."""
+        known = self._decoded.get(node)
+        if known is None or known[1].beat <= record.beat:
+            self._decoded[node] = version, record
+
     def decode(self, entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:
         """The records by node; those that nobody can read are left out.
 

@@ -529,7 +529,9 @@ class Checker:
                 "evidence", f"{node} takes {_names(named)}, who are done, for lost"
             )
         restarts = before.phase is Phase.RUNNING and after.round > before.round
-        if restarts and not (cause.lost or cause.left or cause.failed):
+        # A participant asks again without failed workers if another run took the place of its own.
+        again = any(self._tracks[person].label in cause.joined for person in before.participants)
+        if restarts and not (again or cause.lost or cause.left or cause.failed):
             raise InvariantError("done", f"{node} wrote {show(after)}, and {_names(done)} are done")
 
     def _check_running(

@@ -76,8 +76,8 @@ MUTANTS: dict[str, Mutant] = {
             _in("node", "        if not written:\n            return False\n", ""),
             _in(
                 "node",
-                "self._seen.adopt(entry, document if written else None)",
-                "self._seen.adopt(entry, document)",
+                "seen.adopt(entry, document if written else None)",
+                "seen.adopt(entry, document)",
             ),
         ),
         seed=2,

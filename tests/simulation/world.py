@@ -157,11 +157,12 @@ class World:
             return False
         if self.checker.ended(host.track.world) in (Ended.SUCCEEDED, Ended.CLOSED):
             return True
-        # A fail-over lost the closing that it knows of, and the run was then closed as failed.
+        # The store lost the closing that it knows of, and the run was then closed as failed.
         known = host.node.latest
         if known is None or not known.closed or known.incarnation != host.track.world[0]:
             return False
-        return _has(self.plan, "fail-over") and known.outcome is not Ended.FAILED
+        forgets = _has(self.plan, "fail-over") or _has(self.plan, "amnesia")
+        return forgets and known.outcome is not Ended.FAILED
 
     def decode(self, entry: Entry) -> NodeRecord:
         record = self._decoded.get(entry.value)

@@ -118,3 +118,13 @@ def test_own_requests_are_no_lateness_and_standing_still_is(time: Time) -> None:
         seen.liveness.observe("n3", 1, time.now, time.now)
         seen.judge_punctuality()
         assert (seen.liveness.confirmed_silence("n3") == 0) is voided
+
+
+def test_a_pause_does_not_forget_that_the_node_stood_still_before_it(time: Time) -> None:
+    seen = observer(time, MINE)
+    seen.liveness.observe("n3", 1, time.now, time.now)
+    seen.pauses(0.0)
+    time.now += 1.5
+    seen.liveness.observe("n3", 1, time.now, time.now)
+    seen.pauses(1.0)
+    assert seen.liveness.confirmed_silence("n3") == 0
