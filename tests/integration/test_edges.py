@@ -223,6 +223,22 @@ def test_an_id_that_a_full_run_holds(submit: Submit, record_property: Measure) -
     record_property("told", job.await_line("b", job.run_id, "full", "spare", job.label("a")))
 
 
+def test_the_agents_logs_tell_an_outage_and_a_leave(submit: Submit, store: RunningStore) -> None:
+    job = submit(nodes="1:2")
+    job.begin("ab")
+    assert store.server is not None
+    server = store.server.nodes[0]
+    server.stop()
+    for name in "ab":
+        job.await_line(name, "could not be reached", "what runs goes on")
+    server.start()
+    for name in "ab":
+        job.await_line(name, "the store is back after")
+    job.agents["b"].signal(signal.SIGTERM)
+    job.await_line("b", f"{job.label('b')} has left")
+    job.await_line("a", f"{job.label('b')} left")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
