@@ -14,7 +14,13 @@ from typing import Any, TypeAlias, TypeVar
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from rdzv_plugins.archive import Archive
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv import (
+    Entry,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    Version,
+)
 from rdzv_plugins.logs import RunLog
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
@@ -118,7 +124,8 @@ class Driver:
         self._outcomes.put(effects.Outcome())
         deadline = time.monotonic() + seconds
         self._nudge_until(lambda: not self.running, seconds)
-        self._note_what_is_due(0.0)
+        if self._to_note:
+            self._note()
         if self._noting is not None:
             self._noting.join(max(0.0, deadline - time.monotonic()))
 
@@ -183,8 +190,8 @@ class Driver:
             case effects.RecordHistory(record) | effects.Register(record):
                 self._to_note.append((time.monotonic(), datetime.now(UTC), record))
                 return None
-            case effects.Park():
-                self._note_what_is_due(_NOTED_AFTER_SECONDS)
+            case effects.Park(key, version, seconds) if self._to_note:
+                return self._park_and_note(key, version, seconds)
             case effects.Rest(seconds):
                 _empty(self._nudges)
                 with suppress(Empty):
@@ -192,10 +199,20 @@ class Driver:
                 return None
         return perform(self._client, self._archive, request)
 
-    def _note_what_is_due(self, after: float) -> None:
-        """Write to the archive, in a thread of its own, ``after`` seconds: no node waits for it."""
-        if not self._to_note or time.monotonic() - self._to_note[0][0] < after:
-            return
+    def _park_and_note(self, key: str, version: Version | None, seconds: float) -> Entry | None:
+        """Park; write to the archive once the run has been quiet, or after a second."""
+        if time.monotonic() - self._to_note[0][0] >= _NOTED_AFTER_SECONDS:
+            self._note()
+            return self._client.wait(key, version, seconds)
+        began, quiet = time.monotonic(), min(seconds, _NOTED_AFTER_SECONDS)
+        entry = self._client.wait(key, version, quiet)
+        if entry is not None or time.monotonic() - began < quiet:
+            return entry  # It has changed, or somebody has ended the wait.
+        self._note()
+        return self._client.wait(key, version, seconds - quiet) if seconds > quiet else None
+
+    def _note(self) -> None:
+        """Write what is to be noted, in a thread of its own: no node waits for it."""
         earlier, due = self._noting, self._to_note
         self._to_note = []
 
