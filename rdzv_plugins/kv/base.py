@@ -581,9 +581,12 @@ class StoreClient(KeyValueClient):
 
 def is_unresolved(error: BaseException | None) -> bool:
     """Whether the error, or one behind it, says that a host's name has no address."""
-    while error is not None:
+    behind: list[BaseException] = []
+    # redis-py raises errors whose causes form a ring.
+    while error is not None and error not in behind:
         if isinstance(error, socket.gaierror) or _UNRESOLVED.search(str(error)):
             return True
+        behind.append(error)
         error = error.__cause__ or error.__context__
     return False
 

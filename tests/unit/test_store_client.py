@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterable, Mapping
 
@@ -20,6 +21,7 @@ from rdzv_plugins.kv.base import (
     Stored,
     Wake,
     WokenError,
+    is_unresolved,
     segments,
     stamped,
 )
@@ -210,3 +212,12 @@ def test_equal_values_have_different_versions() -> None:
     one, two = Stored.parse(stamped(b"same")), Stored.parse(stamped(b"same"))
     assert one.value == two.value == b"same"
     assert one.version != two.version
+
+
+def test_errors_whose_causes_form_a_ring_are_looked_at_once() -> None:
+    first, second = OSError("refused"), OSError("gave up")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_unresolved(first)
+    second.__cause__ = socket.gaierror(-2, "Name or service not known")
+    first.__cause__ = second
+    assert is_unresolved(first)
