@@ -313,7 +313,7 @@ MUTANTS: dict[str, Mutant] = {
             _in("leader", "    if strays or highest >= document.round:\n", "    if strays:\n"),
             _in("leader", "round=max(document.round, highest + 1),", "round=document.round,"),
         ),
-        seed=2068,
+        seed=3715,
         focus=Focus(
             kinds=("amnesia", "amnesia", "partition", "worker failure"),
             settings={"stop": 0.05, "max_restarts": 100, "last_call": 0.0, "min_nodes": 1},
