@@ -106,10 +106,7 @@ class Archive:
         with closing(self._open(archive_run_id(self._run_id))) as client:
             client.put(_ENDED + ended.incarnation, json.dumps(story).encode())
             client.expire(self._kept)
-            stones = client.list(_ENDED)
-            if len(stones) > _MOST_TOMBSTONES:
-                by_age = sorted(stones, key=lambda key: str(_fields(stones[key].value).get("at")))
-                client.delete_many(by_age[: len(stones) - _MOST_TOMBSTONES])
+            _keep_newest(client, _ENDED, _MOST_TOMBSTONES)
 
     def tombstone(self, incarnation: str) -> Outcome | None:
         """How this incarnation ended; None: no end is recorded."""
@@ -140,10 +137,7 @@ class Archive:
                 key = f"{_ROUNDS}{record.incarnation}/{place}"
                 client.put(key, msgspec.json.encode(row))
                 client.expire(self._kept)
-                rows = {key: entry.value for key, entry in client.list(_ROUNDS).items()}
-                if len(rows) > _MOST_ROUNDS:
-                    by_age = sorted(rows, key=lambda key: str(_fields(rows[key]).get("at")))
-                    client.delete_many(by_age[: len(rows) - _MOST_ROUNDS])
+                _keep_newest(client, _ROUNDS, _MOST_ROUNDS)
         with closing(self._open(LIST)) as client:
             self._enlist(client, record, at)
 
@@ -221,6 +215,13 @@ def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:
         except msgspec.DecodeError:
             continue
     return runs
+
+
+def _keep_newest(client: KeyValueClient, prefix: str, most: int) -> None:
+    entries = client.list(prefix)
+    if len(entries) > most:
+        by_age = sorted(entries, key=lambda key: str(_fields(entries[key].value).get("at")))
+        client.delete_many(by_age[: len(entries) - most])
 
 
 def _fields(value: bytes) -> dict[str, object]:

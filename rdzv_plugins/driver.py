@@ -266,7 +266,7 @@ class Driver:
             self._log.warning(f"{error} -- what runs goes on, and this node keeps trying")
 
     def _note_success(self, request: effects.Effect[Any]) -> None:
-        if self._outage_since is None or isinstance(request, effects.Rest | effects.FinishJoin):
+        if self._outage_since is None or isinstance(request, effects.LOCAL):
             return
         self._log.warning(f"the store is back after {time.monotonic() - self._outage_since:.1f} s")
         self._outage_since = None

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from rdzv_plugins.archive import Row
 from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import RendezvousStateError
-from rdzv_plugins.metrics import CAUSES, STATES, Kind, Metric, state
+from rdzv_plugins.metrics import CAUSES, STATES, Kind, Metric, causes_of, state
 from rdzv_plugins.metrics_server import MetricsServer
 from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.survey import Seen, Survey
@@ -237,8 +237,7 @@ class _Restarts:
         for key, row in rounds.items():
             if key in self._seen or row.round == first[row.incarnation]:
                 continue
-            causes = [name for name in CAUSES[:-1] if getattr(row, name)]
-            for cause in causes or CAUSES[-1:]:
+            for cause in causes_of(row):
                 self.by_cause[cause] += 1
         self._seen = set(rounds)
 

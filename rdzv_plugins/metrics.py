@@ -11,7 +11,7 @@ Neither prometheus-client nor OpenTelemetry is imported before it is needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -32,8 +32,8 @@ from rdzv_plugins.kv.base import StoreClient
 from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.logs import RunLog
-from rdzv_plugins.protocol import effects
-from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol import effects, round_record
+from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import Rules, View
 
@@ -56,7 +56,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-CAUSES = ("lost", "left", "failed", "joined", "evicted", "other")
+CAUSES = (*round_record.CAUSES, "other")
 """The values of the label ``cause``: the fields of `documents.Cause`; "other": it names no node."""
 
 STATES = ("joined", "running", "spare", "done", "left", "lost")
@@ -71,7 +71,6 @@ _FORMING_BUCKETS = (
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
 
-_LOCAL = (effects.Rest, effects.OpenMaster, effects.Tell, effects.FinishJoin)
 _UNKNOWN = float("nan")
 
 
@@ -246,6 +245,11 @@ def state(record: NodeRecord, *, lost: bool) -> str:
     return "lost" if lost and not gone else _STATES[record.status]
 
 
+def causes_of(round_: Cause | round_record.RoundRecord) -> Sequence[str]:
+    """Those of `CAUSES` for which a round formed."""
+    return [name for name in CAUSES[:-1] if getattr(round_, name)] or CAUSES[-1:]
+
+
 def refuse_unless_installed(settings: Settings) -> None:
     """Raise `ValueError` with the ``pip install`` if an option needs a package that is missing."""
     for option, wanted, package in (
@@ -365,7 +369,7 @@ class Report:
     ) -> None:
         """Measure what an effect stands for; a `driver.Watcher`."""
         now = self._lived_at = time.monotonic()
-        if not isinstance(request, _LOCAL):
+        if not isinstance(request, effects.LOCAL):
             self._time_outage(now, away=error is not None and store_is_away(error))
         match request:
             case effects.PutRecord(_, record, _) if error is None:
@@ -409,8 +413,7 @@ class Report:
         self._observe("rdzv_forming_seconds", now - self._confirmed_at, phase="confirming")
         self._add("rdzv_rounds_total")
         if self._rounds > 0:
-            causes = [name for name in CAUSES[:-1] if getattr(document.cause, name)]
-            for cause in causes or CAUSES[-1:]:
+            for cause in causes_of(document.cause):
                 self._add("rdzv_restarts_total", cause=cause)
         self._rounds += 1
 

@@ -14,6 +14,7 @@ from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.protocol.rules import Failure
 
 __all__ = [
+    "LOCAL",
     "CompareAndSet",
     "Drop",
     "DropStores",
@@ -210,3 +211,7 @@ class FinishJoin(Effect[None]):
     """Release the agent that waits in ``next_rendezvous()``."""
 
     outcome: Outcome
+
+
+LOCAL = (Rest, OpenMaster, Register, Tell, FinishJoin)
+"""The effects that ask nothing of the store: that they succeed says nothing of it."""

@@ -27,6 +27,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.documents import Outcome as RunOutcome
 from rdzv_plugins.protocol.effects import (
+    LOCAL,
     CompareAndSet,
     Drop,
     Effects,
@@ -52,7 +53,6 @@ __all__ = ["Node"]
 _MASTER_SECONDS = 0.05
 
 _PAUSES = (Rest, Park)
-_LOCAL = (Rest, OpenMaster, Register, Tell, FinishJoin)
 
 _LONGEST_OUTAGE_PAUSE = 0.5
 # A leader renews the run's deadline so many times before it would pass.
@@ -243,7 +243,7 @@ class Node:
             except StopIteration:
                 return
             answer, error, asked = None, None, self._clock()
-            local = isinstance(request, _LOCAL)
+            local = isinstance(request, LOCAL)
             try:
                 answer = yield request
             except RendezvousConnectionError as failure:
