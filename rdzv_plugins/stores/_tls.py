@@ -9,7 +9,7 @@ import ssl
 from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.kv.base import Problem
 
-__all__ = ["stays_refused", "tls_context", "tls_problem", "unheard_alert"]
+__all__ = ["is_of_tls", "stays_refused", "tls_context", "tls_problem", "unheard_alert"]
 
 # A server that refuses a certificate sends its alert within a round trip.
 _ALERT_SECONDS = 0.5
@@ -39,6 +39,11 @@ _ANY_CAUSE = (
     "; check that ca_file signed the server's certificate, that it names the endpoint's host, and "
     "cert_file and key_file if the server requires them"
 )
+
+
+def is_of_tls(reason: str) -> bool:
+    """Whether a connection failed because of TLS; a server that hung up tells nothing of it."""
+    return "[SSL" in reason and "UNEXPECTED_EOF" not in reason
 
 
 def stays_refused(reason: str) -> bool:

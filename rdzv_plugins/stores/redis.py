@@ -40,7 +40,13 @@ from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
-from rdzv_plugins.stores._tls import stays_refused, tls_context, tls_problem, unheard_alert
+from rdzv_plugins.stores._tls import (
+    is_of_tls,
+    stays_refused,
+    tls_context,
+    tls_problem,
+    unheard_alert,
+)
 
 __all__ = ["Client", "Options"]
 
@@ -395,7 +401,7 @@ class Client(StoreClient):
                 "in $RDZV_PLUGINS_PASSWORD; docs/stores.md names the rights it needs",
                 undone=True,
             )
-        if "[SSL" in text:
+        if is_of_tls(text):
             # redis-py wraps a failed handshake in a ConnectionError.
             return replace(tls_problem(text), retryable=not stays_refused(text))
         if isinstance(error, MasterNotFoundError):

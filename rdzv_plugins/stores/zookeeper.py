@@ -64,7 +64,7 @@ from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, segments
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
-from rdzv_plugins.stores._tls import tls_context, tls_problem
+from rdzv_plugins.stores._tls import is_of_tls, tls_context, tls_problem
 from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, Session
 
 __all__ = ["Client", "Options"]
@@ -306,7 +306,7 @@ class Client(StoreClient):
             )
         if isinstance(error, _LOSSES):
             reason = self._session.reason or str(error) or type(error).__name__
-            if "[SSL" in reason:
+            if is_of_tls(reason):
                 problem = tls_problem(reason)
             else:
                 if reason.endswith("connection broken"):

@@ -8,12 +8,14 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import psycopg
@@ -344,6 +346,24 @@ def test_tls_against_plain(plain: RunningStore) -> None:
     assert what == "store"
     assert "speaks no TLS" in text or "does not speak TLS" in text
     assert "leave out tls=true" in text
+
+
+@pytest.mark.parametrize("backend", ["redis", "zookeeper", "consul", "etcd-v3"])
+def test_tls_against_one_who_hangs_up(backend: str) -> None:
+    """Python 3.11.7 and later say that with another error than 3.11.2, one of TLS."""
+
+    class HangUp(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+
+    with ThreadingTCPServer((HOST, 0), HangUp) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"{HOST}:{server.server_address[1]}"
+        conf = "tls=true,heartbeat_timeout=0.5"
+        what, text = check("-b", backend, "-e", endpoint, "-c", conf).only("failed")
+        server.shutdown()
+    assert what == "store"
+    assert "does not speak TLS: leave out tls=true" in text
 
 
 @pytest.mark.parametrize("kind", ["postgres", "dynamodb"])
