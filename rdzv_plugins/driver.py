@@ -21,6 +21,7 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
 )
+from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.logs import RunLog
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
@@ -38,6 +39,9 @@ Watcher: TypeAlias = Callable[[effects.Effect[Any], Any, Exception | None], obje
 
 # After an unforeseen error the node starts over; the pause prevents a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
+
+# What `KeyValueClient.inspect` finds that may lose a run.
+_MAY_LOSE_THE_RUN = ("persistence", "eviction")
 
 # Not while agents wait for the round and start their workers.
 _NOTED_AFTER_SECONDS = 1.0
@@ -85,6 +89,7 @@ class Driver:
         self._outage_since: float | None = None
         self._told: str | None = None
         self._told_of_the_archive = False
+        self._inspected = False
 
     @property
     def running(self) -> bool:
@@ -212,9 +217,13 @@ class Driver:
         return self._client.wait(key, version, seconds - quiet) if seconds > quiet else None
 
     def _note(self) -> None:
-        """Write what is to be noted, in a thread of its own: no node waits for it."""
+        """Write what is to be noted, in a thread of its own: no node waits for it.
+
+        There the store is inspected too: by the node that leads, once, so that its log warns of it.
+        """
         earlier, due = self._noting, self._to_note
         self._to_note = []
+        inspects, self._inspected = not self._inspected, True
 
         def note() -> None:
             if earlier is not None:
@@ -226,11 +235,20 @@ class Driver:
                 if not self._told_of_the_archive:
                     self._told_of_the_archive = True
                     self._log.warning(f"the history of the run cannot be written: {error}")
+            if inspects and not self._stopping.is_set():
+                self._warn_of_the_store()
 
         thread = threading.Thread(target=note, name=f"{self._name}-history", daemon=True)
         with suppress(RuntimeError):  # No thread can start while the process exits.
             thread.start()
             self._noting = thread
+
+    def _warn_of_the_store(self) -> None:
+        """Log what may lose the run; a store that does not answer now is told of elsewhere."""
+        with suppress(RendezvousConnectionError, RendezvousStateError):
+            for finding in self._client.inspect():
+                if finding.mark is Mark.WARNING and finding.what in _MAY_LOSE_THE_RUN:
+                    self._log.warning(f"{self._client.name}: {finding.line}")
 
     def _open_master_within(self, world_id: str, seconds: float) -> None:
         opener = self._opener

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import secrets
 import socket
 import subprocess
@@ -557,6 +558,30 @@ def test_eviction_and_persistence(redis: RunningStore, admin: Any) -> None:
         admin.config_set("maxmemory", before[1])
         admin.config_set("maxmemory-policy", "noeviction")
         admin.config_set("save", before[0])
+
+
+def test_the_leaders_log_warns_of_eviction_and_of_no_persistence(
+    redis: RunningStore, admin: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "rdzv_plugins")
+    before = admin.config_get("save")["save"]
+    admin.config_set("maxmemory-policy", "allkeys-lru")
+    admin.config_set("save", "")
+    run = Run(redis, f"warned-{uuid.uuid4().hex[:8]}")
+    try:
+        agents = [run.start((3, 3)) for _ in range(3)]
+        assert until(one_world(agents), 30)
+        told = ["redis: persistence: none: a restart", "redis: eviction: the policy is allkeys-lru"]
+        assert until(lambda: all(it in caplog.text for it in told), 10)
+        agents[0].fail_workers()
+        assert until(lambda: [len(agent.rounds) for agent in agents] == [2, 2, 2], 30)
+        assert until(lambda: len(run.history()) == 2, 10)
+        assert [caplog.text.count(it) for it in told] == [1, 1]
+    finally:
+        for agent in run.agents:
+            agent.end()
+        admin.config_set("maxmemory-policy", "noeviction")
+        admin.config_set("save", before)
 
 
 def test_member_of_a_cluster_without_cluster(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
+from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.protocol import effects, leader, member, rules
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
@@ -241,6 +242,26 @@ def test_what_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         driver._drive(scripted([effects.Read("state"), effects.Rest(0.001)] * len(met), []))
     said = [message.split(" ")[2] for message in caplog.messages]
     assert said == ["away", "unreadable", "the", "away"]
+
+
+def test_a_store_that_may_lose_the_run_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Evicting(MemoryClient):
+        def inspect(self) -> list[Finding]:
+            return [
+                Finding(Mark.OK, "persistence", "snapshots"),
+                Finding(Mark.WARNING, "eviction", "allkeys-lru", "set noeviction"),
+                Finding(Mark.WARNING, "TLS", "plain"),
+            ]
+
+    driver = make_driver(Evicting(MemoryServer(), "run"))
+    record = effects.RecordHistory(record_of(RUNNING, {}))
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            driver._drive(scripted([record], []))
+        driver._note()
+    assert driver._noting is not None
+    driver._noting.join(5.0)
+    assert caplog.messages == ["run 'test': memory: eviction: allkeys-lru; set noeviction"]
 
 
 def test_the_outcome_reaches_the_agent() -> None:
