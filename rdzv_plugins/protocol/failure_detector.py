@@ -36,13 +36,12 @@ class FailureDetector:
         seen = self._seen.get(node)
         if seen is None:
             self._seen[node] = _Seen(beat, now, now)
-        elif seen.stale:
-            if beat != seen.beat:
-                seen.since = max(seen.since, now)  # It takes no grace away.
-            seen.beat, seen.looked, seen.stale = beat, asked, False
         elif beat == seen.beat or (beat is not None and beat < (seen.beat or 0)):
             # A lower one was written before the last one that was seen, and is no sign of life.
-            seen.looked = asked
+            seen.looked, seen.stale = asked, False
+        elif seen.stale:
+            seen.since = max(seen.since, now)  # It takes no grace away.
+            seen.beat, seen.looked, seen.stale = beat, asked, False
         else:
             # A record that is gone was forgotten by the store, perhaps with beats never seen here.
             if beat is not None and seen.beat is not None:

@@ -77,6 +77,8 @@ FOUND = (
     (11016117, EVERYTHING, "a node whose run was replaced by one that ended was never told"),
     (10013557, EVERYTHING, "like 10011006; the farewell was lost too, in a run of two"),
     (4008719, EVERYTHING, "a spare led, lost the lead to a fail-over, and closed the run"),
+    (15001960, EVERYTHING, "an older beat after an outage and a fail-over took the grace away"),
+    (15004330, EVERYTHING, "a rank confirmed before a turn to another run was not confirmed again"),
 )
 
 

@@ -112,6 +112,17 @@ def test_a_grace_ends_with_a_beat_that_was_written_in_it() -> None:
     assert leases.moved("n")
 
 
+def test_an_older_beat_takes_no_grace_away() -> None:
+    """A store that failed over shows an older beat at first, and then the last one again."""
+    leases = FailureDetector()
+    leases.observe("n1", 12, 100.0, 100.0)
+    leases.restart(103.0, grace=3.0)
+    leases.observe("n1", 10, 103.1, 103.1)
+    leases.observe("n1", 12, 103.2, 103.2)
+    leases.observe("n1", 12, 107.0, 107.0)
+    assert leases.confirmed_silence("n1") == 1.0
+
+
 def test_being_late_takes_no_grace_away() -> None:
     leases = looks((5, 100.0), (5, 102.0))
     leases.restart(103.0, grace=3.0)

@@ -136,6 +136,11 @@ class TestConfirming:
     def test_who_has_confirmed_does_not_do_it_again(self) -> None:
         assert isinstance(decide(view(running("n2", self.NAMED), self.NAMED)), Wait)
 
+    def test_who_has_asked_for_a_round_of_another_run_since_confirms_again(self) -> None:
+        between = record("n2", round_=3, incarnation="another", world_id=self.NAMED.world_id)
+        mine = view(between, self.NAMED, asked_tombstones=frozenset({"another"}))
+        assert decide(mine) == Confirm(self.NAMED, False)
+
     def test_another_round_of_the_same_number_is_confirmed_anew(self) -> None:
         other = replace(self.NAMED, participants=("n9", "n2"))
         assert isinstance(decide(view(running("n2", other), self.NAMED)), Confirm)
