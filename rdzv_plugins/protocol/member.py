@@ -167,10 +167,9 @@ def _take_part(view: View, document: RoundDocument) -> Action | None:
     rules = view.rules
     if (document.min_nodes, document.max_nodes) != (rules.min_nodes, rules.max_nodes):
         return _on_mismatch(view, document)
-    record = view.record
     # A node that asked for a round of another run since then has the rank to confirm again.
-    stands = record.status is Status.RUN and record.world_id == document.world_id
-    confirmed = view.me in document.ranks and stands
+    runs = view.record.status is Status.RUN
+    confirmed = runs and view.me in document.ranks and view.record.world_id == document.world_id
     if view.me in document.ranks and not confirmed:
         action = _on_rank(view, document)
         if action is not None:

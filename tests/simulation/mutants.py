@@ -69,6 +69,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    return True\n",
             ),
         ),
+        seed=2,
     ),
     "no-compare": Mutant(
         "rule 1: a leader treats a refused write as done",
@@ -96,6 +97,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            self._seen[node] = _Seen(beat, (beat or 0) / 1000, now)\n        elif",
             ),
         ),
+        seed=7,
     ),
     "half-a-lease": Mutant(
         "rule 2: a node is lost after half a lease of silence",
@@ -145,7 +147,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        return False\n",
             ),
         ),
-        seed=18,
+        seed=31,
         focus=Focus(kinds=("grey host",), settings={"stays_grey": True}),
     ),
     "own-ranks": Mutant(
@@ -189,6 +191,7 @@ MUTANTS: dict[str, Mutant] = {
     "newcomers-wait": Mutant(
         "rule 8: a waiting node is not admitted although there is room",
         (_in("leader", " or (newcomers and room > 0)", ""),),
+        seed=2,
     ),
     "loss-unseen": Mutant(
         "rule 9: the loss of a participant does not restart the round",
@@ -214,7 +217,7 @@ MUTANTS: dict[str, Mutant] = {
     "no-grace-after-outage": Mutant(
         "rule 11: after an outage, a node that reconnects late gets no extra lease",
         (_in("observer", "grace=self._rules.lease)", "grace=0.0)"),),
-        seed=30,
+        seed=37,
     ),
     "no-window-after-stall": Mutant(
         "rule 11: observation windows continue across a stall of the observer",
@@ -225,23 +228,23 @@ MUTANTS: dict[str, Mutant] = {
                 "            pass\n",
             ),
         ),
-        seed=30,
+        seed=133,
     ),
     "no-window-at-takeover": Mutant(
         "a new leader judges nodes by observations from before it led",
         (_in("observer", "        self.liveness.restart(now, unless=deposed)\n", ""),),
-        seed=104,
+        seed=141,
     ),
     "answer-time": Mutant(
         "a slow answer counts as an observation at the time when it arrived",
         (
             _in(
                 "failure_detector",
-                "            seen.looked = asked\n",
-                "            seen.looked = now\n",
+                "            seen.looked, seen.stale = asked, False\n",
+                "            seen.looked, seen.stale = now, False\n",
             ),
         ),
-        seed=6,
+        seed=52,
         focus=Focus(
             kinds=("slow store", "crash", "stall"),
             settings={"rates": (1.0, 1.0), "lease": 3.0, "latency": 0.3},
@@ -257,7 +260,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            pass\n",
             ),
         ),
-        seed=116,
+        seed=141,
         focus=Focus(
             kinds=("amnesia",),
             settings={
@@ -277,7 +280,7 @@ MUTANTS: dict[str, Mutant] = {
     "newcomer-rules": Mutant(
         "rule 12: a node accepts a document that is older than the one it remembers",
         (_in("member", "    return document.place < latest.place\n", "    return False\n"),),
-        seed=4,
+        seed=121,
         focus=Focus(
             kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
         ),
@@ -291,7 +294,7 @@ MUTANTS: dict[str, Mutant] = {
                 "not latest.closed\n",
             ),
         ),
-        seed=4,
+        seed=121,
         focus=Focus(
             kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
         ),
@@ -305,7 +308,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    strays = []\n    if highest >= document.round:\n",
             ),
         ),
-        seed=299,
+        seed=349,
     ),
     "numbers-from-zero": Mutant(
         "rule 12: a leader numbers rounds without looking at the records",
@@ -329,7 +332,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in("leader", "or record.world_id != world_id", "or record.round != document.round"),
         ),
-        seed=64,
+        seed=1026,
     ),
     "closed-reopens": Mutant(
         "rule 14: a closed run continues",
@@ -343,6 +346,7 @@ MUTANTS: dict[str, Mutant] = {
                 "",
             ),
         ),
+        seed=2,
     ),
     "no-confirmation": Mutant(
         "a round runs before its participants have confirmed it",
@@ -387,7 +391,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            except ZeroDivisionError:\n                # The others",
             ),
         ),
-        seed=238,
+        seed=268,
     ),
     "missed-round": Mutant(
         "if a round ended before a participant saw it run, the participant never starts it",
@@ -398,7 +402,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    if latest.phase is not Phase.RUNNING or latest.ran != confirmed.world_id:\n",
             ),
         ),
-        seed=134,
+        seed=272,
     ),
     "swept-runs-again": Mutant(
         "a node writes a round back to an empty store without looking for the tombstone",
@@ -409,12 +413,12 @@ MUTANTS: dict[str, Mutant] = {
                 "    if False:\n",
             ),
         ),
-        seed=240,
+        seed=291,
     ),
     "no-tombstone": Mutant(
         "the node that closes a run writes no tombstone",
         (_in("cleanup", "yield from PutTombstone(closed)", "pass"),),
-        seed=10,
+        seed=25,
         focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
     "older-run-wins": Mutant(
@@ -448,7 +452,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if False:\n",
             ),
         ),
-        seed=104,
+        seed=108,
         focus=Focus(
             kinds=("partition", "partition", "close", "close", "crash"),
             settings={"rates": (1.0, 1.0), "lease": 2.0},
@@ -457,7 +461,7 @@ MUTANTS: dict[str, Mutant] = {
     "closes-any-run": Mutant(
         "rule 14: a node closes any run of its id, also another incarnation",
         (_in("cleanup", "not document.is_of(latest)):\n", "False):\n"),),
-        seed=33,
+        seed=269,
         focus=Focus(
             kinds=("amnesia", "partition", "close", "close"),
             settings={"rates": (1.0, 1.0), "lease": 6.0, "poll": 0.5},
@@ -466,6 +470,7 @@ MUTANTS: dict[str, Mutant] = {
     "nobody-told-of-failure": Mutant(
         "rule 14: a run that is closed as failed does not end the other agents",
         (_in("member", "int(latest.outcome is Outcome.FAILED)\n", "0\n"),),
+        seed=3,
     ),
     "done-is-gone": Mutant(
         "a node whose workers succeeded is treated as lost",
@@ -481,7 +486,7 @@ MUTANTS: dict[str, Mutant] = {
     "done-is-disturbed": Mutant(
         "newcomers restart a round in which a node's workers have succeeded",
         (_in("leader", "room = 0 if done else ", "room = "),),
-        seed=112,
+        seed=113,
         focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
     ),
     "nobody-closes-what-is-done": Mutant(
@@ -509,7 +514,7 @@ MUTANTS: dict[str, Mutant] = {
                 "late = False",
             ),
         ),
-        seed=1,
+        seed=24,
         focus=Focus(kinds=("leave", "workers succeed", "worker failure"), settings={"late": 0.3}),
     ),
     "stray-founds-at-once": Mutant(
@@ -527,11 +532,12 @@ MUTANTS: dict[str, Mutant] = {
     "evicted-at-once": Mutant(
         "a node that has not yet asked for the next round is evicted at once",
         (_in("leader", "        if view.round_age >= patience:\n", "        if True:\n"),),
+        seed=2,
     ),
     "never-evicted": Mutant(
         "the leader waits for a node with a hanging agent as long as it sends heartbeats",
         (_in("leader", "        if view.round_age >= patience:\n", "        if False:\n"),),
-        seed=14,
+        seed=38,
     ),
     "spare-for-ever": Mutant(
         "a spare keeps waiting after its round has ended",
@@ -542,7 +548,7 @@ MUTANTS: dict[str, Mutant] = {
                 "document is None:\n",
             ),
         ),
-        seed=73,
+        seed=119,
     ),
     "withdrawal-after-join": Mutant(
         "the withdrawal of an abandoned join also cancels the next join",
@@ -553,7 +559,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        self._join_ordered = True\n",
             ),
         ),
-        seed=5249,
+        seed=5416,
     ),
     "join-goes-on": Mutant(
         "an abandoned join still takes a rank",
@@ -565,7 +571,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            self._withdraw_ordered = False\n",
             ),
         ),
-        seed=61,
+        seed=197,
     ),
     "no-expiry": Mutant(
         "no leader sets a deadline for the keys of a run",
@@ -581,7 +587,7 @@ MUTANTS: dict[str, Mutant] = {
     "zombie-leaves-its-record": Mutant(
         "a node that learns of its run's end does not delete the record that it has written since",
         (_in("node", "                if outcome is not None:\n", "                if False:\n"),),
-        seed=48,
+        seed=170,
         focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
     "old-master-is-taken": Mutant(
@@ -604,7 +610,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        self.asked_tombstones = frozenset({incarnation})\n",
             ),
         ),
-        seed=94,
+        seed=174,
         focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
     ),
     "cause-forgotten": Mutant(
@@ -649,7 +655,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        return False\n",
             ),
         ),
-        seed=171,
+        seed=197,
     ),
     "no-rest": Mutant(
         "a node that left waits for a heartbeat that is never due",
@@ -660,7 +666,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if seen.closed:\n",
             ),
         ),
-        seed=3,
+        seed=9,
     ),
 }
 
