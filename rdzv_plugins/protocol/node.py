@@ -268,14 +268,12 @@ class Node:
         seen = self._seen
         if self.record.status is not Status.LEFT and not seen.closed:
             yield from self._keep_alive()
-        if self._news is not None and not self._record_due:
-            news, self._news = self._news, None
-            yield from Tell("joined", news)
         yield from seen.observe()
         seen.judge_punctuality()
         view = self.view()
         for about, key, text in member.remarks(view):
             if (about, key) not in self._told:
+                yield from self._tell_what_it_asked_for()
                 yield from Tell(about, text)
                 self._told.add((about, key))
         action = member.decide(view)
@@ -295,9 +293,17 @@ class Node:
         # runs by now is no failure.
         if not isinstance(action, rules.Start | rules.Fail) and self._is_late():
             action = rules.Fail(Failure.TIMEOUT)
+        if isinstance(action, rules.Wait | rules.Start | rules.Fail):
+            yield from self._tell_what_it_asked_for()
         if self._joining and isinstance(action, rules.Wait):
             yield from self._tell_what_it_waits_for(view)
         yield from self._act(action)
+
+    def _tell_what_it_asked_for(self) -> Effects[None]:
+        """Tell it when this node has time: a line takes as long as a request to the store."""
+        if self._news is not None:
+            news, self._news = self._news, None
+            yield from Tell("joined", news)
 
     def _tell_what_it_waits_for(self, view: rules.View) -> Effects[None]:
         now = self._clock()

@@ -142,7 +142,6 @@ class TestAHandlersLife:
             if (fields := vars(it)) and "rdzv_run" in fields
         ]
         assert [fields for number, fields in enumerate(found) if fields not in found[:number]] == [
-            ("run", None, ME, ""),
             ("run", 0, ME, "first round"),
             ("run", 1, ME, why),
         ]
