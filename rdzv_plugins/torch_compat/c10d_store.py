@@ -1,9 +1,9 @@
 """A ``torch.distributed.Store`` over a key-value client: what agents and trainers share.
 
 It behaves as c10d's TCPStore does, with four differences: what can be asked twice without harm is
-asked until the store's time-out while the server is away, a connection that breaks during `add`
-raises instead of being counted twice, `delete_key` and `append` take two requests, and the queue
-calls of torch 2.8 and later are not supported.
+asked until the store's time-out while the server is away, a connection that breaks during `add` or
+a queue call raises instead of being counted twice, `delete_key`, `append` and the queue calls take
+two requests, and a queue is one value, which the store's limit bounds as a whole.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
+import msgspec
+import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 
 from rdzv_plugins.kv import (
@@ -28,6 +31,13 @@ __all__ = ["KeyValueStore"]
 
 T = TypeVar("T")
 
+# Begins the value of a queue; a MessagePack array of the queue's values follows.
+_QUEUE = b"\x00rdzv queue\x00"
+_QUEUES = msgspec.msgpack.Decoder(list[bytes])
+
+# Since torch 2.8, as the queue calls.
+_QueueEmptyError = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
+
 # Longer lists of keys say nothing more in an error.
 _KEYS_SHOWN = 5
 
@@ -38,7 +48,8 @@ class KeyValueStore(Store):
     Values given as ``str`` are stored as UTF-8; values are returned as ``bytes``. Calls that wait
     do so for ``timeout`` (`set_timeout` changes it), as c10d's do, 300 s unless told otherwise.
 
-    A ``PrefixStore`` over it does not keep it alive: hold a reference yourself.
+    A ``PrefixStore`` over it does not keep it alive: hold a reference yourself. torch passes no
+    queue calls from there to a store in Python.
 
     Raises (every method):
         DistStoreError: a wait timed out, or a value is unreadable or over the store's limit.
@@ -61,7 +72,7 @@ class KeyValueStore(Store):
         self._patiently(lambda: self._client.put(self._prefix + key, _bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """The value, as soon as there is one."""
+        """The value, as soon as there is one; b"" for a queue, as from a TCPStore."""
         return self.multi_get([key])[0]
 
     def add(self, key: str, value: int) -> int:
@@ -70,11 +81,12 @@ class KeyValueStore(Store):
             return self._client.add(self._prefix + key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all the keys exist."""
-        return len(self._patiently(lambda: self._found(keys))) == len(set(keys))
+        """Whether all the keys exist; a queue does while it is not empty."""
+        found = self._patiently(lambda: self._found(keys))
+        return sum(map(_exists, found.values())) == len(set(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return as soon as all the keys exist."""
+        """Return as soon as all the keys exist; a queue does while it is not empty."""
         self._collect(keys, self._timeout() if timeout is None else timeout)
 
     def compare_set(
@@ -105,7 +117,7 @@ class KeyValueStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all the keys, as soon as all of them exist."""
         found = self._collect(keys, self._timeout())
-        return [found[key].value for key in keys]
+        return [b"" if _is_queue(found[key]) else found[key].value for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         if len(keys) != len(values):
@@ -113,6 +125,55 @@ class KeyValueStore(Store):
         pairs = zip(keys, values, strict=True)
         written = {self._prefix + key: _bytes(value) for key, value in pairs}
         self._patiently(lambda: self._client.put_many(written))
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Append to the queue of this key. Raises `DistStoreError` if the key holds a value."""
+        with _c10d_errors():
+            entry, written = self._client.get(self._prefix + key), False
+            while not written:
+                if entry is not None and not _is_queue(entry):
+                    raise DistStoreError(f"'{key}' holds a value: it cannot be a queue too")
+                entry, written = self._write_queue(key, entry, [*_queued(entry), _bytes(value)])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value of the queue; each is given once, in the order of their pushes.
+
+        Waits for one. If not ``block``, raises torch's ``QueueEmptyError`` at once instead.
+        """
+        timeout = self._timeout()
+        deadline = time.monotonic() + timeout.total_seconds()
+        with _c10d_errors():
+            entry = self._client.get(self._prefix + key)
+            while True:
+                if queued := _queued(entry):
+                    entry, written = self._write_queue(key, entry, queued[1:])
+                    if written:
+                        return queued[0]
+                    continue
+                remaining = deadline - time.monotonic()
+                if not block:
+                    raise _QueueEmptyError(f"queue is empty: '{key}'")
+                if remaining <= 0:
+                    raise DistStoreError(_timed_out(timeout, [key]))
+                entry = (
+                    self._patiently(partial(self._wait, key, entry, remaining), remaining) or entry
+                )
+
+    def queue_len(self, key: str) -> int:
+        """The number of values in the queue; 0 if there is none."""
+        return len(_queued(self._patiently(lambda: self._client.get(self._prefix + key))))
+
+    def _wait(self, key: str, seen: Entry | None, seconds: float) -> Entry | None:
+        """The key's next entry; None: it has not changed, or somebody interrupted the client."""
+        version = seen.version if seen is not None else None
+        return self._client.wait(self._prefix + key, version, seconds)
+
+    def _write_queue(
+        self, key: str, seen: Entry | None, queued: Sequence[bytes]
+    ) -> tuple[Entry | None, bool]:
+        version = seen.version if seen is not None else None
+        data = _QUEUE + msgspec.msgpack.encode(queued)
+        return self._client.compare_and_set(self._prefix + key, data, version)
 
     def delete_key(self, key: str) -> bool:
         """Delete; returns whether the key was there."""
@@ -123,7 +184,10 @@ class KeyValueStore(Store):
 
     def list_keys(self) -> list[str]:
         with _c10d_errors():
-            return [key.removeprefix(self._prefix) for key in self._client.list(self._prefix)]
+            entries = self._client.list(self._prefix)
+            # A queue is no key for a TCPStore either.
+            plain = (key for key, entry in entries.items() if not _is_queue(entry))
+            return [key.removeprefix(self._prefix) for key in plain]
 
     def num_keys(self) -> int:
         return len(self.list_keys())
@@ -161,7 +225,8 @@ class KeyValueStore(Store):
 
         def look() -> bool:
             missing = [key for key in keys if key not in found]
-            found.update(self._found(missing) if missing else {})
+            entries = self._found(missing) if missing else {}
+            found.update((key, entry) for key, entry in entries.items() if _exists(entry))
             missing = [key for key in missing if key not in found]
             if not missing:
                 return True
@@ -172,8 +237,9 @@ class KeyValueStore(Store):
                 found.update(given)
                 return True
             pause = min(remaining, self._longest_wait)
-            entry = self._client.wait(self._prefix + missing[0], None, pause)
-            if entry is not None:
+            empty_queue = entries.get(missing[0])
+            entry = self._wait(missing[0], empty_queue, pause)
+            if entry is not None and _exists(entry):
                 found[missing[0]] = entry
             # An early None (somebody interrupted the client) is no answer yet.
             return False
@@ -197,10 +263,28 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
+def _is_queue(entry: Entry) -> bool:
+    return entry.value.startswith(_QUEUE)
+
+
+def _exists(entry: Entry) -> bool:
+    return not _is_queue(entry) or bool(_queued(entry))
+
+
+def _queued(entry: Entry | None) -> list[bytes]:
+    """The values of a queue; none if there is no queue."""
+    if entry is None or not _is_queue(entry):
+        return []
+    try:
+        return _QUEUES.decode(entry.value[len(_QUEUE) :])
+    except msgspec.DecodeError as error:
+        raise RendezvousStateError(f"a queue is unreadable: {error}") from error
+
+
 def _timed_out(timeout: timedelta, missing: Sequence[str]) -> str:
     shown = ", ".join(missing[:_KEYS_SHOWN])
     more = f" and {len(missing) - _KEYS_SHOWN} more" if len(missing) > _KEYS_SHOWN else ""
-    return f"no value within {timeout.total_seconds():g} s for: {shown}{more}"
+    return f"wait timeout after {timeout.total_seconds():g} s, keys: {shown}{more}"
 
 
 @contextmanager

@@ -109,6 +109,25 @@ def test_keys_of_any_shape(stores: list[KeyValueStore], key: str) -> None:
     assert not stores[0].check([key])
 
 
+def test_each_value_of_a_queue_is_given_once(stores: list[KeyValueStore]) -> None:
+    each = 8
+
+    def work(rank: int, store: KeyValueStore) -> list[bytes]:
+        for number in range(each):
+            store.queue_push("jobs", f"{rank}.{number}")
+        return [store.queue_pop("jobs") for _ in range(each)]
+
+    popped = on_each(stores, work)
+    wanted = [b"%d.%d" % (rank, number) for rank in range(WORLD) for number in range(each)]
+    assert sorted(value for values in popped for value in values) == wanted
+    assert [store.queue_len("jobs") for store in stores] == [0] * WORLD
+    for rank in range(WORLD):
+        # Nobody sees two values of one rank in another order than they were pushed.
+        for values in popped:
+            own = [value for value in values if value.startswith(b"%d." % rank)]
+            assert own == sorted(own)
+
+
 def test_a_server_that_dies_under_a_wait_is_told_in_one_line() -> None:
     with servers.start("redis") as server:
         client = open_client("redis", server.endpoint, "run", request_timeout=1.0)

@@ -73,7 +73,7 @@ def test_get_waits_for_the_key(store: Any, bare: KeyValueStore) -> None:
 def test_a_get_that_times_out_names_the_key(store: Any) -> None:
     store.set_timeout(SHORT)
     start = time.monotonic()
-    with pytest.raises(DistStoreError, match=r"no value within 0.05 s for: .*absent"):
+    with pytest.raises(DistStoreError, match=r"wait timeout after 0\.05 s, keys: .*absent"):
         store.get("absent")
     assert 0.05 <= time.monotonic() - start < 5
 
@@ -124,7 +124,7 @@ def test_a_wait_on_a_closed_client_ends(store: Any, client: MemoryClient) -> Non
 
 
 def test_a_long_list_of_missing_keys_is_cut_short(bare: KeyValueStore) -> None:
-    with pytest.raises(DistStoreError, match=r"for: k0, k1, k2, k3, k4 and 95 more$"):
+    with pytest.raises(DistStoreError, match=r"keys: k0, k1, k2, k3, k4 and 95 more$"):
         bare.wait([f"k{n}" for n in range(100)], SHORT)
 
 
@@ -337,3 +337,62 @@ def test_batches_are_one_request() -> None:
     store.check(keys)
     store.wait(keys)
     assert client.requests == 4
+
+
+class TestQueues:
+    """As torch's TCPStore and HashStore have them."""
+
+    def test_values_come_out_once_in_the_order_of_their_pushes(self, bare: KeyValueStore) -> None:
+        for value in ("é", b"\x00\xff", ""):
+            bare.queue_push("jobs", value)
+        assert bare.queue_len("jobs") == 3
+        popped = [bare.queue_pop("jobs"), bare.queue_pop("jobs", False), bare.queue_pop("jobs")]
+        assert popped == ["é".encode(), b"\x00\xff", b""]
+        assert bare.queue_len("jobs") == bare.queue_len("none") == 0
+
+    def test_a_pop_waits_for_a_push(self, bare: KeyValueStore) -> None:
+        bare.queue_push("jobs", "first")
+        bare.queue_pop("jobs")
+        timer = threading.Timer(0.05, lambda: bare.clone().queue_push("jobs", "late"))
+        timer.daemon = True
+        timer.start()
+        assert bare.queue_pop("jobs") == b"late"
+
+    def test_an_empty_queue_is_told_at_once_or_times_out(self, bare: KeyValueStore) -> None:
+        # Since torch 2.8.
+        empty = getattr(dist, "QueueEmptyError", DistStoreError)
+        with pytest.raises(empty, match="queue is empty"):
+            bare.queue_pop("jobs", False)
+        bare.set_timeout(SHORT)
+        with pytest.raises(DistStoreError, match=r"wait timeout after 0\.05 s, keys: jobs"):
+            bare.queue_pop("jobs")
+
+    def test_check_and_wait_see_a_queue_while_it_is_not_empty(self, bare: KeyValueStore) -> None:
+        bare.queue_push("jobs", "x")
+        bare.wait(["jobs"], SHORT)
+        assert bare.check(["jobs"])
+        assert bare.get("jobs") == b""
+        assert bare.num_keys() == 0
+        bare.queue_pop("jobs")
+        assert not bare.check(["jobs"])
+        with pytest.raises(DistStoreError, match="timeout"):
+            bare.wait(["jobs"], SHORT)
+        timer = threading.Timer(0.05, lambda: bare.queue_push("jobs", "y"))
+        timer.daemon = True
+        timer.start()
+        bare.wait(["jobs"])
+
+    def test_a_value_does_not_become_a_queue(self, bare: KeyValueStore) -> None:
+        bare.set("plain", "x")
+        with pytest.raises(DistStoreError, match="'plain' holds a value"):
+            bare.queue_push("plain", "y")
+        assert bare.queue_len("plain") == 0
+        assert bare.get("plain") == b"x"
+
+    def test_an_unreadable_queue_is_told(self, bare: KeyValueStore, client: MemoryClient) -> None:
+        bare.queue_push("jobs", "x")
+        damaged = client.get("store/0/jobs")
+        assert damaged is not None
+        client.put("store/0/jobs", damaged.value[:-2] + b"\xc1")
+        with pytest.raises(DistStoreError, match="a queue is unreadable"):
+            bare.queue_pop("jobs")
