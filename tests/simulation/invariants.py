@@ -92,7 +92,8 @@ INVARIANTS = {
     "members close": "a node that closes a run leads it, or was named in its last round and got a "
     "round of the same incarnation",
     "finished": "nothing is written for a run that is closed or has a tombstone, unless the store "
-    "lost data, or the writer looked for the tombstone before the run was closed",
+    "lost data, or the writer looked for the tombstone before the run was closed, or the node that "
+    "closed it died before it left one and the run's keys have expired since",
     "join ends": "each call of an agent ends with a round or with a reason",
     "rests": "no host makes more than 2,000 requests per second, or decides forever without a "
     "request, or asks again for the same tombstone without having read another document since the "
@@ -213,11 +214,15 @@ class _Named:
 
 @dataclass(slots=True)
 class _Ended:
-    """When a run was closed, and how."""
+    """When a run was closed, and how.
+
+    ``orphaned``: a node that closed it died before it left a tombstone.
+    """
 
     at: float
     epoch: int
     outcome: Outcome
+    orphaned: bool = False
 
 
 class Checker:
@@ -239,6 +244,7 @@ class Checker:
         self._tracks: dict[str, Track] = {}
         self._named: dict[World, list[_Named]] = {}
         self._ran: dict[World, RoundDocument] = {}
+        self._given: set[World] = set()
         self._last_ran: dict[str, tuple[RoundDocument, int]] = {}
         self._stood: set[RoundDocument] = set()
         self._forming: dict[tuple[str, int], float] = {}
@@ -314,6 +320,7 @@ class Checker:
             raise InvariantError(
                 "agreement", f"{node} was given {show(document)}, nobody wrote that"
             )
+        self._given.add(world)
         track.last_rounds[document.incarnation] = document.round
         track.member = document.incarnation
         track.world, track.awaits, track.evicted = world, None, False
@@ -348,7 +355,8 @@ class Checker:
             self._judge_closing(node, track, before, after, epoch)
             self._stood.add(_image(after))
             return
-        self._judge_finished(node, evidence, after, epoch)
+        if (before is not None and before.closed) or not self._is_orphaned(after):
+            self._judge_finished(node, evidence, after, epoch)
         if before is not None and not after.is_of(before):
             self._judge_incarnations(node, track, before, after, evidence)
             before = None
@@ -434,6 +442,15 @@ class Checker:
         if ended is None or ended.epoch != epoch:  # A store that forgot may see it closed again.
             outcome = after.outcome or Outcome.CLOSED
             self._ended[after.incarnation] = _Ended(self._now(), epoch, outcome)
+
+    def closer_died(self, tombstones: Collection[str]) -> None:
+        """A node died while it closed a run; ``tombstones`` are in the store."""
+        for incarnation, ended in self._ended.items():
+            ended.orphaned = ended.orphaned or incarnation not in tombstones
+
+    def _is_orphaned(self, document: RoundDocument) -> bool:
+        ended = self._ended.get(document.incarnation)
+        return ended is not None and ended.orphaned
 
     def _judge_finished(
         self, node: str, evidence: Evidence, after: RoundDocument, epoch: int
@@ -552,7 +569,9 @@ class Checker:
         if world not in self._ran:
             self._judge_cause(after, epoch)
             self._last_ran[after.incarnation] = after, epoch
-        self._ran.setdefault(world, after)
+        if world not in self._given:
+            # Else the store forgot that it ran, before anybody was told: it may run again.
+            self._ran[world] = after
 
     def _judge_cause(self, after: RoundDocument, epoch: int) -> None:
         """Who is missing from a round that runs is named in its cause."""

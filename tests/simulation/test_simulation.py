@@ -79,6 +79,8 @@ FOUND = (
     (4008719, EVERYTHING, "a spare led, lost the lead to a fail-over, and closed the run"),
     (15001960, EVERYTHING, "an older beat after an outage and a fail-over took the grace away"),
     (15004330, EVERYTHING, "a rank confirmed before a turn to another run was not confirmed again"),
+    (19000382, EVERYTHING, "an outage outlived a run whose closer had died at once: a limit"),
+    (19015537, EVERYTHING, "a round ran twice, as the store forgot before anybody was told"),
 )
 
 
