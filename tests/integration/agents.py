@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import contains
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousP
 from rdzv_plugins.archive import Archive, Row
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.protocol import diagnosis
 from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.testing import harness
 from tests.integration.stores import RunningStore
@@ -25,7 +27,7 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], bool], seconds: float) -> None:
-    assert harness.until(condition, seconds), "not within its deadline"
+    assert harness.until(condition, seconds), f"not within its deadline: {condition}"
 
 
 class Agent:
@@ -61,6 +63,14 @@ class Agent:
         info = self.rounds[-1]
         assert info.bootstrap_store_info is not None
         return info.rank, info.world_size, info.bootstrap_store_info.master_port
+
+    def __str__(self) -> str:
+        node = self.handler._node
+        threads = [it.name for it in threading.enumerate() if self.handler.get_run_id() in it.name]
+        return (
+            f"world {self.world}, error {self.error!r}, {node.record}, {node.document}, "
+            f"latest {node.latest}, {diagnosis.of_node(node.view())}, threads {threads}"
+        )
 
     def fail_workers(self) -> None:
         """Join again without having been asked to."""
@@ -161,12 +171,20 @@ class Run:
 
 def one_world(agents: list[Agent]) -> Callable[[], bool]:
     """Whether exactly these agents are in one world, with ranks 0..n-1 and one MASTER_PORT."""
+    return _OneWorld(agents)
 
-    def check() -> bool:
-        worlds = [agent.world for agent in agents]
-        if any(world is None or world[1] != len(agents) for world in worlds):
+
+@dataclass(frozen=True)
+class _OneWorld:
+    agents: list[Agent]
+
+    def __call__(self) -> bool:
+        worlds = [agent.world for agent in self.agents]
+        if any(world is None or world[1] != len(self.agents) for world in worlds):
             return False
         ranks, _, ports = zip(*(world for world in worlds if world), strict=True)
-        return sorted(ranks) == list(range(len(agents))) and len(set(ports)) == 1
+        return sorted(ranks) == list(range(len(self.agents))) and len(set(ports)) == 1
 
-    return check
+    def __str__(self) -> str:
+        """Where each agent and its node stand, for a test that waited in vain."""
+        return "".join(f"\n{agent}" for agent in self.agents)
