@@ -34,6 +34,7 @@ T = TypeVar("T")
 # Begins the value of a queue; a MessagePack array of the queue's values follows.
 _QUEUE = b"\x00rdzv queue\x00"
 _QUEUES = msgspec.msgpack.Decoder(list[bytes])
+_EMPTY_QUEUE = _QUEUE + msgspec.msgpack.encode([])
 
 # Since torch 2.8, as the queue calls.
 _QueueEmptyError = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
@@ -150,9 +151,9 @@ class KeyValueStore(Store):
                     if written:
                         return queued[0]
                     continue
-                remaining = deadline - time.monotonic()
                 if not block:
                     raise _QueueEmptyError(f"queue is empty: '{key}'")
+                remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise DistStoreError(_timed_out(timeout, [key]))
                 entry = (
@@ -268,7 +269,7 @@ def _is_queue(entry: Entry) -> bool:
 
 
 def _exists(entry: Entry) -> bool:
-    return not _is_queue(entry) or bool(_queued(entry))
+    return entry.value != _EMPTY_QUEUE
 
 
 def _queued(entry: Entry | None) -> list[bytes]:
@@ -278,7 +279,7 @@ def _queued(entry: Entry | None) -> list[bytes]:
     try:
         return _QUEUES.decode(entry.value[len(_QUEUE) :])
     except msgspec.DecodeError as error:
-        raise RendezvousStateError(f"a queue is unreadable: {error}") from error
+        raise DistStoreError(f"a queue is unreadable: {error}") from error
 
 
 def _timed_out(timeout: timedelta, missing: Sequence[str]) -> str:

@@ -570,7 +570,7 @@ class Checker:
             self._judge_cause(after, epoch)
             self._last_ran[after.incarnation] = after, epoch
         if world not in self._given:
-            # Else the store forgot that it ran, before anybody was told: it may run again.
+            # A store that forgot it before anybody was told may see it run again.
             self._ran[world] = after
 
     def _judge_cause(self, after: RoundDocument, epoch: int) -> None:

@@ -396,3 +396,5 @@ class TestQueues:
         client.put("store/0/jobs", damaged.value[:-2] + b"\xc1")
         with pytest.raises(DistStoreError, match="a queue is unreadable"):
             bare.queue_pop("jobs")
+        with pytest.raises(DistStoreError, match="a queue is unreadable"):
+            bare.queue_len("jobs")
