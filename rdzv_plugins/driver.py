@@ -179,10 +179,10 @@ class Driver:
             else:
                 self._note_success(request)
                 request = life.send(answer)
-            if self._node.over and not over:
+            was_over, over = over, self._node.over
+            if over and not was_over:
                 # The agent may wait in its c10d store for nodes that are gone.
                 self._client.interrupt()
-            over = self._node.over
 
     def _perform(self, request: effects.Effect[Any]) -> Any:
         match request:

@@ -136,7 +136,12 @@ class WokenError(Exception):
 
 
 class Wake:
-    """Ends a wait from another thread. A store's `_park` polls ``fd`` beside its own socket."""
+    """Ends a wait from another thread. A store's `_park` polls ``fd`` beside its own socket.
+
+    Attributes:
+        fd: readable from `ring` on.
+        rung: whether it rang.
+    """
 
     def __init__(self) -> None:
         self._receive, self._send = socket.socketpair()
@@ -144,13 +149,10 @@ class Wake:
         self._send.setblocking(False)
         # Not select.select: it cannot take descriptors above 1023. Made once: a node waits often.
         self._poll = select.poll()
+        self.fd = self._receive.fileno()
         self._poll.register(self.fd, select.POLLIN)
+        self._other: tuple[int | None, int] = None, 0
         self.rung = False
-
-    @property
-    def fd(self) -> int:
-        """Readable from `ring` on."""
-        return self._receive.fileno()
 
     def ring(self) -> None:
         self.rung = True
@@ -164,15 +166,20 @@ class Wake:
             while self._receive.recv(1024):
                 pass
 
-    def wait(self, seconds: float, *others: int) -> set[int]:
-        """Wait up to ``seconds``; return the readable ones of ``fd`` and ``others``."""
-        for fd in others:
-            self._poll.register(fd, select.POLLIN)
-        try:
-            return {fd for fd, _ in self._poll.poll(max(0, math.ceil(seconds * 1000)))}
-        finally:
-            for fd in others:
-                self._poll.unregister(fd)
+    def wait(self, seconds: float) -> bool:
+        """Pause for ``seconds``, or until it rings; whether it rang."""
+        return bool(self.poll(seconds))
+
+    def poll(self, seconds: float, fd: int | None = None, events: int = 0) -> dict[int, int]:
+        """Wait up to ``seconds``; returns the events of its own ``fd`` and of the one given."""
+        if (fd, events) != self._other:
+            # A poll object knows a descriptor by its number, which is mostly that of last time.
+            if self._other[0] is not None:
+                self._poll.unregister(self._other[0])
+            if fd is not None:
+                self._poll.register(fd, events)
+            self._other = fd, events
+        return dict(self._poll.poll(max(0, math.ceil(seconds * 1000))))
 
     def close(self) -> None:
         self._receive.close()
@@ -200,19 +207,22 @@ class Limit(msgspec.Struct, frozen=True):
             raise TimeoutError("no answer in time")
         return left
 
-    def await_readable(self, fd: int) -> None:
-        """Wait until ``fd`` can be read. Raises TimeoutError and `WokenError`."""
+    def await_ready(self, fd: int, events: int = select.POLLIN) -> int:
+        """Wait for ``events`` of ``fd``; returns those that came, and any error of it.
+
+        Raises TimeoutError and `WokenError`.
+        """
         if self.wake is None:
             poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            if not poll.poll(math.ceil(self.seconds * 1000)):
-                raise TimeoutError("no answer in time")
-            return
-        ready = self.wake.wait(self.seconds, fd)
-        if self.wake.fd in ready:
-            raise WokenError
+            poll.register(fd, events)
+            ready = dict(poll.poll(math.ceil(self.seconds * 1000)))
+        else:
+            ready = self.wake.poll(self.seconds, fd, events)
+            if self.wake.fd in ready:
+                raise WokenError
         if not ready:
             raise TimeoutError("no answer in time")
+        return ready[fd]
 
     def sleep(self, seconds: float) -> None:
         """Pause; raises `WokenError`."""
@@ -400,28 +410,35 @@ class StoreClient(KeyValueClient):
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         deadline = time.monotonic() + timeout
-        with self._waking() as wake, contextlib.suppress(WokenError):
-            pause = _FIRST_PAUSE
-            while True:
-                seen = self._call(lambda limit: self._look(key, version, limit), wake)
-                if (seen is None or seen.version == version) and time.monotonic() < deadline:
-                    try:
-                        seen = self._park(key, seen, Limit(deadline, wake))
-                        pause = _FIRST_PAUSE
-                    except TimeoutError:
-                        seen = None
-                    except Exception as error:
-                        self._raise_unless_retryable(error, wake)
-                        # The next look raises if the store stays unreachable.
-                        self._note_retry()
-                        wake.wait(random.uniform(0, pause))
-                        pause = min(2 * pause, _LONGEST_PAUSE)
-                        continue
-                if seen is not None and seen.version != version:
-                    return seen.entry
-                if time.monotonic() >= deadline:
-                    return None
-        return None
+        wake = self._take_wake()
+        try:
+            return self._wait(key, version, deadline, wake)
+        except WokenError:
+            return None
+        finally:
+            self._return_wake(wake)
+
+    def _wait(self, key: str, version: Version | None, deadline: float, wake: Wake) -> Entry | None:
+        pause = _FIRST_PAUSE
+        while True:
+            seen = self._call(lambda limit: self._look(key, version, limit), wake)
+            if (seen is None or seen.version == version) and time.monotonic() < deadline:
+                try:
+                    seen = self._park(key, seen, Limit(deadline, wake))
+                    pause = _FIRST_PAUSE
+                except TimeoutError:
+                    seen = None
+                except Exception as error:
+                    self._raise_unless_retryable(error, wake)
+                    # The next look raises if the store stays unreachable.
+                    self._note_retry()
+                    wake.wait(random.uniform(0, pause))
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    continue
+            if seen is not None and seen.version != version:
+                return seen.entry
+            if time.monotonic() >= deadline:
+                return None
 
     def interrupt(self) -> None:
         with self._wakes_lock:
@@ -545,24 +562,24 @@ class StoreClient(KeyValueClient):
             undone=undone,
         )
 
-    @contextlib.contextmanager
-    def _waking(self) -> Iterator[Wake]:
+    def _take_wake(self) -> Wake:
         with self._wakes_lock:
-            # Its sockets take 0.06 ms to create: reuse a wake that has not rung.
+            # Its sockets take 0.06 ms to create: reuse one.
             wake = self._spare_wakes.pop() if self._spare_wakes else Wake()
             self._wakes.add(wake)
-        try:
-            if self._closed:
-                wake.ring()
-            yield wake
-        finally:
-            with self._wakes_lock:
-                self._wakes.discard(wake)
-                kept = not (self._closed or wake.rung)
-                if kept:
-                    self._spare_wakes.append(wake)
-            if not kept:
-                wake.close()
+        if self._closed:
+            wake.ring()
+        return wake
+
+    def _return_wake(self, wake: Wake) -> None:
+        with self._wakes_lock:
+            self._wakes.discard(wake)
+            if not self._closed:
+                if wake.rung:
+                    wake.clear()
+                self._spare_wakes.append(wake)
+                return
+        wake.close()
 
     def _parts(self, values: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
         """``values`` in parts that fit `batch`."""

@@ -42,8 +42,9 @@ STORE_PREFIX = "store/"
 
 SCHEMA = 2
 
-# Below this size compressing gains nothing; above it ids of many nodes shrink by a third.
-_COMPRESS_ABOVE = 1024
+# Ids of many nodes shrink by a third. Below this size, some 800 nodes, that saves less time than
+# it takes: at 256 nodes a round takes 4 % less processor time without it.
+_COMPRESS_ABOVE = 16 * 1024
 _COMPRESSED = b"z"
 LARGEST_DOCUMENT = 16 * 1024 * 1024
 """Bytes of a round document before it is compressed; a larger one is refused."""

@@ -348,7 +348,7 @@ def _aside(request: Callable[[], dict[str, Any]], limit: Limit) -> dict[str, Any
         # Since Python 3.12 no thread can start while the interpreter ends.
         ask()
     try:
-        limit.await_readable(done.fd)
+        limit.await_ready(done.fd)
     finally:
         done.close()
     return answer.result()

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.message import Message
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from math import ceil, inf
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, WokenError
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient
 from rdzv_plugins.stores._tls import tls_problem, unheard_alert
 
 __all__ = ["Answer", "Http", "Request", "http_problem"]
@@ -229,11 +229,11 @@ class _Connection(io.RawIOBase):
             try:
                 return action(*arguments)
             except BlockingIOError:
-                _await(self._socket, event, self.limit)
+                self.limit.await_ready(self._socket.fileno(), event)
             except ssl.SSLWantReadError:
-                _await(self._socket, select.POLLIN, self.limit)
+                self.limit.await_ready(self._socket.fileno())
             except ssl.SSLWantWriteError:
-                _await(self._socket, select.POLLOUT, self.limit)
+                self.limit.await_ready(self._socket.fileno(), select.POLLOUT)
 
 
 def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
@@ -246,7 +246,7 @@ def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with contextlib.suppress(BlockingIOError):
                 line.connect(address)
-            _await(line, select.POLLOUT, limit)
+            limit.await_ready(line.fileno(), select.POLLOUT)
             if number := line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(number, os.strerror(number))
         except OSError as error:
@@ -258,18 +258,6 @@ def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
             return line
         line.close()
     raise problem
-
-
-def _await(line: socket.socket, event: int, limit: Limit) -> None:
-    poll = select.poll()
-    poll.register(line, event)
-    if limit.wake is not None:
-        poll.register(limit.wake.fd, select.POLLIN)
-    ready = dict(poll.poll(ceil(max(0.0, limit.deadline - time.monotonic()) * 1000)))
-    if limit.wake is not None and limit.wake.fd in ready:
-        raise WokenError
-    if not ready:
-        raise TimeoutError("no answer in time")
 
 
 def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Problem | None:

@@ -29,7 +29,6 @@ DELETE`` on the table; to create the table (create_table=true), also ``CREATE`` 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import select
@@ -55,7 +54,7 @@ from psycopg.waiting import Ready, Wait
 from rdzv_plugins.config import ServerOptions, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
-from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
+from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._tls import tls_context
 
@@ -263,7 +262,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def await_change(self, limit: Limit) -> None:
         """Wait for a notification of ``key``; raises TimeoutError and `WokenError`."""
         while not self.notified:
-            limit.await_readable(self.pgconn.socket)
+            limit.await_ready(self.pgconn.socket)
             self.pgconn.consume_input()
             while self.pgconn.notifies() is not None:
                 self.notified = True
@@ -480,19 +479,11 @@ class Client(StoreClient):
 
 def _await(fd: int, want: Wait, limit: Limit) -> Ready:
     """Wait until a part of ``want`` is ready; raises TimeoutError and `WokenError`."""
-    poll = select.poll()
     reads, writes = bool(want & Wait.R), bool(want & Wait.W)
-    poll.register(fd, select.POLLIN * reads | select.POLLOUT * writes)
-    if limit.wake is not None:
-        poll.register(limit.wake.fd, select.POLLIN)
-    events = dict(poll.poll(math.ceil(limit.seconds * 1000)))
-    if limit.wake is not None and limit.wake.fd in events:
-        raise WokenError
-    if not events:
-        raise TimeoutError("no answer in time")
+    events = limit.await_ready(fd, select.POLLIN * reads | select.POLLOUT * writes)
     # Report an error as both: libpq then detects it.
-    can_read = reads and events[fd] & ~select.POLLOUT
-    can_write = writes and events[fd] & ~select.POLLIN
+    can_read = reads and events & ~select.POLLOUT
+    can_write = writes and events & ~select.POLLIN
     return Ready((Ready.R if can_read else 0) | (Ready.W if can_write else 0))
 
 

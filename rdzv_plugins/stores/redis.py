@@ -540,7 +540,7 @@ class Client(StoreClient):
         # An attempt has the socket's time-out, not the rest of the limit: near the limit a
         # "no answer" would hide the errors that the server has answered so far.
         patient = time.monotonic() + self.timeout + park
-        Limit(patient, limit.wake).await_readable(line._sock.fileno())
+        Limit(patient, limit.wake).await_ready(line._sock.fileno())
 
     def _take(self, limit: Limit, checked: bool = False) -> Any:
         """A connection for one request; if ``checked``, one that the server has not closed."""

@@ -232,7 +232,7 @@ class Client(StoreClient):
                     return None
             elif stat is not None and (found := self._read([key], soon)):
                 return found[key]  # Else its run has expired.
-            limit.await_readable(changed.fd)
+            limit.await_ready(changed.fd)
             return None
         finally:
             self._parked.discard(changed)
