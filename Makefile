@@ -26,7 +26,7 @@ test: .venv/installed servers lint ## Install the test dependencies and run all 
 	@$(PYTEST) --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 unit: .venv/installed ## Run the tests that need no server
-	@$(PYTEST) --numprocesses 2 tests/unit
+	@$(PYTEST) --numprocesses 4 --dist worksteal tests/unit
 
 test-store: .venv/installed servers ## Run the tests of one store [STORE=redis]
 	@$(PYTEST) --numprocesses 2 --dist loadgroup -k $(or $(STORE),redis) tests/integration

@@ -49,12 +49,15 @@ class Store:
         address: (host, port) of the server, for the proxy.
         restart: restarts the server.
         stored: how many records of a namespace the server holds, counted without the client.
+        deadline_unit: of the suite's deadlines, in seconds; less than 1 for a store that keeps
+            fractions of a second and answers within microseconds.
     """
 
     open: OpenClient
     address: Address | None = None
     restart: Restart | None = None
     stored: Callable[[str], int] | None = None
+    deadline_unit: float = 1.0
 
 
 class Harness:
@@ -68,6 +71,10 @@ class Harness:
     def open(self, store: Store, namespace: str) -> Iterator[Open]:
         """Connects a client straight to the store; by default to the test's namespace."""
         yield from _opener(store, namespace, None)
+
+    @pytest.fixture
+    def unit(self, store: Store) -> float:
+        return store.deadline_unit
 
     @pytest.fixture
     def client(self, open: Open) -> KeyValueClient:

@@ -287,18 +287,18 @@ class ReadWriteTests(Harness):
         assert {*two.list("")} == {"key", "b/key"}
 
     def test_expire_empties_the_namespace(
-        self, client: KeyValueClient, open: Open, namespace: str
+        self, client: KeyValueClient, open: Open, namespace: str, unit: float
     ) -> None:
         neighbour = open(f"{namespace}/neighbour")
         neighbour.put("key", b"stays")
         client.put_many({"key": b"one", "other/key": b"two"})
         stale = present(client.get("key")).version
         begun = time.monotonic()
-        client.expire(2)
+        client.expire(2 * unit)
         before = client.get("key")
-        if time.monotonic() - begun < 1:
+        if time.monotonic() - begun < unit:
             assert before is not None, "the namespace expired before its time"
-        assert until(lambda: client.list("") == {}, 2 + SLACK)
+        assert until(lambda: client.list("") == {}, 2 * unit + SLACK)
         assert client.get("key") is None
         assert client.get_many(["key", "other/key"]) == {}
         assert open().list("") == {}
@@ -306,7 +306,9 @@ class ReadWriteTests(Harness):
         assert client.wait("key", None, 0.05) is None
         assert present(neighbour.get("key")).value == b"stays"
 
-    def test_run_begins_anew_after_expire(self, client: KeyValueClient, open: Open) -> None:
+    def test_run_begins_anew_after_expire(
+        self, client: KeyValueClient, open: Open, unit: float
+    ) -> None:
         client.put("key", b"old")
         client.add("count", 7)
         client.expire(0.2)
@@ -317,16 +319,16 @@ class ReadWriteTests(Harness):
         assert newcomer.add("count", 1) == 1
         assert client.get("key") == created
         # The old deadline must not apply to the new run.
-        assert not until(lambda: client.get("key") is None, 1)
+        assert not until(lambda: client.get("key") is None, unit)
 
     def test_emptied_namespace_outlives_the_old_deadline(
-        self, client: KeyValueClient, open: Open
+        self, client: KeyValueClient, open: Open, unit: float
     ) -> None:
         client.put_many({"key": b"old", "other/key": b"old"})
         client.add("count", 7)
         client.wait("key", None, 1)
         begun = time.monotonic()
-        client.expire(2)
+        client.expire(2 * unit)
         newcomer = open()
         newcomer.delete_many([*newcomer.list("")])
         newcomer.expire(0)
@@ -336,14 +338,16 @@ class ReadWriteTests(Harness):
         newcomer.put_many({"other/key": b"new", "third": b"new"})
         assert newcomer.add("count", 1) == 1
         # Until after the old deadline, by both clients: one may remember the deadline.
-        past = begun + 2 + SLACK
+        past = begun + (2 + SLACK) * unit
         assert not until(
             lambda: {*client.list("")} != {"key", "other/key", "third", "count"},
             past - time.monotonic(),
         )
         assert client.get("key") == newcomer.get("key") == created
 
-    def test_expire_at_once_empties_at_once(self, client: KeyValueClient, open: Open) -> None:
+    def test_expire_at_once_empties_at_once(
+        self, client: KeyValueClient, open: Open, unit: float
+    ) -> None:
         newcomer = open()
         for number in range(5):
             client.put_many({"key": b"old", "other/key": b"old"})
@@ -351,7 +355,7 @@ class ReadWriteTests(Harness):
             assert newcomer.list("") == {}
             newcomer.put("key", b"%d" % number)
             assert present(client.get("key")).value == b"%d" % number
-        assert not until(lambda: client.get("key") is None, 1.5)
+        assert not until(lambda: client.get("key") is None, 1.5 * unit)
 
     def test_what_expired_stays_so(self, client: KeyValueClient, open: Open) -> None:
         client.put_many({"key": b"one", "other/key": b"two"})
@@ -365,11 +369,11 @@ class ReadWriteTests(Harness):
         assert client.get("key") is None
 
     def test_what_is_written_after_expire_ends_too(
-        self, client: KeyValueClient, open: Open
+        self, client: KeyValueClient, open: Open, unit: float
     ) -> None:
         client.put_many({"key": b"one", "mine": b"one", "count": b"1"})
         begun = time.monotonic()
-        client.expire(3)
+        client.expire(3 * unit)
         other = open()
         version = present(other.get("key")).version
         # Existing and new keys; by the client that called `expire`, and by one that has read.
@@ -382,25 +386,29 @@ class ReadWriteTests(Harness):
         client.put("mine", b"two")
         keys = {"key", "new", "many/1", "many/2", "many/3", "put", "count", "other count", "mine"}
         before = {*client.list("")}
-        if time.monotonic() - begun < 2:
+        if time.monotonic() - begun < 2 * unit:
             assert before == keys, "something expired before its time"
-        assert until(lambda: client.list("") == {} == other.list(""), 3 + SLACK)
+        assert until(lambda: client.list("") == {} == other.list(""), 3 * unit + SLACK)
         # A client that remembers the old deadline must not give it to a new run.
         client.put("mine", b"new")
         other.put("key", b"new")
         assert other.add("count", 1) == 1
-        assert not until(lambda: {*open().list("")} != {"mine", "key", "count"}, 1)
+        assert not until(lambda: {*open().list("")} != {"mine", "key", "count"}, unit)
 
-    def test_an_empty_namespace_can_have_a_deadline(self, client: KeyValueClient) -> None:
-        client.expire(1)
+    def test_an_empty_namespace_can_have_a_deadline(
+        self, client: KeyValueClient, unit: float
+    ) -> None:
+        client.expire(unit)
         client.put("key", b"one")
-        assert until(lambda: client.get("key") is None, 1 + SLACK)
+        assert until(lambda: client.get("key") is None, unit + SLACK)
 
     @pytest.mark.parametrize("by", ["the same", "another"])
-    def test_deadline_is_moved_forward(self, client: KeyValueClient, open: Open, by: str) -> None:
+    def test_deadline_is_moved_forward(
+        self, client: KeyValueClient, open: Open, by: str, unit: float
+    ) -> None:
         client.put_many({"key": b"one", "stays": b"one"})
         begun = time.monotonic()
-        client.expire(4)
+        client.expire(4 * unit)
         other = open()
         assert other.get("key") is not None
         other.put("key", b"two")
@@ -411,36 +419,38 @@ class ReadWriteTests(Harness):
         other.put("key", b"three")
         other.put("newer", b"three")
         client.put("mine", b"three")
-        assert time.monotonic() - begun < 4, "this machine is too slow for the test"
+        assert time.monotonic() - begun < 4 * unit, "this machine is too slow for the test"
         assert not until(
             lambda: {*open().list("")} != {"key", "stays", "new", "newer", "mine"},
-            begun + 4 + SLACK - time.monotonic(),
+            begun + (4 + SLACK) * unit - time.monotonic(),
         )
         assert present(client.get("key")).value == b"three"
 
     def test_deadline_is_renewed_again_and_again(
-        self, client: KeyValueClient, other: KeyValueClient
+        self, client: KeyValueClient, other: KeyValueClient, unit: float
     ) -> None:
         client.put("key", b"0")
         begun = time.monotonic()
         number = 0
-        while time.monotonic() - begun < 4 + SLACK:
-            client.expire(4)
+        while time.monotonic() - begun < (4 + SLACK) * unit:
+            client.expire(4 * unit)
             assert present(other.get("key")).value == b"%d" % number
             number += 1
             other.put("key", b"%d" % number)
-            time.sleep(0.2)
-        assert until(lambda: client.list("") == {}, 4 + SLACK)
+            time.sleep(0.2 * unit)
+        assert until(lambda: client.list("") == {}, 4 * unit + SLACK)
 
-    def test_deadline_is_moved_back(self, client: KeyValueClient, other: KeyValueClient) -> None:
+    def test_deadline_is_moved_back(
+        self, client: KeyValueClient, other: KeyValueClient, unit: float
+    ) -> None:
         client.put_many({"key": b"one", "stays": b"one"})
         client.expire(600)
         assert other.get("key") is not None
         other.put_many({"key": b"two", "new": b"two"})
-        client.expire(1)
+        client.expire(unit)
         assert other.get("stays") is not None
         other.put("newer", b"three")
-        assert until(lambda: client.list("") == {}, 1 + SLACK)
+        assert until(lambda: client.list("") == {}, unit + SLACK)
 
     def test_close_is_idempotent_and_final(self, client: KeyValueClient) -> None:
         client.put("key", b"one")

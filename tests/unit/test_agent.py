@@ -290,7 +290,8 @@ def test_a_peer_that_closes_the_run_ends_the_others_with_their_failure(fleet: Ru
     assert node.end().is_failed()
 
 
-def test_time_without_the_store_is_not_counted(fleet: Run) -> None:
+def test_time_without_the_store_is_not_counted(fleet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "_DECISION_SECONDS", 0.5)
     script, fail = fails_with_two(fleet)
     node = fleet.node(script, lease=0.6, nodes=(1, 2))
     peer = fleet.peer(lease=0.6, nodes=(1, 2))

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from rdzv_plugins import handler as handler_module
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
@@ -253,8 +254,13 @@ def test_no_handler_could_be_created(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("harm", ["fails", "hangs"])
 def test_a_listener_harms_no_node(
-    site: Site, recorder: Recorder, harm: str, caplog: pytest.LogCaptureFixture
+    site: Site,
+    recorder: Recorder,
+    harm: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(handler_module, "_STOP_SECONDS", 0.5)
     recorder.fails = harm == "fails"
     if harm == "hangs":
         recorder.goes_on.clear()
