@@ -7,12 +7,10 @@ and those it forks, starts a Redis server, plays one scenario, and prints what i
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import logging
 import os
 import socket
-import struct
 import sys
 import tempfile
 import threading
@@ -30,6 +28,7 @@ from rdzv_plugins.handler import create_handler
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.threads import Background, together
+from tests.integration.namespaces import bring_up_loopback
 
 _DNS = "127.53.0.1"
 # No /etc/hosts has it.
@@ -40,7 +39,6 @@ RESOLVER_SECONDS = 10.0
 INTERVAL = 0.5
 
 _MS_BIND = 4096
-_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
 
 class MutedDns:
@@ -65,8 +63,7 @@ class MutedDns:
                 raise OSError(ctypes.get_errno(), f"cannot mount over {path}")
         self.names: list[str] = []
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        up = struct.pack("16sH14x", b"lo", _IFF_UP | _IFF_RUNNING)
-        fcntl.ioctl(self._socket, _SIOCSIFFLAGS, up)
+        bring_up_loopback()
         self._socket.bind((_DNS, 53))
         threading.Thread(target=self._swallow, daemon=True).start()
 

@@ -7,32 +7,20 @@ log. torch 2.13 asks no more in a process in which that failed once.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests import Measure
+from tests.integration.namespaces import in_namespaces
 from tests.integration.silent_dns import INTERVAL, RESOLVER_SECONDS
-from tests.integration.stores import absent
-
-# A mount namespace has its own /etc/resolv.conf, a network namespace a port 53 to listen at.
-_NAMESPACES = ["unshare", "--mount", "--net"]
-if os.geteuid() != 0:
-    _NAMESPACES.insert(1, "--map-root-user")
 
 
 def play(scenario: str, handler: str, amount: float, seconds: float = 100) -> Any:
-    try:
-        subprocess.run([*_NAMESPACES, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        absent(f"no namespaces of our own: {error}")
-    command = [*_NAMESPACES, sys.executable, "-m", "tests.integration.silent_dns"]
-    played = subprocess.run(
-        [*command, scenario, handler, str(amount)], stdout=subprocess.PIPE, timeout=seconds
-    )
+    # A mount namespace has its own /etc/resolv.conf, a network namespace a port 53 to listen at.
+    command = in_namespaces("tests.integration.silent_dns", scenario, handler, str(amount))
+    played = subprocess.run(command, stdout=subprocess.PIPE, timeout=seconds)
     assert played.returncode == 0
     return json.loads(played.stdout)
 

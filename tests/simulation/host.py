@@ -559,7 +559,7 @@ class Host:
             world.violated("rests", f"{self.id} asks again: {request}")
         if self._closes and not world.network.quiet and world.cuts_short():
             world.note(f"{self.id} dies while it closes the run, before {request}"[:160])
-            world.checker.closer_died(world.store.tombstones)
+            world.checker.closer_died(self.node.latest, world.store.tombstones)
             self._end_life()
         elif isinstance(request, effects.Rest):
             seconds = 0.001 if self.node.ordered else self.clock.real(request.seconds)

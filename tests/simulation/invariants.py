@@ -443,10 +443,11 @@ class Checker:
             outcome = after.outcome or Outcome.CLOSED
             self._ended[after.incarnation] = _Ended(self._now(), epoch, outcome)
 
-    def closer_died(self, tombstones: Collection[str]) -> None:
-        """A node died while it closed a run; ``tombstones`` are in the store."""
-        for incarnation, ended in self._ended.items():
-            ended.orphaned = ended.orphaned or incarnation not in tombstones
+    def closer_died(self, run: RoundDocument | None, tombstones: Collection[str]) -> None:
+        """A node died while it closed this run; ``tombstones`` are in the store."""
+        ended = self._ended.get(run.incarnation) if run is not None else None
+        if run is not None and ended is not None:
+            ended.orphaned = ended.orphaned or run.incarnation not in tombstones
 
     def _is_orphaned(self, document: RoundDocument) -> bool:
         ended = self._ended.get(document.incarnation)

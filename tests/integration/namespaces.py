@@ -1,0 +1,35 @@
+"""Namespaces of a test's own: a network in which every port is free, files that only it sees."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+
+from tests.integration.stores import absent
+
+__all__ = ["bring_up_loopback", "in_namespaces"]
+
+_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
+
+
+def in_namespaces(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module in a mount and a network namespace; skips where it may not."""
+    unshare = ["unshare", "--mount", "--net"]
+    if os.geteuid() != 0:
+        unshare.insert(1, "--map-root-user")
+    try:
+        subprocess.run([*unshare, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        absent(f"no namespaces of our own: {error}")
+    return [*unshare, sys.executable, "-m", module, *arguments]
+
+
+def bring_up_loopback() -> None:
+    """The loopback of a new network namespace is down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        up = struct.pack("16sH14x", b"lo", _IFF_UP | _IFF_RUNNING)
+        fcntl.ioctl(line, _SIOCSIFFLAGS, up)

@@ -1,0 +1,149 @@
+"""Follows the README to the letter, in a network of its own, where port 6379 is free.
+
+Run as a program (see `test_readme`) in an empty folder. It prints what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rdzv_plugins.testing.harness import until
+from tests.integration.namespaces import bring_up_loopback
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+# A lease of 15 s, an import of torch by two workers on two cores, and time to spare.
+PATIENCE = 90.0
+
+SERVE = "rdzv serve --port 6379"
+
+_STEP = re.compile(r"step (\d+) in a world of (\d+), loss")
+
+
+def blocks(language: str = "") -> list[str]:
+    """The README's blocks of code in a language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def block(beginning: str, language: str = "") -> str:
+    """The README's only block of code that begins so."""
+    (found,) = (text for text in blocks(language) if text.startswith(beginning))
+    return found
+
+
+class Terminal:
+    """A command of the README in a shell, in the current folder."""
+
+    def __init__(self, command: str) -> None:
+        self._shown = Path(f"terminal-{time.monotonic_ns()}.txt")
+        bin_folder = str(Path(sys.executable).parent)
+        with self._shown.open("w") as output:
+            self.process = subprocess.Popen(
+                ["bash", "-c", f"exec {command}"],
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}"},
+            )  # fmt: skip
+
+    @property
+    def shown(self) -> str:
+        return self._shown.read_text()
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """The lines of train.py: step and world size."""
+        return [(int(step), int(size)) for step, size in _STEP.findall(self.shown)]
+
+    def is_in_a_world_of(self, size: int, after: int = 0) -> Callable[[], bool]:
+        """Whether its last line is of such a world, and of a later step than ``after``."""
+        return lambda: bool(self.steps) and self.steps[-1][1] == size and self.steps[-1][0] > after
+
+    def end(self) -> None:
+        """End whatever is left, orphaned workers too."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def seen(condition: Callable[[], bool], *terminals: Terminal) -> None:
+    if not until(condition, PATIENCE):
+        for terminal in terminals:
+            sys.stderr.write(f"--- terminal ---\n{terminal.shown}\n")
+        raise TimeoutError("the README promises more")
+
+
+def example() -> dict[str, object]:
+    """The complete example: two terminals, the one with rank 0 is killed and started again."""
+    Path("train.py").write_text(block("import os", "python"))
+    command = block("torchrun --rdzv-backend")
+    terminals = [Terminal(command), Terminal(command)]
+    try:
+        seen(lambda: any(it.is_in_a_world_of(2)() for it in terminals), *terminals)
+        first, second = sorted(terminals, key=lambda it: it.steps[-1:] != [], reverse=True)
+        before = first.steps[-1][0]
+        asked = {line: ask(line) for line in block("export RDZV_BACKEND").splitlines()[1:-2]}
+        os.kill(first.process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        # Its lines are rank 0's, which it was not before.
+        seen(second.is_in_a_world_of(1, after=before), *terminals)
+        alone = time.monotonic() - killed
+        terminals.append(third := Terminal(command))
+        seen(
+            lambda: any(it.is_in_a_world_of(2, after=before)() for it in (second, third)),
+            *terminals,
+        )
+        seen(lambda: None not in (second.process.poll(), third.process.poll()), *terminals)
+        statuses = [second.process.returncode, third.process.returncode]
+        last = max(step for it in terminals for step, _ in it.steps)
+        for line in block("export RDZV_BACKEND").splitlines()[-2:]:
+            asked[line] = ask(line)
+        return {
+            "asked": {line.partition(" #")[0].strip(): it for line, it in asked.items()},
+            "alone": alone, "statuses": statuses, "last": last,
+        }  # fmt: skip
+    finally:
+        for terminal in terminals:
+            terminal.end()
+
+
+def ask(line: str) -> tuple[int, str]:
+    """The exit status and the output of a line under "Inspecting a run"."""
+    export = block("export RDZV_BACKEND").splitlines()[0]
+    terminal = Terminal(f"bash -c '{export}; {line}'")
+    # `rdzv watch` does not end by itself.
+    with suppress(subprocess.TimeoutExpired):
+        terminal.process.wait(6 if "watch" in line else 60)
+    status = terminal.process.poll()
+    terminal.end()
+    return (
+        0 if status is None and "watch" in line else terminal.process.returncode
+    ), terminal.shown
+
+
+def run() -> dict[str, object]:
+    """``rdzv run``: one node trains, and ends when it is told to."""
+    Path("train.py").write_text(block("import os", "python"))
+    terminal = Terminal(block("rdzv run --rdzv-backend"))
+    try:
+        seen(terminal.is_in_a_world_of(1), terminal)
+        os.kill(terminal.process.pid, signal.SIGTERM)
+        return {"status": terminal.process.wait(PATIENCE), "shown": terminal.shown}
+    finally:
+        terminal.end()
+
+
+if __name__ == "__main__":
+    bring_up_loopback()
+    server = Terminal(SERVE)
+    try:
+        json.dump({"example": example, "run": run}[sys.argv[1]](), sys.stdout)
+    finally:
+        server.end()

@@ -1,0 +1,103 @@
+"""Every command of the README, as it is written there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import Measure
+from tests.integration.namespaces import in_namespaces
+from tests.integration.readme import README, SERVE, block, blocks
+from tests.integration.test_wheel import pip, wheel
+
+__all__ = ["wheel"]
+
+ROOT = README.parent
+
+
+def follow(chapter: str, folder: Path) -> Any:
+    command = in_namespaces("tests.integration.readme", chapter)
+    played = subprocess.run(
+        command, stdout=subprocess.PIPE, cwd=folder, timeout=400,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert played.returncode == 0
+    return json.loads(played.stdout)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.xdist_group("torchrun")
+def test_the_example_survives_a_kill_of_rank_0(tmp_path: Path, record_property: Measure) -> None:
+    saw = follow("example", tmp_path)
+    assert saw["statuses"] == [0, 0]
+    assert saw["last"] == 600
+    record_property("alone", f"{saw['alone']:.1f} s after the kill")
+    asked = {line: (status, shown) for line, (status, shown) in saw["asked"].items()}
+    for line, (status, shown) in asked.items():
+        # `rdzv check` warns of a Redis without persistence.
+        assert status in ((0, 1) if line == "rdzv check" else (0,)), (line, status, shown)
+        assert "Traceback" not in shown
+    assert "job1" in asked["rdzv list"][1]
+    assert "running round" in asked["rdzv status -i job1"][1]
+    assert "round" in asked["rdzv history -i job1"][1]
+    assert "running round" in asked["rdzv watch -i job1"][1]
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.xdist_group("torchrun")
+def test_rdzv_run_takes_the_same_arguments(tmp_path: Path) -> None:
+    saw = follow("run", tmp_path)
+    assert saw["status"] != 0, "SIGTERM ends it as it ends torchrun"
+    assert "round 0: rank 0 of 1" in saw["shown"]
+
+
+def test_the_example_stands_in_examples() -> None:
+    assert block("import os", "python") == (ROOT / "examples" / "train.py").read_text()
+
+
+def test_pip_installs_it_with_the_extra(wheel: Path, tmp_path: Path) -> None:
+    command = block("pip install").split()
+    assert command[:2] == ["pip", "install"]
+    # No index and no dependencies: what the extra brings is read from the metadata.
+    offline = ["--no-index", "--no-deps", "--find-links", str(wheel.parent), "--target"]
+    pip("install", command[2].strip('"'), *offline, str(tmp_path))
+    asked = "from importlib.metadata import requires; print(requires('rdzv-plugins'))"
+    told = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert "redis[hiredis]" in told.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("torchrun")
+def test_the_demo() -> None:
+    line = block("make demo").splitlines()[0].partition("#")[0]
+    # The environment stands; where the system's Python is not ours, make would create another.
+    shown = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "round" in shown.stdout
+
+
+def test_it_names_the_server_that_the_example_ran_on() -> None:
+    assert f"`{SERVE}`" in README.read_text().replace("\n", " ")
+
+
+def test_the_second_command_is_what_ci_runs() -> None:
+    assert block("make demo").splitlines()[1].split()[:2] == ["make", "test"]
+    assert (ROOT / ".ci" / "run").read_text().endswith("exec make test\n")
+
+
+def test_no_command_is_left_out() -> None:
+    tried = ("pip install", "torchrun --rdzv", "make demo", "rdzv run", "export RDZV_BACKEND")
+    others = [it for it in blocks() if not it.startswith(tried)]
+    # What the demo prints is no command.
+    assert [it.split(maxsplit=1)[0] for it in others] == ["==>"]
