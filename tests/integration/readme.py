@@ -31,7 +31,8 @@ _STEP = re.compile(r"step (\d+) in a world of (\d+), loss")
 
 def blocks(language: str = "") -> list[str]:
     """The README's blocks of code in a language, in their order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for its_language, text in found if its_language == language]
 
 
 def block(beginning: str, language: str = "") -> str:
@@ -74,7 +75,12 @@ class Terminal:
 
 
 def seen(condition: Callable[[], bool], *terminals: Terminal) -> None:
-    if not until(condition, PATIENCE):
+    """Wait for what the README promises; a command that has ended promises nothing more."""
+
+    def over() -> bool:
+        return condition() or all(it.process.poll() is not None for it in terminals)
+
+    if not until(over, PATIENCE) or not condition():
         for terminal in terminals:
             sys.stderr.write(f"--- terminal ---\n{terminal.shown}\n")
         raise TimeoutError("the README promises more")
@@ -89,7 +95,6 @@ def example() -> dict[str, object]:
         seen(lambda: any(it.is_in_a_world_of(2)() for it in terminals), *terminals)
         first, second = sorted(terminals, key=lambda it: it.steps[-1:] != [], reverse=True)
         before = first.steps[-1][0]
-        asked = {line: ask(line) for line in block("export RDZV_BACKEND").splitlines()[1:-2]}
         os.kill(first.process.pid, signal.SIGKILL)
         killed = time.monotonic()
         # Its lines are rank 0's, which it was not before.
@@ -100,11 +105,12 @@ def example() -> dict[str, object]:
             lambda: any(it.is_in_a_world_of(2, after=before)() for it in (second, third)),
             *terminals,
         )
+        lines = block("export RDZV_BACKEND").splitlines()[1:]
+        asked = {line: ask(line) for line in lines[:-2]}
         seen(lambda: None not in (second.process.poll(), third.process.poll()), *terminals)
         statuses = [second.process.returncode, third.process.returncode]
         last = max(step for it in terminals for step, _ in it.steps)
-        for line in block("export RDZV_BACKEND").splitlines()[-2:]:
-            asked[line] = ask(line)
+        asked |= {line: ask(line) for line in lines[-2:]}
         return {
             "asked": {line.partition(" #")[0].strip(): it for line, it in asked.items()},
             "alone": alone, "statuses": statuses, "last": last,

@@ -36,7 +36,7 @@ def follow(chapter: str, folder: Path) -> Any:
 def test_the_example_survives_a_kill_of_rank_0(tmp_path: Path, record_property: Measure) -> None:
     saw = follow("example", tmp_path)
     assert saw["statuses"] == [0, 0]
-    assert saw["last"] == 600
+    assert saw["last"] == 1500
     record_property("alone", f"{saw['alone']:.1f} s after the kill")
     asked = {line: (status, shown) for line, (status, shown) in saw["asked"].items()}
     for line, (status, shown) in asked.items():
@@ -46,7 +46,6 @@ def test_the_example_survives_a_kill_of_rank_0(tmp_path: Path, record_property: 
     assert "job1" in asked["rdzv list"][1]
     assert "running round" in asked["rdzv status -i job1"][1]
     assert "round" in asked["rdzv history -i job1"][1]
-    assert "running round" in asked["rdzv watch -i job1"][1]
 
 
 @pytest.mark.timeout(420)
@@ -98,6 +97,4 @@ def test_the_second_command_is_what_ci_runs() -> None:
 
 def test_no_command_is_left_out() -> None:
     tried = ("pip install", "torchrun --rdzv", "make demo", "rdzv run", "export RDZV_BACKEND")
-    others = [it for it in blocks() if not it.startswith(tried)]
-    # What the demo prints is no command.
-    assert [it.split(maxsplit=1)[0] for it in others] == ["==>"]
+    assert not [it for it in blocks() if not it.startswith(tried)]
