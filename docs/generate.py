@@ -12,7 +12,13 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from rdzv_plugins.config import ServerOptions, Settings, StoreOptions
+from rdzv_plugins.config import (
+    COUNTERPARTS,
+    WITHOUT_EFFECT,
+    ServerOptions,
+    Settings,
+    StoreOptions,
+)
 from rdzv_plugins.stores import STORES, client_class
 
 HERE = Path(__file__).parent
@@ -72,6 +78,17 @@ def options_page() -> str:
     ]
     for name, cls in options.items():
         parts += [f"\n## {name}\n\n", markdown_table(cls)]
+    parts += [
+        "\n## Options of torch's own backends\n\n",
+        "A job that comes from `c10d`, `etcd` or `etcd-v2` may carry their options along. The "
+        "options of torch's dynamic handler mean the same here. Of the others, these have no "
+        "effect, and the agent's log says so in a line:\n\n",
+        "| option | why |\n| --- | --- |\n",
+        *(f"| `{name}` | {why} |\n" for name, why in WITHOUT_EFFECT.items()),
+        "\nThese are refused with a line that says what to write:\n\n",
+        "| option | here |\n| --- | --- |\n",
+        *(f"| `{name}` | {here} |\n" for name, here in COUNTERPARTS.items()),
+    ]
     return "".join(parts)
 
 

@@ -23,12 +23,33 @@ __all__ = [
     "parse_options",
     "unknown_options",
     "unknown_variables",
+    "without_effect",
 ]
 
 ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
 
 # torch's launcher adds this to every --rdzv-conf (LaunchConfig.__post_init__); it has no effect.
 ADDED_BY_TORCH = frozenset({"timeout"})
+
+# Options of torch's own backends that jobs carry along, and why they have no effect here.
+WITHOUT_EFFECT = {
+    "is_host": "no node hosts the store",
+    "store_type": "the store is the one that --rdzv-backend names",
+    "read_timeout": "heartbeat_timeout bounds a request",
+    "use_libuv": "it is for a TCPStore that hosts the rendezvous",
+}
+
+# Options of torch's etcd backends, and what to write instead.
+COUNTERPARTS = {
+    "protocol": "tls=true, or an endpoint with https://",
+    "cacert": "ca_file",
+    "ca_cert": "ca_file",
+    "cert": "cert_file",
+    "ssl_cert": "cert_file",
+    "key": "key_file",
+    "ssl_cert_key": "key_file",
+    "etcd_prefix": "prefix",
+}
 
 _LARGEST_PORT = 65535
 
@@ -216,7 +237,7 @@ def parse_options(
     own: dict[str, Field[Any]] = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     known = [*own, *also_allowed]
     for name in config:
-        if name not in known and name not in ADDED_BY_TORCH:
+        if not _is_accepted(name, known):
             raise _unknown(name, known)
     hints = get_type_hints(cls)
     values: dict[str, object] = {}
@@ -241,8 +262,18 @@ def faults(
 def unknown_options(config: Mapping[str, object], known: Iterable[str]) -> list[tuple[str, str]]:
     """The options in ``config`` that are none of ``known``, and what to say of each."""
     names = [*known]
-    others = [name for name in config if name not in names and name not in ADDED_BY_TORCH]
+    others = [name for name in config if not _is_accepted(name, names)]
     return [(name, str(_unknown(name, names))) for name in others]
+
+
+def without_effect(config: Mapping[str, object], known: Iterable[str]) -> list[str]:
+    """A line for each option in ``config`` that only torch's own backends have a use for."""
+    others = set(config) - {*known}
+    return [
+        f"option '{name}' of torch's own backends has no effect: {why}"
+        for name, why in WITHOUT_EFFECT.items()
+        if name in others
+    ]
 
 
 def unknown_variables(
@@ -258,7 +289,15 @@ def unknown_variables(
     return found
 
 
+def _is_accepted(name: str, known: Iterable[str]) -> bool:
+    return name in known or name in ADDED_BY_TORCH or name in WITHOUT_EFFECT
+
+
 def _unknown(name: str, known: list[str]) -> ValueError:
+    if name in COUNTERPARTS:
+        return ValueError(
+            f"option '{name}' is one of torch's etcd backends; write here: {COUNTERPARTS[name]}"
+        )
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return ValueError(f"unknown option '{name}'; {hint}there are: {', '.join(known)}")

@@ -95,6 +95,12 @@ class Driver:
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def outage_seconds(self) -> float:
+        """For how long no request has reached the store; 0: the last one has."""
+        since = self._outage_since
+        return time.monotonic() - since if since is not None else 0.0
+
     def join(self, failed: bool = False) -> effects.Outcome:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 

@@ -38,7 +38,7 @@ from rdzv_plugins.addresses import (
     store_hosts,
 )
 from rdzv_plugins.archive import Archive
-from rdzv_plugins.config import Settings
+from rdzv_plugins.config import Settings, option_names, without_effect
 from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
@@ -332,14 +332,20 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._events.closed()
         return closed
 
-    def _leave(self) -> bool:
+    def _leave(self, *, at_exit: bool = False) -> bool:
         """Tell the others that this node is gone, without closing the run."""
+        # At exit one handler ends after the other: none waits for a store that may never be back.
+        gives_up = at_exit and self._driver.outage_seconds > self._rules.request
 
         def leave() -> None:
-            if self._node.latest is None or not self._node.latest.closed:
-                self._say_farewell()
+            if self._node.latest is not None and self._node.latest.closed:
+                return
+            if gives_up:
+                raise RendezvousConnectionError("the store is away")
+            self._say_farewell()
 
-        return self._end(leave, "this node could not announce that it leaves")
+        patience = 0.0 if gives_up else _STOP_SECONDS
+        return self._end(leave, "this node could not announce that it leaves", patience)
 
     def _say_farewell(self) -> None:
         work = watched(self._node.farewell(), self._watchers)
@@ -349,13 +355,17 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _leave_at_exit(self) -> None:
         for _ in range(_SIGNALS_BORNE):
             try:
-                self._leave()
+                self._leave(at_exit=True)
                 return
             except SignalException:
                 continue  # Another thread sends the farewell; the next call waits for it.
 
-    def _end(self, last_word: Callable[[], None], failed: str) -> bool:
+    def _end(
+        self, last_word: Callable[[], None], failed: str, patience: float = _STOP_SECONDS
+    ) -> bool:
         """Stop the node and send its last word, once; False if the store could not be told.
+
+        The node's thread is waited for ``patience`` seconds.
 
         It runs in a thread of its own, so that the exception of a signal cannot interrupt it. If
         another thread already ends the node, wait for that, as the exit of the process does.
@@ -372,7 +382,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         def end() -> None:
             try:
                 with self._events.of("shutdown"):
-                    self._driver.stop(_STOP_SECONDS)
+                    self._driver.stop(patience)
                     last_word()
                 told.append(True)
             except (RendezvousConnectionError, RendezvousStateError) as error:
@@ -542,8 +552,11 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
 
 def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
     try:
-        settings, connect = opener(load(client), params)
+        store = load(client)
+        settings, connect = opener(store, params)
         set_up(settings.log_level)
+        for line in without_effect(params.config, option_names(Settings, store.options)):
+            log.info("run '%s': %s", params.run_id, line)
         refuse_unless_installed(settings)
         opened = connect(params.run_id)
     except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:

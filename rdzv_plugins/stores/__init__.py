@@ -6,6 +6,7 @@ an extra in ``pyproject.toml``; see ``docs/writing-a-backend.md``.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -60,7 +61,9 @@ def client_class(name: str) -> type[KeyValueClient]:
     """
     client = _registered(name)
     if client is None:
-        raise ValueError(f"unknown backend '{name}'; there are: {', '.join(STORES)}")
+        close = difflib.get_close_matches(name, STORES, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise ValueError(f"unknown backend '{name}'; {hint}there are: {', '.join(STORES)}")
     return load(client)
 
 

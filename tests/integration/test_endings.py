@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +18,7 @@ from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.threads import Background, together
 from tests.integration.agents import Run, exchange_roles, one_world, until
 from tests.integration.stores import RunningStore
+from tests.integration.unended import REQUEST_SECONDS
 
 # Of one node; those that are cut off must not wait for their requests for long.
 CUT_OFF = {"heartbeat_timeout": "1", "close_timeout": "20"}
@@ -97,3 +101,17 @@ def test_a_death_just_after_release_holds_nobody_up(run: Run) -> None:
         silent._release()
     until(one_world(others), 60)
     assert [agent.error for agent in others] == [None, None]
+
+
+def test_a_process_does_not_wait_for_a_store_that_is_gone(store: RunningStore, run_id: str) -> None:
+    assert store.server is not None
+    program = [sys.executable, "-m", "tests.integration.unended", store.endpoint, run_id]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        store.server.nodes[0].kill()
+        assert process.stdout.readline() == "away\n"
+        began = time.monotonic()
+        assert process.wait(60) == 0
+    # Three nodes would wait three times for their farewell.
+    assert time.monotonic() - began < 2 * REQUEST_SECONDS

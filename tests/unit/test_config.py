@@ -8,12 +8,14 @@ import pytest
 
 from docs.generate import option_rows
 from rdzv_plugins.config import (
+    COUNTERPARTS,
     ServerOptions,
     Settings,
     StoreOptions,
     option,
     option_names,
     parse_options,
+    without_effect,
 )
 from rdzv_plugins.endpoint import parse_endpoint
 from rdzv_plugins.stores import STORES, client_class
@@ -79,6 +81,28 @@ def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
     assert "closed_ttl" in str(caught.value)
     with pytest.raises(ValueError, match="unknown option 'zzz'; there are: join_timeout"):
         parse_options(Settings, {"zzz": "1"}, {})
+
+
+def test_an_option_of_torchs_etcd_backends_names_its_counterpart() -> None:
+    with pytest.raises(ValueError, match=r"'cacert' is one of torch's .* write here: ca_file$"):
+        parse_options(Settings, {"cacert": "ca.pem"}, {})
+    for name, here in COUNTERPARTS.items():
+        assert here.split("=")[0].split(",")[0] in option_names(ServerOptions), name
+
+
+def test_an_option_that_only_torchs_backends_use_has_no_effect_and_is_told() -> None:
+    carried = {"is_host": "1", "use_libuv": "0", "join_timeout": "5"}
+    assert parse_options(Settings, carried, {}).join_timeout == 5
+    first, second = without_effect(carried, option_names(Settings))
+    assert first.startswith("option 'is_host' of torch's own backends has no effect: ")
+    assert "'use_libuv'" in second
+    assert without_effect({"read_timeout": "1"}, ["read_timeout"]) == [], "a foreign store has it"
+
+
+@pytest.mark.parametrize("name", ["etcd", "etcdv3", "etcd3"])
+def test_a_backend_that_does_not_exist_is_met_with_the_nearest(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{name}'; did you mean 'etcd-v3'\?"):
+        client_class(name)
 
 
 def test_options_of_others_and_the_one_torch_adds_are_let_through() -> None:

@@ -16,6 +16,7 @@ from rdzv_plugins.config import (
     parse_options,
     unknown_options,
     unknown_variables,
+    without_effect,
 )
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.kv.findings import Finding, Mark
@@ -70,6 +71,8 @@ def check(job: Job) -> Generator[Finding, None, Chosen | None]:
         yield Finding(Mark.FAILED, "options", why)
     strange = [*_of_variables(job, [*ours, *theirs])] if client else []
     yield from strange
+    for line in without_effect(job.conf, [*ours, *theirs]):
+        yield Finding(Mark.OK, "options", line)
     if not (job.malformed or of_handler or wrong or strange) and client:
         known = {ENVIRONMENT_PREFIX + name.upper() for name in (*ours, *theirs)}
         here = len(known & job.environ.keys())
