@@ -110,9 +110,11 @@ def test_a_spare_disturbs_nobody_until_there_is_room(run: Run) -> None:
 
 
 def test_closing_ends_the_run_until_its_id_is_swept(run: Run) -> None:
-    agents = [run.start((2, 2), closed_ttl="10") for _ in range(2)]
+    # A longer lease: on a busy machine DynamoDB Local stands still for more than 1.5 s.
+    ending = {"closed_ttl": "10", "keep_alive_interval": "2"}
+    agents = [run.start((2, 2), **ending) for _ in range(2)]
     until(one_world(agents), 30)
-    spare = run.start((2, 2), closed_ttl="10")
+    spare = run.start((2, 2), **ending)
     until(lambda: spare.handler._node.record.status == "spare", 30)
     for agent in agents:
         agent.end()
@@ -120,12 +122,12 @@ def test_closing_ends_the_run_until_its_id_is_swept(run: Run) -> None:
     # torch's own RendezvousGracefulExitError makes its launcher fail.
     assert isinstance(spare.error, SystemExit)
     assert spare.error.code == 0
-    late = run.start((2, 2), closed_ttl="10")
+    late = run.start((2, 2), **ending)
     until(lambda: late.error is not None, 30)
     assert isinstance(late.error, RendezvousClosedError)
 
     until(run.is_swept, 60)
-    pair = [run.start((2, 2), closed_ttl="10") for _ in range(2)]
+    pair = [run.start((2, 2), **ending) for _ in range(2)]
     until(one_world(pair), 30)
 
 
