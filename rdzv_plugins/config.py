@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -17,6 +17,7 @@ __all__ = [
     "ServerOptions",
     "Settings",
     "StoreOptions",
+    "alternatives",
     "faults",
     "first_line",
     "option_names",
@@ -298,9 +299,14 @@ def _unknown(name: str, known: list[str]) -> ValueError:
         return ValueError(
             f"option '{name}' is one of torch's etcd backends; write here: {COUNTERPARTS[name]}"
         )
+    return ValueError(f"unknown option '{name}'; {alternatives(name, known)}")
+
+
+def alternatives(name: str, known: Collection[str]) -> str:
+    """What to say of a name that is none of ``known``: the nearest, and all."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
-    return ValueError(f"unknown option '{name}'; {hint}there are: {', '.join(known)}")
+    return f"{hint}there are: {', '.join(known)}"
 
 
 def _given(

@@ -6,7 +6,6 @@ an extra in ``pyproject.toml``; see ``docs/writing-a-backend.md``.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv_plugins.config import Settings, option_names, parse_options
+from rdzv_plugins.config import Settings, alternatives, option_names, parse_options
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient
 
@@ -61,9 +60,7 @@ def client_class(name: str) -> type[KeyValueClient]:
     """
     client = _registered(name)
     if client is None:
-        close = difflib.get_close_matches(name, STORES, n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        raise ValueError(f"unknown backend '{name}'; {hint}there are: {', '.join(STORES)}")
+        raise ValueError(f"unknown backend '{name}'; {alternatives(name, STORES)}")
     return load(client)
 
 

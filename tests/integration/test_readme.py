@@ -38,7 +38,7 @@ def test_the_example_survives_a_kill_of_rank_0(tmp_path: Path, record_property: 
     assert saw["statuses"] == [0, 0]
     assert saw["last"] == 1500
     record_property("alone", f"{saw['alone']:.1f} s after the kill")
-    asked = {line: (status, shown) for line, (status, shown) in saw["asked"].items()}
+    asked = saw["asked"]
     for line, (status, shown) in asked.items():
         # `rdzv check` warns of a Redis without persistence.
         assert status in ((0, 1) if line == "rdzv check" else (0,)), (line, status, shown)

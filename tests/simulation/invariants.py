@@ -445,9 +445,9 @@ class Checker:
 
     def closer_died(self, run: RoundDocument | None, tombstones: Collection[str]) -> None:
         """A node died while it closed this run; ``tombstones`` are in the store."""
-        ended = self._ended.get(run.incarnation) if run is not None else None
-        if run is not None and ended is not None:
-            ended.orphaned = ended.orphaned or run.incarnation not in tombstones
+        incarnation = run.incarnation if run is not None else ""
+        if incarnation in self._ended and incarnation not in tombstones:
+            self._ended[incarnation].orphaned = True
 
     def _is_orphaned(self, document: RoundDocument) -> bool:
         ended = self._ended.get(document.incarnation)

@@ -305,7 +305,7 @@ class TestWithoutMetrics:
         ("option", "package", "extra"),
         [
             ("metrics_port=0", "prometheus_client", "metrics"),
-            ("otel=true", "opentelemetry.metrics", "otel"),
+            ("otel=true", "opentelemetry", "otel"),
         ],
     )
     def test_a_missing_library_is_one_line_with_the_install(
@@ -313,6 +313,8 @@ class TestWithoutMetrics:
     ) -> None:
         name, _, value = option.partition("=")
         # Makes its import fail as if it were not installed.
+        for module in [it for it in sys.modules if it.startswith(f"{package}.")]:
+            monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, package, None)
         params = RendezvousParameters("redis", "localhost:1", "r", 1, 1, **{name: value})
         with pytest.raises(ValueError, match=f"^option '{name}' needs the package '{package}") as e:
