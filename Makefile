@@ -2,9 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+SPHINX := $(BIN)/python -m sphinx --quiet --nitpicky --fail-on-warning --doctree-dir build/doctrees
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-store lint simulate soak bench docs screenshots lock servers test-compose test-oldest build clean
+.PHONY: help demo test unit test-store lint simulate soak bench docs linkcheck screenshots lock servers test-compose test-oldest build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -49,8 +50,13 @@ soak: .venv/installed servers ## Run every torchrun scenario on every store, wit
 bench: .venv/installed servers ## Measure all stores and torch's own backends; writes docs/benchmarks.md
 	@$(BIN)/python -m benchmarks
 
-docs: .venv/installed ## Generate docs/options.md and docs/stores.md from the docstrings
+docs: .venv/installed ## Generate docs/options.md and docs/stores.md; build the site into build/site
 	@$(BIN)/python -m docs.generate
+	@rm -rf build/site
+	@$(SPHINX) -b html docs build/site
+
+linkcheck: .venv/installed ## Check the links from the docs to other sites
+	@$(SPHINX) -b linkcheck docs build/linkcheck
 
 screenshots: .venv/installed servers ## Take the pictures in docs/ of real runs
 	@$(BIN)/python -W ignore -m docs.screenshots
@@ -68,8 +74,13 @@ test-oldest: servers ## Run the tests on the oldest versions that pyproject.toml
 test-compose: .venv/installed ## Run the conformance tests against docker-compose.yml
 	@scripts/test-compose
 
-build: .venv/installed ## Build the wheel and the source distribution
-	@$(BIN)/python -m build --no-isolation
+# What `rdzv docs` opens where the wheel is installed.
+PACKED := rdzv_plugins/cli/site
+build: docs ## Build the wheel and the source distribution, with the site, and check them
+	@rm -rf dist $(PACKED) && cp -r build/site $(PACKED)
+	@$(BIN)/python -m build --no-isolation; status=$$?; rm -rf $(PACKED); exit $$status
+	@$(BIN)/twine check --strict dist/*
+	@$(BIN)/check-wheel-contents dist
 
 clean: ## Remove everything that these targets created
 	@rm -rf .venv .servers .compose build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The ``rdzv`` command: run an agent, inspect a run, check a store, start one, show a demo."""
+"""The ``rdzv`` command: run an agent, inspect a run, check a store, start one, show the docs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rdzv_plugins import __version__
-from rdzv_plugins.cli import local, pages, run, runs
+from rdzv_plugins.cli import docs, local, pages, run, runs
 from rdzv_plugins.cli.check import check
 
 __all__ = ["app", "main"]
@@ -45,6 +45,7 @@ app.command()(pages.dashboard)
 app.command()(pages.exporter)
 app.command()(local.serve)
 app.command()(local.demo)
+app.command()(docs.docs)
 
 
 def main() -> None:
@@ -66,9 +67,11 @@ def main() -> None:
 
 
 def _is_for_the_user(error: Exception) -> bool:
+    if isinstance(error, ValueError):
+        return True
     # Imported here: torch takes seconds, and most commands' help needs none of it.
     from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
     from rdzv_plugins.servers import ServerError
 
-    expected = ValueError, RendezvousConnectionError, RendezvousStateError, ServerError
+    expected = RendezvousConnectionError, RendezvousStateError, ServerError
     return isinstance(error, expected)

@@ -54,7 +54,7 @@ RunOption = Annotated[str, typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", hel
 ConfOption = Annotated[
     str, typer.Option("--rdzv-conf", "-c", help="<option>=<value>,... as for torchrun")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="plain data, as docs/commands.md says")]
+JsonOption = Annotated[bool, typer.Option("--json", help="plain data, as rdzv docs commands says")]
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     @property
     def entry(self) -> Entry:
+        """The value with its version, as the contract returns it."""
         return Entry(self.value, self.version)
 
 
@@ -155,6 +156,7 @@ class Wake:
         self.rung = False
 
     def ring(self) -> None:
+        """End the wait, or the next one; from any thread."""
         self.rung = True
         with contextlib.suppress(OSError):
             self._send.send(b"!")
@@ -182,6 +184,7 @@ class Wake:
         return dict(self._poll.poll(max(0, math.ceil(seconds * 1000))))
 
     def close(self) -> None:
+        """Close its descriptors; nobody may wait any more."""
         self._receive.close()
         self._send.close()
 

@@ -40,6 +40,7 @@ __all__ = ["KINDS", "LocalServer", "Node", "NotInstalledError", "Security", "Ser
 KINDS: dict[str, type[Kind]] = {
     kind.name: kind for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd, Postgres)
 }
+"""The kinds of server, by the name that `start` takes."""
 
 
 class LocalServer:

@@ -67,6 +67,7 @@ class Security:
 
     @property
     def tls(self) -> bool:
+        """Whether the server accepts TLS only."""
         return self.cert_file is not None
 
     def config(self) -> dict[str, str]:
@@ -169,6 +170,7 @@ class Node:
 
     @property
     def running(self) -> bool:
+        """Whether its process lives."""
         return self._process is not None and self._process.poll() is None
 
     def start(self, *, empty: bool = False, timeout: float = 30.0) -> None:

@@ -398,7 +398,7 @@ class Client(StoreClient):
         if isinstance(error, _REFUSALS):
             return Problem(
                 f"refused the credentials ({text}); set the user in the endpoint and the password "
-                "in $RDZV_PLUGINS_PASSWORD; docs/stores.md names the rights it needs",
+                "in $RDZV_PLUGINS_PASSWORD; see rdzv docs stores for the rights it needs",
                 undone=True,
             )
         if is_of_tls(text):

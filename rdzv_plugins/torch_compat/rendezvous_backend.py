@@ -14,6 +14,7 @@ from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 __all__ = ["TORCH_STORE_PREFIX", "KeyValueBackend", "create_backend"]
 
 TORCH_STORE_PREFIX = "torch-store/"
+"""Where the keys of the c10d store stand within a run."""
 
 
 class KeyValueBackend(RendezvousBackend):
@@ -35,6 +36,7 @@ class KeyValueBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
+        """As in ``--rdzv-backend``."""
         return self._name
 
     def close(self) -> None:

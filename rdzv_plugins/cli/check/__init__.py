@@ -31,12 +31,12 @@ def check(
     peers: Annotated[
         str, typer.Option("--peers", help="host[:port],...: other nodes, to be dialled")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="plain data: docs/check.md")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="plain data: rdzv docs check")] = False,
 ) -> None:  # fmt: skip
     """Check before a job all that it needs: options, address, peers, store and run id.
 
     The store is tried in a temporary run, which is deleted. Exit status: 0, all is well; 1, it
-    works, with warnings; 2, it will not work. See docs/check.md.
+    works, with warnings; 2, it will not work. See rdzv docs check.
     """
     from rdzv_plugins.cli.check import plan, verdict
     from rdzv_plugins.cli.check.job import Job

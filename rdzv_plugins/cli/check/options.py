@@ -102,7 +102,7 @@ def _of_variables(job: Job, known: list[str]) -> Iterable[Finding]:
             found = f"${variable} is an option of {backend}, and has no effect on {job.backend}"
             yield Finding(Mark.OK, "environment", found)
             continue
-        advice = f"did you mean ${nearest}?" if nearest else "docs/options.md lists the options"
+        advice = f"did you mean ${nearest}?" if nearest else "see rdzv docs options"
         found = f"${variable} is no option and has no effect"
         yield Finding(Mark.WARNING, "environment", found, advice)
 

@@ -1,0 +1,88 @@
+"""What docs/api.md calls public is documented, and the pages' own code needs nothing else."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+API = (ROOT / "docs" / "api.md").read_text()
+
+
+def public() -> list[tuple[str, str]]:
+    """(module, name) of all that the page shows."""
+    found = re.findall(r"autodata:: (\S+)\.(\S+)\n", API)
+    alone = {name for _, name in found}
+    for module, listed in re.findall(r"automodule:: (\S+)\n   :members:(.*)\n", API):
+        names = listed.split(",") if listed else import_module(module).__all__
+        found += [(module, name.strip()) for name in names if name not in alone]
+    return found
+
+
+PUBLIC = public()
+
+
+def described(module: ModuleType) -> set[str]:
+    """The module's constants that are followed by a text, as Sphinx takes it for theirs."""
+    names = set()
+    for node, after in pairwise(ast.parse(inspect.getsource(module)).body):
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node]
+            names |= {ast.unparse(getattr(it, "target", it)) for it in targets}
+    return names
+
+
+def undocumented(module: str, name: str) -> Iterator[str]:
+    if name in described(import_module(module)):
+        return
+    thing = getattr(import_module(module), name)
+    text = thing.__doc__ if isinstance(thing, type | FunctionType) else None
+    # A dataclass without a text has its signature there.
+    if not text or text.startswith(f"{name}("):
+        yield name
+    if not thing.__module__.startswith("rdzv_plugins") or not isinstance(thing, type):
+        return
+    for method, value in vars(thing).items():
+        if method.startswith(("_", "test_")):
+            continue
+        # What overrides a documented method needs no second text.
+        if isinstance(value, FunctionType | classmethod | property) and not inspect.getdoc(
+            getattr(thing, method)
+        ):
+            yield f"{name}.{method}"
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_it_is_documented(module: str, name: str) -> None:
+    assert list(undocumented(module, name)) == []
+
+
+def python_in_the_pages() -> Iterator[tuple[str, str]]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for page in pages:
+        for code in re.findall(r"^ *```python[^\n]*\n(.*?)^ *```$", page.read_text(), re.M | re.S):
+            yield page.name, textwrap.dedent(code)
+
+
+def test_the_code_in_the_pages_imports_only_what_is_public() -> None:
+    names = {name for _, name in PUBLIC}
+    modules = {module for module, _ in PUBLIC}
+    others, seen = [], 0
+    for page, code in python_in_the_pages():
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rdzv_plugins"):
+                seen += 1
+                imported = {alias.name for alias in node.names}
+                if node.module not in modules or imported - names:
+                    others.append((page, ast.unparse(node)))
+    assert seen > 3
+    assert others == []
