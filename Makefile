@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
-SPHINX := $(BIN)/python -m sphinx --quiet --nitpicky --fail-on-warning --doctree-dir build/doctrees
+SPHINX := $(BIN)/python -W ignore -m sphinx --quiet --nitpicky --fail-on-warning --doctree-dir build/doctrees
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test unit test-store lint simulate soak bench docs linkcheck screenshots lock servers test-compose test-oldest build clean
@@ -51,7 +51,7 @@ bench: .venv/installed servers ## Measure all stores and torch's own backends; w
 	@$(BIN)/python -m benchmarks
 
 docs: .venv/installed ## Generate docs/options.md and docs/stores.md; build the site into build/site
-	@$(BIN)/python -m docs.generate
+	@$(BIN)/python -W ignore -m docs.generate
 	@rm -rf build/site
 	@$(SPHINX) -b html docs build/site
 

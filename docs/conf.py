@@ -1,13 +1,6 @@
 """How Sphinx builds the site from the pages in this folder; `make docs` runs it."""
 
-import warnings
-
 from rdzv_plugins import __version__
-
-with warnings.catch_warnings():
-    # torch says so on import in every environment without NumPy, and the API page imports it.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    import torch  # noqa: F401
 
 project = "rdzv-plugins"
 author = "The rdzv-plugins authors"

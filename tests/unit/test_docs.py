@@ -1,4 +1,8 @@
-"""What docs/api.md calls public is documented, and the pages' own code needs nothing else."""
+"""The pages against the code, and the command that shows them.
+
+What docs/api.md calls public is documented, the pages' own code needs nothing else, and the pages
+that the product names exist.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import pytest
+
+from rdzv_plugins.cli import docs
 
 ROOT = Path(__file__).resolve().parents[2]
 API = (ROOT / "docs" / "api.md").read_text()
@@ -86,3 +92,76 @@ def test_the_code_in_the_pages_imports_only_what_is_public() -> None:
                     others.append((page, ast.unparse(node)))
     assert seen > 3
     assert others == []
+
+
+def told() -> Iterator[tuple[str, str]]:
+    """(file, text) of what the product may show; the text of a module or a class is for readers."""
+    for path in sorted((ROOT / "rdzv_plugins").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        unseen = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and id(node) not in unseen:
+                yield path.name, str(node.value)
+
+
+def test_who_has_the_wheel_can_open_the_pages_that_the_product_names() -> None:
+    texts = list(told())
+    assert [it for it in texts if re.search(r"docs/[\w-]+\.md", it[1])] == []
+    named = {page for _, text in texts for page in re.findall(r"rdzv docs ([a-z][\w/-]*)", text)}
+    assert {"stores", "options"} <= named
+    assert [page for page in named if not (ROOT / "docs" / f"{page}.md").exists()] == []
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(docs, "_PLACES", (tmp_path / "elsewhere", tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def built(site: Path) -> Path:
+    (site / "_sources" / "start").mkdir(parents=True)
+    for page in ("index", "options", "start/redis"):
+        (site / f"_sources/{page}.md.txt").write_text(f"# {page}\n")
+    (site / "index.html").touch()
+    return site
+
+
+def test_without_a_site_it_says_how_to_build_one(site: Path) -> None:
+    with pytest.raises(ValueError, match="make docs"):
+        docs.docs()
+
+
+def test_a_misspelt_page_is_answered_with_the_nearest(built: Path) -> None:
+    with pytest.raises(ValueError, match="did you mean 'start/redis'"):
+        docs.docs("start/reddis")
+
+
+def test_it_prints_a_page_or_the_names(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs.docs("start/redis", as_text=True)
+    assert capsys.readouterr().out == "# start/redis\n"
+    docs.docs(as_text=True)
+    assert capsys.readouterr().out == "options\nstart/redis\n"
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_it_opens_a_page_and_tells_where_it_is(
+    found: bool, built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = []
+
+    def browse(url: str) -> bool:
+        opened.append(url)
+        return found
+
+    monkeypatch.setattr("webbrowser.open", browse)
+    docs.docs("options")
+    out, err = capsys.readouterr()
+    assert opened == [out.strip()] == [(built / "options.html").as_uri()]
+    assert ("no browser" in err) is not found
