@@ -1,0 +1,200 @@
+"""Follows a page of docs/start to the letter, in a network of its own, where all ports are free.
+
+Run as a program (see `test_start`) in an empty folder. It prints the seconds of each part as JSON.
+
+What a fenced block is for, stands behind its backquotes. A page may have no other blocks:
+
+- ``sh install``: what pip installs; the extras must exist.
+- ``sh server``: runs in a terminal of its own until the page ends.
+- ``sh``: runs to its end, which must be a success; what it exports, later blocks have too.
+- ``sh terminals``: the same in new terminals, in which nothing was exported yet.
+- ``sh job``: runs in two terminals.
+- ``sh kill``: kills the agent of rank 0; the number on the page stands for its process id.
+- ``sh again``: starts the killed agent again.
+- ``text``: lines that the command before shows; "…" stands for anything within a line.
+- a language and a file's name: the reader saves it in a file of that name.
+- a language and ``elsewhere``: cannot run here, because it needs Docker, a cloud or more hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import metadata
+from pathlib import Path
+
+from rdzv_plugins.servers.process import find_file
+from rdzv_plugins.testing.harness import until
+from tests.integration.namespaces import bring_up_loopback
+from tests.integration.readme import PATIENCE, Terminal
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "start"
+TRAIN = "../../examples/train.py"
+
+_JOINED = re.compile(r"joined as \S*\[(\d+)\]")
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """What each block of the page is for, and its text, in their order."""
+    return re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def path() -> str:
+    """The reader's PATH, with the stores' command-line tools."""
+    consul = find_file("consul", ["consul"])
+    folders = [Path(sys.executable).parent, *([consul.parent] if consul else [])]
+    # Debian has ZooKeeper's outside PATH.
+    usual = ["/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/usr/share/zookeeper/bin"]
+    return ":".join([*map(str, folders), *usual])
+
+
+class Reader:
+    """Does what the page says, block after block."""
+
+    def __init__(self) -> None:
+        # To a reader's eye nothing is set.
+        self._empty = {"PATH": path(), "HOME": str(Path.cwd()), "LANG": "C.UTF-8"}
+        self._set(self._empty)
+        self.terminals: list[Terminal] = []
+        self._servers: list[Terminal] = []
+        self._jobs: list[Terminal] = []
+        # What the last command showed, if it has ended; and how much each terminal showed before.
+        self._said = ""
+        self._old: dict[Terminal, int] = {}
+
+    def follow(self, purpose: str, text: str) -> None:
+        _, _, detail = purpose.partition(" ")
+        if detail == "elsewhere":
+            return
+        if "." in detail:
+            Path(detail).write_text(text)
+            return
+        actions: dict[str, Callable[[str], object]] = {
+            "sh install": self._install,
+            "sh server": self._serve,
+            "sh": self._run,
+            "sh terminals": self._open_terminals,
+            "sh job": self._start_job,
+            "sh kill": self._kill,
+            "sh again": self._start_agent,
+            "text": self._see,
+        }
+        if purpose not in actions:
+            raise ValueError(f"a block of an unknown kind: '{purpose}'")
+        if purpose != "text":
+            self._said = ""
+            self._old = {it: len(it.shown) for it in self.terminals}
+        actions[purpose](text)
+
+    def _set(self, environment: dict[str, str]) -> None:
+        os.environ.clear()
+        os.environ.update(environment)
+
+    def _install(self, text: str) -> None:
+        asked = re.fullmatch(r'pip install "rdzv-plugins\[([\w,]+)\]"\n', text)
+        assert asked is not None, text
+        extras = metadata("rdzv-plugins").get_all("Provides-Extra") or []
+        assert set(asked[1].split(",")) <= set(extras), text
+
+    def _open(self, text: str) -> Terminal:
+        self.terminals.append(terminal := Terminal(text))
+        return terminal
+
+    def _serve(self, text: str) -> None:
+        self._servers.append(self._open(text))
+
+    def _run(self, text: str) -> None:
+        shell = f"set -eo pipefail; trap 'env -0 >.environment' EXIT\n{text}"
+        ended = subprocess.run(
+            ["bash", "-c", shell],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE,
+        )  # fmt: skip
+        self._said = ended.stdout
+        # The verdict of `rdzv check`, which the page shows, tells of warnings.
+        if ended.returncode not in ((0, 1) if "rdzv check" in text else (0,)):
+            raise RuntimeError(f"{text} ended with {ended.returncode}:\n{ended.stdout}")
+        pairs = Path(".environment").read_text().rstrip("\0").split("\0")
+        self._set(dict(pair.split("=", 1) for pair in pairs))
+
+    def _open_terminals(self, text: str) -> None:
+        self._set(self._empty)
+        self._run(text)
+
+    def _start_job(self, text: str) -> None:
+        Path("train.py").write_text((FOLDER / TRAIN).read_text())
+        for _ in range(2):
+            self._start_agent(text)
+
+    def _start_agent(self, text: str) -> None:
+        self._jobs.append(self._open(text))
+
+    def _kill(self, text: str) -> None:
+        (first,) = (it for it in self._jobs if it.is_in_a_world_of(2)())
+        joined = _JOINED.search(first.shown)
+        # A process that this program started, and no other.
+        assert joined is not None
+        assert int(joined[1]) == first.process.pid
+        subprocess.run(["bash", "-c", re.sub(r"\d{2,}", joined[1], text)], check=True)
+        first.process.wait(PATIENCE)
+        self._jobs.remove(first)
+
+    def _see(self, text: str) -> None:
+        """Wait for all lines, each in any terminal; nothing but the killed agent may end."""
+        for line in text.splitlines():
+            pattern = re.compile(".*".join(map(re.escape, line.split("…"))))
+
+            def shown(pattern: re.Pattern[str] = pattern) -> bool:
+                new = [it.shown[self._old.get(it, 0) :] for it in self.terminals]
+                return any(map(pattern.search, [self._said, *new]))
+
+            def over(shown: Callable[[], bool] = shown) -> bool:
+                running = (*self._servers, *self._jobs)
+                return shown() or any(it.process.poll() is not None for it in running)
+
+            if not until(over, PATIENCE) or not shown():
+                raise TimeoutError(f"the page promises: {line}")
+
+    def end(self) -> None:
+        """As the page says: Ctrl-C in the job's terminals, and then in the server's."""
+        for terminals in (self._jobs, self._servers):
+            for terminal in terminals:
+                os.killpg(terminal.process.pid, signal.SIGINT)
+            for terminal in terminals:
+                terminal.process.wait(PATIENCE)
+
+    def complain(self) -> None:
+        """Show all terminals."""
+        for shown in (self._said, *(it.shown for it in self.terminals)):
+            sys.stderr.write(f"--- terminal ---\n{shown}\n")
+
+
+def main(page: Path) -> None:
+    bring_up_loopback()
+    reader = Reader()
+    seconds: dict[str, float] = {}
+    part = ""
+    try:
+        for purpose, text in blocks(page):
+            began = time.monotonic()
+            reader.follow(purpose, text)
+            # What is waited for, counts for the command before.
+            part = part if purpose == "text" else purpose
+            seconds[part] = seconds.get(part, 0.0) + time.monotonic() - began
+        reader.end()
+    except BaseException:
+        reader.complain()
+        raise
+    finally:
+        for terminal in reader.terminals:
+            terminal.end()
+    json.dump(seconds, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(FOLDER / f"{sys.argv[1]}.md")
