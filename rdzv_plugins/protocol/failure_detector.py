@@ -26,6 +26,7 @@ class FailureDetector:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
         self._moved: set[str] = set()
+        self._grace_ends = float("-inf")
 
     def observe(self, node: str, beat: int | None, asked: float, now: float) -> None:
         """Note a look at a node's beat; None: it has no record.
@@ -35,7 +36,7 @@ class FailureDetector:
         """
         seen = self._seen.get(node)
         if seen is None:
-            self._seen[node] = _Seen(beat, now, now)
+            self._seen[node] = _Seen(beat, max(now, self._grace_ends), now)
         elif beat == seen.beat or (beat is not None and beat < (seen.beat or 0)):
             # A lower one was written before the last one that was seen, and is no sign of life.
             seen.looked, seen.stale = asked, False
@@ -75,8 +76,11 @@ class FailureDetector:
         """Begin every window afresh but one: the observer was late, or could not reach the store.
 
         ``grace`` seconds more are given to each node until its next beat is seen: after an outage
-        some are connected again later than others. A later call takes no grace away.
+        some are connected again later than others. A later call takes no grace away. A node that
+        is first seen after it has the same grace.
         """
+        if grace:
+            self._grace_ends = now + grace
         for node, seen in self._seen.items():
             if node != unless:
                 seen.since, seen.looked = max(seen.since, now + grace), now

@@ -233,7 +233,7 @@ class Node:
                 return
 
     def _timed(self, steps: Effects[None]) -> Effects[None]:
-        """Carry out ``steps``; note how long requests take, and whether the store answers."""
+        """Carry out ``steps``; note how long the node pauses, and whether the store answers."""
         seen = self._seen
         answer: Any = None
         error: Exception | None = None
@@ -243,22 +243,17 @@ class Node:
             except StopIteration:
                 return
             answer, error, asked = None, None, self._clock()
-            local = isinstance(request, LOCAL)
             try:
                 answer = yield request
-            except RendezvousConnectionError as failure:
+            except (RendezvousConnectionError, RendezvousStateError) as failure:
                 error = failure
-                # When the store went away during a wait is unknown.
-                seen.failed(self._clock() if isinstance(request, Park) else asked)
-            except RendezvousStateError as failure:
-                error = failure  # The store answers, and refuses.
-            else:
-                if not local:
-                    seen.succeeded()
             if isinstance(request, _PAUSES):
-                seen.paused()
-            else:
-                seen.spent(self._clock() - asked)
+                # When the store went away during a wait is unknown.
+                seen.paused(min(request.seconds, self._clock() - asked))
+            if isinstance(error, RendezvousConnectionError):
+                seen.failed()
+            elif error is None and not isinstance(request, LOCAL):
+                seen.answered()
 
     def _turn(self) -> Effects[None]:
         self._take_orders()
@@ -269,7 +264,6 @@ class Node:
         if self.record.status is not Status.LEFT and not seen.closed:
             yield from self._keep_alive()
         yield from seen.observe()
-        seen.judge_punctuality()
         view = self.view()
         for about, key, text in member.remarks(view):
             if (about, key) not in self._told:
@@ -612,7 +606,6 @@ class Node:
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if self._joining:
             timeout = min(timeout, max(0.0, self._join_deadline - self._clock()))
-        seen.pauses(timeout)
         if leads:
             bell = yield from Park(BELL_KEY, self._bell, timeout)
             if bell is not None:
@@ -630,7 +623,6 @@ class Node:
 
     def _bear(self, error: Exception, failures: int) -> Effects[None]:
         """Rule 11: an outage stops no node, and no node is judged by what could not be read."""
-        self._seen.judge_punctuality()  # A node that stood still may wake to a broken connection.
         self._seen.read_again(document=True, leader=True, records=True)
         if self._joining and not self._withdraw_ordered and self._is_hopeless(error):
             self._joining = False
@@ -638,7 +630,6 @@ class Node:
             yield from FinishJoin(Outcome(error=error))
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
         pause *= 0.5 + 0.5 * self._chance.random()
-        self._seen.pauses(pause)
         yield from Rest(pause)
 
     def _is_hopeless(self, error: Exception) -> bool:

@@ -86,10 +86,10 @@ class Observer:
         self._listed_at = float("-inf")
         # Since when a leader has counted enough ready nodes; None: there are fewer.
         self._enough_since: float | None = None
-        # Until when the node pauses on purpose.
-        self._idle_until = clock()
-        # Since when no request has succeeded; None: the last one did.
-        self._trouble_since: float | None = None
+        # When the store last answered, and how long the node has paused on purpose since.
+        self._answered: float | None = None
+        self._paused = 0.0
+        self._in_trouble = False
 
     @property
     def closed(self) -> bool:
@@ -249,7 +249,6 @@ class Observer:
     def _list(self) -> Effects[None]:
         rest = self._listed_at + _REST_PER_RECORD * len(self._listing) - self._clock()
         if rest > _SHORTEST_REST:
-            self.pauses(rest)
             yield from Rest(rest)
         document = self.document
         assert document is not None
@@ -269,56 +268,39 @@ class Observer:
         self.looks += 1
         self._records_due = False
 
-    def judge_punctuality(self) -> None:
-        """Begin all windows again if this node stood still: its process was suspended or starved.
-
-        What it did not see in that time proves nothing about others. The time that its own requests
-        take is no lateness: see `spent`.
-        """
-        now = self._clock()
-        if now - self._idle_until > self._rules.interval:
-            self._reset_windows(now, grace=0.0)
-        self._idle_until = now
-
-    def pauses(self, seconds: float) -> None:
-        """Note that the node pauses on purpose: so much time is no lateness."""
-        self.judge_punctuality()  # It may have stood still in its last request.
-        self._idle_until = self._clock() + seconds
-
-    def paused(self) -> None:
-        """Note that time has passed in which the document may have changed."""
+    def paused(self, seconds: float) -> None:
+        """Note that the node has paused on purpose; the document may have changed meanwhile."""
         self.document_is_fresh = False
+        if not self._in_trouble:
+            self._paused += seconds
 
-    def spent(self, seconds: float) -> None:
-        """Note how long a request took. Up to the request timeout that is no lateness."""
-        self._idle_until += min(seconds, self._rules.request)
-
-    def failed(self, asked: float) -> None:
-        """Note that a request made at ``asked`` failed: read everything again."""
-        if self._trouble_since is None:
-            self._trouble_since = asked
+    def failed(self) -> None:
+        """Note that a request failed: read everything again."""
+        self._in_trouble = True
         self.read_again(document=True, leader=True, records=True)
 
-    def succeeded(self) -> None:
-        """Note that the store answered, perhaps after an outage.
+    def answered(self) -> None:
+        """Note that the store answered a request.
 
-        During an outage no node can beat. A short outage is taken out of each window. After a
-        longer one all windows begin again: each node's when it beats again or a lease later.
+        What this node could not see proves nothing about others, and in an outage they cannot beat
+        either. A short outage is taken out of each window. After a longer one, see `Rules.outage`,
+        all windows begin again: each node's when it beats again or a lease later, for some are
+        connected again later than others. Whether requests failed, one was repeated by the store's
+        client until it was answered, or this process stood still, is all the same.
         """
-        if self._trouble_since is None:
-            return
-        now, since = self._clock(), self._trouble_since
-        self._trouble_since = None
-        if now - since > self._rules.interval:
-            self._reset_windows(now, grace=self._rules.lease)
-        else:
-            self.liveness.discount(now - since, now)
-            self.progress.discount(now - since, now)
+        now, trouble = self._clock(), self._in_trouble
+        away = now - self._answered - self._paused if self._answered is not None else 0.0
+        self._answered, self._paused, self._in_trouble = now, 0.0, False
+        if away > self._rules.outage:
+            self._reset_windows(now)
+        elif trouble:
+            self.liveness.discount(away, now)
+            self.progress.discount(away, now)
 
-    def _reset_windows(self, now: float, grace: float) -> None:
+    def _reset_windows(self, now: float) -> None:
         """Begin all windows now, and read everything again."""
-        self.liveness.restart(now, grace)
-        self.progress.restart(now, grace)
+        self.liveness.restart(now, self._rules.lease)
+        self.progress.restart(now, self._rules.lease)
         self.listed_since = now
         self._enough_since = None
         self.read_again(document=True, leader=True, records=True)

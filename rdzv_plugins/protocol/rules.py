@@ -50,6 +50,11 @@ class Rules:
     sweep_after: float = 60.0
     abandoned: float = 3600.0
 
+    @property
+    def outage(self) -> float:
+        """A store that has not answered for longer has been away; slow ones answer sooner."""
+        return max(self.interval, self.lease / 3)
+
 
 # Not frozen: one is made for each decision, and a frozen one takes three times as long to make.
 @dataclass(slots=True, kw_only=True)

@@ -470,14 +470,17 @@ class Host:
         self._step(answer, error)
 
     def _note_trouble(self, error: Exception | None) -> None:
-        """What it saw before an outage of more than an interval proves nothing after it."""
+        """What it saw before an outage proves nothing after it."""
         clock = self.clock()
         if error is not None:
             if self._trouble is None:
                 waited = isinstance(self._request, effects.Park)
                 self._trouble = clock if waited else self._asked
-        elif self._trouble is not None and not isinstance(self._request, _LOCAL):
-            if clock - self._trouble > self.rules.interval:
+        elif not isinstance(self._request, _LOCAL):
+            pause = self._request.seconds if isinstance(self._request, effects.Park) else 0.0
+            since = self._asked + pause if self._trouble is None else self._trouble
+            # A client may have repeated the request until the store was back.
+            if clock - since > max(self.rules.interval, self.rules.lease / 3):
                 evidence = self.track.evidence
                 evidence.disturbed = evidence.outage = self.world.kernel.now
                 evidence.known = {node: it.beat for node, it in evidence.seen.items()}
@@ -611,6 +614,10 @@ class Host:
         self.node.master_opened(world_id, address, error)
         if nudge:
             self._nudge()
+
+    def awaits(self, turn: int) -> bool:
+        """Whether the request of the turn is still outstanding."""
+        return turn == self._turn
 
     def fails(self, turn: int, why: str) -> None:
         """The outstanding request ends in an error."""

@@ -78,11 +78,11 @@ INVARIANTS = {
     "lease, on the deciding node's clock; the time counts from the latest of: its last new "
     "heartbeat (or the first read that found no record of it, if that was earlier), the last "
     "document written in its name, the end of an outage of the deciding node (no request answered "
-    "for more than an interval; then one more lease is added), the end of a stall of more than "
-    "two intervals, and the moment when the deciding node took the lead; a done node is not "
-    "declared lost or left; after a listing showed a node as left or done, an older record does "
-    "not make it awaited or counted again; a node is evicted at the earliest after a tenth of "
-    "`rejoin_timeout`",
+    "for more than an interval and more than a third of its lease, or one only then; then one "
+    "more lease is added), the end of a stall of more than two intervals, and the moment when the "
+    "deciding node took the lead; a done node is not declared lost or left; after a listing showed "
+    "a node as left or done, an older record does not make it awaited or counted again; a node is "
+    "evicted at the earliest after a tenth of `rejoin_timeout`",
     "causes": "the cause of a running round names each participant of the last round that is "
     "missing, as lost, left or evicted; exceptions: the node is done, or the store lost data",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "

@@ -93,11 +93,11 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in(
                 "failure_detector",
-                "            self._seen[node] = _Seen(beat, now, now)\n        elif",
-                "            self._seen[node] = _Seen(beat, (beat or 0) / 1000, now)\n        elif",
+                "_Seen(beat, max(now, self._grace_ends), now)\n        elif",
+                "_Seen(beat, (beat or 0) / 1000, now)\n        elif",
             ),
         ),
-        seed=7,
+        seed=10,
     ),
     "half-a-lease": Mutant(
         "rule 2: a node is lost after half a lease of silence",
@@ -208,27 +208,38 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "observer",
-                "        if now - since > self._rules.interval:\n",
+                "        if away > self._rules.outage:\n",
                 "        if False:\n",
             ),
         ),
-        seed=7,
+        seed=14,
     ),
     "no-grace-after-outage": Mutant(
         "rule 11: after an outage, a node that reconnects late gets no extra lease",
-        (_in("observer", "grace=self._rules.lease)", "grace=0.0)"),),
-        seed=37,
-    ),
-    "no-window-after-stall": Mutant(
-        "rule 11: observation windows continue across a stall of the observer",
         (
             _in(
                 "observer",
-                "            self._reset_windows(now, grace=0.0)\n",
-                "            pass\n",
+                "self.liveness.restart(now, self._rules.lease)",
+                "self.liveness.restart(now)",
             ),
         ),
-        seed=133,
+        seed=37,
+    ),
+    "repeated-requests": Mutant(
+        "rule 11: an outage through which a client repeated a request is none",
+        (
+            _in(
+                "observer",
+                "        if away > self._rules.outage:\n",
+                "        if trouble and away > self._rules.outage:\n",
+            ),
+        ),
+        seed=31000127,
+    ),
+    "no-grace-at-first-sight": Mutant(
+        "rule 11: a node that is first seen after an outage gets no extra lease",
+        (_in("failure_detector", "max(now, self._grace_ends)", "now"),),
+        seed=31001045,
     ),
     "no-window-at-takeover": Mutant(
         "a new leader judges nodes by observations from before it led",
@@ -244,7 +255,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            seen.looked, seen.stale = now, False\n",
             ),
         ),
-        seed=52,
+        seed=67,
         focus=Focus(
             kinds=("slow store", "crash", "stall"),
             settings={"rates": (1.0, 1.0), "lease": 3.0, "latency": 0.3},
@@ -418,7 +429,7 @@ MUTANTS: dict[str, Mutant] = {
     "no-tombstone": Mutant(
         "the node that closes a run writes no tombstone",
         (_in("cleanup", "yield from PutTombstone(closed)", "pass"),),
-        seed=25,
+        seed=170,
         focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
     "older-run-wins": Mutant(
@@ -559,7 +570,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        self._join_ordered = True\n",
             ),
         ),
-        seed=5416,
+        seed=5658,
     ),
     "join-goes-on": Mutant(
         "an abandoned join still takes a rank",

@@ -55,13 +55,17 @@ class Network:
         world, chance, plan = self._world, self._world.chance, self._world.plan
         after = world.kernel.after
         timeout = host.clock.real(plan.request_timeout)
-        if self._is_cut_off(host):
-            after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
-            return
-        out, back = self.latency(), self.latency()
         evidence = (
             host.track.evidence.copy() if isinstance(request, effects.CompareAndSet) else None
         )
+        if self._is_cut_off(host):
+            if plan.retries and chance.random() < plan.retries:
+                deadline = world.kernel.now + timeout
+                after(self._pause(), self._retry, host, turn, request, evidence, deadline)
+            else:
+                after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
+            return
+        out, back = self.latency(), self.latency()
         if host.grey and self._fails_there(host, request):
             world.inject(f"grey host: {host.grey}")
             after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
@@ -96,6 +100,25 @@ class Network:
                 after(out, self._land, host, request, back, evidence, world.store.expired)
                 return
         after(out, self._reach, host, turn, request, back, evidence)
+
+    def _retry(self, host: Host, turn: int, request: effects.Effect[Any], evidence: Any,
+               deadline: float) -> None:  # fmt: skip
+        """What a store's client does while it cannot reach the store."""
+        if not host.awaits(turn):
+            return
+        now, after = self._world.kernel.now, self._world.kernel.after
+        if not self._is_cut_off(host):
+            self._world.inject("retried")
+            after(self.latency(), self._reach, host, turn, request, self.latency(), evidence)
+        elif now < deadline:
+            pause = min(self._pause(), deadline - now)
+            after(pause, self._retry, host, turn, request, evidence, deadline)
+        else:
+            host.fails(turn, "unreachable")
+
+    def _pause(self) -> float:
+        """Until the next attempt; one of three servers may hang for a third of the time."""
+        return self._world.chance.choice((0.1, self._world.plan.request_timeout / 3))
 
     def answer(self, host: Host, turn: int, answer: Any, seconds: float) -> None:
         self._world.kernel.after(seconds, self._arrive, host, turn, answer)

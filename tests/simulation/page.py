@@ -51,7 +51,8 @@ For a failing seed, the simulator prints the invariant, the last steps and the c
 _FAULT_NAMES = """\
 `grey host`: all listings or some requests of a host fail, or its requests are slow. `amnesia`: the
 store loses all data. `fail-over`: the store loses the last writes. `wedged agent`: the agent hangs
-when it must stop its workers. `done late`: the store executes a request after its sender gave up.
+when it must stop its workers. `retried`: a client repeats a request until the store is back, as the
+stores' clients do. `done late`: the store executes a request after its sender gave up.
 `other settings`: a host has another interval and lease. Rows `told: ...` count warnings of nodes;
 they are not faults.
 """

@@ -122,6 +122,7 @@ class Plan:
         latency: longest one-way time of a request in quiet times.
         lost, unacknowledged, late: chance that a request is lost, that it is done without its
             answer arriving, that it is done after its sender gave up.
+        retries: chance that a client which cannot reach the store tries on within its time-out.
         staleness: how much older than its answer a listing may be.
         poll: how long a waiter may take to notice a change; 0: the store pushes.
         stop: longest time that an agent takes to stop its workers.
@@ -164,6 +165,7 @@ class Plan:
     ending: str
     ambush: str | None
     faults: tuple[Fault, ...]
+    retries: float
 
     @property
     def long_join(self) -> float:
@@ -228,6 +230,7 @@ class Plan:
             ending=chance.choice(("succeeds", "fails", "is left")),
             ambush=chance.choice(_ambushes(focus.kinds)) if chance.random() < 0.4 else None,
             faults=_faults(chance, focus.kinds),
+            retries=chance.choice((0.0, 0.5, 1.0)),
         )
         of_rules = {item.name for item in fields(Rules)}
         given = {name: value for name, value in focus.settings.items() if name in of_rules}

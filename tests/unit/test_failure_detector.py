@@ -123,6 +123,14 @@ def test_an_older_beat_takes_no_grace_away() -> None:
     assert leases.confirmed_silence("n1") == 1.0
 
 
+def test_a_node_that_is_first_seen_after_an_outage_has_the_same_grace() -> None:
+    leases = FailureDetector()
+    leases.restart(100.0, grace=3.0)
+    leases.observe("n", 5, 100.5, 100.5)
+    leases.observe("n", 5, 104.0, 104.0)
+    assert leases.confirmed_silence("n") == 1.0
+
+
 def test_being_late_takes_no_grace_away() -> None:
     leases = looks((5, 100.0), (5, 102.0))
     leases.restart(103.0, grace=3.0)
