@@ -1,0 +1,81 @@
+"""The alerts, options and figures of the page on operating are those of the product."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rdzv_plugins.config import Settings, option_names
+from rdzv_plugins.exporter import EXPORTED
+from rdzv_plugins.inspection import Condition
+from rdzv_plugins.metrics import CAUSES, METRICS, STATES, Kind, Metric
+from rdzv_plugins.protocol.documents import SCHEMA, Phase
+
+PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+RULES = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+assert RULES is not None
+ALERTS = re.findall(r"alert: (\w+)", RULES[1])
+EXPRESSIONS = re.findall(r"expr: (?:>-)?(.*?)(?=\n {6,8}(?:for|- alert)|\Z)", RULES[1], re.DOTALL)
+
+# The values of labels whose values the product chooses.
+VALUES = {
+    "condition": {it.value for it in Condition},
+    "cause": {*CAUSES},
+    "state": {*STATES},
+    "phase": {it.value for it in Phase},
+}
+BY_PROMETHEUS = {"instance", "job", "le"}
+
+
+def sampled(metric: Metric) -> list[str]:
+    """The names under which Prometheus has it."""
+    if metric.kind is not Kind.HISTOGRAM:
+        return [metric.name]
+    return [f"{metric.name}_{part}" for part in ("bucket", "sum", "count")]
+
+
+LABELS: dict[str, set[str]] = {}
+for each in (*METRICS, *EXPORTED):
+    for name in sampled(each):
+        LABELS.setdefault(name, set(BY_PROMETHEUS)).update(each.labels)
+
+
+def test_there_are_alerts() -> None:
+    assert len(ALERTS) == len(EXPRESSIONS) == 6
+    assert all(re.search(r"\brdzv_\w+", it) for it in EXPRESSIONS)
+
+
+def test_each_metric_of_the_page_is_there() -> None:
+    names = {*re.findall(r"\brdzv_[a-z_]+\b", PAGE)} - {"rdzv_plugins"}
+    assert names
+    assert not names - {*LABELS}
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_alert_uses_the_labels_of_its_metrics(expression: str) -> None:
+    for metric, selector in re.findall(r"\b(rdzv_\w+)(?:\{(.*?)\})?", expression):
+        for label, value in re.findall(r'(\w+)!?="(.*?)"', selector):
+            assert label in LABELS[metric]
+            assert not value or value in VALUES.get(label, {value})
+    grouped = {name for it in re.findall(r"by \((.*?)\)", expression) for name in it.split(", ")}
+    metrics = re.findall(r"\brdzv_\w+", expression)
+    assert all(grouped <= LABELS[metric] for metric in metrics)
+
+
+def test_the_table_of_timeouts_has_the_defaults() -> None:
+    chapter = PAGE.partition("## Timeouts")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)`.*? \| ([\d,]+) s", chapter, re.MULTILINE)
+    assert len(rows) > 7
+    for option, default in rows:
+        assert getattr(Settings(), option) == float(default.replace(",", ""))
+
+
+def test_the_options_of_the_example_are_options() -> None:
+    (example,) = re.findall(r"`((?:\w+=\d+,?)+)`", PAGE)
+    assert {item.partition("=")[0] for item in example.split(",")} <= {*option_names(Settings)}
+
+
+def test_the_schema_is_the_one_that_is_written() -> None:
+    assert re.search(r"the schema of the round document, now (\d+)", PAGE)[1] == str(SCHEMA)  # type: ignore[index]
