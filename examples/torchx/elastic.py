@@ -1,0 +1,46 @@
+"""A TorchX component: torchrun on a store of your own, on any TorchX scheduler."""
+
+from torchx import specs
+
+
+def elastic(
+    script: str,
+    endpoint: str,
+    backend: str = "redis",
+    nodes: str = "1:2",
+    processes: int = 1,
+    image: str = "train",
+) -> specs.AppDef:
+    """Runs torchrun on each node.
+
+    Args:
+        script: the training script
+        endpoint: the store, as for torchrun's --rdzv-endpoint
+        backend: as for torchrun's --rdzv-backend
+        nodes: MIN:MAX, as for torchrun's --nnodes
+        processes: processes of a node
+        image: the image, or with local_cwd anything
+    """
+    least, most = (int(number) for number in nodes.split(":"))
+    return specs.AppDef(
+        name="train",
+        roles=[
+            specs.Role(
+                name="train",
+                image=image,
+                min_replicas=least,
+                num_replicas=most,
+                entrypoint="torchrun",
+                args=[
+                    f"--rdzv-backend={backend}",
+                    f"--rdzv-endpoint={endpoint}",
+                    f"--rdzv-id={specs.macros.app_id}",
+                    "--rdzv-conf=last_call_timeout=1",
+                    f"--nnodes={nodes}",
+                    f"--nproc-per-node={processes}",
+                    "--max-restarts=100",
+                    script,
+                ],
+            )
+        ],
+    )

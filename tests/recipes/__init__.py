@@ -1,0 +1,1 @@
+"""The recipes of docs/recipes, followed to the letter. `make test-recipes` runs them."""

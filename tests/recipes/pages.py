@@ -1,0 +1,73 @@
+"""The pages of docs/recipes, and the nodes that run their commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from tests.integration.readme import Terminal
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / "recipes" / f"{name}.md").read_text()
+
+
+def block(name: str, beginning: str) -> str:
+    """The page's only block of code that begins so."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", page(name), re.DOTALL | re.MULTILINE)
+    (found,) = (text for text in blocks if text.startswith(beginning))
+    return str(found)
+
+
+def take(name: str, *files: str) -> None:
+    """Copy files of examples/ that the page names into the current folder."""
+    for file in files:
+        assert f"examples/{file}" in page(name), f"{name}.md does not name {file}"
+        shutil.copy(ROOT / "examples" / file, Path(file).name)
+
+
+def shorten() -> None:
+    """The training of examples/train.py takes longer than most tests need."""
+    script = Path("train.py")
+    script.write_text(script.read_text().replace("1501", "601"))
+
+
+class Node(Terminal):
+    """Commands of a page on a node; lines as those of examples/train.py tell of its training."""
+
+    def __init__(self, commands: str) -> None:
+        super().__init__(f"bash -c {shlex.quote(commands)}")
+
+    def die(self) -> None:
+        """As a host dies: its agent and its workers at once."""
+        kill(self.process.pid)
+        self.process.wait()
+
+    end = die
+
+
+def kill(pid: int) -> None:
+    """Kill a process and all that it has started, also those in sessions of their own."""
+    for process in (pid, *descendants(pid)):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            # The name, in brackets, may have spaces.
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(folder.name))
+    found = [pid]
+    for process in found:
+        found += children.get(process, [])
+    return found[1:]

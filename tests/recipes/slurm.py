@@ -1,0 +1,137 @@
+"""A real Slurm cluster on this host: munged, slurmctld and a slurmd a node."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from rdzv_plugins.testing.harness import until
+
+_SIOCSIFADDR = 0x8916
+
+_CONF = """
+ClusterName=recipes
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket
+PluginDir={plugins}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=5
+SchedulerParameters=bf_interval=1,sched_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=node[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[7001-{last_port}] CPUs=1
+PartitionName=train Nodes=ALL Default=YES PriorityTier=1
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
+"""
+
+
+class Cluster:
+    """Starts the cluster and waits until all its nodes are idle.
+
+    Debian's packages lie unpacked in $RDZV_RECIPES/slurm.
+    """
+
+    def __init__(self, folder: Path, host: str, *, nodes: int) -> None:
+        root = Path(os.environ["RDZV_RECIPES"]) / "slurm" / "usr"
+        libraries = next(root.glob("lib/*/slurm-wlm")).parent
+        plugins = libraries / "slurm-wlm"
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.environ = {
+            **os.environ,
+            "LD_LIBRARY_PATH": f"{libraries}:{plugins}",
+            "PATH": f"{Path(sys.executable).parent}:{root}/bin:{root}/sbin:{os.environ['PATH']}",
+            "SLURM_CONF": str(folder / "slurm.conf"),
+        }
+        user = "root" if os.geteuid() == 0 else str(os.geteuid())
+        (folder / "state").mkdir()
+        (folder / "slurm.conf").write_text(
+            _CONF.format(
+                folder=folder, host=host, user=user, plugins=plugins,
+                nodes=nodes, last_port=7000 + nodes,
+            )
+        )  # fmt: skip
+        key = folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        _add_address()
+        # --force: also as root, and in a folder that others may write to.
+        files = ("socket", "key", "log", "pid", "seed")
+        names = [f"--{it}-file={folder}/munge.{it}" for it in files if it != "socket"]
+        self._start("munged", "--force", "--foreground", f"--socket={folder}/munge.socket", *names)
+        self._await((folder / "munge.socket").exists)
+        self._start("slurmctld-wlm", "-D", "-i")
+        for number in range(1, nodes + 1):
+            self._start(
+                "slurmd-wlm", "-D", "-N", f"node{number}", "-d", f"{root}/sbin/slurmstepd-wlm"
+            )
+        self._await(lambda: self.ask("sinfo", "--noheader", "--format=%D %t") == f"{nodes} idle")
+
+    def ask(self, *command: str) -> str:
+        """What a command of Slurm prints."""
+        asked = subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, timeout=60, check=False
+        )
+        return (asked.stdout + asked.stderr).strip()
+
+    def close(self) -> None:
+        for process in reversed(self._processes):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _start(self, *command: str) -> None:
+        log = self._folder / f"{command[0]}-{len(self._processes)}.out"
+        with log.open("wb") as output:
+            self._processes.append(
+                subprocess.Popen(
+                    command, env=self.environ, stdout=output, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+
+    def _await(self, condition: object) -> None:
+        assert callable(condition)
+        if not until(condition, 30):
+            logs = [
+                f"--- {it.name} ---\n{it.read_text()[-2000:]}" for it in self._folder.glob("*.out")
+            ]
+            self.close()
+            raise TimeoutError("no Slurm cluster\n" + "\n".join(logs))
+
+
+def _add_address() -> None:
+    """Give this host an address besides 127.0.0.1, without which Slurm resolves no name.
+
+    It asks for addresses with AI_ADDRCONFIG, which finds none on a host that has only that one.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        address = struct.pack(
+            "16sHH4s8x", b"lo:1", socket.AF_INET, 0, socket.inet_aton("127.0.0.2")
+        )
+        fcntl.ioctl(line, _SIOCSIFADDR, address)
