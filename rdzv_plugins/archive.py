@@ -24,7 +24,6 @@ __all__ = [
     "Listed",
     "Row",
     "archive_run_id",
-    "forget_runs",
     "list_runs",
     "read_list",
 ]
@@ -194,12 +193,6 @@ def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
 def read_list(client: KeyValueClient) -> dict[str, Listed]:
     """The same, for those who read it again and again; ``client`` is that of `LIST`."""
     return _decode(client.list(""))
-
-
-def forget_runs(open: Callable[[str], KeyValueClient], run_ids: list[str]) -> None:
-    """Delete the entries of these run ids from the list of runs."""
-    with closing(open(LIST)) as client:
-        client.delete_many(run_ids)
 
 
 def archive_run_id(run_id: str) -> str:

@@ -11,7 +11,7 @@ Neither prometheus-client nor OpenTelemetry is imported before it is needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -208,33 +208,21 @@ Sample: TypeAlias = tuple[str, Mapping[str, str], float]
 """The name of a gauge, its labels, and its value; NaN: it is not known."""
 
 
-def build(
-    registry: CollectorRegistry,
-    names: Collection[str] | None = None,
-    labels: tuple[str, ...] = (),
-) -> dict[str, Counter | Gauge | Histogram]:
-    """Make the metrics of `METRICS` in a registry of prometheus-client.
-
-    Args:
-        names: of those that are wanted; None: all.
-        labels: which each of them has besides its own, such as ``("run",)``; they come first.
-    """
+def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]:
+    """Make the metrics of `METRICS` in a registry of prometheus-client."""
     from prometheus_client import Counter, Gauge, Histogram
 
     built: dict[str, Counter | Gauge | Histogram] = {}
     for metric in METRICS:
-        if names is not None and metric.name not in names:
-            continue
-        own = [label for label in metric.labels if label not in labels]
-        every = [*labels, *own]
+        name, text, labels = metric.name, metric.text, metric.labels
         match metric.kind:
             case Kind.COUNTER:
-                built[metric.name] = Counter(metric.name, metric.text, every, registry=registry)
+                built[name] = Counter(name, text, labels, registry=registry)
             case Kind.GAUGE:
-                built[metric.name] = Gauge(metric.name, metric.text, every, registry=registry)
+                built[name] = Gauge(name, text, labels, registry=registry)
             case Kind.HISTOGRAM:
-                built[metric.name] = Histogram(
-                    metric.name, metric.text, every, registry=registry, buckets=metric.buckets
+                built[name] = Histogram(
+                    name, text, labels, registry=registry, buckets=metric.buckets
                 )
     return built
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from rdzv_plugins.archive import Archive, archive_run_id, forget_runs, list_runs
+from rdzv_plugins.archive import Archive, archive_run_id, list_runs
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.protocol.documents import (
     Cause,
@@ -150,9 +150,3 @@ class TestList:
         archive.note(record_of(RUNNING, RECORDS), at)
         assert [row.phase for row in archive.rows()] == [Phase.RUNNING, Phase.CLOSED]
         assert list_runs(partial(MemoryClient, server))["job"].outcome is Outcome.SUCCEEDED
-
-    def test_entries_can_be_forgotten(self, archive: Archive, server: MemoryServer) -> None:
-        opened = partial(MemoryClient, server)
-        note(archive, FOUNDED)
-        forget_runs(opened, ["job"])
-        assert list_runs(opened) == {}

@@ -447,15 +447,6 @@ class TestTheTable:
         }
         assert found == {metric.name: metric.kind.value for metric in METRICS}
 
-    def test_an_exporter_can_build_some_with_a_label_for_the_run(self) -> None:
-        registry = CollectorRegistry()
-        built: dict[str, Any] = dict(
-            build(registry, names=["rdzv_info", "rdzv_rounds_total"], labels=("run",))
-        )
-        built["rdzv_rounds_total"].labels(run="a").inc()
-        assert registry.get_sample_value("rdzv_rounds_total", {"run": "a"}) == 1
-        built["rdzv_info"].labels(run="a", node="n", backend="b", version="v").set(1)
-
     def test_causes_and_states_are_the_protocols(self) -> None:
         assert [*CAUSES[:-1]] == [name for name in Cause.__struct_fields__ if name != "note"]
         shown = [state(record("n", status), lost=False) for status in Status]
