@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -315,6 +315,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
         hosts: False: it could not open that TCPStore, and another is to be rank 0.
         failed: it asks for another round because its workers failed.
+        schema: as the document's; a node of another version disturbs no round of this one. The
+            first number is not written: a later one is a field without a default.
     """
 
     address: str
@@ -333,6 +335,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     master: str | None = None
     hosts: bool = True
     failed: bool = False
+    schema: Literal[2] = 2
 
     @property
     def label(self) -> str:

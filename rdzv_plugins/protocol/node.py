@@ -37,6 +37,7 @@ from rdzv_plugins.protocol.effects import (
     Outcome,
     Park,
     PutRecord,
+    Read,
     ReadTombstone,
     Register,
     Rest,
@@ -222,7 +223,11 @@ class Node:
         self.record = replace(self.record, beat=self.record.beat + 1, status=status)
         yield from PutRecord(self.id, self.record, ring=True)
         for _ in range(3):
-            yield from self._seen.read_document()
+            entry = yield from Read(STATE_KEY)
+            try:
+                self._seen.adopt(entry)
+            except RendezvousStateError:
+                return  # Another version's document: this node does not lead there.
             document = self.document
             if document is None or document.leader != self.id or document.closed:
                 return

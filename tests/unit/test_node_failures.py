@@ -12,6 +12,7 @@ from rdzv_plugins.kv import (
 )
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import (
+    BELL_KEY,
     NODES_PREFIX,
     STATE_KEY,
     CorruptDocumentError,
@@ -176,6 +177,24 @@ def test_a_document_of_another_version_is_told_at_once(server: MemoryServer, tim
     # It is another version's run: not ours to mend.
     node.wake()
     assert MemoryClient(server, "run").get(STATE_KEY) is not None
+    # That it leads nothing there is no failure.
+    node.carry_out(node.node.farewell())
+
+
+def test_a_node_of_another_version_disturbs_no_round(pair: tuple[Life, Life]) -> None:
+    """Though it asks to join before it has read the document."""
+    leader, joiner = pair
+    finish(leader, joiner)
+    leader.go()
+    newcomer = replace(joiner.node.record, address="new", status=Status.JOIN, round=-1)
+    stranger = newcomer.encode().replace(b"{", b'{"schema":3,', 1)
+    for record, round_ in ((stranger, 0), (newcomer.encode(), 1)):
+        leader.client.put(NODES_PREFIX + "n9", record)
+        leader.client.put(BELL_KEY, b"n9")
+        for _ in range(2):
+            leader.wake()
+            leader.go()
+        assert stored(leader).round == round_
 
 
 def test_an_unreadable_record_is_silence(pair: tuple[Life, Life]) -> None:
