@@ -432,7 +432,8 @@ class StoreClient(KeyValueClient):
                 except TimeoutError:
                     seen = None
                 except Exception as error:
-                    self._raise_unless_retryable(error, wake)
+                    if not self._retryable(error, wake):
+                        self._fail(error, wake)
                     # The next look raises if the store stays unreachable.
                     self._note_retry()
                     wake.wait(random.uniform(0, pause))
@@ -479,25 +480,21 @@ class StoreClient(KeyValueClient):
             raise ClientClosedError(self.where) if wake is None else WokenError
         limit = Limit(time.monotonic() + self.timeout, wake)
 
-        def retryable(error: Exception) -> bool:
-            if self._closed or (wake is not None and wake.rung):
-                return False
-            problem = self._problem(error)
-            return problem is not None and problem.retryable
-
         try:
             return retry(
                 partial(request, limit),
                 timeout=self.timeout,
-                retryable=retryable,
+                retryable=partial(self._retryable, wake=wake),
                 sleep=partial(self._pause, limit),
             )
-        except WokenError:
-            raise
         except Exception as error:
-            if wake is not None and wake.rung and self._is_the_librarys(error):
-                raise WokenError from None
-            self._fail(error)
+            self._fail(error, wake)
+
+    def _retryable(self, error: Exception, wake: Wake | None) -> bool:
+        if self._closed or (wake is not None and wake.rung):
+            return False
+        problem = self._problem(error)
+        return problem is not None and problem.retryable
 
     def _learn(self, request: Callable[[Limit], T]) -> tuple[T | None, str]:
         """For `inspect`: the answer, or None and why there is none, such as a missing right."""
@@ -514,15 +511,6 @@ class StoreClient(KeyValueClient):
         if self.on_retry is not None:
             self.on_retry()
 
-    def _raise_unless_retryable(self, error: Exception, wake: Wake) -> None:
-        if isinstance(error, WokenError):
-            raise error
-        if (self._closed or wake.rung) and self._is_the_librarys(error):
-            raise WokenError from None
-        problem = self._problem(error)
-        if problem is None or not problem.retryable:
-            self._fail(error)
-
     def _is_the_librarys(self, error: Exception) -> bool:
         """Whether the error comes from the connection, not from a signal handler such as torch's.
 
@@ -531,8 +519,13 @@ class StoreClient(KeyValueClient):
         stumbled = isinstance(error, OSError | AttributeError | ValueError)
         return stumbled or self._problem(error) is not None
 
-    def _fail(self, error: Exception) -> NoReturn:
-        """Raise the contract's error for an error of the client library."""
+    def _fail(self, error: Exception, wake: Wake | None) -> NoReturn:
+        """Raise the contract's error for an error of the client library; `WokenError` in a wait."""
+        if isinstance(error, WokenError):
+            raise error
+        woken = wake is not None and (self._closed or wake.rung)
+        if woken and self._is_the_librarys(error):
+            raise WokenError from None
         # ssl's certificate error is also a ValueError.
         ours = isinstance(error, RendezvousError | ValueError)
         if ours and not isinstance(error, OSError):
