@@ -21,9 +21,9 @@ def serve(
         str,
         typer.Argument(help="one of: redis, valkey, zookeeper, dynamodb, consul, etcd, postgres"),
     ] = "valkey",
-    port: Annotated[int | None, typer.Option(help="first server's port; default: a free one")] = (
-        None
-    ),
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="first server's port; default: a free one")
+    ] = None,
     nodes: Annotated[int, typer.Option(help="number of servers, 1 or 3")] = 1,
 ) -> None:
     """Run a server on 127.0.0.1 until Ctrl-C: for tests, not for production."""
