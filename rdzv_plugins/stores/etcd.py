@@ -421,7 +421,13 @@ class Client(StoreClient):
         return self._ask("kv/txn", body, limit)
 
     def _ask(self, path: str, body: Json, limit: Limit) -> Json:
-        return self._post(path, body, self._authorised(limit), limit)
+        try:
+            return self._post(path, body, self._authorised(limit), limit)
+        except TimeoutError:
+            # An etcd that lost its data, or was restored, does not refuse an older token but holds
+            # the request back (etcd-io/etcd #11377).
+            self._token = None
+            raise
 
     def _post(self, path: str, body: Json, headers: Mapping[str, str], limit: Limit) -> Json:
         request = Request("POST", f"/v3/{path}", headers, json.dumps(body).encode())

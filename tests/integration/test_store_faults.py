@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
 import threading
@@ -15,13 +16,14 @@ import pytest
 
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.base import Limit
+from rdzv_plugins.servers import Security
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.etcd import RefusedError
 from rdzv_plugins.testing import Proxy
-from rdzv_plugins.testing.harness import SLACK, present
+from rdzv_plugins.testing.harness import SLACK, present, until
 from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
-from tests.integration.stores import KINDS, RunningStore
+from tests.integration.stores import KINDS, RunningStore, started
 
 
 def only(*names: str) -> pytest.MarkDecorator:
@@ -162,6 +164,29 @@ def test_a_lost_lease_is_no_missing_gateway(client: Any) -> None:
         assert "no v3 gateway" in client._problem(RefusedError(404, body)).text
 
 
+def test_an_etcd_with_users_that_lost_its_data_gets_a_new_token(run_id: str) -> None:
+    kind = next(kind for kind in KINDS if kind.name == "etcd-v3")
+    with started(kind, security=Security(user="joe", password=secrets.token_hex(8))) as store:
+        other = store.open(run_id)
+        for _ in range(20):
+            other.put("key", b"old")
+        other.close()
+        # Its token is younger than all that the server knows after the restart.
+        client = store.open(run_id, request_timeout=1)
+        store.restart(empty=True)
+
+        def written() -> bool:
+            try:
+                client.put("key", b"new")
+            except RendezvousConnectionError:
+                return False
+            return True
+
+        assert until(written, 15)
+        assert present(client.get("key")).value == b"new"
+        client.close()
+
+
 @pytest.mark.parametrize("body", [b"<html>502</html>", b"<!DOCTYPE html><p>bad gateway", b""])
 def test_a_proxys_error_before_dynamodb_is_passing(
     body: bytes, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +238,7 @@ def test_a_large_value_is_not_read_by_each_poll(
 CROWDED = """
 import os, resource, sys
 from rdzv_plugins.kv.base import Limit
+from rdzv_plugins.servers import Security
 from rdzv_plugins.stores import open_client
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
