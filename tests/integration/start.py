@@ -140,7 +140,8 @@ class Reader:
         # A process that this program started, and no other.
         assert joined is not None
         assert int(joined[1]) == first.process.pid
-        subprocess.run(["bash", "-c", re.sub(r"\d{2,}", joined[1], text)], check=True)
+        assert re.fullmatch(r"kill -9 \d+\n", text) is not None, text
+        subprocess.run(["bash", "-c", re.sub(r"\d+$", joined[1], text.rstrip())], check=True)
         first.process.wait(PATIENCE)
         self._jobs.remove(first)
 
