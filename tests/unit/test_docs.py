@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from importlib import import_module
@@ -165,3 +167,33 @@ def test_it_opens_a_page_and_tells_where_it_is(
     out, err = capsys.readouterr()
     assert opened == [out.strip()] == [(built / "options.html").as_uri()]
     assert ("no browser" in err) is not found
+
+
+def test_the_help_and_the_errors_come_without_importing_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['rdzv', 'docs', 'no-such-page']\n"
+        "from rdzv_plugins.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 1\n"
+        "assert 'torch' not in sys.modules"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stderr.startswith("rdzv: ")
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings' anchors, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", it).lower().replace(" ", "-") for it in headings}
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
+def test_the_links_of_a_page_outside_docs_lead_somewhere(page: Path) -> None:
+    """Those of the pages in docs/ are checked when the site is built."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        target, _, anchor = link.partition("#")
+        if "://" not in link:
+            file = page.parent / target if target else page
+            assert file.exists(), link
+            assert not anchor or anchor in anchors(file), link
