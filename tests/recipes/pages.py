@@ -64,10 +64,13 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            # The name, in brackets, may have spaces.
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(folder.name))
+            children.setdefault(parent(int(folder.name)), []).append(int(folder.name))
     found = [pid]
     for process in found:
         found += children.get(process, [])
     return found[1:]
+
+
+def parent(pid: int) -> int:
+    # The name, in brackets, may have spaces.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

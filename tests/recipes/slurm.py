@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rdzv_plugins.testing.harness import until
+from tests.recipes.pages import kill, parent
 
 _SIOCSIFADDR = 0x8916
 
@@ -41,6 +42,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
+SlurmdTimeout=10
 SchedulerParameters=bf_interval=1,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -61,7 +63,9 @@ class Cluster:
         libraries = next(root.glob("lib/*/slurm-wlm")).parent
         plugins = libraries / "slurm-wlm"
         self._folder = folder
+        self._root = root
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._slurmd: dict[str, subprocess.Popen[bytes]] = {}
         self.environ = {
             **os.environ,
             "LD_LIBRARY_PATH": f"{libraries}:{plugins}",
@@ -87,9 +91,7 @@ class Cluster:
         self._await((folder / "munge.socket").exists)
         self._start("slurmctld-wlm", "-D", "-i")
         for number in range(1, nodes + 1):
-            self._start(
-                "slurmd-wlm", "-D", "-N", f"node{number}", "-d", f"{root}/sbin/slurmstepd-wlm"
-            )
+            self.start_node(f"node{number}")
         self._await(lambda: self.ask("sinfo", "--noheader", "--format=%D %t") == f"{nodes} idle")
 
     def ask(self, *command: str) -> str:
@@ -99,21 +101,35 @@ class Cluster:
         )
         return (asked.stdout + asked.stderr).strip()
 
+    def start_node(self, name: str) -> None:
+        stepd = self._root / "sbin" / "slurmstepd-wlm"
+        self._slurmd[name] = self._start("slurmd-wlm", "-D", "-N", name, "-d", str(stepd))
+
+    def kill_node(self, name: str) -> None:
+        """As its host dies: slurmd, and all that it has started."""
+        kill(self._slurmd[name].pid)
+        # What slurmd starts leaves its process tree.
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"SLURMD_NODENAME={name}\0".encode() in (folder / "environ").read_bytes():
+                    # The parent of a task is the slurmstepd of its step.
+                    kill(parent(int(folder.name)))
+
     def close(self) -> None:
         for process in reversed(self._processes):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _start(self, *command: str) -> None:
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
         log = self._folder / f"{command[0]}-{len(self._processes)}.out"
         with log.open("wb") as output:
-            self._processes.append(
-                subprocess.Popen(
-                    command, env=self.environ, stdout=output, stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            process = subprocess.Popen(
+                command, env=self.environ, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
             )  # fmt: skip
+        self._processes.append(process)
+        return process
 
     def _await(self, condition: object) -> None:
         assert callable(condition)

@@ -10,7 +10,7 @@ import pytest
 
 from rdzv_plugins.testing.harness import until
 from tests import Measure
-from tests.recipes.pages import block, kill, take
+from tests.recipes.pages import block, take
 from tests.recipes.slurm import Cluster
 
 STEP = re.compile(r"step (\d+) in a world of (\d+), loss")
@@ -55,12 +55,17 @@ def test_a_node_is_killed_and_the_job_is_queued_again(
     log = Log(folder / f"train-{job}.log")
     step = log.await_world(3)
 
-    kill(agents(job)[1])
+    slurm.kill_node("node2")
     after = log.await_world(2)
     assert after > step
     record_property("killed", f"after step {step}; two nodes went on at step {after}")
+    log.await_that(lambda: "down" in slurm.ask("sinfo", "--nodes=node2"), "node2 down")
+    # Slurm knows of the loss, and lets the job run.
+    assert log.await_world(2) > after
     assert slurm.ask("squeue", "--noheader", "--format=%t") == "R"
 
+    slurm.start_node("node2")
+    log.await_that(lambda: "idle" in slurm.ask("sinfo", "--nodes=node2"), "node2 idle")
     before = log.steps[-1][0]
     urgent = slurm.ask("sbatch", "--partition=urgent", "--nodes=3", "--wrap=true")
     assert urgent.startswith("Submitted"), urgent
@@ -87,17 +92,3 @@ def await_restart(slurm: Cluster, log: Log, job: str, restarts: int) -> None:
         return f"Restarts={restarts} " in shown and "JobState=RUNNING" in shown
 
     log.await_that(runs_again, f"restart {restarts}")
-
-
-def agents(job: str) -> list[int]:
-    """The torchrun processes of the job, in the order of their nodes."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        command = (folder / "cmdline").read_bytes()
-        if b"torchrun\0" in command and f"slurm-{job}".encode() in command:
-            environ = (folder / "environ").read_bytes()
-            node = re.search(rb"SLURM_NODEID=(\d+)", environ)
-            assert node
-            if b"srun" not in command.split(b"\0")[0]:
-                found[int(node[1])] = int(folder.name)
-    return [pid for _, pid in sorted(found.items())]
