@@ -11,7 +11,6 @@ import tarfile
 from pathlib import Path
 
 from rdzv_plugins.testing.harness import until
-from tests.integration.stores import absent
 from tests.recipes.pages import ROOT
 
 # An image of this tree has no files of its own: /usr is the host's.
@@ -23,8 +22,6 @@ class Engine:
     """Debian's engine, which lies unpacked in $RDZV_RECIPES/docker, with Compose's own binary."""
 
     def __init__(self, folder: Path) -> None:
-        if os.geteuid() != 0:
-            absent("a Docker engine needs root")
         recipes = Path(os.environ["RDZV_RECIPES"])
         root = recipes / "docker" / "usr"
         socket = f"unix://{folder}/docker.sock"

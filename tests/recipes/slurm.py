@@ -21,8 +21,8 @@ _SIOCSIFADDR = 0x8916
 _CONF = """
 ClusterName=recipes
 SlurmctldHost={host}(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
+SlurmUser=root
+SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={folder}/munge.socket
@@ -72,11 +72,10 @@ class Cluster:
             "PATH": f"{Path(sys.executable).parent}:{root}/bin:{root}/sbin:{os.environ['PATH']}",
             "SLURM_CONF": str(folder / "slurm.conf"),
         }
-        user = "root" if os.geteuid() == 0 else str(os.geteuid())
         (folder / "state").mkdir()
         (folder / "slurm.conf").write_text(
             _CONF.format(
-                folder=folder, host=host, user=user, plugins=plugins,
+                folder=folder, host=host, plugins=plugins,
                 nodes=nodes, last_port=7000 + nodes,
             )
         )  # fmt: skip

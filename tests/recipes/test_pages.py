@@ -1,0 +1,12 @@
+"""Each file of a recipe is on a page."""
+
+from __future__ import annotations
+
+from tests.recipes.pages import ROOT
+
+
+def test_every_file_of_a_recipe_is_on_a_page() -> None:
+    pages = "".join(file.read_text() for file in (ROOT / "docs" / "recipes").glob("*.md"))
+    files = [file for file in (ROOT / "examples").glob("*/*") if file.is_file()]
+    assert files
+    assert not [file.name for file in files if f"../../{file.relative_to(ROOT)})" not in pages]
