@@ -279,7 +279,7 @@ def test_watch_ends_when_the_run_is_closed(server: servers.LocalServer, run_id: 
     output, _ = watching.communicate(timeout=60)
     assert watching.returncode == 0
     assert "closed" in output
-    assert all(handler.is_closed() for handler in handlers)
+    assert until(lambda: all(handler.is_closed() for handler in handlers), 30)
     for handler in handlers:
         handler.shutdown()
 
