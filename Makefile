@@ -5,7 +5,7 @@ PYTEST := $(BIN)/python -m pytest
 SPHINX := $(BIN)/python -W ignore -m sphinx --quiet --nitpicky --fail-on-warning --doctree-dir build/doctrees
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-store lint simulate soak bench docs linkcheck screenshots lock servers test-compose test-oldest build clean
+.PHONY: help demo test unit test-store lint simulate soak bench test-recipes docs linkcheck screenshots lock servers test-compose test-oldest build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ simulate: .venv/installed ## Simulate the protocol under faults on virtual time 
 
 soak: .venv/installed servers ## Run every torchrun scenario on every store, with repetitions
 	@$(PYTEST) -m "soak or not soak" tests/integration
+
+test-recipes: .venv/installed ## Run the recipes of docs/recipes on real launchers, and kill a node in each
+	@scripts/test-recipes
 
 bench: .venv/installed servers ## Measure all stores and torch's own backends; writes docs/benchmarks.md
 	@$(BIN)/python -m benchmarks
