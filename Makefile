@@ -24,7 +24,7 @@ demo: .venv/installed ## Train with three agents, kill one, continue training [E
 
 test: .venv/installed servers lint ## Install the test dependencies and run all tests except the long ones
 	@echo "==> running the tests"
-	@$(PYTEST) --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+	@$(PYTEST) --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 unit: .venv/installed ## Run the tests that need no server
 	@$(PYTEST) --numprocesses 4 --dist worksteal tests/unit
