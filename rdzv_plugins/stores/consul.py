@@ -201,11 +201,9 @@ class Client(StoreClient):
 
     def inspect(self) -> Iterable[Finding]:
         yield of_connection(*self._transport.sends)
-        agent, why = self._learn(lambda limit: self._bound(limit).agent.self())
+        agent, _ = self._learn(lambda limit: self._bound(limit).agent.self())
         if agent is None:
-            yield Finding(
-                Mark.UNKNOWN, "version", f"not known: the token has no agent:read ({why})"
-            )
+            yield Finding(Mark.UNKNOWN, "version", "not known: the token has no agent:read")
         else:
             config = agent.get("Config", {})
             yield of_version("consul", str(config.get("Version", "")), self.least_version)

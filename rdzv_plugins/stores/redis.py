@@ -438,11 +438,12 @@ class Client(StoreClient):
         return None
 
     def inspect(self) -> Iterable[Finding]:
-        info, why = self._learn(self._info)
+        info, _ = self._learn(self._info)
         yield of_connection(self._tls is not None, self._secret, self._hosts)
         if info is None:
             for what in ("version", "role", "eviction", "persistence"):
-                yield Finding(Mark.UNKNOWN, what, f"not known: the user may not run INFO ({why})")
+                found = "not known: the user may not run INFO"
+                yield Finding(Mark.UNKNOWN, what, found, "`ACL SETUSER <user> +info` allows it")
             return
         if "valkey_version" in info:
             yield of_version("valkey", info["valkey_version"], ())
@@ -473,14 +474,14 @@ class Client(StoreClient):
     def _persistence(self, info: Mapping[str, str]) -> Finding:
         if info.get("aof_enabled") == "1":
             return Finding(Mark.OK, "persistence", "append-only file", values={"aof": True})
-        answer, why = self._learn(lambda limit: self._ask(limit, ("CONFIG", "GET", "save")))
+        answer, _ = self._learn(lambda limit: self._ask(limit, ("CONFIG", "GET", "save")))
         if answer is None:
-            found = f"no append-only file; snapshots are not known: CONFIG GET is refused ({why})"
+            found = "no append-only file; snapshots are not known: CONFIG GET is refused"
             return Finding(Mark.UNKNOWN, "persistence", found)
         if len(answer) > 1 and answer[1]:
             found = f"snapshots (save {answer[1].decode()})"
             return Finding(Mark.OK, "persistence", found, values={"aof": False})
-        found = "none: a restart of the server loses the run, and the nodes form another round"
+        found = "none: a restart of the server loses the run until its nodes write it again"
         advice = "appendonly yes keeps it"
         return Finding(Mark.WARNING, "persistence", found, advice, {"aof": False})
 
