@@ -86,4 +86,4 @@ build: docs ## Build the wheel and the source distribution, with the site, and c
 	@$(BIN)/check-wheel-contents dist
 
 clean: ## Remove everything that these targets created
-	@rm -rf .venv .servers .compose build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .servers .compose .recipes build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
