@@ -428,7 +428,7 @@ class Client(StoreClient):
             hung_up = re.search("closed by server|reset by peer", text) and self._tls is None
             # redis-py's Sentinel connection closes itself if a former primary refuses a write.
             undone = _not_now(error.__context__)
-            hint = ", and does it want rediss://" if hung_up else ""
+            hint = ", does it want rediss://, and is its protected-mode off" if hung_up else ""
             return self._unreachable(error, undone=undone, hint=hint)
         if isinstance(error, errors.RedisError):
             hint = (
