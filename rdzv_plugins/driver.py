@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -46,6 +47,9 @@ _MAY_LOSE_THE_RUN = ("persistence", "eviction")
 # Not while agents wait for the round and start their workers.
 _NOTED_AFTER_SECONDS = 1.0
 
+# glibc's resolver gives a query up after twice 5 s, and may make several of them.
+_LONGEST_LOOK_UP = 30.0
+
 
 class Driver:
     """The thread that drives a node.
@@ -79,6 +83,8 @@ class Driver:
         self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
         self._opener: _Opener | None = None
+        # Those of earlier rounds may still hang in name resolution.
+        self._openers: list[_Opener] = []
         # For the archive: since when it is to be written, when it was so, and what.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._noting: threading.Thread | None = None
@@ -140,10 +146,16 @@ class Driver:
         if self._noting is not None:
             self._noting.join(max(0.0, deadline - time.monotonic()))
 
-    def await_opener(self, seconds: float) -> None:
-        """Wait until no TCPStore is being opened: its C++ aborts if the interpreter ends first."""
-        if self._opener is not None:
-            self._opener.thread.join(seconds)
+    def await_openers(self, seconds: float) -> None:
+        """Wait until no TCPStore is being opened; what takes longer, the end of the process awaits.
+
+        TCPStore's C++ aborts the process if the interpreter ends first.
+        """
+        deadline = time.monotonic() + seconds
+        for opener in self._openers:
+            opener.thread.join(max(0.0, deadline - time.monotonic()))
+            if opener.thread.is_alive():
+                atexit.register(opener.thread.join, _LONGEST_LOOK_UP)
 
     def _has_taken_up(self) -> bool:
         return self._stopping.is_set() or not self._node.ordered
@@ -260,6 +272,7 @@ class Driver:
         opener = self._opener
         if opener is None or opener.world_id != world_id or opener.tried.is_set():
             opener = self._opener = _Opener(world_id, self._open_in_a_thread, self._name)
+            self._openers = [it for it in self._openers if it.thread.is_alive()] + [opener]
         if seconds and not opener.tried.wait(seconds):
             opener.late.set()
 

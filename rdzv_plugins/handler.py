@@ -403,7 +403,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _release(self) -> None:
         self._client.close()
-        self._driver.await_opener(_STOP_SECONDS)
+        self._driver.await_openers(_STOP_SECONDS)
         self._servers.clear()
         self._signals.release()
         if self._report is not None:

@@ -34,10 +34,12 @@ def retry(
         sleep: gets the seconds to pause; its exceptions end the attempts. None: ``time.sleep``.
 
     Raises:
-        Exception: the last one that ``request`` raised.
+        Exception: the last one that ``request`` raised; but the one before if in the last attempt
+            only the time ran out, which tells nobody why.
     """
     deadline = time.monotonic() + timeout
     pause = _FIRST_PAUSE
+    before: Exception | None = None
     while True:
         try:
             return request()
@@ -45,7 +47,10 @@ def retry(
             # Jitter: after an outage a thousand nodes must not return in step.
             delay = random.uniform(pause / 2, pause)
             if not retryable(error) or time.monotonic() + delay >= deadline:
+                if isinstance(error, TimeoutError) and before is not None:
+                    raise before from None
                 raise
+            before = error
         (sleep or time.sleep)(delay)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -26,6 +26,7 @@ from rdzv_plugins.kv.base import (
     stamped,
 )
 from rdzv_plugins.kv.memory import MemoryClient
+from rdzv_plugins.kv.retry import retry
 
 
 class DictClient(StoreClient):
@@ -221,3 +222,17 @@ def test_errors_whose_causes_form_a_ring_are_looked_at_once() -> None:
     second.__cause__ = socket.gaierror(-2, "Name or service not known")
     first.__cause__ = second
     assert is_unresolved(first)
+
+
+@pytest.mark.parametrize(("before", "told"), [("a standby", "a standby"), (None, "no time")])
+def test_who_ran_out_of_time_is_told_what_was_wrong_before(before: str | None, told: str) -> None:
+    attempts = [] if before is None else [OSError(before)]
+
+    def request() -> None:
+        if attempts:
+            raise attempts.pop()
+        time.sleep(0.02)
+        raise TimeoutError("no time")
+
+    with pytest.raises(OSError, match=told):
+        retry(request, timeout=0.02, retryable=lambda error: True)
