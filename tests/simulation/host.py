@@ -170,12 +170,8 @@ class Host:
         now = self.world.kernel.now
         if now < self.stalled_until or self._stalled_at is None:
             return
-        # Certainly later than an interval, wherever in a wait of 1.1 the stall began; in a request
-        # it is no lateness but beyond the longest that one may take.
-        unseen = 2.2 * self.rules.interval
-        if not isinstance(self._request, effects.Park | effects.Rest):
-            unseen += self.rules.request
-        if self.clock() - self._stalled_at > unseen:
+        # Certainly longer than an outage, wherever in a wait of 1.1 intervals the stall began.
+        if self.clock() - self._stalled_at > 1.1 * (self.rules.interval + self._outage):
             self.track.evidence.disturbed = now
         self._stalled_at = None
         self.clock.set()
@@ -469,6 +465,10 @@ class Host:
             self._note_news(answer)
         self._step(answer, error)
 
+    @property
+    def _outage(self) -> float:
+        return max(self.rules.interval, self.rules.lease / 3)
+
     def _note_trouble(self, error: Exception | None) -> None:
         """What it saw before an outage proves nothing after it."""
         clock = self.clock()
@@ -480,7 +480,7 @@ class Host:
             pause = self._request.seconds if isinstance(self._request, effects.Park) else 0.0
             since = self._asked + pause if self._trouble is None else self._trouble
             # A client may have repeated the request until the store was back.
-            if clock - since > max(self.rules.interval, self.rules.lease / 3):
+            if clock - since > self._outage:
                 evidence = self.track.evidence
                 evidence.disturbed = evidence.outage = self.world.kernel.now
                 evidence.known = {node: it.beat for node, it in evidence.seen.items()}

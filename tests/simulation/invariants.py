@@ -79,10 +79,10 @@ INVARIANTS = {
     "heartbeat (or the first read that found no record of it, if that was earlier), the last "
     "document written in its name, the end of an outage of the deciding node (no request answered "
     "for more than an interval and more than a third of its lease, or one only then; then one "
-    "more lease is added), the end of a stall of more than two intervals, and the moment when the "
-    "deciding node took the lead; a done node is not declared lost or left; after a listing showed "
-    "a node as left or done, an older record does not make it awaited or counted again; a node is "
-    "evicted at the earliest after a tenth of `rejoin_timeout`",
+    "more lease is added), the end of a stall that is surely longer than that, and the moment when "
+    "the deciding node took the lead; a done node is not declared lost or left; after a listing "
+    "showed a node as left or done, an older record does not make it awaited or counted again; a "
+    "node is evicted at the earliest after a tenth of `rejoin_timeout`",
     "causes": "the cause of a running round names each participant of the last round that is "
     "missing, as lost, left or evicted; exceptions: the node is done, or the store lost data",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
@@ -104,10 +104,11 @@ INVARIANTS = {
     "all end": "once all workers of a run have succeeded, or the workers of one host have failed "
     "permanently, all its agents, including those of spares, have ended within a lease and 10 "
     "intervals; the run is closed or deleted, or was closed before the store lost the closing",
-    "keys end": "after all hosts are gone, the keys of a run expire if a node led it or it was "
-    "closed; the next run of the id sweeps all other keys, unless the document was damaged and no "
-    "live node has read another one; a node that knows that its run has ended has no record in "
-    "the store after the sweep, unless a write that it had given up arrived later",
+    "keys end": "after all hosts are gone, the keys of a run expire if a node led it, or if it was "
+    "closed and the node that closed it lived to set their end; the next run of the id sweeps all "
+    "other keys, unless the document was damaged and no live node has read another one; a node "
+    "that knows that its run has ended has no record in the store after the sweep, unless a write "
+    "that it had given up arrived later",
 }
 
 World: TypeAlias = tuple[str, int, tuple[str, ...]]

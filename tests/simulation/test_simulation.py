@@ -84,6 +84,7 @@ FOUND = (
     (15004330, _AT_ONCE, "a rank confirmed before a turn to another run was not confirmed again"),
     (19000382, _AT_ONCE, "an outage outlived a run whose closer had died at once: a limit"),
     (19015537, _AT_ONCE, "a round ran twice, as the store forgot before anybody was told"),
+    (35004072, EVERYTHING, "a closer died at once in a store that had lost its deadline: a limit"),
     (31000127, EVERYTHING, "a client that repeated its request hid an outage from its node"),
     (31001045, EVERYTHING, "a node that was first seen after an outage had no grace"),
 )

@@ -333,11 +333,12 @@ class World:
             stays = NODES_PREFIX + host.id in store.entries and not host.landed_late
             if store.deadline is None and stays:
                 self.violated("keys end", f"{host.id} knows of its run's end, its record stays")
-        # Who died before it had led for long could not see to it.
+        # Who died before it had led for long could not see to it; nor could who closed the run and
+        # died at once, in a store that had just forgotten the deadline.
         leads = document is not None and any(
             host.alive and not host.grey and host.id == document.leader for host in self.hosts
         )
-        ends = leads or (document is not None and document.expires)
+        ends = document is not None and (document.expires or (leads and not document.closed))
         for host in self.hosts:
             if host.alive:
                 host.crash()
