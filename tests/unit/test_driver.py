@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import importlib.util
 import random
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +272,22 @@ def test_the_outcome_reaches_the_agent() -> None:
     assert driver.join().document is not None
     driver.stop(5.0)
     assert not driver.running
+
+
+def test_the_end_of_the_process_awaits_each_tcpstore_that_still_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a node that leads a second round while the first look-up of a name hangs."""
+    driver, found = make_driver(MemoryClient(MemoryServer(), "run")), threading.Event()
+    monkeypatch.setattr(driver, "_open_master", lambda world_id: found.wait(30) and "host:1")
+    awaited: list[tuple[Callable[[float], None], float]] = []
+    monkeypatch.setattr(atexit, "register", lambda *what: awaited.append(what))
+    for world_id in ("1-world", "2-world"):
+        driver._perform(effects.OpenMaster(world_id, 0.0))
+    driver.await_openers(0.01)
+    found.set()
+    assert len(awaited) == 2
+    for join, seconds in awaited:
+        join(seconds)
+    driver.await_openers(0.0)
+    assert len(awaited) == 2
