@@ -82,8 +82,7 @@ class Driver:
         self._log = RunLog(log, run_id, node)
         self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
-        self._opener: _Opener | None = None
-        # Those of earlier rounds may still hang in name resolution.
+        # The last one, and those of earlier rounds that still hang in name resolution.
         self._openers: list[_Opener] = []
         # For the archive: since when it is to be written, when it was so, and what.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
@@ -269,10 +268,10 @@ class Driver:
                     self._log.warning(f"{self._client.name}: {finding.line}")
 
     def _open_master_within(self, world_id: str, seconds: float) -> None:
-        opener = self._opener
+        opener = self._openers[-1] if self._openers else None
         if opener is None or opener.world_id != world_id or opener.tried.is_set():
-            opener = self._opener = _Opener(world_id, self._open_in_a_thread, self._name)
-            self._openers = [it for it in self._openers if it.thread.is_alive()] + [opener]
+            opener = _Opener(world_id, self._open_in_a_thread, self._name)
+            self._openers = [*(it for it in self._openers if it.thread.is_alive()), opener]
         if seconds and not opener.tried.wait(seconds):
             opener.late.set()
 

@@ -467,6 +467,7 @@ class Host:
 
     @property
     def _outage(self) -> float:
+        """As design.md has it, and not as the code under test computes it."""
         return max(self.rules.interval, self.rules.lease / 3)
 
     def _note_trouble(self, error: Exception | None) -> None:
