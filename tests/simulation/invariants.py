@@ -381,6 +381,9 @@ class Checker:
             self._judge_evictions(node, track, before, after)
             self._judge_farewells(node, before, after, evidence)
             self._judge_done(node, before, after, evidence, epoch)
+        if not is_new and before is not None and after.round > before.round:
+            # A round that the store had lost comes back; its cause knows of none that ran since.
+            self._last_ran.pop(after.incarnation, None)
         self._stood.add(image)
         if after.phase is Phase.FORMING:
             self._forming.setdefault((after.incarnation, after.round), self._now())

@@ -85,6 +85,7 @@ FOUND = (
     (19000382, _AT_ONCE, "an outage outlived a run whose closer had died at once: a limit"),
     (19015537, _AT_ONCE, "a round ran twice, as the store forgot before anybody was told"),
     (35004072, EVERYTHING, "a closer died at once in a store that had lost its deadline: a limit"),
+    (37000401, EVERYTHING, "a round came back that a fail-over had lost, after another had run"),
     (31000127, EVERYTHING, "a client that repeated its request hid an outage from its node"),
     (31001045, EVERYTHING, "a node that was first seen after an outage had no grace"),
 )
