@@ -335,6 +335,8 @@ def perform(client: KeyValueClient, archive: Archive, request: effects.Effect[An
             if ring:
                 values[BELL_KEY] = f"{node} {record.beat}".encode()
             return client.put_many(values)
+        case effects.PutShards(values):
+            return client.put_many(values)
         case effects.Ring(node):
             return client.put(BELL_KEY, f"{node} {time.monotonic_ns()}".encode())
         case effects.Read(key):

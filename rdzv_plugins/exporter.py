@@ -195,7 +195,7 @@ class Exporter(Collector):
         if document is None:
             return
         yield "rdzv_round", [], document.round
-        yield "rdzv_round_nodes", [], len(document.participants)
+        yield "rdzv_round_nodes", [], document.size
         for phase in Phase:
             yield "rdzv_phase", [phase.value], float(document.phase is phase)
         yield "rdzv_nodes_waiting", [], _waiting(document)

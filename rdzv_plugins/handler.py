@@ -127,7 +127,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             max_nodes=rules.max_nodes,
             interval=rules.interval,
             lease=rules.lease,
-            rank=settings.rank,
+            hint=settings.rank,
         )
         self._node = Node(
             secrets.token_hex(8),
@@ -199,7 +199,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._events.attempts_to_join()
         with self._events.of("next_rendezvous"):
             document = self._join()
-        rank, world_size = document.ranks[self._node.id], len(document.participants)
+        rank, world_size = document.ranks[self._node.id], document.size
         self._events.joined(rank, world_size, document.round)
         address, _, port = (document.master or "").rpartition(":")
         if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
@@ -418,8 +418,9 @@ class StoreRendezvousHandler(RendezvousHandler):
             entries = self._client.list(NODES_PREFIX)
         except RendezvousConnectionError:
             return
-        found = (readable(entries.get(NODES_PREFIX + node)) for node in document.participants)
-        labels = [record.label for record in found if record is not None]
+        found = (readable(entry) for entry in entries.values())
+        here = [it for it in found if it is not None and it.world_id == document.world_id]
+        labels = [it.label for it in sorted(here, key=lambda it: it.rank or 0)]
         shown = Names().plus(labels)
         self._log.warning(
             f"the run id is '{self._run_id}', torch's default, so that these nodes are in one run, "

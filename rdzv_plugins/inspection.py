@@ -12,9 +12,10 @@ from enum import StrEnum
 from typing import Any
 
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from rdzv_plugins.archive import Archive, Listed, Row
-from rdzv_plugins.kv import KeyValueClient, Version
+from rdzv_plugins.kv import Entry, KeyValueClient, Version
 from rdzv_plugins.protocol.diagnosis import diagnose
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -26,6 +27,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.record_cache import RecordCache
+from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
 from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
 __all__ = [
@@ -127,6 +129,8 @@ class Inspection:
         self.document = RoundDocument.decode(entry.value) if entry else None
         self.version = entry.version if entry else None
         self.records = self._cache.decode(self.client.list(NODES_PREFIX))
+        if self.document is not None and not self.document.is_whole:
+            self.document = self._with_all_nodes(self.document)
         now = time.monotonic()
         for node, record in self.records.items():
             self._beats.observe(node, record.beat, asked, now)
@@ -137,6 +141,18 @@ class Inspection:
             self.is_torchs = is_torchs(self.client)
             rows = self.archive.rows()
             self.last = rows[-1] if rows else None
+
+    def _with_all_nodes(self, document: RoundDocument) -> RoundDocument:
+        """The document with its nodes; those that no shard and no record names are left out."""
+        stored: dict[str, Entry] = {}
+        for prefix in prefixes(document):
+            stored |= self.client.list(prefix)
+        document = complete(document, stored, self.records)
+        if document.is_whole:
+            return document
+        known = members_by_their_records(document, self.records)
+        field = "previous" if document.phase is Phase.FORMING else "participants"
+        return replace(document, roster=None, previous_roster=None, **{field: known})
 
     @property
     def can_tell(self) -> bool:

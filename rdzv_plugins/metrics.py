@@ -372,7 +372,7 @@ class Report:
         leads = document is not None and not document.closed and document.leader == view.me
         yield "rdzv_info", self._info, 1
         yield "rdzv_round", {}, document.round if document is not None else _UNKNOWN
-        yield "rdzv_round_nodes", {}, len(document.participants) if document is not None else 0
+        yield "rdzv_round_nodes", {}, document.size if document is not None else 0
         for phase in Phase:
             is_in = document is not None and document.phase is phase
             yield "rdzv_phase", {"phase": phase.value}, is_in

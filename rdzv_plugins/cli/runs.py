@@ -66,7 +66,7 @@ def list_runs(
         for it in listed:
             seen = found[it.run]
             document = seen.document
-            size = len(document.participants) if document is not None else it.nodes
+            size = document.size if document is not None else it.nodes
             began = it.began[:19].replace("T", " ")
             table.add_row(it.run, seen.condition.value, str(size), began, seen.sentence)
         console = plain_console()

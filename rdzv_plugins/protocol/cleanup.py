@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -31,6 +31,8 @@ from rdzv_plugins.protocol.effects import (
     Ring,
     Tell,
 )
+from rdzv_plugins.protocol.observer import with_rank
+from rdzv_plugins.protocol.roster import known_ranks
 from rdzv_plugins.protocol.round_record import Durations, record_of
 
 __all__ = ["close_run", "let_expire", "tidy_up"]
@@ -65,6 +67,8 @@ def close_run(
     entry = yield from Read(STATE_KEY)
     while True:
         document = _readable(entry, latest)
+        if document is not None and not document.is_whole:
+            document = yield from with_rank(document, node_id, known_ranks(latest))
         if document is None and latest is not None:
             if (yield from ReadTombstone(latest.incarnation)):
                 # What this node wrote since the sweep would have no end.
@@ -145,6 +149,7 @@ def tidy_up(
     seconds: Durations,
     records: Mapping[str, NodeRecord],
     is_silent: Callable[[str], bool],
+    outdated: Iterable[str],
 ) -> Effects[None]:
     """Note the round that runs, and drop the stores and the records of what was before it.
 
@@ -154,6 +159,7 @@ def tidy_up(
         seconds: how long it took to form.
         records: all nodes'.
         is_silent: whether a node's lease has run out.
+        outdated: the keys of shards that earlier documents named.
     """
     yield from RecordHistory(record_of(runs, records, before, seconds))
     yield from DropStores(runs.incarnation, runs.round)
@@ -163,5 +169,6 @@ def tidy_up(
         if node not in runs.ranks
         and (record.status in (Status.LEFT, Status.DONE) or is_silent(node))
     ]
-    if dead:
-        yield from Drop(tuple(NODES_PREFIX + node for node in dead))
+    old = (*outdated, *(NODES_PREFIX + node for node in dead))
+    if old:
+        yield from Drop(old)

@@ -137,7 +137,7 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
         led = _led(document, view.leader)
         does = f"waiting for the next round: round {document.round} runs with {_size(document)}"
         return Diagnosis(does=does + led, seconds=join_left, limit=_TO_JOIN)
-    if view.records is None:
+    if view.records is None or not document.is_whole:
         return _without_records(document, view.leader, join_left)
 
     def is_silent(node: str) -> bool:
@@ -267,7 +267,7 @@ def _confirming(
             "has not confirmed its rank" if len(missing) == 1 else "have not confirmed their rank"
         )
         names = Names().plus(labels(records, missing))
-        does += f"{len(missing)} of {_count(len(document.participants))} {have}: {names}"
+        does += f"{len(missing)} of {_count(document.size)} {have}: {names}"
     else:
         does += "all nodes have confirmed their rank"
     return Diagnosis(does=does, seconds=times.join, limit=_TO_JOIN)
@@ -278,7 +278,7 @@ def _running(
 ) -> Diagnosis:
     spares = [node for node in waiting if node not in document.ranks]
     done = [node for node in document.participants if _status(records, node) is Status.DONE]
-    room = document.max_nodes - len(document.participants) + len(document.lost)
+    room = document.max_nodes - document.size + len(document.lost)
     word = "waiting" if room > 0 and not document.finishing else "spare"
     plural = "s" if word == "spare" and len(spares) > 1 else ""
     parts = [
@@ -316,7 +316,7 @@ def _nnodes(document: RoundDocument) -> str:
 
 def _size(document: RoundDocument) -> str:
     """How many nodes the round has, and may have where that differs."""
-    size = len(document.participants)
+    size = document.size
     if size == document.min_nodes == document.max_nodes:
         return _count(size)
     return f"{size} of {_nnodes(document)} nodes"

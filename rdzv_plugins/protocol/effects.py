@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -27,6 +27,7 @@ __all__ = [
     "Outcome",
     "Park",
     "PutRecord",
+    "PutShards",
     "PutTombstone",
     "Read",
     "ReadTombstone",
@@ -145,6 +146,13 @@ class Expire(Effect[None]):
     """Set the run's deadline: after ``seconds`` it reads as empty, unless this is sent again."""
 
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PutShards(Effect[None]):
+    """Write the shards of a roster, by key."""
+
+    values: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)

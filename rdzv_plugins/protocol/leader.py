@@ -19,6 +19,7 @@ from rdzv_plugins.protocol.documents import (
     labels,
 )
 from rdzv_plugins.protocol.ranks import order_ranks
+from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
 from rdzv_plugins.protocol.rules import Action, Close, ListRecords, Rules, View, Wait, Write
 
 __all__ = ["fits", "has_rejoined", "lead", "next_round", "rejoin_patience", "without"]
@@ -32,6 +33,8 @@ def lead(view: View, document: RoundDocument) -> Action:
     if view.records is None:
         return ListRecords()
     records = {**view.records, view.me: view.record}
+    if not document.is_whole:
+        return _lead_without_roster(view, document, records)
     if document.phase is Phase.FORMING:
         return _lead_forming(view, document, records)
     if document.phase is Phase.CONFIRMING:
@@ -72,6 +75,31 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
             return Write(_amend(document, records, gone))
         return Wait(rules.last_call - last_call if enough else None, enough)
     return Write(_name_participants(view, document, records, ready))
+
+
+def _lead_without_roster(
+    view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> Action:
+    """What a new leader does whose store has lost the shards: form a round without the silent.
+
+    Before that, each node has a lease to write its record again; with those of all, the document
+    is whole.
+    """
+    lease = max(record.lease for record in records.values())
+    if view.confirmed_silence(MISSING) < lease:
+        return Wait(max(0.0, lease - view.possible_silence(MISSING)))
+    known = members_by_their_records(document, records)
+    shards = document.previous_roster or document.roster
+    assert shards is not None
+    asking = (Status.JOIN, Status.SPARE)
+    here = {*known, *(node for node, it in records.items() if it.status in asking)}
+    unknown = max(0, shards.size - len(here))
+    cause = Cause() if document.phase is Phase.RUNNING else document.cause
+    cause = replace(cause, lost=cause.lost.and_more(unknown))
+    if document.phase is Phase.FORMING:
+        return Write(replace(document, previous=known, previous_roster=None, cause=cause))
+    after = next_round(view, document, (), 0, cause)
+    return Write(replace(after, previous=known, roster=None))
 
 
 def rejoin_patience(rules: Rules, ready: int) -> float:

@@ -24,7 +24,8 @@ from rdzv_plugins.protocol.documents import (
     Status,
     labels,
 )
-from rdzv_plugins.protocol.leader import lead, next_round, without
+from rdzv_plugins.protocol.leader import fits, lead, next_round, without
+from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rules import (
     Abdicate,
     Action,
@@ -63,7 +64,7 @@ def nodes_waiting(view: View) -> int:
         return int(member.incarnation in view.asked_tombstones)
     if document.place < latest.place:
         return 0  # The store forgot; the nodes of the living round write it back.
-    if document.round > member.round or document.participants != member.participants:
+    if document.round > member.round or document.world_id != member.world_id:
         return max(1, document.waiting)
     return 0
 
@@ -194,14 +195,14 @@ def _on_rank(view: View, document: RoundDocument) -> Action | None:
 def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
     """What a node does that has no rank to confirm: say that it waits, and for what."""
     record, last = view.record, _last_round(view, document)
-    if document.phase is Phase.FORMING and view.me in document.previous:
+    if document.phase is Phase.FORMING and view.me in document.old_ranks:
         # It had a rank in a round that never ran, or that it never saw: say that it is not in it.
         if not _wants_in(record) or last < document.round - 1:
             round_ = max(last, document.round - 1)
             return SetRecord(Status.JOIN, document.incarnation, round_)
     elif record.status is Status.RUN and not confirmed:
         return SetRecord(Status.JOIN, record.incarnation, record.round)
-    full = len(document.participants) - len(document.lost) >= document.max_nodes
+    full = document.size - len(document.lost) >= document.max_nodes
     no_room = (full or document.finishing) and view.me not in document.ranks
     if record.status is Status.JOIN and document.phase is Phase.RUNNING and no_room:
         return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
@@ -219,10 +220,13 @@ def _last_round(view: View, document: RoundDocument) -> int:
 
 def _on_mismatch(view: View, document: RoundDocument) -> Action:
     """Refuse to join a run of other ``--nnodes``; found a new run if all its nodes are gone."""
-    people = document.participants or document.previous
-    holders = {*people, document.leader} - {view.me, None}
     if view.records is None:
         return ListRecords()
+    holders = {*(document.participants or document.previous), document.leader}
+    if not document.is_whole:
+        # Anybody may be one of its nodes.
+        holders |= {node for node, it in view.records.items() if fits(it, document)} | {MISSING}
+    holders -= {view.me, None}
     if any(view.moved(str(node)) for node in holders):
         return Fail(Failure.MISMATCH)
     patience = view.share * view.rules.interval
@@ -284,11 +288,13 @@ def _turn(view: View, document: RoundDocument) -> float:
 
     The heirs take turns in rank order; the first may be gone together with the leader.
     """
-    old = document.participants or document.previous
-    heirs = [node for node in old if node != document.leader and node not in document.lost]
+    rank = document.ranks.get(view.me, document.old_ranks.get(view.me))
     turn = view.share * view.rules.interval
-    if view.me in heirs:
-        turn = min(turn, heirs.index(view.me) * _TURN_SECONDS)
+    if rank is not None:
+        old = document.participants or document.previous
+        gone = {document.leader, *document.lost}
+        before = [node for node in old[:rank] if node not in gone] if document.is_whole else None
+        turn = min(turn, _TURN_SECONDS * (rank if before is None else len(before)))
     # Any other node is better than one that could not lead before.
     return turn + view.rules.lease if view.abdicated else turn
 
@@ -299,7 +305,7 @@ def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Actio
     The evidence is against that node only: the windows of all others begin now.
     """
     done = view.leader is not None and view.leader.status is Status.DONE
-    if done or not document.names(leader):
+    if done or not (document.is_whole and document.names(leader)):
         return Write(replace(document, leader=view.me))
     label = view.leader.label if view.leader else leader
     if document.phase is Phase.FORMING:
@@ -339,7 +345,7 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         yield (
             "spare",
             this_round,
-            f"this node waits as a spare of round {number}, {why}: {len(document.participants)} of "
+            f"this node waits as a spare of round {number}, {why}: {document.size} of "
             f"{document.max_nodes} nodes, led by {view.leader.label}. If that is another job, give "
             "this one an --rdzv-id of its own",
         )

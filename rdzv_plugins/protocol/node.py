@@ -7,7 +7,7 @@ only carries requests out: `driver.py` on a store, the simulator on virtual time
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,6 +37,7 @@ from rdzv_plugins.protocol.effects import (
     Outcome,
     Park,
     PutRecord,
+    PutShards,
     Read,
     ReadTombstone,
     Register,
@@ -45,6 +46,7 @@ from rdzv_plugins.protocol.effects import (
     Tell,
 )
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.roster import apart, shards_of
 from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import Failure
 
@@ -56,6 +58,8 @@ _MASTER_SECONDS = 0.05
 _PAUSES = (Rest, Park)
 
 _LONGEST_OUTAGE_PAUSE = 0.5
+# A store may show a document before it shows the shards that were written before it.
+_MISSING_SHARD_PAUSE = 0.1
 # A leader renews the run's deadline so many times before it would pass.
 _RENEWALS = 4
 
@@ -116,11 +120,14 @@ class Node:
         # The first beat comes with the order to join; the first look at the leader can wait.
         self._next_beat = clock() + rules.interval
         # As a leader: the bell as last heard; a round to tidy up after, with the one before it and
-        # the seconds that it took to form, and those until its participants were named; when to
-        # renew the run's deadline, and whether that was done since it leads.
+        # the seconds that it took to form, and those until its participants were named; the
+        # shards of its document, and at which age of that to write them again; when to renew the
+        # run's deadline, and whether that was done since it leads.
         self._bell: Version | None = None
         self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
         self._gathered = Durations()
+        self._shards: Mapping[str, bytes] = {}
+        self._shards_due = 0.0
         self._abdicated = False
         self._expiry_due = clock()
         self._expires = False
@@ -225,7 +232,7 @@ class Node:
         for _ in range(3):
             entry = yield from Read(STATE_KEY)
             try:
-                self._seen.adopt(entry)
+                yield from self._seen.adopt(entry)
             except RendezvousStateError:
                 return  # Another version's document: this node does not lead there.
             document = self.document
@@ -430,7 +437,7 @@ class Node:
             case rules.Start(document):
                 self._member = document
                 self._given[document.incarnation] = document.round
-                place = f"rank {document.ranks[self.id]} of {len(document.participants)}"
+                place = f"rank {document.ranks[self.id]} of {document.size}"
                 text = f"round {document.round}: {place}, MASTER {document.master}"
                 # Before the agent goes on: it may fork its workers, while no thread is to log.
                 yield from Tell("round", f"{text} ({document.reason})")
@@ -485,6 +492,7 @@ class Node:
             incarnation=document.incarnation,
             round=document.round,
             world_id=document.world_id,
+            rank=document.ranks[self.id],
             master=master,
             failed=False,
         )
@@ -557,11 +565,24 @@ class Node:
     def _write(self, document: RoundDocument) -> Effects[bool]:
         seen = self._seen
         waited = self._clock() - seen.round_since, seen.enough_for or 0.0
-        entry, written = yield from CompareAndSet(STATE_KEY, document.encode(), seen.token)
+        stored, shards = apart(document, self._rules.inline)
+        outages = seen.outages
+        for digest, values in shards.items():
+            if digest not in seen.stored:
+                # Before the document names them: who reads it finds them.
+                yield from PutShards(values)
+        if seen.outages != outages:
+            return False  # Decide again: nobody is lost by what was seen before an outage.
+        entry, written = yield from CompareAndSet(STATE_KEY, stored.encode(), seen.token)
         before = self.document
-        seen.adopt(entry, document if written else None)
+        if written:
+            yield from seen.adopt(entry, document, shards_of(stored))
+        else:
+            yield from seen.adopt(entry)
         if not written:
             return False
+        self._shards = {key: value for values in shards.values() for key, value in values.items()}
+        self._shards_due = 2 * self._rules.interval
         if document.phase is Phase.CONFIRMING:
             self._gathered = Durations(gathering=waited[0], last_call=waited[1])
         if document.incarnation == self._fresh:
@@ -590,7 +611,8 @@ class Node:
             (released, before, took), self._untidy = self._untidy, None
             # The round is released, to this node's agent too.
             records = self._seen.records or {}
-            yield from tidy_up(released, before, took, records, self._seen.is_silent)
+            outdated = self._seen.take_outdated()
+            yield from tidy_up(released, before, took, records, self._seen.is_silent, outdated)
             return
         document = self.document
         leads = document is not None and document.leader == self.id and not document.closed
@@ -599,6 +621,13 @@ class Node:
             yield from Expire(self._rules.abandoned)
             self._expires = True
             self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
+            return
+        waits = document is not None and document.phase in (Phase.FORMING, Phase.CONFIRMING)
+        age = self._clock() - self._seen.document_since
+        if leads and waits and self._shards and age >= self._shards_due:
+            # A fail-over may have lost them and kept the document.
+            self._shards_due *= 2
+            yield from PutShards(self._shards)
             return
         yield from self._park(seconds, leads)
 
@@ -609,6 +638,8 @@ class Node:
         if seen.closed or self.record.status is Status.LEFT:
             until_beat = self._rules.interval  # There is no beat to be late for.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
+        if seen.misses_its_rank and self._clock() - seen.document_since < self._rules.interval:
+            timeout = min(timeout, _MISSING_SHARD_PAUSE)
         if self._joining:
             timeout = min(timeout, max(0.0, self._join_deadline - self._clock()))
         if leads:
@@ -619,7 +650,7 @@ class Node:
             return
         entry = yield from Park(STATE_KEY, seen.token, timeout)
         if entry is not None:
-            seen.adopt(entry)
+            yield from seen.adopt(entry)
             return
         if seconds is not None and timeout == seconds:
             seen.read_again(leader=True, records=True)

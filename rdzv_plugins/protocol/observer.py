@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -15,18 +15,55 @@ from rdzv_plugins.protocol.documents import (
     Outcome,
     Phase,
     RoundDocument,
+    Shards,
 )
-from rdzv_plugins.protocol.effects import Effects, List, Read, Rest
+from rdzv_plugins.protocol.effects import Effects, List, PutShards, Read, Rest
 from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.record_cache import RecordCache, readable
+from rdzv_plugins.protocol.roster import (
+    MISSING,
+    apart,
+    complete,
+    prefixes,
+    ranks_in,
+    shard_key,
+    shards_of,
+)
 from rdzv_plugins.protocol.rules import Rules
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "with_rank"]
 
 # A leader rests this long per record between two listings: a thousand joins then cost a handful of
 # listings instead of a thousand.
 _REST_PER_RECORD = 20e-6
 _SHORTEST_REST = 0.5e-3
+
+_RANKS_KEPT = 4
+_OUTDATED_KEPT = 16
+
+
+def with_rank(
+    document: RoundDocument, node: str, known: Mapping[str, dict[str, int]]
+) -> Effects[RoundDocument]:
+    """The document with the node's rank, where its nodes stand in shards that can be read.
+
+    Args:
+        known: ranks that need not be read, by digest.
+    """
+    found: list[Shards | None] = []
+    for shards in (document.roster, document.previous_roster):
+        if shards is not None and shards.ranks is None:
+            ranks = known.get(shards.digest)
+            if ranks is None:
+                entry = yield from Read(shard_key(document.incarnation, shards, node))
+                held = ranks_in(entry)
+                if held is not None:
+                    ranks = {node: held[node]} if node in held else {}
+            found.append(replace(shards, ranks=ranks))
+        else:
+            found.append(shards)
+    roster, previous_roster = found
+    return replace(document, roster=roster, previous_roster=previous_roster)
 
 
 class Observer:
@@ -40,8 +77,10 @@ class Observer:
         clock: the node's monotonic clock, in seconds.
 
     Attributes:
-        document: as last read; None: there is none.
+        document: as last read, with this node's own rank where its nodes stand in shards, or with
+            all of them where it leads; None: there is none.
         token: the version under which it was read.
+        stored: the keys of the shards that stand under this version, by their digest.
         document_since: when it was first seen as it is.
         round_since: when its round was first seen.
         latest: of all documents of this node's run that it has read, the one of the highest place.
@@ -53,6 +92,7 @@ class Observer:
         records: all nodes' records, where this node lists them; None: not listed yet.
         looks: how often this node has listed all records.
         listed_since: when it last did, or when it began to have to.
+        outages: how often all windows began again since the store was away.
         document_is_fresh: it was read or written since this node last paused.
         confirmed: the round whose rank this node confirmed last, as it stood then.
     """
@@ -63,6 +103,7 @@ class Observer:
         self._clock = clock
         self.document: RoundDocument | None = None
         self.token: Version | None = None
+        self.stored: Mapping[str, list[str]] = {}
         self.document_since = clock()
         self.round_since = clock()
         self.latest: RoundDocument | None = None
@@ -73,6 +114,7 @@ class Observer:
         self.records: dict[str, NodeRecord] | None = None
         self.looks = 0
         self.listed_since = clock()
+        self.outages = 0
         self.document_is_fresh = False
         self.confirmed: RoundDocument | None = None
         # What is to be read before the next decision.
@@ -83,6 +125,10 @@ class Observer:
         self._lists = False
         self._leader_is: str | None = None  # Whose record `leader` is.
         self._listing = RecordCache()
+        # This node's rank by the digest of the shards that it has read, the last ones.
+        self._ranks: dict[str, dict[str, int]] = {}
+        # The keys of shards that documents named which it has read or written, by digest.
+        self._outdated: dict[str, list[str]] = {}
         self._listed_at = float("-inf")
         # Since when a leader has counted enough ready nodes; None: there are fewer.
         self._enough_since: float | None = None
@@ -136,21 +182,66 @@ class Observer:
 
     def read_document(self) -> Effects[None]:
         entry = yield from Read(STATE_KEY)
-        self.adopt(entry)
+        yield from self.adopt(entry)
 
-    def adopt(self, entry: Entry | None, known: RoundDocument | None = None) -> None:
-        """Take what stands in the store as the document; ``known`` saves decoding this node's own.
+    def adopt(
+        self,
+        entry: Entry | None,
+        known: RoundDocument | None = None,
+        stored: Mapping[str, list[str]] | None = None,
+    ) -> Effects[None]:
+        """Take what stands in the store as the document.
+
+        Args:
+            known: what this node has written there, which saves decoding it; with its ``stored``.
 
         Raises `CorruptDocumentError` if it is unreadable, and this node knows no valid one.
         """
-        self.document_is_fresh = True
         token = entry.version if entry else None
         if token != self.token or (entry is None) != (self.document is None):
-            was, self.document, self.token = self.document, known or self._decode(entry), token
+            document = known or self._decode(entry)
+            if document is not None and not document.is_whole:
+                document = yield from self._with_own_rank(document)
+            self._outdated |= self.stored
+            while len(self._outdated) > _OUTDATED_KEPT:
+                del self._outdated[next(iter(self._outdated))]
+            was, self.document, self.token = self.document, document, token
+            self.stored = shards_of(document) if stored is None else stored
             self.document_since = self._clock()
-            if self.document is not None:
-                self._compare(was, self.document)
+            if document is not None:
+                self._compare(was, document)
+        self.document_is_fresh = True
         self._document_due = False
+
+    def _with_own_rank(self, document: RoundDocument) -> Effects[RoundDocument]:
+        document = yield from with_rank(document, self._me, self._ranks)
+        for shards in (document.roster, document.previous_roster):
+            if shards is not None and shards.ranks is not None:
+                self._ranks[shards.digest] = shards.ranks
+        while len(self._ranks) > _RANKS_KEPT:
+            del self._ranks[next(iter(self._ranks))]
+        return document
+
+    def take_outdated(self) -> list[str]:
+        """The keys of shards that earlier documents named, and this one does not; each once."""
+        found = [keys for digest, keys in self._outdated.items() if digest not in self.stored]
+        self._outdated.clear()
+        return [key for keys in found for key in keys]
+
+    @property
+    def misses_its_rank(self) -> bool:
+        """Whether the store has lost the shard with this node's rank, or shows it too late."""
+        document = self.document
+        if document is None:
+            return False
+        shards = (document.roster, document.previous_roster)
+        return any(it is not None and it.ranks is None for it in shards)
+
+    def _improve(self, document: RoundDocument) -> None:
+        """Take the same document with more of its nodes."""
+        if self.latest is self.document:
+            self.latest = document
+        self.document = document
 
     def _compare(self, was: RoundDocument | None, document: RoundDocument) -> None:
         """Note what is new in the document: its leader, its round, its place."""
@@ -218,6 +309,8 @@ class Observer:
         """Read what is due: the document, then all records as the leader, else the leader's."""
         if self._document_due:
             yield from self.read_document()
+        if self.document is not None and self.misses_its_rank:
+            self._improve((yield from self._with_own_rank(self.document)))
         document = self.document
         if document is None or document.closed or self.cannot_list:
             return
@@ -256,17 +349,37 @@ class Observer:
         entries = yield from List(NODES_PREFIX)
         now = self._clock()
         records = self.records = self._listing.decode(entries)
+        if not document.is_whole:
+            document = yield from self._complete(document, records, asked)
         named = {*document.participants, *document.previous}
         if document.leader is not None:
             # A leader without a record must be found dead too.
             named.add(document.leader)
-        self.liveness.keep({*records, *named})
+        self.liveness.keep({*records, *named, *([] if document.is_whole else [MISSING])})
         for node in {*records, *named}:
             record = records.get(node)
             self.liveness.observe(node, record.beat if record else None, asked, now)
         self._listed_at = self.listed_since = now
         self.looks += 1
         self._records_due = False
+
+    def _complete(
+        self, document: RoundDocument, records: Mapping[str, NodeRecord], asked: float
+    ) -> Effects[RoundDocument]:
+        """Read all nodes of the document."""
+        stored: dict[str, Entry] = {}
+        for prefix in prefixes(document):
+            stored |= yield from List(prefix)
+        document = complete(document, stored, records)
+        for digest, shards in apart(document, self._rules.inline)[1].items():
+            if document.leader == self._me and not stored.keys() >= shards.keys():
+                # The store has lost them. Participants and heirs still look for their ranks.
+                yield from PutShards(shards)
+                self.stored = {**self.stored, digest: [*shards]}
+        # A roster that is missing is silent, as a node is: what excuses a node excuses it too.
+        self.liveness.observe(MISSING, None, asked, self._clock())
+        self._improve(document)
+        return document
 
     def paused(self, seconds: float) -> None:
         """Note that the node has paused on purpose; the document may have changed meanwhile."""
@@ -299,6 +412,7 @@ class Observer:
 
     def _reset_windows(self, now: float) -> None:
         """Begin all windows now, and read everything again."""
+        self.outages += 1
         self.liveness.restart(now, self._rules.lease)
         self.progress.restart(now, self._rules.lease)
         self.listed_since = now

@@ -44,7 +44,7 @@ def order_ranks(
         natural.sort(key=lambda node: place.get(node, len(place)))
     elif rank_order == "hint":
         # Nodes without a hint follow those with one; sorting is stable, so ties stay natural.
-        hints = {node: records[node].rank for node in natural}
+        hints = {node: records[node].hint for node in natural}
         natural.sort(key=lambda node: (hints[node] is None, hints[node] or 0))
     # Rank 0 opens the TCPStore of the round.
     first = next((node for node in natural if records[node].hosts), None)

@@ -105,7 +105,7 @@ def record_of(
         incarnation=document.incarnation,
         round=document.round,
         phase=document.phase,
-        nodes=len(document.participants),
+        nodes=document.size,
         leader=leader.label if leader is not None else document.leader,
         seconds=seconds,
         reason=document.reason,

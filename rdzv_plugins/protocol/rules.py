@@ -36,6 +36,8 @@ class Rules:
         rejoin: how long a live participant may take to ask for the next round.
         sweep_after: how long the keys of a closed run stay.
         abandoned: how long the keys of a run without a leader stay.
+        inline: the most nodes whose ids stand in the document; more stand in shards of about so
+            many each.
     """
 
     min_nodes: int
@@ -49,6 +51,7 @@ class Rules:
     rejoin: float = 480.0
     sweep_after: float = 60.0
     abandoned: float = 3600.0
+    inline: int = 128
 
     @property
     def outage(self) -> float:

@@ -178,7 +178,7 @@ class Events:
         if document.phase is Phase.FORMING or named:
             self._move(_ROUND)
         elif document.phase is Phase.RUNNING and self._place is None:
-            full = len(document.participants) - len(document.lost) >= document.max_nodes
+            full = document.size - len(document.lost) >= document.max_nodes
             # A full round's newcomer becomes a spare with its next record.
             if not ((full or document.finishing) and self._node.id not in document.ranks):
                 self._move(_WAIT_LIST)

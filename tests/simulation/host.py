@@ -25,7 +25,7 @@ from rdzv_plugins.protocol.documents import Outcome as Ended
 from rdzv_plugins.protocol.effects import Effect, Outcome
 from rdzv_plugins.protocol.rules import Failure, Rules
 
-from .invariants import Evidence
+from .invariants import Evidence, show
 from .kernel import Clock
 from .plan import TORCH_TIMEOUT
 
@@ -99,7 +99,7 @@ class Host:
             max_nodes=rules.max_nodes,
             interval=rules.interval,
             lease=rules.lease,
-            rank=chance.choice((None, chance.randrange(8))),
+            hint=chance.choice((None, chance.randrange(8))),
         )
         self.track = world.checker.host(node_id, record.label, self.clock.rate, rules)
         self.node = world.build(
@@ -281,6 +281,10 @@ class Host:
             world.violated("join ends", f"{self.id} was given {outcome}, it had not asked")
         if document is not None:
             world.note(f"{self.id} is given round {document.round}")
+            rank = document.ranks[self.id]
+            document = world.whole(document)
+            if rank != document.ranks.get(self.id):
+                world.violated("agreement", f"{self.id} takes rank {rank} of {show(document)}")
             self._set(Agent.EXCHANGING)
             self._round, self._all_done = document, False
             self._masters_seen(document)
@@ -645,11 +649,14 @@ class Host:
                 world.checker.beat_arrived(node, record, store.epoch)
                 if ring and not world.network.splits_batch():
                     store.put(BELL_KEY, b"")
+            case effects.PutShards(values):
+                for key, value in values.items():
+                    world.shards[key] = store.put(key, value)
             case effects.Ring():
                 store.put(BELL_KEY, b"")
             case effects.Read(key):
                 answer = store.entries.get(key)
-                if key != STATE_KEY:
+                if key.startswith(NODES_PREFIX):
                     self._read(turn, {key: answer} if answer else {}, key)
             case effects.CompareAndSet(key, value, expected):
                 before = store.entries.get(key)
@@ -662,7 +669,8 @@ class Host:
                     world.wrote(self, before, after, evidence)
             case effects.List(prefix):
                 answer = world.network.list(prefix)
-                self._read(turn, answer, None)
+                if prefix == NODES_PREFIX:
+                    self._read(turn, answer, None)
             case effects.Drop(keys):
                 for key in keys:
                     store.delete(key)
@@ -704,6 +712,7 @@ class Host:
         evidence = self.track.evidence
         if key is None:
             document = self.node.document
+            document = self.world.whole(document) if document is not None else None
             named = {*document.participants, *document.previous} if document else set()
             if document is not None and document.leader is not None:
                 named.add(document.leader)

@@ -707,8 +707,16 @@ def _declared_lost(
     return sorted(
         node
         for node in out
-        if (record := seen.get(node)) is None or record.status not in (Status.LEFT, Status.DONE)
+        if (record := seen.get(node)) is None
+        or not (record.status in (Status.LEFT, Status.DONE) or _only_asks(before, after, record))
     )
+
+
+def _only_asks(before: RoundDocument, after: RoundDocument, record: NodeRecord) -> bool:
+    """Whether the node asks for a round, and only its old rank is forgotten."""
+    asks = record.status in (Status.JOIN, Status.SPARE)
+    said = record.label in after.cause.lost and record.label not in before.cause.lost
+    return asks and after.phase is Phase.FORMING and not said
 
 
 def _round_in(document: RoundDocument, record: NodeRecord) -> int:

@@ -232,10 +232,13 @@ class Plan:
             faults=_faults(chance, focus.kinds),
             retries=chance.choice((0.0, 0.5, 1.0)),
         )
+        # Of its own source, so that the other draws of a seed are as they were without it.
+        inline = random.Random(f"roster of {seed}").choice((1, 2, 128))
+        plan = replace(plan, rules=replace(rules, inline=inline))
         of_rules = {item.name for item in fields(Rules)}
         given = {name: value for name, value in focus.settings.items() if name in of_rules}
         others = {name: value for name, value in focus.settings.items() if name not in of_rules}
-        return replace(plan, rules=replace(rules, **given), **others)
+        return replace(plan, rules=replace(plan.rules, **given), **others)
 
 
 def settling(plan: Plan) -> float:

@@ -18,6 +18,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.documents import Outcome as Ended
 from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.roster import complete
 from rdzv_plugins.protocol.rules import Failure, Rules
 
 from .faults import FAULTS, end_faults
@@ -105,6 +106,8 @@ class World:
         self._traced = traced
         self._ambushes = _MOST_AMBUSHES
         self._decoded: dict[bytes, NodeRecord] = {}
+        # All that were ever written, by key.
+        self.shards: dict[str, Entry] = {}
 
     def note(self, text: str) -> None:
         if self._traced:
@@ -118,9 +121,16 @@ class World:
         """As it stands in the store; None also where nobody can read it."""
         entry = self.store.entries.get(STATE_KEY)
         try:
-            return RoundDocument.decode(entry.value) if entry else None
+            return self.whole(RoundDocument.decode(entry.value)) if entry else None
         except RendezvousStateError:
             return None
+
+    def whole(self, document: RoundDocument) -> RoundDocument:
+        """The document with all nodes on which it counts, also where the store has lost them."""
+        found = complete(document, self.shards, {})
+        if not found.is_whole:
+            self.violated("readable", f"nobody has written the roster of {document}")
+        return found
 
     @property
     def join_timeout(self) -> float:
@@ -245,9 +255,10 @@ class World:
         self, host: Host, before: Entry | None, after: RoundDocument, evidence: Evidence
     ) -> None:
         try:
-            was = RoundDocument.decode(before.value) if before else None
+            was = self.whole(RoundDocument.decode(before.value)) if before else None
         except RendezvousStateError:
             was = None
+        after = self.whole(after)
         self.note(f"{host.id} writes {show(after)} ({after.reason})")
         self.rounds += after.phase is Phase.RUNNING
         self.checker.wrote(host.id, was, after, evidence, self.store.epoch)

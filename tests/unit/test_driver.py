@@ -109,6 +109,7 @@ RECORD = NodeRecord(
 )  # fmt: skip
 REQUESTS: dict[type, tuple[Any, list[str]]] = {
     effects.PutRecord: (effects.PutRecord("n1", RECORD, True), ["put_many"]),
+    effects.PutShards: (effects.PutShards({"roster/a/b/0": b"{}"}), ["put_many"]),
     effects.Ring: (effects.Ring("n1"), ["put"]),
     effects.Read: (effects.Read("state"), ["get"]),
     effects.CompareAndSet: (effects.CompareAndSet("state", b"x", None), ["compare_and_set"]),

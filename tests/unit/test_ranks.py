@@ -11,10 +11,10 @@ from rdzv_plugins.protocol.documents import NodeRecord, Status
 from rdzv_plugins.protocol.ranks import order_ranks
 
 
-def record(address: str, pid: int = 1, rank: int | None = None) -> NodeRecord:
+def record(address: str, pid: int = 1, hint: int | None = None) -> NodeRecord:
     return NodeRecord(
         address=address, pid=pid, beat=1, status=Status.JOIN, round=-1,
-        min_nodes=1, max_nodes=64, interval=5.0, lease=15.0, rank=rank,
+        min_nodes=1, max_nodes=64, interval=5.0, lease=15.0, hint=hint,
     )  # fmt: skip
 
 
@@ -39,8 +39,8 @@ def test_stable_keeps_survivors_in_place_and_newcomers_behind() -> None:
 
 def test_hints_come_first_and_ties_are_natural() -> None:
     records = {
-        "n1": record("n1"), "n2": record("n2", rank=1), "n3": record("n3", rank=0),
-        "n10": record("n10", rank=1),
+        "n1": record("n1"), "n2": record("n2", hint=1), "n3": record("n3", hint=0),
+        "n10": record("n10", hint=1),
     }  # fmt: skip
     assert order_ranks(records, records, (), "hint") == ("n3", "n2", "n10", "n1")
 

@@ -6,7 +6,6 @@ Everything is written in a temporary run, which is deleted afterwards, also afte
 from __future__ import annotations
 
 import os
-import secrets
 import statistics
 import threading
 import time
@@ -14,8 +13,6 @@ import uuid
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-
-import msgspec
 
 from rdzv_plugins.cli.check import reach
 from rdzv_plugins.cli.check.job import Job
@@ -25,9 +22,8 @@ from rdzv_plugins.inspection import delete_run
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.base import UNREACHED
 from rdzv_plugins.kv.findings import Finding, Mark
-from rdzv_plugins.protocol.documents import LARGEST_DOCUMENT, Phase, RoundDocument
 
-__all__ = ["check", "check_contention", "check_requests", "check_size", "check_wake_up", "nodes_in"]
+__all__ = ["check", "check_contention", "check_requests", "check_size", "check_wake_up"]
 
 Open = Callable[[str], KeyValueClient]
 
@@ -44,7 +40,7 @@ _WAKE_UPS = 10
 # Until the waiter is surely parked: a wake-up is measured, not a read.
 _PARKING_SECONDS = 0.05
 
-# The largest value that is tried; it is the limit of most stores, and enough for 100,000 nodes.
+# The largest value that is tried; it is the limit of most stores.
 _LARGEST_TRIED = 1 << 20
 
 
@@ -92,7 +88,7 @@ def _try(
             return False
         usable = True
         trials: list[tuple[str, Callable[[], Finding]]] = [
-            ("largest value", lambda: check_size(client, job.nnodes)),
+            ("largest value", lambda: check_size(client)),
             ("contention", lambda: check_contention(open)),
             ("latency", lambda: check_latency(client, chosen.settings.heartbeat_timeout)),
             ("wake-up", lambda: check_wake_up(client, open)),
@@ -134,8 +130,8 @@ def check_requests(client: KeyValueClient) -> Finding:
     return Finding(Mark.OK, "rights", found)
 
 
-def check_size(client: KeyValueClient, nnodes: tuple[int, int] | None = None) -> Finding:
-    """Write a large value, and say for how many nodes the store's limit is enough."""
+def check_size(client: KeyValueClient) -> Finding:
+    """Write a large value, and read it back."""
     largest = client.capabilities.max_value_bytes
     tried = min(largest, _LARGEST_TRIED)
     value = os.urandom(tried)
@@ -144,45 +140,15 @@ def check_size(client: KeyValueClient, nnodes: tuple[int, int] | None = None) ->
         entry = client.get("large")
         client.delete("large")
     except _ERRORS as error:
-        found = f"{tried:,} bytes, enough for about {nodes_in(tried):,} nodes, were not written"
-        return Finding(Mark.WARNING, "largest value", f"{found}: {error}")
-    nodes = nodes_in(largest)
-    found = f"{largest:,} bytes: about {nodes:,} nodes; {tried:,} bytes were written and read back"
-    values = {"max_value_bytes": largest, "nodes": nodes, "tried_bytes": tried}
+        found = f"{tried:,} bytes were not written: {error}"
+        advice = "c10d stores of the job may need such values; rounds of any size do with less"
+        return Finding(Mark.WARNING, "largest value", found, advice)
+    found = f"{largest:,} bytes; {tried:,} were written and read back"
+    values = {"max_value_bytes": largest, "tried_bytes": tried}
     if entry is None or entry.value != value:
         found = f"a value of {tried:,} bytes was not read back as it was written"
         return Finding(Mark.FAILED, "largest value", found, values=values)
-    if nnodes is not None and nnodes[1] > nodes:
-        advice = f"--nnodes allows {nnodes[1]:,}: use a store with larger values"
-        return Finding(Mark.FAILED, "largest value", found, advice, values)
     return Finding(Mark.OK, "largest value", found, values=values)
-
-
-def nodes_in(size: int) -> int:
-    """About how many nodes a round document of so many bytes can name; two digits count."""
-    # Ids are random, so each takes as many bytes as another, from some thousands on.
-    (few, few_plain), (many, many_plain) = _document_bytes(2_000), _document_bytes(10_000)
-    stored = size * 8_000 // (many - few)
-    readable = LARGEST_DOCUMENT * 8_000 // (many_plain - few_plain)
-    nodes = min(stored, readable)
-    unit: int = 10 ** max(0, len(str(nodes)) - 2)
-    return nodes // unit * unit
-
-
-def _document_bytes(nodes: int) -> tuple[int, int]:
-    """The size of a round document as it is stored, and before it was compressed."""
-    # As `StoreRendezvousHandler` makes its id.
-    ids = tuple(secrets.token_hex(8) for _ in range(nodes))
-    document = RoundDocument(
-        incarnation=secrets.token_hex(8),
-        round=0,
-        phase=Phase.FORMING,
-        leader=ids[0],
-        min_nodes=nodes,
-        max_nodes=nodes,
-        participants=ids,
-    )
-    return len(document.encode()), len(msgspec.json.encode(document))
 
 
 def check_contention(open: Callable[[], KeyValueClient]) -> Finding:

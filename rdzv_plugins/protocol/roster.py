@@ -1,0 +1,197 @@
+"""The nodes of a large round, in shards beside the document, so that a node reads only its own.
+
+All nodes wait for the document, so it is small whatever their number: more than `Rules.inline`
+participants stand apart from it, as `documents.Shards`. The leader writes the shards before the
+document that names them. They stand under a digest of all nodes in their order and never change, so
+that the compare-and-set of the document still decides for all of them. A shard holds the ranks of
+those nodes whose ids have its hash. Only a leader and people read all shards.
+
+If the store loses them, the records of the nodes tell their ranks, and the digest tells whether
+the records of all are there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from rdzv_plugins.protocol.documents import (
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Shards,
+    digest_of,
+)
+
+if TYPE_CHECKING:
+    from rdzv_plugins.kv import Entry
+
+__all__ = [
+    "MISSING",
+    "ROSTER_PREFIX",
+    "apart",
+    "complete",
+    "known_ranks",
+    "members_by_their_records",
+    "prefixes",
+    "ranks_in",
+    "shard_key",
+    "shards_of",
+]
+
+ROSTER_PREFIX = "roster/"
+MISSING = "/roster"
+"""Stands for a roster that nobody can read among the nodes that a leader watches; no node's id."""
+
+_SHARDS = msgspec.json.Decoder(dict[str, int])
+
+
+def apart(
+    document: RoundDocument, inline: int
+) -> tuple[RoundDocument, dict[str, dict[str, bytes]]]:
+    """The document as it is stored, and the shards of its nodes: by digest, then by key.
+
+    Args:
+        inline: the most nodes that stand in the document itself, and the average of a shard.
+    """
+    found: dict[str, dict[str, bytes]] = {}
+    if len(document.participants) > inline:
+        shards, found[shards.digest] = _split(document.incarnation, document.participants, inline)
+        document = replace(document, participants=(), roster=shards)
+    if len(document.previous) > inline:
+        shards, found[shards.digest] = _split(document.incarnation, document.previous, inline)
+        document = replace(document, previous=(), previous_roster=shards)
+    return document, found
+
+
+def _split(
+    incarnation: str, nodes: tuple[str, ...], inline: int
+) -> tuple[Shards, dict[str, bytes]]:
+    count = -(-len(nodes) // max(1, inline))
+    shards = Shards(digest=digest_of(incarnation, nodes), size=len(nodes), shards=count)
+    held: list[dict[str, int]] = [{} for _ in range(count)]
+    for rank, node in enumerate(nodes):
+        held[_number(shards, node)][node] = rank
+    keys = _keys(incarnation, shards)
+    return shards, dict(zip(keys, map(msgspec.json.encode, held), strict=True))
+
+
+def shards_of(document: RoundDocument | None) -> dict[str, list[str]]:
+    """The keys of the shards that a stored document names, by their digest."""
+    if document is None:
+        return {}
+    shards = (document.roster, document.previous_roster)
+    return {it.digest: _keys(document.incarnation, it) for it in shards if it is not None}
+
+
+def _keys(incarnation: str, shards: Shards) -> list[str]:
+    prefix = _prefix(incarnation, shards)
+    return [f"{prefix}{number}" for number in range(shards.shards)]
+
+
+def prefixes(document: RoundDocument) -> list[str]:
+    """Under which the shards of a stored document stand."""
+    shards = (document.roster, document.previous_roster)
+    return [_prefix(document.incarnation, it) for it in shards if it is not None]
+
+
+def _prefix(incarnation: str, shards: Shards) -> str:
+    return f"{ROSTER_PREFIX}{incarnation}/{shards.digest}/"
+
+
+def known_ranks(document: RoundDocument | None) -> dict[str, dict[str, int]]:
+    """The ranks that are known with a document, by the digest of the nodes that they are of."""
+    if document is None:
+        return {}
+    known: dict[str, dict[str, int]] = {}
+    for nodes, shards, ranks in (
+        (document.participants, document.roster, document.ranks),
+        (document.previous, document.previous_roster, document.old_ranks),
+    ):
+        if shards is None:
+            known[digest_of(document.incarnation, nodes)] = ranks
+        elif shards.ranks is not None:
+            known[shards.digest] = shards.ranks
+    return known
+
+
+def shard_key(incarnation: str, shards: Shards, node: str) -> str:
+    """Where the rank of a node stands, if it is one of them."""
+    return f"{_prefix(incarnation, shards)}{_number(shards, node)}"
+
+
+def _number(shards: Shards, node: str) -> int:
+    return zlib.crc32(node.encode(errors="backslashreplace")) % shards.shards
+
+
+def ranks_in(entry: Entry | None) -> dict[str, int] | None:
+    """The ranks that a shard holds; None where it is missing or unreadable."""
+    if entry is None:
+        return None
+    try:
+        return _SHARDS.decode(entry.value)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def complete(
+    document: RoundDocument,
+    stored: Mapping[str, Entry],
+    records: Mapping[str, NodeRecord],
+) -> RoundDocument:
+    """The document with all its nodes, as far as they can be found.
+
+    Args:
+        stored: its shards by key.
+        records: of all nodes.
+    """
+    for field, roster in (("participants", "roster"), ("previous", "previous_roster")):
+        shards: Shards | None = getattr(document, roster)
+        if shards is None:
+            continue
+        nodes = _from_shards(document.incarnation, shards, stored)
+        if nodes is None:
+            nodes = members_by_their_records(document, records)
+            if not _are(document.incarnation, nodes, shards):
+                continue
+        document = replace(document, **{field: nodes, roster: None})
+    return document
+
+
+def _from_shards(
+    incarnation: str, shards: Shards, stored: Mapping[str, Entry]
+) -> tuple[str, ...] | None:
+    ranks: dict[str, int] = {}
+    for key in _keys(incarnation, shards):
+        held = ranks_in(stored.get(key))
+        if held is None:
+            return None
+        ranks |= held
+    nodes = tuple(sorted(ranks, key=ranks.__getitem__))
+    return nodes if _are(incarnation, nodes, shards) else None
+
+
+def _are(incarnation: str, nodes: tuple[str, ...], shards: Shards) -> bool:
+    return len(nodes) == shards.size and digest_of(incarnation, nodes) == shards.digest
+
+
+def members_by_their_records(
+    document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> tuple[str, ...]:
+    """The nodes that have confirmed their rank in this round, or were in the one before it.
+
+    The latter while it forms. Not all are here whose record the store has lost.
+    """
+    world_id, last = document.world_id, (document.incarnation, document.round - 1)
+    forms = document.phase is Phase.FORMING
+    found = [
+        (record.rank, node)
+        for node, record in records.items()
+        if record.rank is not None
+        and ((record.incarnation, record.round) == last if forms else record.world_id == world_id)
+    ]
+    return tuple(node for _, node in sorted(found))

@@ -1,0 +1,179 @@
+"""The nodes of a large round, which stand in shards beside the document."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rdzv_plugins.kv import Entry, MemoryServer
+from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.roster import (
+    ROSTER_PREFIX,
+    apart,
+    complete,
+    prefixes,
+    ranks_in,
+    shard_key,
+)
+from tests import replace
+
+from .life import RULES as PAIR
+from .life import Life, Time, finish, stored
+from .views import document, record
+
+IDS = st.lists(st.text(max_size=4), unique=True, min_size=1, max_size=40).map(tuple)
+
+APART = replace(PAIR, inline=1)
+
+
+def named(nodes: tuple[str, ...], phase: Phase = Phase.CONFIRMING) -> RoundDocument:
+    if phase is Phase.FORMING:
+        return document(phase, participants=(), previous=nodes)
+    return document(phase, participants=nodes)
+
+
+def entries(shards: dict[str, dict[str, bytes]]) -> dict[str, Entry]:
+    return {key: Entry(value, 1) for values in shards.values() for key, value in values.items()}
+
+
+@given(IDS, st.integers(0, 10), st.sampled_from([Phase.FORMING, Phase.RUNNING]))
+def test_all_nodes_are_found_again(nodes: tuple[str, ...], inline: int, phase: Phase) -> None:
+    whole = named(nodes, phase)
+    small, shards = apart(whole, inline)
+    assert small.is_whole == (len(nodes) <= inline)
+    read = RoundDocument.decode(small.encode())
+    assert read.world_id == whole.world_id
+    assert read.size == whole.size
+    assert complete(read, entries(shards), {}) == whole
+
+
+@given(IDS, st.integers(0, 10))
+def test_a_node_finds_its_rank_in_one_shard(nodes: tuple[str, ...], inline: int) -> None:
+    whole = named(nodes)
+    small, shards = apart(whole, inline)
+    if small.roster is None:
+        return
+    stands = entries(shards)
+    for node in (*nodes, "another"):
+        held = ranks_in(stands[shard_key(small.incarnation, small.roster, node)])
+        assert held is not None
+        assert held.get(node) == whole.ranks.get(node)
+
+
+def test_the_document_of_a_large_round_is_small() -> None:
+    nodes = tuple(f"{number:016x}" for number in range(10_000))
+    small, shards = apart(named(nodes), 128)
+    (values,) = shards.values()
+    assert len(small.encode()) < 1000
+    assert len(values) == 79
+    assert max(map(len, values.values())) < 5000
+
+
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.CONFIRMING, Phase.RUNNING])
+@pytest.mark.parametrize("damage", ["missing", "unreadable", "another's"])
+def test_lost_shards_are_made_again_from_the_records(phase: Phase, damage: str) -> None:
+    nodes = ("n3", "n1", "n2")
+    whole = named(nodes, phase)
+    small, shards = apart(whole, 1)
+    stands = entries(shards)
+    key = min(stands)
+    if damage == "missing":
+        del stands[key]
+    else:
+        text = b"garbage" if damage == "unreadable" else b'{"n9":0}'
+        stands[key] = Entry(text, 2)
+    assert not complete(small, stands, {}).is_whole
+    last = whole.round - (phase is Phase.FORMING)
+    records = {
+        node: record(node, round_=last, status=Status.RUN, world_id=whole.world_id, rank=rank)
+        for rank, node in enumerate(nodes)
+    }
+    assert complete(small, stands, records) == whole
+    # Not while one is missing, or if one was of another round.
+    assert not complete(small, stands, {"n1": records["n1"], "n2": records["n2"]}).is_whole
+    strange = replace(records["n3"], round=last - 1, world_id="another")
+    assert not complete(small, stands, {**records, "n3": strange}).is_whole
+
+
+def pair(time: Time, server: MemoryServer) -> tuple[Life, Life]:
+    """Two nodes that are about to run; the first leads."""
+    leader = Life("n1", server, time, APART)
+    leader.go()
+    joiner = Life("n2", server, time, APART, seed=2)
+    return leader, joiner
+
+
+def test_nodes_run_whose_ranks_stand_apart(time: Time) -> None:
+    leader, joiner = pair(time, MemoryServer())
+    finish(leader, joiner)
+    for life, rank in ((leader, 0), (joiner, 1)):
+        (outcome,) = life.outcomes
+        assert outcome.document is not None
+        assert outcome.document.ranks[life.node.id] == rank
+        assert outcome.document.size == 2
+    assert stored(leader).participants == ()
+    # One shard each, and no listing.
+    asked = [name for name in joiner.log if ROSTER_PREFIX in name]
+    assert len(asked) == 1
+    assert asked[0].startswith("Read")
+
+
+def test_the_shards_stand_before_the_document_that_names_them(time: Time) -> None:
+    leader, joiner = pair(time, MemoryServer())
+    joiner.go()
+    leader.go()
+    naming = leader.log.index("PutShards")
+    assert leader.log[naming + 1] == f"CompareAndSet {STATE_KEY}"
+
+
+def test_a_leader_writes_lost_shards_again(time: Time) -> None:
+    """One that took over: who led before knows all nodes, and writes them with the document."""
+    server = MemoryServer()
+    leader, joiner = pair(time, server)
+    finish(leader, joiner)
+    (keys,) = [[*leader.client.list(prefix)] for prefix in prefixes(stored(leader))]
+    leader.client.delete_many(keys)
+    heir = replace(stored(leader), leader="n2")
+    leader.client.put(STATE_KEY, heir.encode())
+    joiner.go()
+    joiner.wake()
+    assert joiner.node.document is not None
+    assert joiner.node.document.participants == ("n1", "n2")
+    assert {*leader.client.list(ROSTER_PREFIX)} == {*keys}
+
+
+def test_a_roster_that_nobody_knows_ends_after_a_lease(time: Time) -> None:
+    """The silent ones are counted as lost, and the others form the next round."""
+    server = MemoryServer()
+    leader, joiner = pair(time, server)
+    finish(leader, joiner)
+    lost = [*joiner.client.list(ROSTER_PREFIX), "nodes/n1"]
+    joiner.client.delete_many(lost)
+    joiner.client.put(STATE_KEY, replace(stored(joiner), leader="n2").encode())
+    joiner.go()
+    began = time.now
+    while stored(joiner).phase is Phase.RUNNING:
+        joiner.wake()
+        assert time.now < began + 2 * APART.lease
+    assert time.now >= began + APART.lease
+    after = stored(joiner)
+    assert (after.round, after.previous) == (1, ("n2",))
+    assert str(after.cause) == "lost 1 node: lease ran out"
+
+
+def test_shards_of_earlier_rounds_are_deleted(time: Time) -> None:
+    server = MemoryServer()
+    leader, joiner = pair(time, server)
+    finish(leader, joiner)
+    first = {*leader.client.list(ROSTER_PREFIX)}
+    leader.go()
+    assert leader.client.list(ROSTER_PREFIX).keys() == first, "the round that runs still needs them"
+    joiner.carry_out(joiner.node.farewell())
+    third = Life("n3", server, time, APART, seed=3)
+    leader.go()
+    leader.join_again()
+    finish(leader, third)
+    leader.go()
+    assert first.isdisjoint(leader.client.list(ROSTER_PREFIX))
+    assert leader.client.list(ROSTER_PREFIX)
