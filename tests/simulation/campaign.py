@@ -142,7 +142,7 @@ def _simulate_all(task: tuple[range, int, Focus]) -> list[Result]:
 
 def _hunt(task: tuple[str, range]) -> tuple[str, int | None, str]:
     name, seeds = task
-    mutant, focus = build(name), MUTANTS[name].focus
+    mutant, focus = build(name), MUTANTS[name].plans
     for survived, seed in enumerate(seeds):
         if survived % _SEEDS_PER_TASK == 0:
             gc.collect()

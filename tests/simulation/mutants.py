@@ -10,9 +10,10 @@ import functools
 import importlib.util
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rdzv_plugins.protocol import roster
 from rdzv_plugins.protocol.node import Node
 
 from .plan import EVERYTHING, Focus
@@ -20,7 +21,16 @@ from .plan import EVERYTHING, Focus
 __all__ = ["MUTANTS", "Edit", "Mutant", "build"]
 
 
-_MODULES = ("failure_detector", "record_cache", "leader", "member", "observer", "cleanup", "node")
+_MODULES = (
+    "failure_detector",
+    "record_cache",
+    "roster",
+    "leader",
+    "member",
+    "observer",
+    "cleanup",
+    "node",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,15 @@ class Mutant:
     edits: tuple[Edit, ...]
     seed: int = 1
     focus: Focus = EVERYTHING
+
+    @property
+    def plans(self) -> Focus:
+        """``focus``; all nodes stand in the document where it does not say otherwise."""
+        return replace(self.focus, settings={"inline": 128, **self.focus.settings})
+
+
+# Where all but the smallest rounds stand in shards.
+_APART = Focus(settings={"inline": 1})
 
 
 def _in(module: str, old: str, new: str) -> Edit:
@@ -77,8 +96,8 @@ MUTANTS: dict[str, Mutant] = {
             _in("node", "        if not written:\n            return False\n", ""),
             _in(
                 "node",
-                "seen.adopt(entry, document if written else None)",
-                "seen.adopt(entry, document)",
+                "        if written:\n            yield from seen.adopt(",
+                "        if True:\n            yield from seen.adopt(",
             ),
         ),
         seed=2,
@@ -668,6 +687,75 @@ MUTANTS: dict[str, Mutant] = {
         ),
         seed=197,
     ),
+    "no-digest": Mutant(
+        "nodes are taken for those of a round though not all of them were found",
+        (
+            _in(
+                "roster",
+                "len(nodes) == shards.size and digest_of(incarnation, nodes) == shards.digest",
+                "bool(nodes)",
+            ),
+        ),
+        seed=51000051,
+        focus=_APART,
+    ),
+    "missing-is-lost": Mutant(
+        "a leader whose store lost the shards waits for no node to write its record again",
+        (_in("leader", "    if view.confirmed_silence(MISSING) < lease:\n", "    if False:\n"),),
+        seed=51000140,
+        focus=_APART,
+    ),
+    "one-look-at-a-shard": Mutant(
+        "a node that did not find the shard with its rank does not look again",
+        (
+            _in(
+                "observer",
+                "        return any(it is not None and it.ranks is None for it in shards)\n",
+                "        return False\n",
+            ),
+        ),
+        seed=51001113,
+        focus=_APART,
+    ),
+    "shards-written-once": Mutant(
+        "a leader does not write shards again that a fail-over has lost",
+        (
+            _in(
+                "node",
+                "        if leads and waits and self._shards and age >= self._shards_due:\n",
+                "        if False:\n",
+            ),
+        ),
+        seed=52002430,
+        focus=_APART,
+    ),
+    "decides-before-an-outage": Mutant(
+        "what a leader decided before an outage is written after it, once the shards are",
+        (_in("node", "        if seen.outages != outages:\n", "        if False:\n"),),
+        seed=52000337,
+        focus=_APART,
+    ),
+    "roster-of-no-one": Mutant(
+        "a node with other --nnodes takes a run over whose nodes it has not found",
+        (_in("member", "    if not document.is_whole:\n", "    if False:\n"),),
+        seed=51000343,
+        focus=Focus(
+            kinds=("newcomer with other --nnodes", "crash", "partition", "fail-over"),
+            settings=_APART.settings,
+        ),
+    ),
+    "closes-without-its-rank": Mutant(
+        "a node whose shard is lost does not know that it may close the run that it is in",
+        (
+            _in(
+                "cleanup",
+                "with_rank(document, node_id, known_ranks(latest))",
+                "with_rank(document, node_id, {})",
+            ),
+        ),
+        seed=51001217,
+        focus=_APART,
+    ),
     "no-rest": Mutant(
         "a node that left waits for a heartbeat that is never due",
         (
@@ -697,7 +785,7 @@ def build(name: str) -> type[Node]:
                     )
                 source = source.replace(edit.old, edit.new)
         modules[module] = _load(f"mutant_{name}_{module}".replace("-", "_"), source)
-    for name in ("lead", "next_round", "without"):
+    for name in ("fits", "lead", "next_round", "without"):
         setattr(modules["member"], name, getattr(modules["leader"], name))
     observer, node = modules["observer"], modules["node"]
     observer.__dict__.update(
@@ -705,6 +793,7 @@ def build(name: str) -> type[Node]:
         RecordCache=modules["record_cache"].RecordCache,
     )
     cleanup = modules["cleanup"]
+    cleanup.__dict__.update(with_rank=observer.with_rank)
     node.__dict__.update(
         member=modules["member"],
         Observer=observer.Observer,
@@ -712,6 +801,9 @@ def build(name: str) -> type[Node]:
         let_expire=cleanup.let_expire,
         tidy_up=cleanup.tidy_up,
     )
+    for loaded in modules.values():
+        for name in loaded.__dict__.keys() & {*roster.__all__}:
+            setattr(loaded, name, getattr(modules["roster"], name))
     mutant: type[Node] = node.Node
     return mutant
 
