@@ -12,9 +12,9 @@ would double the cost of each write; a filter expression would save no read unit
 nodes read some 760 units per second, 2.7 million per hour.
 
 Limits: linearizable (strongly consistent reads of one region; on a global table all nodes must
-name the same region, because replication is asynchronous). Values up to 400,000 bytes, enough for
-some 40,000 nodes in the round document, but DynamoDB allows 1,000 writes per second to a partition:
-about 4,000 nodes with a heartbeat every 5 seconds, more with a longer ``keep_alive_interval``.
+name the same region, because replication is asynchronous). Values up to 400,000 bytes.
+DynamoDB allows 1,000 writes per second to a partition: about 4,000 nodes with a heartbeat every 5
+seconds, more with a longer ``keep_alive_interval``.
 `Client.put_many` is atomic from 3 to 100 keys; two are put one after the other. Highly available as
 a service; there is no server version to choose. The clock is the server's, from its answers.
 Expired items read as absent at once, and DynamoDB deletes them within days. Each item stores its

@@ -14,8 +14,8 @@ after a lost answer. A refused transaction reads the current value in the same r
 `Client.wait` watches from the revision after its read: it misses no change in between, and depends
 on no revision that a compaction removes.
 
-Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 MiB), enough for
-some 100,000 nodes in the round document. `Client.put_many` is atomic up to 128 keys and 1 MiB.
+Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 MiB).
+`Client.put_many` is atomic up to 128 keys and 1 MiB.
 `Client.add` is a compare-and-set: with 256 nodes adding to one counter at once it took seconds.
 `Client.expire` uses a lease, at least two seconds with etcd's default timing, and longer if the
 leader changes. A mark key at the run's own path has the lease. Every write gives its key the mark's

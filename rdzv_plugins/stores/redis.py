@@ -7,7 +7,7 @@ hash tag: a Cluster keeps all keys of a run in one slot.
 
 Limits: linearizable on one primary. Replication is asynchronous, so a fail-over (Sentinel, Cluster)
 may lose the last writes; the round protocol survives that, as it survives a restart without data.
-Values up to 512 MB (``proto-max-bulk-len``), so their size does not limit the number of nodes.
+Values up to 512 MB (``proto-max-bulk-len``).
 The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello`` on
 ``~{<prefix>/*``; for a database other than 0 also ``+select``, for a Cluster also
 ``+cluster|slots +command``.

@@ -10,8 +10,8 @@ ZooKeeper has no time to live. `Client.expire` writes the run's lifetime in mill
 name, and the age comes from the server's own modification times. An expired run reads as empty; the
 next client that writes to it removes it, and so does a later `Client.expire` under the prefix.
 
-Limits: linearizable (a sync precedes each read). Values up to 1,046,528 bytes, enough for some
-100,000 nodes in the round document; servers with a lower ``jute.maxbuffer`` than the default close
+Limits: linearizable (a sync precedes each read). Values up to 1,046,528 bytes;
+servers with a lower ``jute.maxbuffer`` than the default close
 the connection instead. A server accepts ``maxClientCnxns`` connections per address (60 if it is not
 set); a node needs one. Highly available with three servers or more, while a majority runs.
 `Client.put_many` is atomic up to 500 keys and 500,000 bytes. With a user, only this user has access

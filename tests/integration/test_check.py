@@ -185,7 +185,6 @@ def test_everything_is_tried_and_nothing_left_behind(plain: RunningStore) -> Non
     made = {what: rest for _, what, rest in told.lines}
     assert "one winner each" in made["contention"]
     assert "read back" in made["largest value"]
-    assert "nodes" in made["largest value"]
     assert all(f"{kind} " in made["latency"] for kind in ("get", "put", "list", "add"))
     assert ("polled" if plain.name == "dynamodb" else "pushed") in made["wake-up"]
     assert made["run"] == "'free' is free"
@@ -698,12 +697,6 @@ def test_wrong_arguments(
     found = told.only("failed")
     assert found[0] == what
     assert said in found[1]
-
-
-def test_more_nodes_than_the_largest_value_has_room_for(shared: Shared) -> None:
-    what, text = check_store(shared("consul"), "--nnodes", "2:40000").only("failed")
-    assert what == "largest value"
-    assert "--nnodes allows 40,000" in text
 
 
 # Addresses.

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from rdzv_plugins.protocol.rules import Rules
 from tests import Measure
 from tests.integration.agents import Run, one_world, until
 from tests.integration.stores import RunningStore
@@ -64,6 +66,43 @@ def test_a_silent_death_of_any_node_starts_the_next_round(run: Run) -> None:
         agents.pop(0).crash()
         until(one_world(agents), 30)
     until(run.tells("lease ran out"), 10)
+
+
+def test_rounds_whose_nodes_stand_in_shards_survive_deaths_too(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rounds of more than 128 nodes do; here already those of two."""
+    monkeypatch.setattr("rdzv_plugins.handler.Rules", partial(Rules, inline=1))
+    agents = [run.start((1, 5)) for _ in range(5)]
+    until(one_world(agents), 30)
+    leader = agents[0].handler._node.document.leader  # type: ignore[union-attr]
+    agents.sort(key=lambda agent: agent.handler._node.id != leader)
+    agents.pop(0).crash()
+    until(one_world(agents), 30)
+    until(run.tells("lease ran out"), 10)
+    agents.pop().leave()
+    until(one_world(agents), 30)
+    agents.append(run.start((1, 5)))
+    until(one_world(agents), 30)
+
+
+def test_a_round_of_hundreds_survives_its_leader(
+    store: RunningStore, run_id: str, record_property: Measure
+) -> None:
+    run = Run(store, run_id)
+    try:
+        began = time.monotonic()
+        agents = [run.start((2, 150), keep_alive_interval="3") for _ in range(150)]
+        until(one_world(agents), 60)
+        record_property("formed", round(time.monotonic() - began, 3))
+        leader = agents[0].handler._node.document.leader  # type: ignore[union-attr]
+        agents.sort(key=lambda agent: agent.handler._node.id != leader)
+        agents.pop(0).leave()
+        until(one_world(agents), 60)
+        record_property("seconds", round(time.monotonic() - began, 3))
+    finally:
+        for agent in run.agents:
+            agent.end()
 
 
 def test_leaving_is_announced(run: Run, record_property: Measure) -> None:
