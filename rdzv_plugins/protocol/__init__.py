@@ -30,7 +30,7 @@ What a node owes its driver:
 Where a rule is: `member` decides for every node, `leader` for the node that leads, both pure
 functions of a `rules.View`. `observer` keeps what a node has read and since when,
 `failure_detector` judges by it who is alive, `record_cache` holds the records of all nodes, `ranks`
-orders the participants, `roster` keeps those of a large round in shards, `cleanup` ends a run and tidies up, `diagnosis` says in a sentence what a
-run does and waits for, `documents` is what stands in the store. docs/design.md has the rules by
-their numbers, and why they are so.
+orders the participants, `roster` keeps those of a large round in shards, `cleanup` ends a run and
+tidies up, `diagnosis` says in a sentence what a run does and waits for, `documents` is what stands
+in the store. docs/design.md has the rules by their numbers, and why they are so.
 """

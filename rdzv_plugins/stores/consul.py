@@ -16,9 +16,10 @@ Consul's sessions end at least ten seconds late and delete only keys that they l
 reads as empty, on the agent's clock, which is in the Date of each answer. The next client that
 reads or writes an expired run removes it, and so does the next `Client.expire` under the prefix.
 
-Limits: linearizable (consistent reads). Values up to 384,000 bytes. An agent accepts 200 connections per address (``http_max_conns_per_client``) and
-a node needs up to three, so each host should use its own agent. Highly available with three or five
-servers, while a majority runs. `Client.put_many` is atomic up to 63 keys and 300,000 bytes.
+Limits: linearizable (consistent reads). Values up to 384,000 bytes. An agent accepts 200
+connections per address (``http_max_conns_per_client``) and a node needs up to three, so each host
+should use its own agent. Highly available with three or five servers, while a majority runs.
+`Client.put_many` is atomic up to 63 keys and 300,000 bytes.
 The token needs ``key_prefix "<prefix>/" { policy = "write" }``.
 """
 

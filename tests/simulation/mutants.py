@@ -323,6 +323,8 @@ MUTANTS: dict[str, Mutant] = {
                 "(not latest.closed and document.place >= latest.place)\n",
                 "not latest.closed\n",
             ),
+            # Else it restarts, needlessly, and so comes back.
+            _in("member", " or document.world_id != member.world_id:\n", ":\n"),
         ),
         seed=121,
         focus=Focus(
