@@ -10,6 +10,7 @@ round forms, the protocol must notice before it releases any agent; torch would 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -153,7 +154,7 @@ def _write_back(view: View) -> Action:
             return Wait()
         return _found(view, "first round")
     # The leader first; then the others in turn, in case the leader is gone too.
-    patience = 0.0 if latest.leader == view.me else view.share * view.rules.interval
+    patience = 0.0 if latest.leader == view.me else _spread(view, latest)
     if view.document_age < patience:
         return Wait(patience - view.document_age)
     if latest.incarnation not in view.asked_tombstones:
@@ -286,11 +287,23 @@ def _turn(view: View, document: RoundDocument) -> float:
     """
     old = document.participants or document.previous
     heirs = [node for node in old if node != document.leader and node not in document.lost]
-    turn = view.share * view.rules.interval
+    turn = _spread(view, document)
     if view.me in heirs:
         turn = min(turn, heirs.index(view.me) * _TURN_SECONDS)
     # Any other node is better than one that could not lead before.
     return turn + view.rules.lease if view.abdicated else turn
+
+
+def _spread(view: View, document: RoundDocument) -> float:
+    """This node's random share of an interval, few of them early.
+
+    However many nodes there are, only a few have their turn before all can have read what the first
+    one wrote: the density grows by a factor of e each 1/``steep`` of the interval, which makes up
+    for their number.
+    """
+    nodes = max(document.max_nodes, len(document.participants), len(document.previous))
+    steep = 1.0 + math.log(nodes)
+    return view.rules.interval * math.log1p(view.share * math.expm1(steep)) / steep
 
 
 def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Action:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -84,6 +84,10 @@ class Observer:
         self._leader_is: str | None = None  # Whose record `leader` is.
         self._listing = RecordCache()
         self._listed_at = float("-inf")
+        # The silent node from which the lead was taken, until all records have been listed.
+        self._outlived: str | None = None
+        # How late this node's last two beats were.
+        self._late = (0.0, 0.0)
         # Since when a leader has counted enough ready nodes; None: there are fewer.
         self._enough_since: float | None = None
         # When the store last answered, and how long the node has paused on purpose since.
@@ -117,6 +121,23 @@ class Observer:
         elif not enough:
             self._enough_since = None
         return begins
+
+    @property
+    def lag(self) -> float:
+        """Seconds more that this node gives others, as late as its own last beats were.
+
+        What slows it down, the store or the load, slows the others down as well. A beat is late
+        that took half an interval; a lease is the most.
+        """
+        return min(self._rules.lease, max(0.0, max(self._late) - self._rules.interval / 2))
+
+    def beat_was_late(self, seconds: float) -> None:
+        """Note how long after its time this node's beat was written."""
+        self._late = self._late[1], seconds
+
+    def doubt(self, nodes: Iterable[str]) -> None:
+        """Give each of these nodes one more lease, once until its next beat."""
+        self.liveness.doubt(nodes)
 
     def read_again(
         self, *, document: bool = False, leader: bool = False, records: bool = False
@@ -187,6 +208,8 @@ class Observer:
         self._records_due, self._lists = True, False
         now = self._clock()
         deposed = was.leader if was and document.leader == self._me else None
+        # Whoever fell silent with that leader has been silent for a lease, and has one more now.
+        self._outlived = deposed if deposed is not None and self.is_silent(deposed) else None
         self.liveness.restart(now, unless=deposed)
         self.progress = FailureDetector()
         self.listed_since = now
@@ -264,6 +287,9 @@ class Observer:
         for node in {*records, *named}:
             record = records.get(node)
             self.liveness.observe(node, record.beat if record else None, asked, now)
+        if self._outlived is not None:
+            self.doubt({*records, *named} - {self._outlived})
+            self._outlived = None
         self._listed_at = self.listed_since = now
         self.looks += 1
         self._records_due = False
@@ -309,4 +335,5 @@ class Observer:
         """Whether the lease of another node has run out."""
         record = self.records.get(node) if self.records else None
         lease = record.lease if record else self._rules.lease
-        return node != self._me and self.liveness.confirmed_silence(node) >= lease
+        patience = lease + self.lag + (self.liveness.forgiven(node) or 0.0)
+        return node != self._me and self.liveness.confirmed_silence(node) >= patience

@@ -93,8 +93,8 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in(
                 "failure_detector",
-                "_Seen(beat, max(now, self._grace_ends), now)\n        elif",
-                "_Seen(beat, (beat or 0) / 1000, now)\n        elif",
+                "_Seen(beat, max(now, self._grace_ends), now, forgiven=forgiven)",
+                "_Seen(beat, (beat or 0) / 1000, now)",
             ),
         ),
         seed=10,
@@ -104,8 +104,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "leader",
-                "    return view.confirmed_silence(node) >= view.lease(node)\n",
-                "    return view.confirmed_silence(node) >= view.lease(node) / 2\n",
+                "    return view.confirmed_silence(node) >= view.patience(node)\n",
+                "    return view.confirmed_silence(node) >= view.patience(node) / 2\n",
             ),
         ),
         seed=2,
@@ -510,7 +510,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "leader",
-                "    return view.confirmed_silence(node) >= view.lease(node)\n",
+                "    return view.confirmed_silence(node) >= view.patience(node)\n",
                 "    return view.confirmed_silence(node) >= view.rules.lease\n",
             ),
         ),
