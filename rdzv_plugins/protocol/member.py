@@ -322,6 +322,9 @@ def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Actio
     if document.phase is Phase.RUNNING and not view.rules.restart_on_loss:
         lost = (*without(document.lost, [leader]), leader)
         return Write(replace(document, leader=view.me, lost=lost))
+    if document.phase is Phase.CONFIRMING and view.lag:
+        # Under load it may be alive and slow. The next listing tells; the round need not end.
+        return Write(replace(document, leader=view.me))
     ran = document.phase is Phase.RUNNING
     cause = (Cause() if ran else document.cause).plus(lost=[label])
     return Write(next_round(view, document, [leader], 0, cause))

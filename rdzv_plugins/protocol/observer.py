@@ -126,10 +126,10 @@ class Observer:
     def lag(self) -> float:
         """Seconds more that this node gives others, as late as its own last beats were.
 
-        What slows it down, the store or the load, slows the others down as well. A beat is late
-        that took half an interval; a lease is the most.
+        What slows it down, the store or the load, slows the others down as well. The two last beats
+        count, and half an interval of each is nothing unusual.
         """
-        return min(self._rules.lease, max(0.0, max(self._late) - self._rules.interval / 2))
+        return max(0.0, max(self._late) - self._rules.interval / 2)
 
     def beat_was_late(self, seconds: float) -> None:
         """Note how long after its time this node's beat was written."""
@@ -288,7 +288,8 @@ class Observer:
             record = records.get(node)
             self.liveness.observe(node, record.beat if record else None, asked, now)
         if self._outlived is not None:
-            self.doubt({*records, *named} - {self._outlived})
+            # If this node is slow itself, that leader may be no more than slow either.
+            self.doubt({*records, *named} - (set() if self.lag else {self._outlived}))
             self._outlived = None
         self._listed_at = self.listed_since = now
         self.looks += 1
@@ -324,12 +325,15 @@ class Observer:
             self.progress.discount(away, now)
 
     def _reset_windows(self, now: float) -> None:
-        """Begin all windows now, and read everything again."""
+        """Begin all windows now.
+
+        What is due is read as ever: a slow store is given no more to do. If the store lost the
+        document meanwhile, it lost the leader's record too, or tells it to who waits for a change.
+        """
         self.liveness.restart(now, self._rules.lease)
         self.progress.restart(now, self._rules.lease)
         self.listed_since = now
         self._enough_since = None
-        self.read_again(document=True, leader=True, records=True)
 
     def is_silent(self, node: str) -> bool:
         """Whether the lease of another node has run out."""
