@@ -155,7 +155,8 @@ def _is_fresh(view: View, node: str) -> bool:
 
 def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
     interval = record.interval if record is not None else view.rules.interval
-    least = max(_LATE_LEASES * view.lease(node), _LATE_INTERVALS * interval)
+    lease = view.lease(node) - view.lag
+    least = max(_LATE_LEASES * lease, _LATE_INTERVALS * interval)
     return view.confirmed_silence(node) >= least
 
 
