@@ -138,13 +138,9 @@ def _doubt(view: View, document: RoundDocument, records: Mapping[str, NodeRecord
         return None
     if world.isdisjoint(fresh):
         return None
-    told = (
-        f"{len(late)} of {len(world)} nodes are late with their heartbeats, all at once: this may "
-        "be the store or the load, so each of them has one more lease"
-    )
     begins = not any(view.forgiven(node) for node in late)
     nodes = sorted(node for node in late if view.forgiven(node) is None)
-    return Doubt(tuple(nodes), told if begins else None)
+    return Doubt(tuple(nodes), begins, len(late), len(world))
 
 
 def _is_fresh(view: View, node: str) -> bool:

@@ -459,10 +459,14 @@ class Node:
                 finally:
                     self.closing = False
                 self._seen.read_again(document=True)
-            case rules.Doubt(nodes, told):
+            case rules.Doubt(nodes, begins, late, world):
                 self._seen.doubt(nodes)
-                if told is not None:
-                    yield from Tell("doubt", told)
+                if begins:
+                    yield from Tell(
+                        "doubt",
+                        f"{late} of {world} nodes are late with their heartbeats, all at once: this "
+                        "may be the store or the load, so each of them has one more lease",
+                    )
             case rules.ListRecords():
                 self._seen.list_records()
             case rules.AskTombstone(incarnation):

@@ -196,11 +196,15 @@ class Fail:
 class Doubt:
     """Give each of these nodes one more lease: so many at once may be the store or the load.
 
-    ``told``: the sentence for people, where the doubt begins; else it goes on with more nodes.
+    Attributes:
+        begins: nobody is doubted yet; else the doubt goes on with more nodes.
+        late, world: how many nodes are late, of how many.
     """
 
     nodes: tuple[str, ...]
-    told: str | None
+    begins: bool
+    late: int
+    world: int
 
 
 @dataclass(frozen=True, slots=True)

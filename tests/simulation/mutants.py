@@ -17,7 +17,7 @@ from rdzv_plugins.protocol.node import Node
 
 from .plan import EVERYTHING, Focus
 
-__all__ = ["MUTANTS", "Edit", "Mutant", "build"]
+__all__ = ["CALM", "MUTANTS", "Edit", "Mutant", "build"]
 
 
 _MODULES = ("failure_detector", "record_cache", "leader", "member", "observer", "cleanup", "node")
@@ -47,6 +47,20 @@ class Mutant:
 def _in(module: str, old: str, new: str) -> Edit:
     return Edit(module, old, new)
 
+
+CALM = Focus(
+    kinds=("many crash at once",),
+    settings={
+        "nodes": 30,
+        "max_nodes": 30,
+        "min_nodes": 4,
+        "lost": 0.0,
+        "unacknowledged": 0.0,
+        "late": 0.0,
+        "ambush": None,
+    },
+)
+"""Large worlds in which nothing fails but many hosts at once."""
 
 MUTANTS: dict[str, Mutant] = {
     "no-exclusivity": Mutant(
@@ -239,7 +253,8 @@ MUTANTS: dict[str, Mutant] = {
     "no-grace-at-first-sight": Mutant(
         "rule 11: a node that is first seen after an outage gets no extra lease",
         (_in("failure_detector", "max(now, self._grace_ends)", "now"),),
-        seed=31001045,
+        seed=1435,
+        focus=Focus(kinds=("outage", "outage", "newcomer", "leave", "crash", "slow store")),
     ),
     "no-window-at-takeover": Mutant(
         "a new leader judges nodes by observations from before it led",
@@ -667,6 +682,37 @@ MUTANTS: dict[str, Mutant] = {
             ),
         ),
         seed=197,
+    ),
+    "no-doubt": Mutant(
+        "a leader takes a large part of the world for lost without another lease",
+        (_in("leader", "    if len(late) < _FEWEST_DOUBTED or", "    if True or"),),
+        seed=9,
+        focus=CALM,
+    ),
+    "doubts-for-ever": Mutant(
+        "a leader doubts the same silence again and again",
+        (
+            _in("failure_detector", " is not None and seen.forgiven is None:", " is not None:"),
+            _in(
+                "leader",
+                "        if view.confirmed_silence(node) >= view.lease(node) and _is_fresh",
+                "        if view.confirmed_silence(node) >= view.patience(node) and _is_fresh",
+            ),
+            _in("leader", "    return view.forgiven(node) is None and view", "    return view"),
+            _in("leader", "(node for node in late if view.forgiven(node) is None)", "(late)"),
+            _in(
+                "leader",
+                "    longest = view.lease(node) + view.rules.outage\n",
+                "    longest = view.patience(node) + view.rules.outage\n",
+            ),
+        ),
+        focus=CALM,
+    ),
+    "heirs-doubt-again": Mutant(
+        "a leader that followed a silent one doubts those that fell silent with it once more",
+        (_in("observer", "        if self._outlived is not None:\n", "        if False:\n"),),
+        seed=121,
+        focus=CALM,
     ),
     "no-rest": Mutant(
         "a node that left waits for a heartbeat that is never due",
