@@ -83,30 +83,19 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         until = (_until_lease(view, pending), patience - view.round_age)
         return Wait(min(seconds for seconds in until if seconds is not None), enough)
     # Those that are doubted, and have asked for this round already, are neither here nor gone.
-    if unsure := [node for node in doubted(view, records) if node in document.previous]:
-        return _await_doubted(view, document, records, unsure, gone, enough)
-    if len(ready) < rules.max_nodes and (unsure := doubted(view, records)):
-        return _await_doubted(view, document, records, unsure, gone, enough)
+    unsure = doubted(view, records)
+    if len(ready) >= rules.max_nodes:
+        unsure = [node for node in unsure if node in document.previous]
+    if unsure:
+        if gone:
+            return Write(_amend(document, records, gone))
+        return Wait(_until_lease(view, unsure), enough)
     last_call = view.enough_for or 0.0
     if len(ready) < rules.max_nodes and not (enough and last_call >= rules.last_call):
         if gone:
             return Write(_amend(document, records, gone))
         return Wait(rules.last_call - last_call if enough else None, enough)
     return Write(_name_participants(view, document, records, ready))
-
-
-def _await_doubted(
-    view: View,
-    document: RoundDocument,
-    records: Mapping[str, NodeRecord],
-    unsure: Iterable[str],
-    gone: Collection[str],
-    enough: bool,
-) -> Action:
-    """Complete no round while nodes that asked for it are doubted."""
-    if gone:
-        return Write(_amend(document, records, gone))
-    return Wait(_until_lease(view, unsure), enough)
 
 
 def _doubt(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Doubt | None:

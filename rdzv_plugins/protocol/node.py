@@ -464,8 +464,8 @@ class Node:
                 if begins:
                     yield from Tell(
                         "doubt",
-                        f"{late} of {world} nodes are late with their heartbeats, all at once: this "
-                        "may be the store or the load, so each of them has one more lease",
+                        f"{late} of {world} nodes are late with their heartbeats, all at once: "
+                        "this may be the store or the load, so each of them has one more lease",
                     )
             case rules.ListRecords():
                 self._seen.list_records()

@@ -201,15 +201,16 @@ class Observer:
 
         The window of a leader that this node has just deposed stays: its silence is proven.
         """
+        deposed = was.leader if was and document.leader == self._me else None
+        # Whoever fell silent with that leader has been silent for a lease, and has one more now.
+        silent = deposed is not None and self._is_out(deposed, self.leader)
+        self._outlived = deposed if silent else None
         self.records = None
         if self._leader_is != document.leader:
             self.leader = None
         self._enough_since = None
         self._records_due, self._lists = True, False
         now = self._clock()
-        deposed = was.leader if was and document.leader == self._me else None
-        # Whoever fell silent with that leader has been silent for a lease, and has one more now.
-        self._outlived = deposed if deposed is not None and self.is_silent(deposed) else None
         self.liveness.restart(now, unless=deposed)
         self.progress = FailureDetector()
         self.listed_since = now
@@ -338,6 +339,9 @@ class Observer:
     def is_silent(self, node: str) -> bool:
         """Whether the lease of another node has run out."""
         record = self.records.get(node) if self.records else None
+        return node != self._me and self._is_out(node, record)
+
+    def _is_out(self, node: str, record: NodeRecord | None) -> bool:
         lease = record.lease if record else self._rules.lease
         patience = lease + self.lag + (self.liveness.forgiven(node) or 0.0)
-        return node != self._me and self.liveness.confirmed_silence(node) >= patience
+        return self.liveness.confirmed_silence(node) >= patience

@@ -677,5 +677,5 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
 def test_every_action_is_one_of_the_module() -> None:
     assert {kind.__name__ for kind in rules.Action.__args__} == {
         "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate",
-        "Close", "Wait",
+        "Close", "Doubt", "Wait",
     }  # fmt: skip
