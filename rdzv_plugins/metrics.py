@@ -428,7 +428,7 @@ def _by_state(view: View) -> dict[str, int]:
     """How many nodes are in each of `STATES`, as the leader sees it."""
     numbers = dict.fromkeys(STATES, 0)
     for node, record in {**(view.records or {}), view.me: view.record}.items():
-        silent = node != view.me and view.confirmed_silence(node) >= view.lease(node)
+        silent = view.is_silent(node)
         numbers[state(record, lost=silent)] += 1
     return numbers
 

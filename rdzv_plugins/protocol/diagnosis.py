@@ -7,7 +7,7 @@ what that says. An observer that is no node sees all records, and whose heartbea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rdzv_plugins.protocol.documents import (
     Names,
@@ -17,7 +17,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
     labels,
 )
-from rdzv_plugins.protocol.leader import fits, has_rejoined, rejoin_patience
+from rdzv_plugins.protocol.leader import doubted, fits, has_rejoined, rejoin_patience
 from rdzv_plugins.protocol.rules import View
 
 __all__ = ["Diagnosis", "Pace", "diagnose", "of_node"]
@@ -38,6 +38,7 @@ class Diagnosis:
         does: what the run does, or for how many nodes it waits.
         absent: nodes of the last round that have not asked for this one.
         lost, left: nodes that are gone since the last round, where the round needs more nodes.
+        doubted: how many are late all at once, so that each has one more lease.
         seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
         limit: what follows the seconds, such as "to join_timeout".
     """
@@ -46,6 +47,7 @@ class Diagnosis:
     absent: Names = _NOBODY
     lost: Names = _NOBODY
     left: Names = _NOBODY
+    doubted: int = 0
     seconds: float | None = None
     limit: str = ""
 
@@ -60,6 +62,9 @@ class Diagnosis:
             self.does,
             f"{self.absent} of the last round {have} not come back" if self.absent else "",
             f"missing: {', '.join(missing)}" if missing else "",
+            f"{_count(self.doubted)} late all at once, as if the store or the load were slow"
+            if self.doubted
+            else "",
         ]
         return "; ".join(part for part in parts if part)
 
@@ -140,15 +145,14 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
     if view.records is None or not document.is_whole:
         return _without_records(document, view.leader, join_left)
 
-    def is_silent(node: str) -> bool:
-        return node != view.me and view.confirmed_silence(node) >= view.lease(node)
-
     times = _Times(
         join=join_left,
         last_call=rules.last_call - (view.enough_for or 0.0),
         rejoin=lambda ready: rejoin_patience(rules, ready) - view.round_age,
     )
-    return _with_records(document, {**view.records, view.me: view.record}, is_silent, times)
+    records = {**view.records, view.me: view.record}
+    found = _with_records(document, records, view.is_silent, times)
+    return replace(found, doubted=len(doubted(view, records)))
 
 
 def _without_records(

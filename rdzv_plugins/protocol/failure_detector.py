@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = ["FailureDetector"]
@@ -14,6 +15,8 @@ class _Seen:
     looked: float
     # Not looked at since an outage: what is seen next may have been written before it.
     stale: bool = False
+    # The silence that is not held against it, see `FailureDetector.doubt`; None: all of it is.
+    forgiven: float | None = None
 
 
 class FailureDetector:
@@ -36,7 +39,8 @@ class FailureDetector:
         """
         seen = self._seen.get(node)
         if seen is None:
-            self._seen[node] = _Seen(beat, max(now, self._grace_ends), now)
+            forgiven = 0.0 if now < self._grace_ends else None
+            self._seen[node] = _Seen(beat, max(now, self._grace_ends), now, forgiven=forgiven)
         elif beat == seen.beat or (beat is not None and beat < (seen.beat or 0)):
             # A lower one was written before the last one that was seen, and is no sign of life.
             seen.looked, seen.stale = asked, False
@@ -48,7 +52,8 @@ class FailureDetector:
             if beat is not None and seen.beat is not None:
                 self._moved.add(node)
             since = now if beat is not None else max(seen.since, now)  # No sign of life.
-            self._seen[node] = _Seen(beat, since, now)
+            forgiven = None if beat is not None else seen.forgiven
+            self._seen[node] = _Seen(beat, since, now, forgiven=forgiven)
 
     def heard(self, node: str, now: float) -> None:
         """Note something else that the node has written, as good as a beat.
@@ -56,7 +61,21 @@ class FailureDetector:
         A store that forgets again and again may lose each beat before anybody looks.
         """
         seen = self._seen.setdefault(node, _Seen(None, now, now))
-        seen.since, seen.looked = max(seen.since, now), now
+        seen.since, seen.looked, seen.forgiven = max(seen.since, now), now, None
+
+    def doubt(self, nodes: Iterable[str]) -> None:
+        """Forgive each of these its silence so far, once until its next beat is seen."""
+        for node in nodes:
+            if (seen := self._seen.get(node)) is not None and seen.forgiven is None:
+                seen.forgiven = max(0.0, seen.looked - seen.since)
+
+    def forgiven(self, node: str) -> float | None:
+        """Seconds of its silence that are not held against it; None: it was never doubted.
+
+        A node that was given a lease of grace has had what a doubt would give it: 0.
+        """
+        seen = self._seen.get(node)
+        return seen.forgiven if seen else None
 
     def confirmed_silence(self, node: str) -> float:
         """Seconds that the beat is known to have stood still: up to the last look, not to now."""
@@ -85,6 +104,7 @@ class FailureDetector:
             if node != unless:
                 seen.since, seen.looked = max(seen.since, now + grace), now
                 seen.stale = seen.stale or grace > 0
+                seen.forgiven = 0.0 if grace or seen.since > now else None
         self._moved.clear()
 
     def discount(self, seconds: float, now: float) -> None:

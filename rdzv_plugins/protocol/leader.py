@@ -20,13 +20,27 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.ranks import order_ranks
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
-from rdzv_plugins.protocol.rules import Action, Close, ListRecords, Rules, View, Wait, Write
+from rdzv_plugins.protocol.rules import (
+    Action,
+    Close,
+    Doubt,
+    ListRecords,
+    Rules,
+    View,
+    Wait,
+    Write,
+)
 
-__all__ = ["fits", "has_rejoined", "lead", "next_round", "rejoin_patience", "without"]
+__all__ = ["doubted", "fits", "has_rejoined", "lead", "next_round", "rejoin_patience", "without"]
 
 # Where spares fill the round, the leader waits only this share of `Rules.rejoin` for a participant
 # that does not ask for it.
 _SPARES_SUFFICE = 0.1
+
+# More than one in so many nodes, and at least so many, are a large part of the world.
+_LARGE_PART, _FEWEST_DOUBTED = 3, 8
+# A node is late that has been silent for half its lease, but for more than a beat takes at most.
+_LATE_LEASES, _LATE_INTERVALS = 0.5, 1.25
 
 
 def lead(view: View, document: RoundDocument) -> Action:
@@ -35,6 +49,8 @@ def lead(view: View, document: RoundDocument) -> Action:
     records = {**view.records, view.me: view.record}
     if not document.is_whole:
         return _lead_without_roster(view, document, records)
+    if (doubt := _doubt(view, document, records)) is not None:
+        return doubt
     if document.phase is Phase.FORMING:
         return _lead_forming(view, document, records)
     if document.phase is Phase.CONFIRMING:
@@ -69,6 +85,14 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
             return Write(_amend(document, records, gone))
         until = (_until_lease(view, pending), patience - view.round_age)
         return Wait(min(seconds for seconds in until if seconds is not None), enough)
+    # Those that are doubted, and have asked for this round already, are neither here nor gone.
+    unsure = doubted(view, records)
+    if len(ready) >= rules.max_nodes:
+        unsure = [node for node in unsure if node in document.previous]
+    if unsure:
+        if gone:
+            return Write(_amend(document, records, gone))
+        return Wait(_until_lease(view, unsure), enough)
     last_call = view.enough_for or 0.0
     if len(ready) < rules.max_nodes and not (enough and last_call >= rules.last_call):
         if gone:
@@ -100,6 +124,69 @@ def _lead_without_roster(
         return Write(replace(document, previous=known, previous_roster=None, cause=cause))
     after = next_round(view, document, (), 0, cause)
     return Write(replace(after, previous=known, roster=None))
+
+
+def _doubt(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Doubt | None:
+    """Whom to give one more lease, since a large part of the world falls silent at once.
+
+    The store or the load may be what is slow. If the nodes are lost, they are so all together
+    when that lease ends. The others of a large part are late already when the first one's lease
+    runs out; without that, the first would be taken for a single loss.
+    """
+    fresh = [
+        node
+        for node in {*document.participants, *document.previous, *records}
+        if view.confirmed_silence(node) >= view.lease(node) and _is_fresh(view, node)
+    ]
+    if not fresh:
+        return None
+    if document.phase is Phase.FORMING:
+        world = {*document.previous, *(node for node in records if fits(records[node], document))}
+    else:
+        world = {*document.participants} - {*document.lost}
+    # Old records stay, of nodes that were lost one by one.
+    world = {
+        node
+        for node in world
+        if not _said_so(records.get(node)) and (_is_fresh(view, node) or not view.is_silent(node))
+    }
+    late = {node for node in world if node != view.me and _is_late(view, node, records.get(node))}
+    if len(late) < _FEWEST_DOUBTED or len(late) * _LARGE_PART <= len(world):
+        return None
+    if world.isdisjoint(fresh):
+        return None
+    begins = not any(view.forgiven(node) for node in late)
+    nodes = sorted(node for node in late if view.forgiven(node) is None)
+    return Doubt(tuple(nodes), begins, len(late), len(world))
+
+
+def _is_fresh(view: View, node: str) -> bool:
+    """Whether the node was not doubted yet, and has not been lost for long."""
+    longest = view.lease(node) + view.rules.outage
+    return view.forgiven(node) is None and view.confirmed_silence(node) < longest
+
+
+def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
+    interval = record.interval if record is not None else view.rules.interval
+    lease = view.lease(node) - view.lag
+    least = max(_LATE_LEASES * lease, _LATE_INTERVALS * interval)
+    return view.confirmed_silence(node) >= least
+
+
+def _said_so(record: NodeRecord | None) -> bool:
+    return record is not None and record.status in (Status.LEFT, Status.DONE)
+
+
+def doubted(view: View, records: Mapping[str, NodeRecord]) -> list[str]:
+    """Nodes whose lease ran out, and which have one more since so many were late at once."""
+    return [
+        node
+        for node, record in records.items()
+        if node != view.me
+        and not _said_so(record)
+        and view.forgiven(node)
+        and view.lease(node) <= view.confirmed_silence(node) < view.patience(node)
+    ]
 
 
 def rejoin_patience(rules: Rules, ready: int) -> float:
@@ -290,11 +377,11 @@ def _is_live(view: View, node: str, record: NodeRecord) -> bool:
 
 def _is_gone(view: View, node: str, record: NodeRecord | None) -> bool:
     """Left, done, or silent for a lease. A record that is missing is silence, not a leave."""
-    if record is not None and record.status in (Status.LEFT, Status.DONE):
+    if _said_so(record):
         return True
     if node == view.me:
         return False
-    return view.confirmed_silence(node) >= view.lease(node)
+    return view.confirmed_silence(node) >= view.patience(node)
 
 
 def _is_done(document: RoundDocument, record: NodeRecord | None) -> bool:
@@ -322,7 +409,7 @@ def fits(record: NodeRecord, document: RoundDocument) -> bool:
 
 def _until_lease(view: View, nodes: Iterable[str]) -> float | None:
     """Seconds until the first of these leases could run out."""
-    left = [view.lease(node) - view.possible_silence(node) for node in nodes if node != view.me]
+    left = [view.patience(node) - view.possible_silence(node) for node in nodes if node != view.me]
     return max(0.0, min(left)) if left else None
 
 

@@ -10,6 +10,7 @@ round forms, the protocol must notice before it releases any agent; torch would 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -154,7 +155,7 @@ def _write_back(view: View) -> Action:
             return Wait()
         return _found(view, "first round")
     # The leader first; then the others in turn, in case the leader is gone too.
-    patience = 0.0 if latest.leader == view.me else view.share * view.rules.interval
+    patience = 0.0 if latest.leader == view.me else _spread(view, latest)
     if view.document_age < patience:
         return Wait(patience - view.document_age)
     if latest.incarnation not in view.asked_tombstones:
@@ -289,7 +290,7 @@ def _turn(view: View, document: RoundDocument) -> float:
     The heirs take turns in rank order; the first may be gone together with the leader.
     """
     rank = document.ranks.get(view.me, document.old_ranks.get(view.me))
-    turn = view.share * view.rules.interval
+    turn = _spread(view, document)
     if rank is not None:
         old = document.participants or document.previous
         gone = {document.leader, *document.lost}
@@ -297,6 +298,18 @@ def _turn(view: View, document: RoundDocument) -> float:
         turn = min(turn, _TURN_SECONDS * (rank if before is None else len(before)))
     # Any other node is better than one that could not lead before.
     return turn + view.rules.lease if view.abdicated else turn
+
+
+def _spread(view: View, document: RoundDocument) -> float:
+    """This node's random share of an interval, few of them early.
+
+    However many nodes there are, only a few have their turn before all can have read what the first
+    one wrote: the density grows by a factor of e each 1/``steep`` of the interval, which makes up
+    for their number.
+    """
+    nodes = max(document.max_nodes, document.size)
+    steep = 1.0 + math.log(nodes)
+    return view.rules.interval * math.log1p(view.share * math.expm1(steep)) / steep
 
 
 def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Action:
@@ -315,6 +328,9 @@ def _replace_the_dead(view: View, document: RoundDocument, leader: str) -> Actio
     if document.phase is Phase.RUNNING and not view.rules.restart_on_loss:
         lost = (*without(document.lost, [leader]), leader)
         return Write(replace(document, leader=view.me, lost=lost))
+    if document.phase is Phase.CONFIRMING and view.lag:
+        # Under load it may be alive and slow. The next listing tells; the round need not end.
+        return Write(replace(document, leader=view.me))
     ran = document.phase is Phase.RUNNING
     cause = (Cause() if ran else document.cause).plus(lost=[label])
     return Write(next_round(view, document, [leader], 0, cause))

@@ -370,7 +370,9 @@ class Node:
         """Once an interval, beat and look at the others; write a changed record at once."""
         interval_over = self._clock() >= self._next_beat
         if self._record_due or interval_over:
+            due = min(self._clock(), self._next_beat)
             yield from self._write_record()
+            self._seen.beat_was_late(self._clock() - due)
             # Never sooner than an interval. The random part keeps thousands of nodes out of step.
             interval = self._rules.interval
             self._next_beat = self._clock() + interval * (1 + 0.1 * self._chance.random())
@@ -407,10 +409,12 @@ class Node:
             records=seen.records,
             leader=seen.leader,
             confirmed_silence=seen.liveness.confirmed_silence,
+            forgiven=seen.liveness.forgiven,
             possible_silence=lambda node: seen.liveness.possible_silence(node, now),
             moved=seen.liveness.moved,
             confirmed_idleness=seen.progress.confirmed_silence(leader),
             possible_idleness=seen.progress.possible_silence(leader, now),
+            lag=seen.lag,
             cannot_list=seen.cannot_list,
             abdicated=self._abdicated,
             enough_for=seen.enough_for,
@@ -462,6 +466,14 @@ class Node:
                 finally:
                     self.closing = False
                 self._seen.read_again(document=True)
+            case rules.Doubt(nodes, begins, late, world):
+                self._seen.doubt(nodes)
+                if begins:
+                    yield from Tell(
+                        "doubt",
+                        f"{late} of {world} nodes are late with their heartbeats, all at once: "
+                        "this may be the store or the load, so each of them has one more lease",
+                    )
             case rules.ListRecords():
                 self._seen.list_records()
             case rules.AskTombstone(incarnation):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -130,6 +130,10 @@ class Observer:
         # The keys of shards that documents named which it has read or written, by digest.
         self._outdated: dict[str, list[str]] = {}
         self._listed_at = float("-inf")
+        # The silent node from which the lead was taken, until all records have been listed.
+        self._outlived: str | None = None
+        # How late this node's last two beats were.
+        self._late = (0.0, 0.0)
         # Since when a leader has counted enough ready nodes; None: there are fewer.
         self._enough_since: float | None = None
         # When the store last answered, and how long the node has paused on purpose since.
@@ -163,6 +167,23 @@ class Observer:
         elif not enough:
             self._enough_since = None
         return begins
+
+    @property
+    def lag(self) -> float:
+        """Seconds more that this node gives others, as late as its own last beats were.
+
+        What slows it down, the store or the load, slows the others down as well. The two last beats
+        count, and half an interval of each is nothing unusual.
+        """
+        return max(0.0, max(self._late) - self._rules.interval / 2)
+
+    def beat_was_late(self, seconds: float) -> None:
+        """Note how long after its time this node's beat was written."""
+        self._late = self._late[1], seconds
+
+    def doubt(self, nodes: Iterable[str]) -> None:
+        """Give each of these nodes one more lease, once until its next beat."""
+        self.liveness.doubt(nodes)
 
     def read_again(
         self, *, document: bool = False, leader: bool = False, records: bool = False
@@ -271,13 +292,16 @@ class Observer:
 
         The window of a leader that this node has just deposed stays: its silence is proven.
         """
+        deposed = was.leader if was and document.leader == self._me else None
+        # Whoever fell silent with that leader has been silent for a lease, and has one more now.
+        silent = deposed is not None and self._is_out(deposed, self.leader)
+        self._outlived = deposed if silent else None
         self.records = None
         if self._leader_is != document.leader:
             self.leader = None
         self._enough_since = None
         self._records_due, self._lists = True, False
         now = self._clock()
-        deposed = was.leader if was and document.leader == self._me else None
         self.liveness.restart(now, unless=deposed)
         self.progress = FailureDetector()
         self.listed_since = now
@@ -359,6 +383,10 @@ class Observer:
         for node in {*records, *named}:
             record = records.get(node)
             self.liveness.observe(node, record.beat if record else None, asked, now)
+        if self._outlived is not None:
+            # If this node is slow itself, that leader may be no more than slow either.
+            self.doubt({*records, *named} - (set() if self.lag else {self._outlived}))
+            self._outlived = None
         self._listed_at = self.listed_since = now
         self.looks += 1
         self._records_due = False
@@ -411,16 +439,23 @@ class Observer:
             self.progress.discount(away, now)
 
     def _reset_windows(self, now: float) -> None:
-        """Begin all windows now, and read everything again."""
+        """Begin all windows now.
+
+        What is due is read as ever: a slow store is given no more to do. If the store lost the
+        document meanwhile, it lost the leader's record too, or tells it to who waits for a change.
+        """
         self.outages += 1
         self.liveness.restart(now, self._rules.lease)
         self.progress.restart(now, self._rules.lease)
         self.listed_since = now
         self._enough_since = None
-        self.read_again(document=True, leader=True, records=True)
 
     def is_silent(self, node: str) -> bool:
         """Whether the lease of another node has run out."""
         record = self.records.get(node) if self.records else None
+        return node != self._me and self._is_out(node, record)
+
+    def _is_out(self, node: str, record: NodeRecord | None) -> bool:
         lease = record.lease if record else self._rules.lease
-        return node != self._me and self.liveness.confirmed_silence(node) >= lease
+        patience = lease + self.lag + (self.liveness.forgiven(node) or 0.0)
+        return self.liveness.confirmed_silence(node) >= patience

@@ -15,6 +15,7 @@ __all__ = [
     "AskTombstone",
     "Close",
     "Confirm",
+    "Doubt",
     "Fail",
     "Failure",
     "ListRecords",
@@ -80,10 +81,13 @@ class View:
         leader: the leader's record as this node, which does not lead, last read it.
         confirmed_silence: seconds for which a node's beat is known to have stood still, on this
             node's clock.
+        forgiven: seconds of a node's silence that are not held against it, since this leader
+            doubted the store or the load first; None: it has not, since the node's last beat.
         possible_silence: seconds since a node's beat was last seen to move; it may have moved
             since.
         moved: whether a node's beat has moved since this node began to watch it.
         confirmed_idleness, possible_idleness: the same for the leader's listings of all records.
+        lag: seconds more that this node gives others, since its own beats came late.
         cannot_list: this node leads, and has not been able to list all records for a lease.
         abdicated: it gave up a lead for that reason once.
         enough_for: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
@@ -106,10 +110,12 @@ class View:
     records: Mapping[str, NodeRecord] | None
     leader: NodeRecord | None
     confirmed_silence: Callable[[str], float]
+    forgiven: Callable[[str], float | None]
     possible_silence: Callable[[str], float]
     moved: Callable[[str], bool]
     confirmed_idleness: float
     possible_idleness: float
+    lag: float
     cannot_list: bool
     abdicated: bool
     enough_for: float | None
@@ -122,11 +128,19 @@ class View:
         return self.confirmed.incarnation if self.confirmed is not None else None
 
     def lease(self, node: str) -> float:
-        """The lease of a node, by which it is judged, as its own record says."""
+        """The lease of a node, by which it is judged, as its own record says; see `lag`."""
         record = self.records.get(node) if self.records is not None else None
         if record is None and self.document is not None and node == self.document.leader:
             record = self.leader
-        return self.rules.lease if record is None else record.lease
+        return self.lag + (self.rules.lease if record is None else record.lease)
+
+    def patience(self, node: str) -> float:
+        """The silence after which a node is lost: its lease, and what is forgiven."""
+        return self.lease(node) + (self.forgiven(node) or 0.0)
+
+    def is_silent(self, node: str) -> bool:
+        """Whether another node is lost, as far as its beats tell."""
+        return node != self.me and self.confirmed_silence(node) >= self.patience(node)
 
 
 class Failure(StrEnum):
@@ -182,6 +196,21 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Doubt:
+    """Give each of these nodes one more lease: so many at once may be the store or the load.
+
+    Attributes:
+        begins: nobody is doubted yet; else the doubt goes on with more nodes.
+        late, world: how many nodes are late, of how many.
+    """
+
+    nodes: tuple[str, ...]
+    begins: bool
+    late: int
+    world: int
+
+
+@dataclass(frozen=True, slots=True)
 class ListRecords:
     """List all records: this node leads, or must know which nodes live."""
 
@@ -226,6 +255,7 @@ Action: TypeAlias = (
     | Fail
     | ListRecords
     | AskTombstone
+    | Doubt
     | Abdicate
     | Close
     | Wait

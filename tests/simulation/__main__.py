@@ -11,7 +11,7 @@ from pathlib import Path
 from .campaign import Totals, failure_report, first_caught, new_first_seed, run_seeds
 from .mutants import MUTANTS
 from .page import write_page
-from .plan import KINDS, Focus, Plan
+from .plan import AT_ONCE, KINDS, Focus, Plan
 from .world import simulate
 
 
@@ -23,7 +23,12 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=None, help="else one a core")
     parser.add_argument("--seed", type=int, help="only this one, with all that happens in it")
     parser.add_argument(
-        "--kinds", nargs="+", default=(), choices=KINDS, metavar="KIND", help="no other faults"
+        "--kinds",
+        nargs="+",
+        default=(),
+        choices=(*KINDS, *AT_ONCE),
+        metavar="KIND",
+        help="no other faults",
     )
     parser.add_argument(
         "--settings", nargs="+", default=(), metavar="NAME=VALUE", help="what is not to be drawn"

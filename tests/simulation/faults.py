@@ -58,6 +58,34 @@ def _stop_a_while(world: World, frozen: bool) -> None:
         host.stall(seconds, frozen)
 
 
+def _crash_many(world: World) -> None:
+    """A rack, or half of the fleet."""
+    victims = _many(world)
+    world.note(f"{' '.join(host.id for host in victims)} crash at once")
+    world.many_crashed(victims)
+    again = world.chance.random() < 0.3
+    for host in victims:
+        host.crash()
+        if again:
+            world.start_again(host.address)
+
+
+def _stall_many(world: World) -> None:
+    """Their beats come later than a lease, as a rule before two are over."""
+    victims = _many(world)
+    lease = world.plan.rules.lease / world.plan.rates[1]
+    seconds = lease * world.chance.uniform(0.9, 1.6)
+    world.note(f"{' '.join(host.id for host in victims)} stall for {seconds:.1f} s")
+    for host in victims:
+        host.stall(seconds, frozen=False)
+
+
+def _many(world: World) -> list[Host]:
+    alive = [host for host in world.hosts if host.alive]
+    share = world.chance.uniform(0.35, 0.7)
+    return world.chance.sample(alive, round(share * len(alive)))
+
+
 def _leave(world: World) -> None:
     host = _victim(world)
     if host and not host.stalls:
@@ -313,4 +341,6 @@ FAULTS: dict[str, Callable[[World], None]] = {
     "newcomer with other --nnodes": _foreigner,
     "close": _close,
     "close, then resubmit": _close_and_resubmit,
+    "many crash at once": _crash_many,
+    "many are late at once": _stall_many,
 }

@@ -114,6 +114,8 @@ class Host:
         self._at_end: Callable[[object], None] | None = None
         self._request: Effect[Any] | None = None
         self._asked = 0.0
+        # The same, and that of the last look at others, in the world's time.
+        self._asked_at = self._looked = 0.0
         self._trouble: float | None = None
         self._turn = 0
         # What the answer on its way tells of others, and as of when.
@@ -478,6 +480,7 @@ class Host:
         """What it saw before an outage proves nothing after it."""
         clock = self.clock()
         if error is not None:
+            self.track.evidence.troubled = self.world.kernel.now
             if self._trouble is None:
                 waited = isinstance(self._request, effects.Park)
                 self._trouble = clock if waited else self._asked
@@ -489,6 +492,8 @@ class Host:
                 evidence = self.track.evidence
                 evidence.disturbed = evidence.outage = self.world.kernel.now
                 evidence.known = {node: it.beat for node, it in evidence.seen.items()}
+            if self._trouble is not None:
+                self.track.evidence.troubled = self.world.kernel.now
             self._trouble = None
 
     def _note_news(self, answer: Any) -> None:
@@ -556,6 +561,7 @@ class Host:
         self._requests += 1
         self.clock.looks = 0
         self._asked = self.clock()
+        self._asked_at = world.kernel.now
         if world.kernel.now >= self._second_ends:
             self._requests, self._second_ends = 0, world.kernel.now + 1.0
         elif self._requests > _MOST_REQUESTS:
@@ -707,6 +713,7 @@ class Host:
             for name, entry in entries.items()
         }
         self._delivery = turn, key, records, now
+        self._looked = self._asked_at
 
     def _note_read(self, key: str | None, records: dict[str, NodeRecord], now: float) -> None:
         evidence = self.track.evidence
@@ -716,6 +723,14 @@ class Host:
             named = {*document.participants, *document.previous} if document else set()
             if document is not None and document.leader is not None:
                 named.add(document.leader)
+            came = self.world.kernel.now
+            evidence.looked = self._looked
+            evidence.changed = {
+                node: evidence.changed[node]
+                if node in evidence.changed and _shows_no_news(node, evidence.seen, records)
+                else came
+                for node in {*records, *named}
+            }
             evidence.seen = _never_back(evidence.seen, records)
             evidence.listed = _never_back(evidence.listed, records)
             evidence.read.update(dict.fromkeys({*records, *named}, now))
@@ -749,6 +764,13 @@ def _never_back(
         node: was if (was := known.get(node)) and was.beat > record.beat else record
         for node, record in records.items()
     }
+
+
+def _shows_no_news(
+    node: str, known: Mapping[str, NodeRecord], records: Mapping[str, NodeRecord]
+) -> bool:
+    was, record = known.get(node), records.get(node)
+    return record is None or (was is not None and record.beat <= was.beat)
 
 
 _LOCAL = effects.Rest | effects.OpenMaster | effects.Register | effects.Tell | effects.FinishJoin

@@ -83,6 +83,13 @@ INVARIANTS = {
     "the deciding node took the lead; a done node is not declared lost or left; after a listing "
     "showed a node as left or done, an older record does not make it awaited or counted again; a "
     "node is evicted at the earliest after a tenth of `rejoin_timeout`",
+    "doubt": "a leader that sees more than a third of the world, and at least eight nodes, late at "
+    "once declares none of them lost that was silent for hardly more than its lease, unless"
+    " it took the lead from a silent node, or the store was away, since that node's last "
+    "heartbeat",
+    "two leases": "where nothing else fails, participants that crash all at once are out of the "
+    "document within two leases and three intervals, on the slowest clock, and one round later at "
+    "most",
     "causes": "the cause of a running round names each participant of the last round that is "
     "missing, as lost, left or evicted; exceptions: the node is done, or the store lost data",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
@@ -140,6 +147,9 @@ class Evidence:
         asked: when it last looked whether an incarnation has a tombstone.
         heard: when it last read another document that a node leads, who alone writes in its name.
         missing: since when it has found no record of a node.
+        looked: when it asked for its last listing.
+        changed: when it was told of the beat that it last listed of each node.
+        troubled: when a request of it last failed, or was answered after one had failed.
     """
 
     disturbed: float = 0.0
@@ -153,6 +163,9 @@ class Evidence:
     asked: dict[str, float] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
     missing: Mapping[str, float] = field(default_factory=dict)
+    looked: float = 0.0
+    changed: Mapping[str, float] = field(default_factory=dict)
+    troubled: float = 0.0
 
     def copy(self) -> Evidence:
         return replace(self, read=dict(self.read), asked=dict(self.asked), heard=dict(self.heard))
@@ -236,12 +249,15 @@ class Checker:
         fastest: float,
         staleness: float,
         shortest_lease: float,
+        steady: bool = True,
     ) -> None:
         self._now = now
         self._rules = rules
         # Of a node that has no record in a store that forgot it, the lease is not known.
         self._shortest = shortest_lease / fastest - staleness
         self._staleness = staleness
+        # No clock changes its rate.
+        self._steady = steady
         self._tracks: dict[str, Track] = {}
         self._named: dict[World, list[_Named]] = {}
         self._ran: dict[World, RoundDocument] = {}
@@ -376,8 +392,11 @@ class Checker:
         # Else it was written back after an amnesia, or only its leader changed.
         is_new = image not in self._stood
         if is_new and before is not None:
-            for lost in _declared_lost(before, after, evidence.seen):
+            declared = _declared_lost(before, after, evidence.seen)
+            for lost in declared:
                 self._judge_evidence(node, track, evidence, lost, after)
+            if before.leader == node:
+                self._judge_doubt(node, track, evidence, declared, before, after)
             self._judge_evictions(node, track, before, after)
             self._judge_farewells(node, before, after, evidence)
             self._judge_done(node, before, after, evidence, epoch)
@@ -676,9 +695,89 @@ class Checker:
                 f"{read - since:.3f} s at {read:.3f}, it needs {least:.3f} s",
             )
 
+    def _judge_doubt(
+        self,
+        decider: str,
+        track: Track,
+        evidence: Evidence,
+        declared: Collection[str],
+        before: RoundDocument,
+        after: RoundDocument,
+    ) -> None:
+        if not declared or not self._steady:
+            return
+        world = {*before.participants, *before.previous} - {*before.lost}
+        if before.phase is Phase.FORMING:
+            world |= {*evidence.listed}
+        late = {node for node in world if node != decider and self._is_late(track, evidence, node)}
+        if len(late) < 8 or 3 * len(late) <= len(world):
+            return
+        self.checks += 1
+        for lost in sorted({*declared} & late):
+            theirs = self._tracks[lost]
+            since = max(evidence.changed[lost], evidence.heard.get(lost, 0.0))
+            silence = (evidence.read[lost] - since) * track.rate
+            least = min(self._outage(track), _least_late(evidence.seen[lost]))
+            if silence < theirs.lease + 0.9 * least:
+                raise InvariantError(
+                    "doubt",
+                    f"{decider} declared {lost} lost in {show(after)} after {silence:.3f} s, and "
+                    f"{len(late)} of {len(world)} nodes were late",
+                )
+
+    def _is_late(self, track: Track, evidence: Evidence, node: str) -> bool:
+        """Surely, as the decider sees it, and for the first time."""
+        record, theirs = evidence.seen.get(node), self._tracks.get(node)
+        if record is None or theirs is None or node not in evidence.changed:
+            return False
+        if record.status in (Status.LEFT, Status.DONE):
+            return False
+        known = bisect_right(theirs.beats, record.beat)
+        if known and theirs.arrivals[known - 1] <= max(evidence.disturbed, evidence.leads_since):
+            return False  # It has had its second lease since then.
+        since = max(
+            evidence.changed[node],
+            evidence.heard.get(node, 0.0),
+            evidence.disturbed,
+            evidence.troubled,
+            evidence.leads_since,
+        )
+        silence = (evidence.looked - since) * track.rate
+        least = _least_late(record) + 0.25 * record.interval
+        # Old records stay, of nodes that were lost one by one.
+        return least <= silence < record.lease + 0.9 * self._outage(track)
+
+    def _outage(self, track: Track) -> float:
+        return track.lease * max(self._rules.interval / self._rules.lease, 1 / 3)
+
+    def crashed(
+        self,
+        nodes: Collection[str],
+        before: RoundDocument,
+        after: RoundDocument | None,
+        again: bool,
+    ) -> None:
+        """Two leases ago these participants crashed all at once, and nothing else failed.
+
+        ``again``: others were started in their places, which may begin more rounds.
+        """
+        if after is None or after.closed or not after.is_of(before):
+            return
+        self.checks += 1
+        counted = {*after.participants, *after.previous} - {*after.lost}
+        if left := counted & {*nodes}:
+            raise InvariantError("two leases", f"{_names(left)} crashed, there is {show(after)}")
+        if after.round > before.round + 1 and not again:
+            raise InvariantError("two leases", f"{show(before)} became {show(after)}")
+
     @staticmethod
     def _own(track: Track) -> float:
         return track.lease
+
+
+def _least_late(record: NodeRecord) -> float:
+    """The silence from which on a node is late, as design.md has it."""
+    return max(0.5 * record.lease, 1.25 * record.interval)
 
 
 def _image(document: RoundDocument) -> RoundDocument:

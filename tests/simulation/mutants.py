@@ -18,7 +18,7 @@ from rdzv_plugins.protocol.node import Node
 
 from .plan import EVERYTHING, Focus
 
-__all__ = ["MUTANTS", "Edit", "Mutant", "build"]
+__all__ = ["CALM", "MUTANTS", "Edit", "Mutant", "build"]
 
 
 _MODULES = (
@@ -67,6 +67,20 @@ def _in(module: str, old: str, new: str) -> Edit:
     return Edit(module, old, new)
 
 
+CALM = Focus(
+    kinds=("many crash at once",),
+    settings={
+        "nodes": 30,
+        "max_nodes": 30,
+        "min_nodes": 4,
+        "lost": 0.0,
+        "unacknowledged": 0.0,
+        "late": 0.0,
+        "ambush": None,
+    },
+)
+"""Large worlds in which nothing fails but many hosts at once."""
+
 MUTANTS: dict[str, Mutant] = {
     "no-exclusivity": Mutant(
         "rule 5: a round does not wait for the participants of the last round",
@@ -112,8 +126,8 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in(
                 "failure_detector",
-                "_Seen(beat, max(now, self._grace_ends), now)\n        elif",
-                "_Seen(beat, (beat or 0) / 1000, now)\n        elif",
+                "_Seen(beat, max(now, self._grace_ends), now, forgiven=forgiven)",
+                "_Seen(beat, (beat or 0) / 1000, now)",
             ),
         ),
         seed=10,
@@ -123,8 +137,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "leader",
-                "    return view.confirmed_silence(node) >= view.lease(node)\n",
-                "    return view.confirmed_silence(node) >= view.lease(node) / 2\n",
+                "    return view.confirmed_silence(node) >= view.patience(node)\n",
+                "    return view.confirmed_silence(node) >= view.patience(node) / 2\n",
             ),
         ),
         seed=2,
@@ -258,7 +272,8 @@ MUTANTS: dict[str, Mutant] = {
     "no-grace-at-first-sight": Mutant(
         "rule 11: a node that is first seen after an outage gets no extra lease",
         (_in("failure_detector", "max(now, self._grace_ends)", "now"),),
-        seed=31001045,
+        seed=1435,
+        focus=Focus(kinds=("outage", "outage", "newcomer", "leave", "crash", "slow store")),
     ),
     "no-window-at-takeover": Mutant(
         "a new leader judges nodes by observations from before it led",
@@ -531,7 +546,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "leader",
-                "    return view.confirmed_silence(node) >= view.lease(node)\n",
+                "    return view.confirmed_silence(node) >= view.patience(node)\n",
                 "    return view.confirmed_silence(node) >= view.rules.lease\n",
             ),
         ),
@@ -755,8 +770,39 @@ MUTANTS: dict[str, Mutant] = {
                 "with_rank(document, node_id, {})",
             ),
         ),
-        seed=51001217,
+        seed=51001270,
         focus=_APART,
+    ),
+    "no-doubt": Mutant(
+        "a leader takes a large part of the world for lost without another lease",
+        (_in("leader", "    if len(late) < _FEWEST_DOUBTED or", "    if True or"),),
+        seed=9,
+        focus=CALM,
+    ),
+    "doubts-for-ever": Mutant(
+        "a leader doubts the same silence again and again",
+        (
+            _in("failure_detector", " is not None and seen.forgiven is None:", " is not None:"),
+            _in(
+                "leader",
+                "        if view.confirmed_silence(node) >= view.lease(node) and _is_fresh",
+                "        if view.confirmed_silence(node) >= view.patience(node) and _is_fresh",
+            ),
+            _in("leader", "    return view.forgiven(node) is None and view", "    return view"),
+            _in("leader", "(node for node in late if view.forgiven(node) is None)", "(late)"),
+            _in(
+                "leader",
+                "    longest = view.lease(node) + view.rules.outage\n",
+                "    longest = view.patience(node) + view.rules.outage\n",
+            ),
+        ),
+        focus=CALM,
+    ),
+    "heirs-doubt-again": Mutant(
+        "a leader that followed a silent one doubts those that fell silent with it once more",
+        (_in("observer", "        if self._outlived is not None:\n", "        if False:\n"),),
+        seed=121,
+        focus=CALM,
     ),
     "no-rest": Mutant(
         "a node that left waits for a heartbeat that is never due",

@@ -15,6 +15,7 @@ from typing import Any
 from rdzv_plugins.protocol.rules import Rules
 
 __all__ = [
+    "AT_ONCE",
     "EVERYTHING",
     "FASTEST",
     "KINDS",
@@ -65,6 +66,9 @@ KINDS = {
     "kill all, then resubmit": 1,
 }
 """Kinds of planned faults and their weights."""
+
+AT_ONCE = ("many crash at once", "many are late at once")
+"""Kinds that befall a large part of a large world; runs of few hosts have none of them."""
 
 _MOST_KINDS = 6
 _AMBUSHES = (
@@ -235,6 +239,11 @@ class Plan:
         # Of its own source, so that the other draws of a seed are as they were without it.
         inline = random.Random(f"roster of {seed}").choice((1, 2, 128))
         plan = replace(plan, rules=replace(rules, inline=inline))
+        if most_nodes > 12 and not focus.kinds:
+            # Drawn apart, so that all else is as it would be without.
+            more = _at_once(random.Random(f"{seed}, at once"))
+            faults = sorted((*plan.faults, *more), key=lambda fault: fault.at)
+            plan = replace(plan, faults=tuple(faults))
         of_rules = {item.name for item in fields(Rules)}
         given = {name: value for name, value in focus.settings.items() if name in of_rules}
         others = {name: value for name, value in focus.settings.items() if name not in of_rules}
@@ -248,6 +257,13 @@ def settling(plan: Plan) -> float:
     if any(fault.kind == "wedged agent" for fault in plan.faults):
         settling += plan.rules.rejoin / plan.rates[0]
     return settling
+
+
+def _at_once(chance: random.Random) -> tuple[Fault, ...]:
+    return tuple(
+        Fault(chance.uniform(1.0, QUIET_AFTER - 0.5), chance.choice(AT_ONCE))
+        for _ in range(chance.choice((0, 1, 1, 2)))
+    )
 
 
 def _ambushes(named: tuple[str, ...]) -> tuple[str | None, ...]:

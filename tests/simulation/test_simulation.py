@@ -15,8 +15,8 @@ from tests import Measure
 
 from .campaign import Totals, failure_report, run_seeds
 from .faults import FAULTS
-from .mutants import MUTANTS, Edit, Mutant, build
-from .plan import KINDS, Focus
+from .mutants import CALM, MUTANTS, Edit, Mutant, build
+from .plan import AT_ONCE, KINDS, Focus
 from .world import simulate
 
 IN_CI = os.environ.get("CI") == "true"
@@ -115,6 +115,22 @@ def test_seeds_of_200_nodes(record_property: Measure) -> None:
     assert totals.given > 100 * LARGE
 
 
+@pytest.mark.timeout(600)
+def test_seeds_of_36_nodes(record_property: Measure) -> None:
+    """As many as it takes for a large part of the world to fall silent at once."""
+    totals = run_seeds(FIRST, max(20, SEEDS // 25), 36, processes=PROCESSES)
+    judge(totals, record_property)
+    assert set(AT_ONCE) <= set(totals.injected)
+    assert totals.injected["told: doubt"]
+
+
+@pytest.mark.timeout(600)
+def test_many_that_crash_at_once_in_a_calm_world(record_property: Measure) -> None:
+    totals = run_seeds(FIRST, max(40, SEEDS // 10), processes=PROCESSES, focus=CALM)
+    judge(totals, record_property)
+    assert totals.injected["many crashed in a calm world"]
+
+
 @pytest.mark.parametrize(("seed", "focus", "what"), FOUND, ids=[str(found[0]) for found in FOUND])
 def test_what_was_found_stays_mended(seed: int, focus: Focus, what: str) -> None:
     result = simulate(seed, focus=focus)
@@ -142,7 +158,7 @@ def test_a_mutant_whose_text_is_gone_fails_loudly(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_planned_fault_can_befall() -> None:
-    assert set(FAULTS) == set(KINDS)
+    assert set(FAULTS) == {*KINDS, *AT_ONCE}
 
 
 def test_a_seed_is_the_same_run_everywhere() -> None:

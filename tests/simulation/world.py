@@ -94,7 +94,12 @@ class World:
         fastest = FASTEST if _has(plan, "clock changes its rate") else plan.rates[1]
         shortest = plan.rules.lease * (OTHER_SETTINGS[0] if plan.other_settings else 1.0)
         self.checker = Checker(
-            lambda: self.kernel.now, plan.rules, fastest, plan.staleness, shortest
+            lambda: self.kernel.now,
+            plan.rules,
+            fastest,
+            plan.staleness,
+            shortest,
+            not _has(plan, "clock changes its rate"),
         )
         self.hosts: list[Host] = []
         self.started = 0
@@ -239,6 +244,31 @@ class World:
 
     def start_foreigner(self) -> None:
         self.start(rules=self._foreign_rules)
+
+    def many_crashed(self, hosts: list[Host]) -> None:
+        """Have it checked that the run is done with them in time, unless more goes wrong."""
+        plan, document = self.plan, self.document
+        calm = not (plan.lost or plan.unacknowledged or plan.late or plan.ambush)
+        if not calm or {fault.kind for fault in plan.faults} != {"many crash at once"}:
+            return
+        if document is None or document.phase is not Phase.RUNNING or document.lost:
+            return
+        if not {host.id for host in hosts} <= {*document.participants}:
+            return
+        longest = plan.rules.lease * (OTHER_SETTINGS[-1] if plan.other_settings else 1.0)
+        within = (2 * longest + 3 * plan.rules.interval) / plan.rates[0] + 8 * plan.poll + 1.0
+        if any(0 < fault.at - self.kernel.now < within for fault in plan.faults):
+            return
+        names, launched = [host.id for host in hosts], self.started
+
+        def check() -> None:
+            left = [host for host in self.hosts if host.alive and host.id in document.ranks]
+            again = self.started > launched
+            if left:
+                self.checker.crashed(names, document, self.document, again)
+
+        self.inject("many crashed in a calm world")
+        self.kernel.after(within, check)
 
     def failed(self, host: Host) -> None:
         """The agent failed; a launcher may start another, whatever became of the run."""
