@@ -33,6 +33,8 @@ from rdzv_plugins.protocol.rules import (
 
 __all__ = ["doubted", "fits", "has_rejoined", "lead", "next_round", "rejoin_patience", "without"]
 
+_ASKING = (Status.JOIN, Status.SPARE)
+
 # Where spares fill the round, the leader waits only this share of `Rules.rejoin` for a participant
 # that does not ask for it.
 _SPARES_SUFFICE = 0.1
@@ -115,11 +117,13 @@ def _lead_without_roster(
     known = members_by_their_records(document, records)
     shards = document.previous_roster or document.roster
     assert shards is not None
-    asking = (Status.JOIN, Status.SPARE)
-    here = {*known, *(node for node, it in records.items() if it.status in asking)}
-    unknown = max(0, shards.size - len(here))
-    cause = Cause() if document.phase is Phase.RUNNING else document.cause
-    cause = replace(cause, lost=cause.lost.and_more(unknown))
+    ran = document.phase is Phase.RUNNING
+    # Who has not confirmed a rank is not known, but asks for one.
+    here = {*known, *(node for node, it in records.items() if not ran and it.status in _ASKING)}
+    gone = [node for node in known if _said_so(records[node])]
+    cause = _amended(Cause() if ran else document.cause, records, gone)
+    cause = replace(cause, lost=cause.lost.and_more(max(0, shards.size - len(here))))
+    known = without(known, gone)
     if document.phase is Phase.FORMING:
         return Write(replace(document, previous=known, previous_roster=None, cause=cause))
     after = next_round(view, document, (), 0, cause)
