@@ -31,7 +31,8 @@ SCENARIOS = ("requests", "form", "late", "life", "rest", "swarm", "start-up")
 ENSEMBLES = ("zookeeper", "consul", "etcd-v3")
 # A round that takes longer has failed.
 LIMIT = 60.0
-SWARM_LIMIT = 120.0
+# On three servers that share the machine with the nodes, and of swarms.
+LONG_LIMIT = 120.0
 
 
 @dataclass(frozen=True)
@@ -39,33 +40,31 @@ class Plan:
     """What a run measures.
 
     Attributes:
-        form: numbers of nodes; those of `most` and `torch_own` end earlier.
-        most: the most nodes, by subject.
-        why: there are no more, by subject.
+        form: numbers of nodes.
+        form_of: others, by subject; `WHY` says why.
         late: numbers of nodes of the stores; of redis and the floors also `late_large`.
         ensemble: numbers of nodes on three servers.
         life: seconds between heartbeats by number of nodes; of redis also `life_large`.
         repeats: samples of each figure; those in `more` have more, by number of nodes.
     """
 
-    form: tuple[int, ...] = (2, 16, 64, 256, 512, 1024, 2048, 4096)
-    most: Mapping[str, int] = field(
+    form: tuple[int, ...] = (2, 16, 64, 256, 1024, 2048, 4096)
+    form_of: Mapping[str, tuple[int, ...]] = field(
         default_factory=lambda: {
-            "valkey": 1024,
-            "zookeeper": 256,
-            "consul": 256,
-            "etcd-v3": 256,
-            "dynamodb": 512,
-            "postgres": 512,
-            "c10d": 256,
-            "etcd-v2": 256,
+            "valkey": (2, 16, 64, 256, 1024),
+            "zookeeper": (2, 16, 64, 256),
+            "consul": (2, 16, 64, 256),
+            "etcd-v3": (2, 16, 64, 256),
+            "dynamodb": (2, 16, 64, 512),
+            "postgres": (2, 16, 64, 256, 512),
+            "c10d": (2, 16, 64, 128, 256),
+            "etcd-v2": (2, 16, 64, 128, 256),
         }
     )
-    skipped: tuple[int, ...] = (512,)
     late: tuple[int, ...] = (64,)
     late_large: tuple[int, ...] = (1024,)
     ensemble: tuple[int, ...] = (64, 1024)
-    life: Mapping[int, float] = field(default_factory=lambda: {64: 0.5})
+    life: Mapping[int, float] = field(default_factory=lambda: {64: 1.0})
     life_large: Mapping[int, float] = field(default_factory=lambda: {256: 1.0, 1024: 5.0})
     rest: tuple[int, ...] = (64, 1024, 4096)
     rest_seconds: float = 10.0
@@ -77,17 +76,10 @@ class Plan:
     repeats: int = 5
     more: Mapping[int, int] = field(default_factory=lambda: {4096: 10})
 
-    def sizes(self, subject: str) -> list[int]:
-        """How many nodes of a subject form a round."""
-        most = self.most.get(subject, self.form[-1])
-        ends_there = [size for size in self.skipped if size == most]
-        return [
-            it for it in self.form if it <= most and (it not in self.skipped or it in ends_there)
-        ]
-
 
 QUICK = Plan(
     form=(2, 16, 64),
+    form_of={},
     late_large=(),
     ensemble=(16,),
     life={16: 0.5},
@@ -133,15 +125,14 @@ class Bench:
                 self._requests(name, target)
             if "form" in scenarios:
                 self._warm_up(target)
-                self._form(name, target, self.plan.sizes(name), conf)
+                sizes = self.plan.form_of.get(name, self.plan.form)
+                self._form(name, target, sizes, conf, LIMIT)
                 if store and name not in ("redis", "valkey"):
                     self._bytes(name, target)
             if "late" in scenarios and name not in TORCH_OWN:
                 large = self.plan.late_large if name == "redis" or not store else ()
                 for size in (*self.plan.late, *large):
-                    self._take("late", name, size, lambda n: rendezvous.late(
-                        target, n, self._processes, LIMIT, **conf
-                    ))  # fmt: skip
+                    self._late(name, target, size, conf)
             if store and "life" in scenarios:
                 large_life = self.plan.life_large if name == "redis" else {}
                 for size, interval in {**self.plan.life, **large_life}.items():
@@ -158,7 +149,8 @@ class Bench:
         """Form rounds on three servers."""
         with rendezvous.started(name, ensemble=3) as target:
             self._warm_up(target)
-            self._form(f"{name}, 3 servers", target, self.plan.ensemble, self._conf)
+            sizes = self.plan.ensemble
+            self._form(f"{name}, 3 servers", target, sizes, self._conf, LONG_LIMIT)
 
     def swarm(self, name: str) -> None:
         """Rounds of nodes without threads."""
@@ -166,7 +158,7 @@ class Bench:
             rounds: list[Sample | None] = []
             rests: list[Sample | None] = []
             for _ in range(self.plan.repeats):
-                formed, rest = swarm.sample(name, size, SWARM_LIMIT, self.plan.rest_seconds)
+                formed, rest = swarm.sample(name, size, LONG_LIMIT, self.plan.rest_seconds)
                 rounds.append(formed)
                 self._show("swarm", name, size, formed)
                 if formed is None:
@@ -190,16 +182,26 @@ class Bench:
         rendezvous.form(target, 2, self._processes, LIMIT)
 
     def _form(
-        self, name: str, target: Target, sizes: Iterable[int], conf: Mapping[str, str]
+        self,
+        name: str,
+        target: Target,
+        sizes: Iterable[int],
+        conf: Mapping[str, str],
+        limit: float,
     ) -> None:
+        def take(nodes: int) -> Sample | None:
+            return rendezvous.form(target, nodes, self._processes, limit, **conf)
+
         for size in sizes:
-
-            def take(nodes: int) -> Sample | None:
-                return rendezvous.form(target, nodes, self._processes, LIMIT, **conf)
-
             if not self._take("form", name, size, take):
                 # More nodes would not finish either.
                 break
+
+    def _late(self, name: str, target: Target, nodes: int, conf: Mapping[str, str]) -> None:
+        def take(nodes: int) -> Sample | None:
+            return rendezvous.late(target, nodes, self._processes, LIMIT, **conf)
+
+        self._take("late", name, nodes, take)
 
     def _bytes(self, name: str, target: Target) -> None:
         nodes = self.plan.late[0]
@@ -247,7 +249,10 @@ class Bench:
         if sample is not None:
             shown = ", ".join(f"{measure} {value:.4g}" for measure, value in sample.items())
         self.console.print(
-            f"{took:6.0f} s  {scenario} {name} N={nodes}: {shown}", style="dim", highlight=False
+            f"{took:6.0f} s  {scenario} {name} N={nodes}: {shown}",
+            style="dim",
+            highlight=False,
+            soft_wrap=True,
         )
 
     def _keep(self, scenario: str, name: str, nodes: int, samples: Sequence[Sample | None]) -> None:
@@ -295,7 +300,7 @@ def main(
     if repeats:
         plan = _replaced(plan, repeats=repeats, more={})
     if nodes:
-        plan = _replaced(plan, form=tuple(int(it) for it in nodes.split(",")), most={}, skipped=())
+        plan = _replaced(plan, form=tuple(int(it) for it in nodes.split(",")), form_of={})
     options = dict(pair.split("=", 1) for pair in conf.split(",") if pair)
     here = machine()
     bench = Bench(plan, processes, options, console)

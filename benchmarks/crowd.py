@@ -33,7 +33,7 @@ __all__ = ["Crowd", "FailedError", "Run", "Worker", "World", "shares"]
 _ASKS_EVERY = 0.1
 # Between an order to join and the moment at which all processes carry it out.
 _HEAD_START = 0.2
-_START_SECONDS = 180.0
+_START_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -273,15 +273,17 @@ class _Agent:
         while True:
             self._orders.get()
             try:
-                info = self.handler.next_rendezvous()
+                self._has_joined(self.handler.next_rendezvous())
             except (Exception, SystemExit) as error:
                 self._host.tell("failed", repr(error))
                 return
-            self.at = time.monotonic()
-            master = getattr(info, "bootstrap_store_info", None)
-            address = f"{master.master_addr}:{master.master_port}" if master is not None else ""
-            self.place = info.rank, info.world_size, address
-            self._host.joined(self)
+
+    def _has_joined(self, info: Any) -> None:
+        self.at = time.monotonic()
+        master = getattr(info, "bootstrap_store_info", None)
+        address = f"{master.master_addr}:{master.master_port}" if master is not None else ""
+        self.place = info.rank, info.world_size, address
+        self._host.joined(self)
 
 
 class _Host:

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import plots
-from benchmarks.__main__ import Plan
+from benchmarks.__main__ import STORES, Plan
 from benchmarks.crowd import World, shares
 from benchmarks.page import page
-from benchmarks.rendezvous import LIFE
+from benchmarks.rendezvous import LIFE, TORCH_OWN
 from benchmarks.results import Figure, Machine, Results
 from benchmarks.usage import Usage
 
@@ -103,11 +103,11 @@ def test_the_plots_are_svg_and_the_same_each_time(tmp_path: Path) -> None:
     assert [file.read_text() for file in plots.write(results(), tmp_path)] == texts
 
 
-def test_each_subject_ends_at_its_largest_number_of_nodes() -> None:
+def test_the_full_plan_measures_every_subject_with_64_nodes_or_more() -> None:
     plan = Plan()
-    assert plan.sizes("redis") == [2, 16, 64, 256, 1024, 2048, 4096]
-    assert plan.sizes("postgres") == [2, 16, 64, 256, 512]
-    assert plan.sizes("etcd-v3") == [2, 16, 64, 256]
+    assert plan.form_of.keys() < {*STORES, *TORCH_OWN}
+    assert all(64 in sizes and sizes == tuple(sorted(sizes)) for sizes in plan.form_of.values())
+    assert plan.form[-1] == 4096
 
 
 def test_every_figure_of_the_full_plan_has_five_samples() -> None:
