@@ -42,7 +42,7 @@ class Plan:
     Attributes:
         form: numbers of nodes.
         form_of: others, by subject; `WHY` says why.
-        late: numbers of nodes of the stores; of redis and the floors also `late_large`.
+        late: numbers of nodes of the stores; of redis also `late_large`.
         ensemble: numbers of nodes on three servers.
         life: seconds between heartbeats by number of nodes; of redis also `life_large`.
         repeats: samples of each figure; those in `more` have more, by number of nodes.
@@ -52,6 +52,7 @@ class Plan:
     form_of: Mapping[str, tuple[int, ...]] = field(
         default_factory=lambda: {
             "valkey": (2, 16, 64, 256, 1024),
+            **dict.fromkeys(FLOORS, (2, 16, 64, 256, 1024, 4096)),
             "zookeeper": (2, 16, 64, 256),
             "consul": (2, 16, 64, 256),
             "etcd-v3": (2, 16, 64, 256),
@@ -65,14 +66,14 @@ class Plan:
     late_large: tuple[int, ...] = (1024,)
     ensemble: tuple[int, ...] = (64, 1024)
     life: Mapping[int, float] = field(default_factory=lambda: {64: 1.0})
-    life_large: Mapping[int, float] = field(default_factory=lambda: {256: 1.0, 1024: 5.0})
+    life_large: Mapping[int, float] = field(default_factory=lambda: {256: 1.0, 1024: 2.0})
     rest: tuple[int, ...] = (64, 1024, 4096)
-    rest_seconds: float = 10.0
+    rest_seconds: float = 5.5
     swarm: Mapping[str, tuple[int, ...]] = field(
         default_factory=lambda: {"redis": (1024, 4096, 10_000), "etcd-v3": (1024,)}
     )
     requests: int = 200
-    start_up: int = 20
+    start_up: int = 10
     repeats: int = 5
     more: Mapping[int, int] = field(default_factory=lambda: {4096: 10})
 
@@ -85,7 +86,6 @@ QUICK = Plan(
     life={16: 0.5},
     life_large={},
     rest=(64,),
-    rest_seconds=5.5,
     swarm={"redis": (256,), "etcd-v3": (64,)},
     requests=50,
     start_up=3,
@@ -129,8 +129,8 @@ class Bench:
                 self._form(name, target, sizes, conf, LIMIT)
                 if store and name not in ("redis", "valkey"):
                     self._bytes(name, target)
-            if "late" in scenarios and name not in TORCH_OWN:
-                large = self.plan.late_large if name == "redis" or not store else ()
+            if store and "late" in scenarios:
+                large = self.plan.late_large if name == "redis" else ()
                 for size in (*self.plan.late, *large):
                     self._late(name, target, size, conf)
             if store and "life" in scenarios:

@@ -34,7 +34,11 @@ def page(results: Results) -> str:
 
 def _head(results: Results) -> str:
     it = results.machine
-    versions = ", ".join(f"{name} {version}" for name, version in it.versions.items())
+    # A server's version begins with its name.
+    versions = ", ".join(
+        version if name.startswith("server ") else f"{name} {version}"
+        for name, version in it.versions.items()
+    )
     return (
         f"One run on {it.cores} cores ({it.processor}), {it.memory_gb} GB, {it.kernel}, servers on "
         f"loopback, commit {it.commit}. The load average was {it.load:g} when it began. {versions}."
@@ -68,7 +72,7 @@ def _form(results: Results) -> list[str]:
         "speed of the machine (`benchmarks/floors.py`): a bare barrier, and the least program that "
         "assigns ranks and a MASTER_ADDR, without leases, confirmation or a second round. c10d and "
         "etcd-v2 are torch's own backends. Seconds. An empty cell was not measured: fewer nodes "
-        "had not finished in time, or [Limits](#limits) says why."
+        "had not finished in time, or the end of this page says why."
     )
     section = _by_nodes(
         "Rendezvous of N nodes, all joining at once", text, results.of("form", "s"), _seconds

@@ -25,6 +25,11 @@ _SHARED = {
     "node ms": "a node's processor time, ms",
 }
 
+# The legend of the dashes: lines, not the points that stand on the lines.
+_GREY = {
+    "encoding": {"symbols": {"update": {"stroke": {"value": "#333"}, "strokeWidth": {"value": 2}}}}
+}
+
 
 def write(results: Results, folder: Path) -> list[Path]:
     """Write all plots; returns the files."""
@@ -125,7 +130,9 @@ def _lines(values: Iterable[Mapping[str, Any]], title: str, order: list[str]) ->
                 "field": "kind",
                 "sort": [*_KINDS],
                 "scale": {"domain": [*_KINDS], "range": [[1, 0], [6, 3], [2, 3]]},
-                "legend": {"title": None} if len(order) > 2 else None,
+                "legend": {"title": None, "symbolType": "stroke", **_GREY}
+                if len(order) > 2
+                else None,
             },
         },
     }

@@ -221,8 +221,8 @@ def rest(
         crowd.join(crowd.workers)
         if crowd.settle(crowd.workers, limit) is None:
             return []
-        # The leader has tidied up after the round, and each node has sent a heartbeat.
-        time.sleep(seconds)
+        # The leader tidies up after the round.
+        time.sleep(_QUIET)
         for _ in range(windows):
             meter, began = Meter(target.server), time.monotonic()
             time.sleep(seconds)

@@ -326,8 +326,8 @@ def _in_a_process(
             return
         if not swarm.is_one_world:
             raise RuntimeError(f"{nodes} nodes of a swarm are not in one world")
-        # The leader tidies up after the round, and each node sends a heartbeat.
-        swarm.pass_time(rest_seconds)
+        # The leader tidies up after the round.
+        swarm.pass_time(1.0)
         pipe.send((formed, swarm.rest(rest_seconds)))
 
 

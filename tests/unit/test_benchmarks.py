@@ -10,6 +10,7 @@ import pytest
 from benchmarks import plots
 from benchmarks.__main__ import STORES, Plan
 from benchmarks.crowd import World, shares
+from benchmarks.floors import FLOORS
 from benchmarks.page import page
 from benchmarks.rendezvous import LIFE, TORCH_OWN
 from benchmarks.results import Figure, Machine, Results
@@ -22,7 +23,7 @@ MACHINE = Machine(
     memory_gb=8,
     load=0.1,
     commit="0123456789ab",
-    versions={"python": "3.11.7", "server redis": "7.0.15"},
+    versions={"python": "3.11.7", "server redis": "redis 7.0.15"},
 )
 
 
@@ -80,6 +81,7 @@ def test_the_page_has_a_table_of_each_scenario() -> None:
     assert "in 2 pairs: 2 (1.5 to 2.5) ms" in text
     assert "- c10d: it does not finish." in text
     assert "commit 0123456789ab" in text
+    assert "python 3.11.7, redis 7.0.15." in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)
 
@@ -105,7 +107,7 @@ def test_the_plots_are_svg_and_the_same_each_time(tmp_path: Path) -> None:
 
 def test_the_full_plan_measures_every_subject_with_64_nodes_or_more() -> None:
     plan = Plan()
-    assert plan.form_of.keys() < {*STORES, *TORCH_OWN}
+    assert plan.form_of.keys() < {*STORES, *FLOORS, *TORCH_OWN}
     assert all(64 in sizes and sizes == tuple(sorted(sizes)) for sizes in plan.form_of.values())
     assert plan.form[-1] == 4096
 
