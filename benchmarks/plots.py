@@ -25,11 +25,6 @@ _SHARED = {
     "node ms": "a node's processor time, ms",
 }
 
-# The legend of the dashes: lines, not the points that stand on the lines.
-_GREY = {
-    "encoding": {"symbols": {"update": {"stroke": {"value": "#333"}, "strokeWidth": {"value": 2}}}}
-}
-
 
 def write(results: Results, folder: Path) -> list[Path]:
     """Write all plots; returns the files."""
@@ -105,8 +100,13 @@ def _frame(title: str) -> dict[str, Any]:
 
 def _lines(values: Iterable[Mapping[str, Any]], title: str, order: list[str]) -> dict[str, Any]:
     sizes = sorted({int(it["nodes"]) for it in values})
+    kinds = {
+        "field": "kind",
+        "sort": [*_KINDS],
+        "scale": {"domain": [*_KINDS], "range": [[1, 0], [6, 3], [2, 3]]},
+        "legend": {"title": None, "symbolType": "stroke"} if len(order) > 2 else None,
+    }
     return {
-        "mark": {"type": "line", "point": {"size": 30}, "strokeWidth": 1.8},
         "encoding": {
             "x": {
                 "field": "nodes",
@@ -126,13 +126,10 @@ def _lines(values: Iterable[Mapping[str, Any]], title: str, order: list[str]) ->
                 "scale": {"scheme": "tableau20" if len(order) > 10 else "tableau10"},
                 "legend": {"title": None, "symbolType": "stroke"},
             },
-            "strokeDash": {
-                "field": "kind",
-                "sort": [*_KINDS],
-                "scale": {"domain": [*_KINDS], "range": [[1, 0], [6, 3], [2, 3]]},
-                "legend": {"title": None, "symbolType": "stroke", **_GREY}
-                if len(order) > 2
-                else None,
-            },
         },
+        # In one layer, the legend of the dashes would have points instead of lines.
+        "layer": [
+            {"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": {"strokeDash": kinds}},
+            {"mark": {"type": "point", "filled": True, "size": 30}},
+        ],
     }
