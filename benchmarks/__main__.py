@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from benchmarks import plots, rendezvous, requests, startup, swarm
 from benchmarks.crowd import FailedError
@@ -22,7 +23,7 @@ from benchmarks.floors import FLOORS
 from benchmarks.page import page as page_of
 from benchmarks.rendezvous import LIFE, TORCH_OWN, Sample, Target
 from benchmarks.results import Figure, Results, machine
-from rdzv_plugins.servers import NotInstalledError
+from rdzv_plugins.servers import ServerError
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -315,7 +316,8 @@ def main(
     for work in _works(bench, names, parts):
         try:
             work()
-        except (ImportError, NotInstalledError) as error:
+        except (ImportError, ServerError, FailedError, RendezvousError) as error:
+            # The other figures of a run that takes most of an hour are kept.
             console.print(f"left out: {error}", style="red", markup=False)
         save()
     _write(save(), folder, console)

@@ -110,13 +110,17 @@ class Worker:
         theirs.close()
 
     def send(self, *command: Any) -> None:
-        self.pipe.send(command)
+        """Give an order."""
+        try:
+            self.pipe.send(command)
+        except OSError:
+            raise FailedError("a process with handlers has ended") from None
 
     def hear(self) -> None:
         """Take one message."""
         try:
             kind, what = self.pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise FailedError("a process with handlers has ended") from None
         if kind == "failed":
             raise FailedError(what)

@@ -46,7 +46,7 @@ LIFE = ("grow", "leave", "lose one", "lose the leader", "lose a third")
 _SERVERS = {"etcd-v3": "etcd", "etcd-v2": "etcd"}
 _BACKENDS = {"valkey": "redis"}
 # Until the last nodes that were ordered to join wait in the store.
-_QUIET = 1.0
+_QUIET = 0.5
 _LEASE_ATTEMPTS = 3
 
 
