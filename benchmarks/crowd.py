@@ -66,7 +66,7 @@ class World:
         worlds: of each node's round, the number of nodes and rank 0's address: one element.
         node: seconds of processor time since the order to join, of all nodes.
         leader: the same of the leader's thread since the handler began; None: not known.
-        joins: how often the node that joined most often did, since the last order.
+        joins: how often each node has joined so far, in the order of `ranks`.
         leads: the processes in which a node leads.
     """
 
@@ -75,7 +75,7 @@ class World:
     worlds: frozenset[tuple[int, str]]
     node: float
     leader: float | None
-    joins: int
+    joins: tuple[int, ...]
     leads: tuple[int, ...] = ()
 
     @property
@@ -201,6 +201,10 @@ class Crowd:
                 if worker.pipe in ready:
                     worker.hear()
 
+    def joins(self) -> dict[Worker, tuple[int, ...]]:
+        """How often each node had joined when all of its process were in a round last."""
+        return {it: it.world.joins for it in self.workers if it.world is not None}
+
     def close(self) -> None:
         """Kill all processes."""
         for worker in self.workers:
@@ -234,7 +238,7 @@ def _joined(worlds: Sequence[World]) -> World:
         worlds=frozenset().union(*(it.worlds for it in worlds)),
         node=sum(it.node for it in worlds),
         leader=leaders[0] if len(leaders) == 1 else None,
-        joins=max(it.joins for it in worlds),
+        joins=tuple(joins for it in worlds for joins in it.joins),
         leads=tuple(index for index, it in enumerate(worlds) if it.leader is not None),
     )
 
@@ -316,8 +320,6 @@ class _Host:
                     for agent in self._agents:
                         agent.join()
                 case ("watch",):
-                    for agent in self._agents:
-                        agent.joins = 0
                     threading.Thread(target=self._watch, daemon=True).start()
                 case ("leave",):
                     self._leave(self._agents.pop().handler)
@@ -337,7 +339,7 @@ class _Host:
                 worlds=frozenset((size, address) for _, size, address in places),
                 node=time.process_time() - self._spent,
                 leader=leaders[0] if leaders else None,
-                joins=max(it.joins for it in agents),
+                joins=tuple(it.joins for it in agents),
             )
             self._pipe.send(("world", world))
 

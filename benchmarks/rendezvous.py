@@ -11,12 +11,12 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from benchmarks.counting import counted
-from benchmarks.crowd import Crowd, FailedError, Run, World, shares
+from benchmarks.crowd import Crowd, FailedError, Run, Worker, shares
 from benchmarks.floors import FLOORS
 from benchmarks.usage import Meter, raise_client_limit
 from rdzv_plugins import servers
@@ -184,7 +184,7 @@ def life(
         for scenario in LIFE:
             if world is None:
                 return found
-            before, began = world, time.monotonic()
+            before, began = crowd.joins(), time.monotonic()
             match scenario:
                 case "grow":
                     members.append(newcomer)
@@ -200,15 +200,19 @@ def life(
                     crowd.kill(lost)
             world = crowd.settle(members, limit + lease)
             if world is not None:
-                found[scenario] = _what_befell(scenario, before, world, began, lease)
+                seconds = world.at - began - (lease if scenario.startswith("lose") else 0.0)
+                found[scenario] = {"s": seconds, "rounds": _rounds(before, crowd.joins())}
     return found
 
 
-def _what_befell(scenario: str, before: World, after: World, began: float, lease: float) -> Sample:
-    seconds = after.at - began
-    if scenario.startswith("lose"):
-        seconds -= lease
-    return {"s": seconds, "rounds": after.joins - before.joins}
+def _rounds(before: Mapping[Worker, Sequence[int]], after: Mapping[Worker, Sequence[int]]) -> float:
+    """In how many rounds a node was that was there before: of the nodes, the most."""
+    # The node that has left was the last one of its process.
+    return max(
+        late - early
+        for worker, joins in after.items()
+        for early, late in zip(before.get(worker, ()), joins, strict=False)
+    )
 
 
 def rest(

@@ -127,7 +127,7 @@ def test_the_shares_are_nearly_equal(nodes: int, processes: int) -> None:
 
 def test_a_world_is_whole_if_it_is_one_with_all_ranks() -> None:
     def world(ranks: tuple[int, ...], *worlds: tuple[int, str]) -> World:
-        return World(0.0, ranks, frozenset(worlds), 0.0, None, 1)
+        return World(0.0, ranks, frozenset(worlds), 0.0, None, ())
 
     assert world((1, 0, 2), (3, "a:1")).is_whole
     assert not world((1, 0, 2), (3, "a:1"), (3, "a:2")).is_whole
