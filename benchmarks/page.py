@@ -23,6 +23,7 @@ def page(results: Results) -> str:
         *_form(results),
         *_late(results),
         *_shared(results),
+        *_ratios(results),
         *_life(results),
         *_rest(results),
         *_swarm(results),
@@ -100,6 +101,33 @@ def _shared(results: Results) -> list[str]:
     head = ["on", "N", "bytes a node", "server, ms a node", "leader, ms", "node, ms"]
     section = _section("The shared parts", text, head, rows)
     return [*section, f"![What a round costs on redis]({PLOTS[1]})"] if section else []
+
+
+def _ratios(results: Results) -> list[str]:
+    """How the cost grows with the number of nodes, and how it compares with the least program."""
+    least = "redis: the least program"
+    pairs = [
+        (
+            "one round of 1,024 nodes, against the least program",
+            "s",
+            ("redis", 1024),
+            (least, 1024),
+        ),
+        ("bytes a node, 4,096 nodes against 64", "bytes a node", ("redis", 4096), ("redis", 64)),
+        (
+            "server a node, 4,096 nodes against 64",
+            "server ms a node",
+            ("redis", 4096),
+            ("redis", 64),
+        ),
+    ]
+    rows = []
+    for what, measure, ours, other in pairs:
+        found = [results.get("form", *it, measure) for it in (ours, other)]
+        values = [it.median for it in found if it is not None and it.median]
+        if len(values) == len(found):
+            rows.append([what, f"{values[0] / values[1]:.2f} x"])
+    return _section("Ratios", "Of the medians above, on redis.", ["", "ratio"], rows)
 
 
 def _life(results: Results) -> list[str]:

@@ -35,6 +35,7 @@ def results() -> Results:
         Figure.of("form", "redis", 1024, "s", [1.5, 1.2, 1.0]),
         Figure.of("form", "redis", 1024, "node ms", [1.8]),
         Figure.of("form", "redis", 1024, "bytes a node", [17_800]),
+        Figure.of("form", "redis: the least program", 1024, "s", [1.0]),
         Figure.of("form", "c10d", 2, "s", [1.1]),
         Figure.of("form", "c10d", 1024, "s", [None]),
         Figure.of("late", "redis", 64, "s", [0.02]),
@@ -77,6 +78,7 @@ def test_the_page_has_a_table_of_each_scenario() -> None:
         "| redis | 64 | 276 (276 to 276) | 21.5 (21.5 to 21.5) |",
     ):
         assert line in text.splitlines()
+    assert "| one round of 1,024 nodes, against the least program | 1.20 x |" in text
     assert "| 40% |" in text
     assert "in 2 pairs: 2 (1.5 to 2.5) ms" in text
     assert "- c10d: it does not finish." in text
