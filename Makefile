@@ -50,8 +50,8 @@ soak: .venv/installed servers ## Run every torchrun scenario on every store, wit
 test-recipes: .venv/installed ## Run the recipes of docs/recipes on real launchers, and kill a node in each
 	@scripts/test-recipes
 
-bench: .venv/installed servers ## Measure all stores and torch's own backends; writes docs/benchmarks.md
-	@$(BIN)/python -m benchmarks
+bench: .venv/installed servers ## Measure all stores and torch's own backends; writes docs/benchmarks.* [ARGS=--quick]
+	@$(BIN)/python -W ignore -m benchmarks $(ARGS)
 
 docs: .venv/installed ## Generate docs/options.md and docs/stores.md; build the site into build/site
 	@$(BIN)/python -W ignore -m docs.generate

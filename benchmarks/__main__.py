@@ -5,146 +5,354 @@ python -m benchmarks --help
 
 from __future__ import annotations
 
-import os
-import platform
-import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import torch
+import msgspec
 import typer
 from rich.console import Console
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from benchmarks import rendezvous, requests
+from benchmarks import plots, rendezvous, requests, startup, swarm
+from benchmarks.crowd import FailedError
 from benchmarks.floors import FLOORS
+from benchmarks.page import page as page_of
+from benchmarks.rendezvous import LIFE, TORCH_OWN, Sample, Target
+from benchmarks.results import Figure, Results, machine
+from rdzv_plugins.servers import ServerError
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 STORES = ("redis", "valkey", "zookeeper", "consul", "etcd-v3", "dynamodb", "postgres")
-# Measured only on stores where so many handlers take less than minutes on one machine.
-LARGE = 1024
+SCENARIOS = ("requests", "form", "late", "life", "rest", "swarm", "start-up")
+ENSEMBLES = ("zookeeper", "consul", "etcd-v3")
+# A round that takes longer has failed.
+LIMIT = 60.0
+# On three servers that share the machine with the nodes, and of swarms.
+LONG_LIMIT = 120.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run measures.
+
+    Attributes:
+        form: numbers of nodes.
+        form_of: others, by subject; `WHY` says why.
+        late: numbers of nodes of the stores; of redis also `late_large`.
+        ensemble: numbers of nodes on three servers.
+        life: seconds between heartbeats by number of nodes; of redis also `life_large`.
+        repeats: samples of each figure; those in `more` have more, by number of nodes.
+    """
+
+    form: tuple[int, ...] = (2, 16, 64, 256, 1024, 2048, 4096)
+    form_of: Mapping[str, tuple[int, ...]] = field(
+        default_factory=lambda: {
+            "valkey": (2, 16, 64, 256, 1024),
+            **dict.fromkeys(FLOORS, (2, 16, 64, 256, 1024, 4096)),
+            "zookeeper": (2, 16, 64, 256),
+            "consul": (2, 16, 64, 256),
+            "etcd-v3": (2, 16, 64, 256),
+            "dynamodb": (2, 16, 64, 512),
+            "postgres": (2, 16, 64, 256, 512),
+            "c10d": (2, 16, 64, 128, 256),
+            "etcd-v2": (2, 16, 64, 128, 256),
+        }
+    )
+    late: tuple[int, ...] = (64,)
+    late_large: tuple[int, ...] = (1024,)
+    ensemble: tuple[int, ...] = (64, 1024)
+    life: Mapping[int, float] = field(default_factory=lambda: {64: 1.0})
+    life_large: Mapping[int, float] = field(default_factory=lambda: {256: 1.0, 1024: 2.0})
+    rest: tuple[int, ...] = (64, 1024, 4096)
+    rest_seconds: float = 5.5
+    swarm: Mapping[str, tuple[int, ...]] = field(
+        default_factory=lambda: {"redis": (1024, 4096, 10_000), "etcd-v3": (1024,)}
+    )
+    requests: int = 200
+    start_up: int = 10
+    repeats: int = 5
+    more: Mapping[int, int] = field(default_factory=lambda: {4096: 10})
+
+
+QUICK = Plan(
+    form=(2, 16, 64),
+    form_of={},
+    late_large=(),
+    ensemble=(16,),
+    life={16: 0.5},
+    life_large={},
+    rest=(64,),
+    swarm={"redis": (256,), "etcd-v3": (64,)},
+    requests=50,
+    start_up=3,
+    repeats=2,
+    more={},
+)
+
+WHY = {
+    "valkey": "the protocol of redis: measured up to 1,024 nodes to save time.",
+    "zookeeper, consul, etcd-v3": "one server up to 256 nodes, three servers for 1,024.",
+    "dynamodb": "DynamoDB Local, which is one process; its waiters poll. Up to 512 nodes.",
+    "postgres": "up to 512 nodes: the server allows 600 connections here.",
+    "c10d, etcd-v2": "up to the first number of nodes that did not finish within 60 s.",
+}
+
+
+class Bench:
+    """One run: takes the samples, keeps the figures."""
+
+    def __init__(self, plan: Plan, processes: int, conf: dict[str, str], console: Console) -> None:
+        self.plan = plan
+        self.console = console
+        self.figures: list[Figure] = []
+        self.versions: dict[str, str] = {}
+        self._processes = processes
+        self._conf = conf
+        self._began = time.monotonic()
+
+    def subject(self, name: str, scenarios: Sequence[str]) -> None:
+        """All of a store, a floor or a backend of torch's, on one server."""
+        store = name in STORES
+        conf = self._conf if store else {}
+        with rendezvous.started(name) as target:
+            if target.version:
+                self.versions[f"server {name}"] = target.version
+            if store and "requests" in scenarios:
+                self._requests(name, target)
+            if "form" in scenarios:
+                self._warm_up(target)
+                sizes = self.plan.form_of.get(name, self.plan.form)
+                self._form(name, target, sizes, conf, LIMIT)
+                if store and name not in ("redis", "valkey"):
+                    self._bytes(name, target)
+            if store and "late" in scenarios:
+                large = self.plan.late_large if name == "redis" else ()
+                for size in (*self.plan.late, *large):
+                    self._late(name, target, size, conf)
+            if store and "life" in scenarios:
+                large_life = self.plan.life_large if name == "redis" else {}
+                for size, interval in {**self.plan.life, **large_life}.items():
+                    self._life(name, target, size, interval)
+            if name == "redis" and "rest" in scenarios:
+                for size in self.plan.rest:
+                    seconds = self.plan.rest_seconds
+                    windows = rendezvous.rest(
+                        target, size, self._processes, LIMIT, self.plan.repeats, seconds
+                    )
+                    self._keep("rest", name, size, windows or [None])
+
+    def ensemble(self, name: str) -> None:
+        """Form rounds on three servers."""
+        with rendezvous.started(name, ensemble=3) as target:
+            self._warm_up(target)
+            sizes = self.plan.ensemble
+            self._form(f"{name}, 3 servers", target, sizes, self._conf, LONG_LIMIT)
+
+    def swarm(self, name: str) -> None:
+        """Rounds of nodes without threads."""
+        for size in self.plan.swarm.get(name, ()):
+            rounds: list[Sample | None] = []
+            rests: list[Sample | None] = []
+            for _ in range(self.plan.repeats):
+                formed, rest = swarm.sample(name, size, LONG_LIMIT, self.plan.rest_seconds)
+                rounds.append(formed)
+                self._show("swarm", name, size, formed)
+                if formed is None:
+                    break
+                rests.append(rest)
+            self._keep("swarm", name, size, rounds)
+            self._keep("swarm at rest", name, size, rests)
+
+    def start_up(self) -> None:
+        """What the import costs."""
+        samples = startup.measure(self.plan.start_up)
+        self._keep("start-up", "torch.distributed.elastic", 1, [*samples])
+
+    def _requests(self, name: str, target: Target) -> None:
+        found = requests.measure(target.backend, target.endpoint, target.config, self.plan.requests)
+        for measure, seconds in found.items():
+            self.figures.append(Figure.of("request", name, 1, measure, seconds))
+
+    def _warm_up(self, target: Target) -> None:
+        """The first round on a server compiles scripts, creates tables, and the like."""
+        rendezvous.form(target, 2, self._processes, LIMIT)
+
+    def _form(
+        self,
+        name: str,
+        target: Target,
+        sizes: Iterable[int],
+        conf: Mapping[str, str],
+        limit: float,
+    ) -> None:
+        def take(nodes: int) -> Sample | None:
+            return rendezvous.form(target, nodes, self._processes, limit, **conf)
+
+        for size in sizes:
+            if not self._take("form", name, size, take):
+                # More nodes would not finish either.
+                break
+
+    def _late(self, name: str, target: Target, nodes: int, conf: Mapping[str, str]) -> None:
+        def take(nodes: int) -> Sample | None:
+            return rendezvous.late(target, nodes, self._processes, LIMIT, **conf)
+
+        self._take("late", name, nodes, take)
+
+    def _bytes(self, name: str, target: Target) -> None:
+        nodes = self.plan.late[0]
+
+        def take(nodes: int) -> Sample | None:
+            return rendezvous.count_bytes(target, nodes, self._processes, LIMIT)
+
+        self._take("form", name, nodes, take)
+
+    def _life(self, name: str, target: Target, nodes: int, interval: float) -> None:
+        samples: dict[str, list[Sample | None]] = defaultdict(list)
+        for _ in range(self.plan.repeats):
+            found: Mapping[str, Sample] = {}
+            try:
+                found = rendezvous.life(target, nodes, self._processes, LIMIT, interval)
+            except FailedError as error:
+                self.console.print(f"life {name} N={nodes}: {error}", style="red", markup=False)
+            for scenario in LIFE:
+                samples[scenario].append(found.get(scenario))
+                self._show(scenario, name, nodes, found.get(scenario))
+        for scenario, taken in samples.items():
+            self._keep(scenario, name, nodes, taken)
+
+    def _take(
+        self, scenario: str, name: str, nodes: int, take: Callable[[int], Sample | None]
+    ) -> bool:
+        """Take all samples; whether any came to an end. The first failure ends a scenario."""
+        samples: list[Sample | None] = []
+        for _ in range(self.plan.more.get(nodes, self.plan.repeats)):
+            try:
+                sample = take(nodes)
+            except FailedError as error:
+                self.console.print(f"{name} N={nodes}: {error}", style="red", markup=False)
+                sample = None
+            self._show(scenario, name, nodes, sample)
+            samples.append(sample)
+            if not any(samples):
+                break
+        self._keep(scenario, name, nodes, samples)
+        return any(samples)
+
+    def _show(self, scenario: str, name: str, nodes: int, sample: Sample | None) -> None:
+        took = time.monotonic() - self._began
+        shown = "not in time"
+        if sample is not None:
+            shown = ", ".join(f"{measure} {value:.4g}" for measure, value in sample.items())
+        self.console.print(
+            f"{took:6.0f} s  {scenario} {name} N={nodes}: {shown}",
+            style="dim",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def _keep(self, scenario: str, name: str, nodes: int, samples: Sequence[Sample | None]) -> None:
+        done = [sample for sample in samples if sample is not None]
+        failed = len(samples) - len(done)
+        names = dict.fromkeys(measure for sample in done for measure in sample) or ["s"]
+        for measure in names:
+            values = [sample[measure] for sample in done if measure in sample]
+            self.figures.append(
+                Figure.of(scenario, name, nodes, measure, [*values, *[None] * failed])
+            )
 
 
 def main(
-    nodes: Annotated[
-        str, typer.Option(help="comma-separated numbers of nodes")
-    ] = "2,16,64,128,256",
-    repeats: Annotated[int, typer.Option(help="runs of each; the page has medians")] = 3,
-    processes: Annotated[int, typer.Option(help="number of processes that run the nodes")] = 4,
-    stores: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(STORES),
-    torch_own: Annotated[str, typer.Option(help="torch's backends")] = ",".join(
-        rendezvous.TORCH_OWN
+    quick: Annotated[
+        bool, typer.Option("--quick", help="few nodes, two samples; writes to build/benchmarks")
+    ] = False,
+    page: Annotated[
+        bool, typer.Option("--page", help="measure nothing: write the page from the results")
+    ] = False,
+    subjects: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(
+        (*STORES, *FLOORS, *TORCH_OWN)
     ),
-    write: Annotated[bool, typer.Option(help="write docs/benchmarks.md")] = True,
+    scenarios: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(SCENARIOS),
+    nodes: Annotated[str, typer.Option(help="form rounds of these numbers of nodes only")] = "",
+    repeats: Annotated[int, typer.Option(help="samples of each figure; 0: the plan's")] = 0,
+    processes: Annotated[int, typer.Option(help="processes that run the handlers")] = 4,
+    conf: Annotated[str, typer.Option(help="options of form and late, as in --rdzv-conf")] = "",
+    output: Annotated[Path | None, typer.Option(help="folder of page, plots and results")] = None,
 ) -> None:
+    """Measure, and write benchmarks.json, benchmarks.md and the plots."""
     console = Console()
-    sizes = [int(item) for item in nodes.split(",")]
-    request_rows: list[str] = []
-    join_rows: list[str] = []
-    for name in [item for item in stores.split(",") if item]:
-        with rendezvous.server_of(name) as (endpoint, config):
-            backend = "redis" if name == "valkey" else name
-            times = requests.measure(backend, endpoint, config, samples=200)
-            shown = " | ".join(f"{value * 1000:.2f}" for value in times.values())
-            request_rows.append(f"| {name} | {shown} |")
-            console.print(request_rows[-1])
-            own = [*sizes, LARGE] if name in ("redis", "valkey") else sizes
-            join_rows.append(
-                _joins(console, name, backend, endpoint, config, own, repeats, processes)
-            )
-    for name in FLOORS:
-        with rendezvous.server_of(name) as (endpoint, config):
-            own = [*sizes, LARGE]
-            join_rows.append(_joins(console, name, name, endpoint, config, own, repeats, processes))
-    for name in [item for item in torch_own.split(",") if item]:
-        try:
-            with rendezvous.server_of(name) as (endpoint, config):
-                join_rows.append(
-                    _joins(console, name, name, endpoint, config, sizes, repeats, processes)
-                )
-        except ImportError as error:
-            console.print(f"{name} left out (pip install python-etcd): {error}")
-    if write:
-        PAGE.write_text(_page(sizes, repeats, processes, request_rows, join_rows), encoding="utf-8")
-        console.print(f"wrote {PAGE}")
-
-
-def _joins(
-    console: Console,
-    name: str,
-    backend: str,
-    endpoint: str,
-    config: dict[str, str],
-    sizes: list[int],
-    repeats: int,
-    processes: int,
-) -> str:
-    cells: list[str] = []
-    for size in sizes:
-        times = []
-        for _ in range(repeats):
-            try:
-                seconds = rendezvous.measure_new_run(backend, endpoint, config, size, processes)
-            except RuntimeError as error:
-                console.print(f"{name} N={size} FAILED: {error}", style="red", markup=False)
-                return f"| {name} | {' | '.join([*cells, 'failed'])} |"
-            console.print(f"{name} N={size}: {rendezvous.show(seconds)}", style="dim")
-            times.append(seconds)
-            if seconds is None:
-                break
-        done = [seconds for seconds in times if seconds is not None]
-        whole = len(done) == repeats
-        cells.append(rendezvous.show(statistics.median(done) if whole else None))
-        if not whole:
-            # More nodes would not finish either.
-            break
-    row = f"| {name} | {' | '.join(cells)} |"
-    console.print(row)
-    return row
-
-
-def _page(
-    sizes: list[int], repeats: int, processes: int, request_rows: list[str], join_rows: list[str]
-) -> str:
-    head = " | ".join(f"N={size}" for size in [*sizes, LARGE])
-    rule = " | ".join("---" for _ in [*sizes, LARGE])
-    return "\n".join(
-        [
-            "<!-- Generated by `make bench`. -->",
-            "",
-            "# Benchmarks",
-            "",
-            f"One run on {os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python "
-            f"{platform.python_version()}, torch {torch.__version__}, servers on loopback. Medians "
-            f"of {repeats}. On a shared machine the error is about +-30 %.",
-            "",
-            "## One request, milliseconds",
-            "",
-            "`compare-and-set` and `read` use 2 KB. `wake-up` is the time from a write until a "
-            "blocked waiter returns (DynamoDB cannot push changes: its waiters poll).",
-            "",
-            "| store | compare-and-set | read | wake-up |",
-            "| --- | --- | --- | --- |",
-            *request_rows,
-            "",
-            "## Rendezvous of N nodes, all joining at once",
-            "",
-            f"N handlers run in {processes} processes on one machine. The time runs from the "
-            "common start until the last handler has its rank, world size and MASTER_ADDR. On "
-            "the stores of this package it includes rank 0's TCPStore and the confirmation of "
-            "every node. It is mostly processor time, shared by the cores: on redis and valkey "
-            "two to three milliseconds per node, including the server. Two programs without a "
-            "rendezvous protocol show the speed of the machine (`benchmarks/floors.py`): a bare "
-            "barrier, and the least program that assigns ranks and a MASTER_ADDR, without "
-            "leases, confirmation or a second round. c10d and etcd-v2 are torch's own backends. "
-            "Empty cells were not measured: fewer nodes had not finished within "
-            f"{rendezvous.RENDEZVOUS_SECONDS:g} s, or (1,024) one machine would take minutes.",
-            "",
-            f"| store | {head} |",
-            f"| --- | {rule} |",
-            *join_rows,
-            "",
-        ]
+    names, parts = _listed(subjects, (*STORES, *FLOORS, *TORCH_OWN)), _listed(scenarios, SCENARIOS)
+    whole = not (quick or nodes or conf) and len(names) + len(parts) == len(
+        (*STORES, *FLOORS, *TORCH_OWN, *SCENARIOS)
     )
+    # A part of the figures must not replace all of them.
+    folder = output or (DOCS if whole else ROOT / "build" / "benchmarks")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "benchmarks.json"
+    if page:
+        _write(Results.read(file), folder, console)
+        return
+    plan = QUICK if quick else Plan()
+    if repeats:
+        plan = _replaced(plan, repeats=repeats, more={})
+    if nodes:
+        plan = _replaced(plan, form=tuple(int(it) for it in nodes.split(",")), form_of={})
+    options = dict(pair.split("=", 1) for pair in conf.split(",") if pair)
+    here = machine()
+    bench = Bench(plan, processes, options, console)
+
+    def save() -> Results:
+        facts = msgspec.structs.replace(here, versions={**here.versions, **bench.versions})
+        limits = {} if quick or nodes else WHY
+        results = Results(machine=facts, figures=bench.figures, limits=limits)
+        results.write(file)
+        return results
+
+    for work in _works(bench, names, parts):
+        try:
+            work()
+        except (ImportError, ServerError, FailedError, RendezvousError) as error:
+            # The other figures of a run that takes most of an hour are kept.
+            console.print(f"left out: {error}", style="red", markup=False)
+        save()
+    _write(save(), folder, console)
+
+
+def _works(
+    bench: Bench, names: Sequence[str], parts: Sequence[str]
+) -> Iterable[Callable[[], None]]:
+    on_servers = [it for it in parts if it not in ("swarm", "start-up")]
+    for name in names:
+        if on_servers:
+            yield lambda name=name: bench.subject(name, on_servers)  # type: ignore[misc]
+        if name in ENSEMBLES and "form" in parts:
+            yield lambda name=name: bench.ensemble(name)  # type: ignore[misc]
+        if "swarm" in parts:
+            yield lambda name=name: bench.swarm(name)  # type: ignore[misc]
+    if "start-up" in parts:
+        yield bench.start_up
+
+
+def _replaced(plan: Plan, **changes: object) -> Plan:
+    return Plan(**{**plan.__dict__, **changes})
+
+
+def _listed(text: str, known: Sequence[str]) -> list[str]:
+    found = [it for it in text.split(",") if it]
+    if unknown := [it for it in found if it not in known]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(known)}")
+    return found
+
+
+def _write(results: Results, folder: Path, console: Console) -> None:
+    (folder / "benchmarks.md").write_text(page_of(results), encoding="utf-8")
+    for file in (folder / "benchmarks.md", *plots.write(results, folder)):
+        console.print(f"wrote {file}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Barrier:
         count, opened = f"{self._run}:count", f"{self._run}:open"
         number = self._redis.evalsha(self._script, 2, count, opened, self._nodes)
         assert self._redis.xread({opened: "0"}, block=_PATIENCE_MS)
-        return SimpleNamespace(rank=number - 1)
+        return SimpleNamespace(rank=number - 1, world_size=self._nodes)
 
 
 class Sketch:
@@ -62,7 +62,7 @@ class Sketch:
         if rank == 0:
             self._redis.xadd(f"{self._run}:master", {"v": "127.0.0.1:29500"})
         self._await("master")
-        return SimpleNamespace(rank=rank)
+        return SimpleNamespace(rank=rank, world_size=self._nodes)
 
     def _write_record(self) -> bool:
         """Write the record; return whether this node is the first."""

@@ -1,175 +1,266 @@
-"""The rendezvous time of N nodes that join at once, on each store and on torch's own backends.
+"""What the nodes of a run do, and how long it takes: form, grow, leave, lose nodes, rest.
 
-N handlers run in a few processes on one machine, so the result is mostly the CPU time of that
-machine; real nodes have their own CPUs. The handlers are created and connected first. The time runs
-from the common start until the last handler has its rank.
+Each function takes one sample: a dict of what was measured, by its name and unit; None if the nodes
+did not come to an end in time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import multiprocessing
 import os
-import queue
-import signal
 import socket
-import sys
-import threading
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
-from multiprocessing.synchronize import Event
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
+from benchmarks.counting import counted
+from benchmarks.crowd import Crowd, FailedError, Run, Worker, shares
 from benchmarks.floors import FLOORS
+from benchmarks.usage import Meter, raise_client_limit
 from rdzv_plugins import servers
+from rdzv_plugins.kv.findings import Finding
+from rdzv_plugins.protocol.documents import NODES_PREFIX
+from rdzv_plugins.stores import is_store, open_client
+
+__all__ = [
+    "LIFE",
+    "TORCH_OWN",
+    "Sample",
+    "Target",
+    "count_bytes",
+    "form",
+    "late",
+    "life",
+    "rest",
+    "started",
+]
+
+Sample: TypeAlias = dict[str, float]
 
 TORCH_OWN = ("c10d", "etcd-v2")
-# The limit for one measurement; a run that needs longer has failed.
-RENDEZVOUS_SECONDS = 60.0
+LIFE = ("grow", "leave", "lose one", "lose the leader", "lose a third")
+"""What `life` measures, in this order."""
+
+_SERVERS = {"etcd-v3": "etcd", "etcd-v2": "etcd"}
+_BACKENDS = {"valkey": "redis"}
+# Until the last nodes that were ordered to join wait in the store.
+_QUIET = 0.5
+_LEASE_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class Run:
-    """One rendezvous to measure."""
+class Target:
+    """What is measured: a backend on a running server.
+
+    Attributes:
+        server: None for c10d, which has none.
+        config: as in ``--rdzv-conf``.
+    """
 
     backend: str
     endpoint: str
-    run_id: str
-    nodes: int
-    config: dict[str, str]
+    server: servers.LocalServer | None = None
+    config: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def is_ours(self) -> bool:
+        return is_store(self.backend)
 
-def make_handler(run: Run, is_host: bool) -> Any:
-    if run.backend in FLOORS:
-        return FLOORS[run.backend](run.endpoint, run.run_id, run.nodes)
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+    @property
+    def version(self) -> str:
+        """What the server says of itself, where the backend is one of this package."""
+        if not self.is_ours or self.server is None:
+            return ""
+        with contextlib.closing(self._open("version")) as client:
+            found: list[Finding] = [it for it in client.inspect() if it.what == "version"]
+        return found[0].found if found else ""
 
-    config = dict(run.config)
-    if run.backend == "c10d":
-        config["is_host"] = str(is_host).lower()
-    params = RendezvousParameters(
-        run.backend,
-        run.endpoint,
-        run.run_id,
-        run.nodes,
-        run.nodes,
-        local_addr="127.0.0.1",
-        **config,
-    )
-    return rendezvous_handler_registry.create_handler(params)
-
-
-def host(run: Run, share: int, first: bool, start: Event, results: Any) -> None:
-    """One process with ``share`` handlers, each in its own thread."""
-    # By default hundreds of waiting threads each request the interpreter every 5 ms. The resulting
-    # 100,000 switches a second would dominate the measurement. Real nodes have one process each.
-    sys.setswitchinterval(0.05)
-    # The lines of hundreds of nodes in one terminal.
-    os.environ.setdefault("RDZV_PLUGINS_LOG_LEVEL", "WARNING")
-    handlers = [make_handler(run, first and index == 0) for index in range(share)]
-    # A garbage collection over torch's modules takes 0.2 s and could fall into the measurement.
-    gc.collect()
-    gc.freeze()
-    finished: list[tuple[float, int]] = []
-    errors: list[str] = []
-    go = threading.Event()
-
-    def join(handler: Any) -> None:
-        go.wait()
-        try:
-            info = handler.next_rendezvous()
-            finished.append((time.monotonic(), info.rank))
-        except Exception as error:
-            errors.append(repr(error))
-
-    threads = [threading.Thread(target=join, args=(item,), daemon=True) for item in handlers]
-    for thread in threads:
-        thread.start()
-    results.put(("ready", os.getpid()))
-    start.wait()
-    go.set()
-    for thread in threads:
-        thread.join()
-    results.put(("done", (max((at for at, _ in finished), default=0.0), finished, errors)))
-    # The parent kills this process: the time of closing is not measured.
-    time.sleep(3600)
-
-
-def measure(run: Run, processes: int) -> float | None:
-    """Seconds until the last node had its rank; None if a node had none within the limit.
-
-    Raises `RuntimeError` if a node's rendezvous failed.
-    """
-    context = multiprocessing.get_context("spawn")
-    start, results = context.Event(), context.Queue()
-    each, more = divmod(run.nodes, processes)
-    shares = [share for index in range(processes) if (share := each + (index < more))]
-    workers = []
-    for index, share in enumerate(shares):
-        worker = context.Process(
-            target=host, args=(run, share, index == 0, start, results), daemon=True
+    def run(self, least: int, most: int, **config: str) -> Run:
+        """A run of its own."""
+        return Run(
+            self.backend,
+            self.endpoint,
+            uuid.uuid4().hex[:8],
+            least,
+            most,
+            {**self.config, **config},
+            dict(self.server.environ) if self.server is not None else {},
         )
-        worker.start()
-        workers.append(worker)
-        if run.backend == "c10d" and index == 0:
-            # The first process hosts the TCPStore for the others.
-            assert results.get(timeout=120)[0] == "ready"
-    try:
-        for _ in range(len(shares) - (run.backend == "c10d")):
-            assert results.get(timeout=120)[0] == "ready"
-        began = time.monotonic()
-        start.set()
-        ends: list[float] = []
-        ranks: list[int] = []
-        deadline = began + RENDEZVOUS_SECONDS
-        for _ in shares:
-            _, (end, finished, errors) = results.get(timeout=max(0.1, deadline - time.monotonic()))
-            if errors:
-                raise RuntimeError(f"{len(errors)} of {run.nodes} {run.backend}: {errors[0]}")
-            ends.append(end)
-            ranks += [rank for _, rank in finished]
-        assert sorted(ranks) == list(range(run.nodes)), "the ranks are not 0..n-1"
-        return max(ends) - began
-    except queue.Empty:
-        return None
-    finally:
-        for worker in workers:
-            if worker.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGKILL)
-            worker.join()
+
+    def count_records(self, run: Run) -> int:
+        """How many nodes of a run have written their record."""
+        with contextlib.closing(self._open(run.run_id)) as client:
+            return len(client.list(NODES_PREFIX))
+
+    def _open(self, run_id: str) -> Any:
+        return open_client(self.backend, self.endpoint, run_id, self.config)
 
 
 @contextlib.contextmanager
-def server_of(backend: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Start a server for the backend and yield its endpoint and options; stop it afterwards."""
-    if backend == "c10d":
+def started(subject: str, ensemble: int = 1) -> Iterator[Target]:
+    """Start a server for a store, a floor or a backend of torch's; stop it afterwards."""
+    if subject == "c10d":
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        yield f"127.0.0.1:{port}", {}
+        yield Target("c10d", f"127.0.0.1:{port}")
         return
-    if backend == "etcd-v2":
+    if subject == "etcd-v2":
         import etcd  # noqa: F401  # torch's backend needs this client; without it torch only warns.
 
         os.environ["ETCD_ENABLE_V2"] = "true"
-    kind = {"etcd-v3": "etcd", "etcd-v2": "etcd"}.get(backend, backend)
-    kind = "redis" if backend in FLOORS else kind
-    with servers.start(kind) as server:
+    kind = "redis" if subject in FLOORS else _SERVERS.get(subject, subject)
+    with servers.start(kind, nodes=ensemble, timeout=120) as server:
         os.environ.update(server.environ)
-        endpoint = server.endpoint.partition("://")[2] if backend == "etcd-v2" else server.endpoint
-        yield endpoint or server.endpoint, dict(server.config)
+        raise_client_limit(server)
+        endpoint = server.endpoint.partition("://")[2] if subject == "etcd-v2" else ""
+        backend = _BACKENDS.get(subject, subject)
+        yield Target(backend, endpoint or server.endpoint, server, dict(server.config))
 
 
-def show(seconds: float | None) -> str:
-    return "not within 60 s" if seconds is None else f"{seconds * 1000:,.0f} ms"
+def form(target: Target, nodes: int, processes: int, limit: float, **config: str) -> Sample | None:
+    """All nodes join at once, until the last one has its rank."""
+    run = target.run(nodes, nodes, **config)
+    with Crowd(run, shares(nodes, processes)) as crowd:
+        meter = Meter(target.server) if target.server is not None else None
+        began = crowd.join(crowd.workers)
+        world = crowd.settle(crowd.workers, limit)
+        if world is None:
+            return None
+        sample = {"s": world.at - began, "node ms": 1000 * world.node / nodes}
+        if world.leader is not None:
+            sample["leader ms"] = 1000 * world.leader
+        if meter is not None:
+            used = meter.read()
+            sample["server ms a node"] = 1000 * used.seconds / nodes
+            if used.passed is not None:
+                sample["bytes a node"] = used.passed / nodes
+        return sample
 
 
-def measure_new_run(
-    backend: str, endpoint: str, config: dict[str, str], nodes: int, processes: int
-) -> float | None:
-    """Call `measure` with a new run id."""
-    return measure(Run(backend, endpoint, uuid.uuid4().hex[:8], nodes, config), processes)
+def late(target: Target, nodes: int, processes: int, limit: float, **config: str) -> Sample | None:
+    """All but one wait already: from the order to join of the last one."""
+    run = target.run(nodes, nodes, **config)
+    with Crowd(run, [*shares(nodes - 1, processes), 1]) as crowd:
+        *others, last = crowd.workers
+        crowd.join(others)
+        _await_records(target, run, nodes - 1, limit)
+        began = crowd.join([last])
+        world = crowd.settle(crowd.workers, limit)
+        return {"s": world.at - began} if world is not None else None
+
+
+def life(
+    target: Target, nodes: int, processes: int, limit: float, interval: float
+) -> dict[str, Sample]:
+    """What befalls a run, one after the other; by scenario, those of `LIFE` that came to an end.
+
+    One more joins; a node leaves and says so; a node is killed; the leader is; a third of the nodes
+    are at once, the leader not among them. A loss is measured from the end of the lease: the time
+    from SIGKILL until the last node has its rank in the next round, less the lease. It can be
+    negative, because the last heartbeat was sent before SIGKILL.
+    """
+    third = nodes // 3
+    least = nodes - 2 - third
+    config = {
+        "keep_alive_interval": f"{interval:g}",
+        "keep_alive_max_attempt": str(_LEASE_ATTEMPTS),
+        # The rounds are to begin when the nodes are there: this wait is a setting, not a cost.
+        "last_call_timeout": "0",
+    }
+    run = target.run(least, nodes + 1, **config)
+    found: dict[str, Sample] = {}
+    with Crowd(run, [1, 1, 1, third, *shares(least, processes)]) as crowd:
+        first, newcomer, one, many, *others = crowd.workers
+        members = [first, one, many, *others]
+        crowd.watch(crowd.workers)
+        # The first to come leads.
+        crowd.join([first])
+        _await_records(target, run, 1, limit)
+        crowd.join([one, many, *others])
+        world = crowd.settle(members, limit)
+        lease = _LEASE_ATTEMPTS * interval
+        for scenario in LIFE:
+            if world is None:
+                return found
+            before, began = crowd.joins(), time.monotonic()
+            match scenario:
+                case "grow":
+                    members.append(newcomer)
+                    began = crowd.join([newcomer])
+                case "leave":
+                    crowd.leave(others[0])
+                case _:
+                    lost = {"lose one": one, "lose a third": many}.get(scenario, first)
+                    leads = [members[it] for it in world.leads]
+                    if scenario == "lose the leader" and leads != [first]:
+                        return found  # The lead has moved: there was more load than beats bore.
+                    members.remove(lost)
+                    crowd.kill(lost)
+            world = crowd.settle(members, limit + lease)
+            if world is not None:
+                seconds = world.at - began - (lease if scenario.startswith("lose") else 0.0)
+                found[scenario] = {"s": seconds, "rounds": _rounds(before, crowd.joins())}
+    return found
+
+
+def _rounds(before: Mapping[Worker, Sequence[int]], after: Mapping[Worker, Sequence[int]]) -> float:
+    """In how many rounds a node was that was there before: of the nodes, the most."""
+    # The node that has left was the last one of its process.
+    return max(
+        late - early
+        for worker, joins in after.items()
+        for early, late in zip(before.get(worker, ()), joins, strict=False)
+    )
+
+
+def rest(
+    target: Target, nodes: int, processes: int, limit: float, windows: int, seconds: float
+) -> list[Sample]:
+    """What the nodes of a round that runs cost, with the default interval; a sample a window."""
+    assert target.server is not None
+    found: list[Sample] = []
+    with Crowd(target.run(nodes, nodes), shares(nodes, processes)) as crowd:
+        crowd.join(crowd.workers)
+        if crowd.settle(crowd.workers, limit) is None:
+            return []
+        # The leader tidies up after the round.
+        time.sleep(_QUIET)
+        for _ in range(windows):
+            meter, began = Meter(target.server), time.monotonic()
+            time.sleep(seconds)
+            used = meter.read()
+            each = nodes * (time.monotonic() - began)
+            sample = {"server us a node and s": 1e6 * used.seconds / each}
+            if used.passed is not None:
+                sample["bytes a node and s"] = used.passed / each
+            found.append(sample)
+    return found
+
+
+def count_bytes(target: Target, nodes: int, processes: int, limit: float) -> Sample | None:
+    """The bytes of a round where the server does not count them: through a proxy that does."""
+    assert target.server is not None
+    ports = [node.port for node in target.server.nodes]
+    with counted([("127.0.0.1", port) for port in ports]) as (proxies, counter):
+        endpoint = target.endpoint
+        for port, (_, instead) in zip(ports, proxies, strict=True):
+            endpoint = endpoint.replace(f":{port}", f":{instead}")
+        run = replace(target.run(nodes, nodes), endpoint=endpoint)
+        with Crowd(run, shares(nodes, processes)) as crowd:
+            before = counter.read()
+            crowd.join(crowd.workers)
+            if crowd.settle(crowd.workers, limit) is None:
+                return None
+            return {"bytes a node": (counter.read() - before) / nodes}
+
+
+def _await_records(target: Target, run: Run, nodes: int, limit: float) -> None:
+    """Until so many nodes wait in the store."""
+    deadline = time.monotonic() + limit
+    while target.is_ours and target.count_records(run) < nodes:
+        if time.monotonic() >= deadline:
+            raise FailedError(f"{nodes} nodes did not write their records within {limit:g} s")
+        time.sleep(0.1)
+    time.sleep(_QUIET)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import threading
 import time
 import uuid
@@ -14,11 +13,12 @@ from rdzv_plugins.stores import open_client
 __all__ = ["measure"]
 
 VALUE_BYTES = 2048
-WAKE_UPS = 30
 
 
-def measure(backend: str, endpoint: str, config: dict[str, str], samples: int) -> dict[str, float]:
-    """Median seconds of a compare-and-set, a read, and a wake-up (write to the waiter's return)."""
+def measure(
+    backend: str, endpoint: str, config: dict[str, str], samples: int
+) -> dict[str, list[float]]:
+    """Seconds of a compare-and-set, a read, and a wake-up (write to the waiter's return)."""
     run_id = uuid.uuid4().hex[:8]
     writer = open_client(backend, endpoint, run_id, config)
     waiter = open_client(backend, endpoint, run_id, config)
@@ -26,14 +26,14 @@ def measure(backend: str, endpoint: str, config: dict[str, str], samples: int) -
         return {
             "compare-and-set": _compare_and_set(writer, samples),
             "read": _read(writer, samples),
-            "wake-up": _wake_up(writer, waiter),
+            "wake-up": _wake_up(writer, waiter, max(1, samples // 7)),
         }
     finally:
         writer.close()
         waiter.close()
 
 
-def _compare_and_set(client: KeyValueClient, samples: int) -> float:
+def _compare_and_set(client: KeyValueClient, samples: int) -> list[float]:
     entry, _ = client.compare_and_set("state", os.urandom(VALUE_BYTES), None)
     times = []
     for _ in range(samples):
@@ -42,22 +42,22 @@ def _compare_and_set(client: KeyValueClient, samples: int) -> float:
         entry, written = client.compare_and_set("state", os.urandom(VALUE_BYTES), entry.version)
         times.append(time.perf_counter() - began)
         assert written
-    return statistics.median(times)
+    return times
 
 
-def _read(client: KeyValueClient, samples: int) -> float:
+def _read(client: KeyValueClient, samples: int) -> list[float]:
     times = []
     for _ in range(samples):
         began = time.perf_counter()
         assert client.get("state") is not None
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return times
 
 
-def _wake_up(writer: KeyValueClient, waiter: KeyValueClient) -> float:
+def _wake_up(writer: KeyValueClient, waiter: KeyValueClient, samples: int) -> list[float]:
     version = writer.put("bell", b"0")
     times: list[float] = []
-    for _ in range(WAKE_UPS):
+    for _ in range(samples):
         woken: list[float] = []
 
         def wait(version: object = version, woken: list[float] = woken) -> None:
@@ -72,4 +72,4 @@ def _wake_up(writer: KeyValueClient, waiter: KeyValueClient) -> float:
         version = writer.put("bell", uuid.uuid4().bytes)
         thread.join()
         times.append(woken[0] - began)
-    return statistics.median(times)
+    return times

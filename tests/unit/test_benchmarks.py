@@ -1,0 +1,142 @@
+"""The pure parts of the benchmarks: statistics, the page and the plots from stored results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import plots
+from benchmarks.__main__ import STORES, Plan
+from benchmarks.crowd import World, shares
+from benchmarks.floors import FLOORS
+from benchmarks.page import page
+from benchmarks.rendezvous import LIFE, TORCH_OWN
+from benchmarks.results import Figure, Machine, Results
+from benchmarks.usage import Usage
+
+MACHINE = Machine(
+    cores=2,
+    processor="a processor",
+    kernel="Linux 6",
+    memory_gb=8,
+    load=0.1,
+    commit="0123456789ab",
+    versions={"python": "3.11.7", "server redis": "redis 7.0.15"},
+)
+
+
+def results() -> Results:
+    """Some of each scenario."""
+    figures = [
+        Figure.of("request", "redis", 1, "compare-and-set", [0.0001, 0.0002, 0.0003]),
+        Figure.of("form", "redis", 2, "s", [0.004, 0.005, 0.009]),
+        Figure.of("form", "redis", 1024, "s", [1.5, 1.2, 1.0]),
+        Figure.of("form", "redis", 1024, "node ms", [1.8]),
+        Figure.of("form", "redis", 1024, "bytes a node", [17_800]),
+        Figure.of("form", "redis: the least program", 1024, "s", [1.0]),
+        Figure.of("form", "c10d", 2, "s", [1.1]),
+        Figure.of("form", "c10d", 1024, "s", [None]),
+        Figure.of("late", "redis", 64, "s", [0.02]),
+        *(Figure.of(scenario, "redis", 64, "s", [-0.2, 0.3]) for scenario in LIFE),
+        Figure.of("rest", "redis", 64, "bytes a node and s", [276]),
+        Figure.of("rest", "redis", 64, "server us a node and s", [21.5]),
+        Figure.of("swarm", "redis", 10_000, "s", [10.0]),
+        Figure.of("swarm", "redis", 10_000, "server s", [4.0]),
+        Figure.of("start-up", "torch.distributed.elastic", 1, "ms without", [20.0]),
+        Figure.of("start-up", "torch.distributed.elastic", 1, "ms more", [1.5, 2.5]),
+    ]
+    return Results(machine=MACHINE, figures=figures, limits={"c10d": "it does not finish."})
+
+
+def test_a_figure_has_the_median_the_spread_and_the_failures() -> None:
+    figure = Figure.of("form", "redis", 4, "s", [3.0, None, 1.0, 2.00004])
+    assert (figure.median, figure.least, figure.most) == (2.0, 1.0, 3.0)
+    assert (figure.samples, figure.failed) == (3, 1)
+
+
+def test_a_figure_without_samples_says_how_many_failed() -> None:
+    figure = Figure.of("form", "c10d", 256, "s", [None])
+    assert (figure.median, figure.samples, figure.failed) == (None, 0, 1)
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "benchmarks.json"
+    results().write(file)
+    assert Results.read(file) == results()
+
+
+def test_the_page_has_a_table_of_each_scenario() -> None:
+    text = page(results())
+    for line in (
+        "| redis | 0.20 (0.10 to 0.30) | - | - |",
+        "|  | N=2 | N=1,024 |",
+        "| redis | 0.005 (0.004 to 0.009) | 1.20 (1.00 to 1.50) |",
+        "| c10d | 1.10 (1.10 to 1.10) | not in time |",
+        "| redis | 1024 | 17,800 (17,800 to 17,800) | - | - | 1.8 (1.8 to 1.8) |",
+        "| redis | 64 | 276 (276 to 276) | 21.5 (21.5 to 21.5) |",
+    ):
+        assert line in text.splitlines()
+    assert "| one round of 1,024 nodes, against the least program | 1.20 x |" in text
+    assert "| 40% |" in text
+    assert "in 2 pairs: 2 (1.5 to 2.5) ms" in text
+    assert "- c10d: it does not finish." in text
+    assert "commit 0123456789ab" in text
+    assert "python 3.11.7, redis 7.0.15." in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
+
+
+def test_the_page_of_some_scenarios_has_no_empty_tables() -> None:
+    some = Results(machine=MACHINE, figures=[Figure.of("late", "redis", 64, "s", [0.02])])
+    text = page(some)
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## The last one late"
+    ]
+
+
+def test_the_plots_are_svg_and_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    files = plots.write(results(), tmp_path)
+    assert [file.name for file in files] == [*plots.PLOTS]
+    texts = [file.read_text() for file in files]
+    for text in texts:
+        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+    assert ">c10d<" in texts[0]
+    assert [file.read_text() for file in plots.write(results(), tmp_path)] == texts
+
+
+def test_the_full_plan_measures_every_subject_with_64_nodes_or_more() -> None:
+    plan = Plan()
+    assert plan.form_of.keys() < {*STORES, *FLOORS, *TORCH_OWN}
+    assert all(64 in sizes and sizes == tuple(sorted(sizes)) for sizes in plan.form_of.values())
+    assert plan.form[-1] == 4096
+
+
+def test_every_figure_of_the_full_plan_has_five_samples() -> None:
+    plan = Plan()
+    assert min(plan.repeats, plan.requests // 7, plan.start_up, *plan.more.values()) >= 5
+
+
+@pytest.mark.parametrize(("nodes", "processes"), [(1, 4), (4, 4), (10, 4), (1024, 3)])
+def test_the_shares_are_nearly_equal(nodes: int, processes: int) -> None:
+    found = shares(nodes, processes)
+    assert sum(found) == nodes
+    assert max(found) - min(found) <= 1
+    assert all(found)
+
+
+def test_a_world_is_whole_if_it_is_one_with_all_ranks() -> None:
+    def world(ranks: tuple[int, ...], *worlds: tuple[int, str]) -> World:
+        return World(0.0, ranks, frozenset(worlds), 0.0, None, ())
+
+    assert world((1, 0, 2), (3, "a:1")).is_whole
+    assert not world((1, 0, 2), (3, "a:1"), (3, "a:2")).is_whole
+    assert not world((1, 1, 2), (3, "a:1")).is_whole
+    assert not world((0, 1), (3, "a:1")).is_whole
+
+
+def test_usage_counts_bytes_where_the_server_does() -> None:
+    assert Usage(3.0, 500).since(Usage(1.0, 200)) == Usage(2.0, 300)
+    assert Usage(3.0).since(Usage(1.0)) == Usage(2.0)
