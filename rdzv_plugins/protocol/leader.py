@@ -33,8 +33,6 @@ from rdzv_plugins.protocol.rules import (
 
 __all__ = ["doubted", "fits", "has_rejoined", "lead", "next_round", "rejoin_patience", "without"]
 
-_ASKING = (Status.JOIN, Status.SPARE)
-
 # Where spares fill the round, the leader waits only this share of `Rules.rejoin` for a participant
 # that does not ask for it.
 _SPARES_SUFFICE = 0.1
@@ -118,11 +116,10 @@ def _lead_without_roster(
     shards = document.previous_roster or document.roster
     assert shards is not None
     ran = document.phase is Phase.RUNNING
-    # Who has not confirmed a rank is not known, but asks for one.
-    here = {*known, *(node for node, it in records.items() if not ran and it.status in _ASKING)}
     gone = [node for node in known if _said_so(records[node])]
     cause = _amended(Cause() if ran else document.cause, records, gone)
-    cause = replace(cause, lost=cause.lost.and_more(max(0, shards.size - len(here))))
+    # Of these some may have lost only their rank, and join again.
+    cause = replace(cause, lost=cause.lost.and_more(max(0, shards.size - len(known))))
     known = without(known, gone)
     if document.phase is Phase.FORMING:
         return Write(replace(document, previous=known, previous_roster=None, cause=cause))

@@ -202,13 +202,13 @@ def heir(time: Time, silence: float, late: float = 0.0) -> Observer:
             if isinstance(request, Read):
                 answer = entries.get(request.key)
 
-    made.adopt(Entry(led.encode(), "1"))
+    assert [*made.adopt(Entry(led.encode(), "1"))] == []
     made.read_again(leader=True)
     look()
     time.now += silence
     made.read_again(leader=True)
     look()
-    made.adopt(Entry(replace(led, leader="n2").encode(), "2"))
+    assert [*made.adopt(Entry(replace(led, leader="n2").encode(), "2"))] == []
     look()
     return made
 
