@@ -92,6 +92,10 @@ class KeyValueClient(ABC):
 
     capabilities: ClassVar[Capabilities]
 
+    heartbeat_ms: ClassVar[float | None] = None
+    """Milliseconds of the server's processor time that a node's heartbeat takes, with what it reads
+    then; None: not measured. ``rdzv check`` tells by it which interval fits how many nodes."""
+
     @abstractmethod
     def get(self, key: str) -> Entry | None:
         """Read a key; linearizable. None: it does not exist."""

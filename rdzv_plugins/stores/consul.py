@@ -90,6 +90,7 @@ class Client(StoreClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
     )
+    heartbeat_ms = 2.2
     # A transaction holds 64 operations, of which one reads the mark, and 512 KiB in base64.
     batch = (63, 300_000)
     least_version: ClassVar[tuple[int, ...]] = (1, 7)

@@ -98,6 +98,7 @@ class Client(StoreClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=_LARGEST
     )
+    heartbeat_ms = 3.2
     batch = (_OPERATIONS, _LARGEST)
     least_version: ClassVar[tuple[int, ...]] = (3, 4)
 

@@ -276,6 +276,7 @@ class Client(StoreClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
     )
+    heartbeat_ms = 0.65
     least_version: ClassVar[tuple[int, ...]] = (12,)
 
     def __init__(

@@ -220,6 +220,7 @@ class Client(StoreClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=512 * 1024 * 1024
     )
+    heartbeat_ms = 0.2
     # Redis has no such limit, but it does nothing else while a script runs.
     batch = (10_000, 1 << 26)
     least_version: ClassVar[tuple[int, ...]] = (6,)

@@ -121,6 +121,7 @@ class Client(StoreClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=1_046_528
     )
+    heartbeat_ms = 1.5
     batch = (_BATCH, 500_000)
     least_version: ClassVar[tuple[int, ...]] = (3, 6)
 

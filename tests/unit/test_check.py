@@ -305,6 +305,24 @@ def test_largest_value() -> None:
     assert small.get("large") is None
 
 
+class Measured(MemoryClient):
+    heartbeat_ms = 2.0
+
+
+def test_heartbeats() -> None:
+    measured = client(Measured)
+    finding = store.check_heartbeats(measured, 5.0, (2, 1000))
+    assert (finding.mark, finding.values) == (
+        Mark.OK,
+        {"keep_alive_interval": 5.0, "nodes": 1300},
+    )
+    finding = store.check_heartbeats(measured, 5.0, (2, 2000))
+    assert finding.mark is Mark.WARNING
+    assert "keep_alive_interval=8;" in finding.advice
+    assert store.check_heartbeats(measured, 8.0, (2, 2000)).mark is Mark.OK
+    assert store.check_heartbeats(client(), 5.0, (2, 2000)).mark is Mark.UNKNOWN
+
+
 def test_latency_of_a_slow_store() -> None:
     slow: KeyValueClient = client()
     assert store.check_latency(slow, 5.0).mark is Mark.OK

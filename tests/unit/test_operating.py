@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from rdzv_plugins.cli.check.store import nodes_within
 from rdzv_plugins.config import Settings, option_names
 from rdzv_plugins.exporter import EXPORTED
 from rdzv_plugins.inspection import Condition
 from rdzv_plugins.metrics import CAUSES, METRICS, STATES, Kind, Metric
 from rdzv_plugins.protocol.documents import SCHEMA, Phase
+from rdzv_plugins.stores import STORES, client_class
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
 RULES = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
@@ -45,6 +47,25 @@ for each in (*METRICS, *EXPORTED):
 def test_there_are_alerts() -> None:
     assert len(ALERTS) == len(EXPRESSIONS) == 6
     assert all(re.search(r"\brdzv_\w+", it) for it in EXPRESSIONS)
+
+
+ROWS = re.findall(
+    r"^\| `([a-z0-9-]+)` \| ([^|]+) \| ([0-9,]+) \| ([0-9,]+) \|$", PAGE, re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_the_nodes_of_the_page_are_those_that_check_tells(row: tuple[str, ...]) -> None:
+    backend, cost, every_5, every_15 = row
+    heartbeat_ms = client_class(backend).heartbeat_ms
+    assert heartbeat_ms is not None
+    assert backend == "dynamodb" or cost == str(heartbeat_ms)
+    assert every_5 == f"{nodes_within(heartbeat_ms, 5):,}"
+    assert every_15 == f"{nodes_within(heartbeat_ms, 15):,}"
+
+
+def test_each_store_has_its_row() -> None:
+    assert [row[0] for row in ROWS] == [*STORES]
 
 
 def test_each_metric_of_the_page_is_there() -> None:

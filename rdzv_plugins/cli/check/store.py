@@ -5,6 +5,7 @@ Everything is written in a temporary run, which is deleted afterwards, also afte
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import threading
@@ -23,7 +24,15 @@ from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, Rendezvou
 from rdzv_plugins.kv.base import UNREACHED
 from rdzv_plugins.kv.findings import Finding, Mark
 
-__all__ = ["check", "check_contention", "check_requests", "check_size", "check_wake_up"]
+__all__ = [
+    "check",
+    "check_contention",
+    "check_heartbeats",
+    "check_requests",
+    "check_size",
+    "check_wake_up",
+    "nodes_within",
+]
 
 Open = Callable[[str], KeyValueClient]
 
@@ -39,6 +48,9 @@ _SECONDS_PER_KIND = 5.0
 _WAKE_UPS = 10
 # Until the waiter is surely parked: a wake-up is measured, not a read.
 _PARKING_SECONDS = 0.05
+
+# How much of a core of the server heartbeats may take, and how many intervals apart they are.
+_BUSY, _BEAT_EVERY = 0.5, 1.05
 
 # The largest value that is tried; it is the limit of most stores.
 _LARGEST_TRIED = 1 << 20
@@ -86,9 +98,10 @@ def _try(
         yield requests
         if requests.mark is Mark.FAILED:
             return False
-        usable = True
+        usable, interval = True, chosen.settings.keep_alive_interval
         trials: list[tuple[str, Callable[[], Finding]]] = [
             ("largest value", lambda: check_size(client)),
+            ("heartbeats", lambda: check_heartbeats(client, interval, job.nnodes)),
             ("contention", lambda: check_contention(open)),
             ("latency", lambda: check_latency(client, chosen.settings.heartbeat_timeout)),
             ("wake-up", lambda: check_wake_up(client, open)),
@@ -149,6 +162,32 @@ def check_size(client: KeyValueClient) -> Finding:
         found = f"a value of {tried:,} bytes was not read back as it was written"
         return Finding(Mark.FAILED, "largest value", found, values=values)
     return Finding(Mark.OK, "largest value", found, values=values)
+
+
+def check_heartbeats(
+    client: KeyValueClient, interval: float, nnodes: tuple[int, int] | None = None
+) -> Finding:
+    """For how many nodes the interval fits, if their heartbeats take half a core of the server."""
+    if client.heartbeat_ms is None:
+        found = "what a heartbeat costs this store's server was not measured"
+        return Finding(Mark.UNKNOWN, "heartbeats", found)
+    nodes = nodes_within(client.heartbeat_ms, interval)
+    found = f"keep_alive_interval={interval:g} fits up to about {nodes:,} nodes"
+    values = {"keep_alive_interval": interval, "nodes": nodes}
+    if nnodes is None or nnodes[1] <= nodes:
+        return Finding(Mark.OK, "heartbeats", found, values=values)
+    needed = math.ceil(nnodes[1] * client.heartbeat_ms / (_BUSY * 1000 * _BEAT_EVERY))
+    advice = (
+        f"for {nnodes[1]:,} set keep_alive_interval={needed}; a lost node is noticed later then"
+    )
+    return Finding(Mark.WARNING, "heartbeats", found, advice, values)
+
+
+def nodes_within(heartbeat_ms: float, interval: float) -> int:
+    """How many nodes take half a core of the server; two digits count."""
+    nodes = int(_BUSY * 1000 * _BEAT_EVERY * interval / heartbeat_ms)
+    unit: int = 10 ** max(0, len(str(nodes)) - 2)
+    return nodes // unit * unit
 
 
 def check_contention(open: Callable[[], KeyValueClient]) -> Finding:
