@@ -267,7 +267,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if trouble and away > self._rules.outage:\n",
             ),
         ),
-        seed=31000127,
+        seed=31000201,
     ),
     "no-grace-at-first-sight": Mutant(
         "rule 11: a node that is first seen after an outage gets no extra lease",
@@ -278,7 +278,7 @@ MUTANTS: dict[str, Mutant] = {
     "no-window-at-takeover": Mutant(
         "a new leader judges nodes by observations from before it led",
         (_in("observer", "        self.liveness.restart(now, unless=deposed)\n", ""),),
-        seed=141,
+        seed=166,
     ),
     "answer-time": Mutant(
         "a slow answer counts as an observation at the time when it arrived",
@@ -289,7 +289,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            seen.looked, seen.stale = now, False\n",
             ),
         ),
-        seed=67,
+        seed=84,
         focus=Focus(
             kinds=("slow store", "crash", "stall"),
             settings={"rates": (1.0, 1.0), "lease": 3.0, "latency": 0.3},
@@ -477,7 +477,7 @@ MUTANTS: dict[str, Mutant] = {
                 " and False",
             ),
         ),
-        seed=10,
+        seed=14,
     ),
     "closes-without-the-lead": Mutant(
         "rule 14: a spare that lost the lead because the store lost data closes the run",
@@ -606,7 +606,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        self._join_ordered = True\n",
             ),
         ),
-        seed=5658,
+        seed=5778,
     ),
     "join-goes-on": Mutant(
         "an abandoned join still takes a rank",
@@ -657,7 +657,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        self.asked_tombstones = frozenset({incarnation})\n",
             ),
         ),
-        seed=174,
+        seed=183,
         focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
     ),
     "cause-forgotten": Mutant(
@@ -713,13 +713,13 @@ MUTANTS: dict[str, Mutant] = {
                 "bool(nodes)",
             ),
         ),
-        seed=51000051,
+        seed=51000179,
         focus=_APART,
     ),
     "missing-is-lost": Mutant(
         "a leader whose store lost the shards waits for no node to write its record again",
         (_in("leader", "    if view.confirmed_silence(MISSING) < lease:\n", "    if False:\n"),),
-        seed=51000140,
+        seed=51000179,
         focus=_APART,
     ),
     "one-look-at-a-shard": Mutant(
@@ -731,7 +731,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        return False\n",
             ),
         ),
-        seed=51001113,
+        seed=51001556,
         focus=_APART,
     ),
     "shards-written-once": Mutant(
@@ -755,7 +755,7 @@ MUTANTS: dict[str, Mutant] = {
     "roster-of-no-one": Mutant(
         "a node with other --nnodes takes a run over whose nodes it has not found",
         (_in("member", "    if not document.is_whole:\n", "    if False:\n"),),
-        seed=51000343,
+        seed=51000814,
         focus=Focus(
             kinds=("newcomer with other --nnodes", "crash", "partition", "fail-over"),
             settings=_APART.settings,
@@ -796,6 +796,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    longest = view.patience(node) + view.rules.outage\n",
             ),
         ),
+        seed=2,
         focus=CALM,
     ),
     "heirs-doubt-again": Mutant(

@@ -85,7 +85,9 @@ def write_page(
                 return 1
         hunted.append((name, survived, invariant))
     path.write_text(
-        "\n".join([_HEAD, _runs(small, large), _faults(small), _TERMS, _checked(), _killed(hunted)])
+        "\n".join(
+            [_HEAD, _runs(small, large), _faults(small, large), _TERMS, _checked(), _killed(hunted)]
+        )
     )
     return 0
 
@@ -119,8 +121,9 @@ def _runs(small: Totals, large: Totals) -> str:
     return "\n".join(lines)
 
 
-def _faults(totals: Totals) -> str:
-    rows = [f"| {kind} | {count:,} |" for kind, count in totals.injected.most_common()]
+def _faults(small: Totals, large: Totals) -> str:
+    injected = small.injected + large.injected
+    rows = [f"| {kind} | {count:,} |" for kind, count in injected.most_common()]
     return "\n".join(
         ["## Faults injected\n", _FAULT_NAMES, "| fault | times |", "| --- | --- |", *rows, ""],
     )
