@@ -211,3 +211,21 @@ def test_who_looks_at_a_lost_roster_sees_the_ranks_of_those_that_are_known(
     assert seen.document is not None
     assert seen.document.size == 3
     assert [(it.node, it.rank) for it in seen.nodes()] == [("n1", 0), ("n3", 2), ("n2", None)]
+
+
+def test_an_heir_of_the_leader_notes_the_ranks_that_others_had(time: Time) -> None:
+    """It knew its own alone when it began to work in that round."""
+    server = MemoryServer()
+    leader, heir = pair(time, server)
+    finish(leader, heir)
+    leader.carry_out(leader.node.farewell())
+    third = Life("n3", server, time, APART, seed=3)
+    third.go()
+    while stored(heir).phase is Phase.RUNNING:
+        heir.go()
+        heir.wake()
+    heir.join_again()
+    finish(heir, third)
+    heir.go()
+    last = archive(server).rows()[-1]
+    assert (last.round, [(it.name, it.rank) for it in last.left]) == (1, [("n1[1]", 0)])
