@@ -660,6 +660,16 @@ class TestNodesWaiting:
         assert self.waiting(document(Phase.FORMING, round_=5), joining=True) == 0
 
 
+@pytest.mark.parametrize("number", [0, 10**400])
+def test_no_number_of_nodes_stops_an_heir(number: int) -> None:
+    """What stands in the store is not ours to trust."""
+    strange = document(Phase.FORMING, leader=None, min_nodes=0, max_nodes=number)
+    action = decide(view(record("n1", Status.RUN, 4), strange, joining=False))
+    assert isinstance(action, Wait)
+    assert action.seconds is not None
+    assert 0.0 <= action.seconds <= RULES.interval
+
+
 def test_a_node_that_left_does_nothing() -> None:
     here = view(record("n2", Status.LEFT), document(Phase.RUNNING), joining=False)
     assert decide(here) == Wait()
