@@ -133,7 +133,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True):
     def __str__(self) -> str:
         if not self.first:
             return {0: "", 1: "1 node"}.get(self.more, f"{self.more} nodes")
-        hidden = len(self.first) - _NAMES_SHOWN + self.more
+        hidden = max(0, len(self.first) - _NAMES_SHOWN) + self.more
         shown = ", ".join(self.first[:_NAMES_SHOWN])
         return f"{shown} and {hidden} more" if hidden > 0 else shown
 
