@@ -143,7 +143,7 @@ class Inspection:
             self.last = rows[-1] if rows else None
 
     def _with_all_nodes(self, document: RoundDocument) -> RoundDocument:
-        """The document with its nodes; those that no shard and no record names are left out."""
+        """The document with its nodes; of those that no shard names, the ones with a record."""
         stored: dict[str, Entry] = {}
         for prefix in prefixes(document):
             stored |= self.client.list(prefix)
@@ -151,8 +151,11 @@ class Inspection:
         if document.is_whole:
             return document
         known = members_by_their_records(document, self.records)
-        field = "previous" if document.phase is Phase.FORMING else "participants"
-        return replace(document, roster=None, previous_roster=None, **{field: known})
+        if document.roster is None:
+            return replace(document, previous=known, previous_roster=None)
+        # Neither its size nor the ranks change because some are unknown.
+        ranks = {node: self.records[node].rank or 0 for node in known}
+        return replace(document, roster=replace(document.roster, ranks=ranks))
 
     @property
     def can_tell(self) -> bool:
@@ -219,11 +222,9 @@ class Inspection:
         document = self.document
         if document is None:
             return []
-        others = sorted(
-            set(self.records) - set(document.participants),
-            key=lambda node: self.records[node].label,
-        )
-        return [self._node(document, node) for node in (*document.participants, *others)]
+        ranked = sorted(document.ranks, key=document.ranks.__getitem__)
+        others = sorted(set(self.records) - set(ranked), key=lambda node: self.records[node].label)
+        return [self._node(document, node) for node in (*ranked, *others)]
 
     def _node(self, document: RoundDocument, node: str) -> NodeState:
         record = self.records.get(node)

@@ -262,16 +262,18 @@ def _confirming(
 ) -> Diagnosis:
     missing = [
         node
-        for node in document.participants
+        for node in document.ranks
         if _status(records, node) is not Status.RUN or records[node].world_id != document.world_id
     ]
+    # Where the roster is lost, an observer knows only those that have confirmed.
+    unknown = document.size - len(document.ranks)
+    number = len(missing) + unknown
     does = f"confirming round {document.round}: "
-    if missing:
-        have = (
-            "has not confirmed its rank" if len(missing) == 1 else "have not confirmed their rank"
-        )
+    if number:
+        have = "has not confirmed its rank" if number == 1 else "have not confirmed their rank"
         names = Names().plus(labels(records, missing))
-        does += f"{len(missing)} of {_count(document.size)} {have}: {names}"
+        does += f"{number} of {_count(document.size)} {have}"
+        does += "" if unknown else f": {names}"
     else:
         does += "all nodes have confirmed their rank"
     return Diagnosis(does=does, seconds=times.join, limit=_TO_JOIN)
@@ -281,7 +283,7 @@ def _running(
     document: RoundDocument, records: Mapping[str, NodeRecord], waiting: Iterable[str]
 ) -> Diagnosis:
     spares = [node for node in waiting if node not in document.ranks]
-    done = [node for node in document.participants if _status(records, node) is Status.DONE]
+    done = [node for node in document.ranks if _status(records, node) is Status.DONE]
     room = document.max_nodes - document.size + len(document.lost)
     word = "waiting" if room > 0 and not document.finishing else "spare"
     plural = "s" if word == "spare" and len(spares) > 1 else ""

@@ -45,6 +45,9 @@ SCHEMA = 2
 
 _LONGEST_LEASE = 1e12
 
+# Enough for millions of nodes. A node that reads the document makes the key of each shard.
+_MOST_SHARDS = 1 << 16
+
 # A leader reads thousands of records: short names.
 _SHORT = {
     "address": "addr",
@@ -130,7 +133,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True):
     def __str__(self) -> str:
         if not self.first:
             return {0: "", 1: "1 node"}.get(self.more, f"{self.more} nodes")
-        hidden = len(self.first) - _NAMES_SHOWN + self.more
+        hidden = max(0, len(self.first) - _NAMES_SHOWN) + self.more
         shown = ", ".join(self.first[:_NAMES_SHOWN])
         return f"{shown} and {hidden} more" if hidden > 0 else shown
 
@@ -340,7 +343,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.schema != SCHEMA:
             return f"schema {self.schema}"
         for shards in (self.roster, self.previous_roster):
-            if shards is not None and not 0 < shards.shards <= shards.size:
+            if shards is not None and not 0 < shards.shards <= min(shards.size, _MOST_SHARDS):
                 return f"{shards.size} nodes in {shards.shards} shards"
         named = self.phase in (Phase.CONFIRMING, Phase.RUNNING)
         if named and (self.size == 0 or len({*self.participants}) != len(self.participants)):

@@ -47,6 +47,9 @@ __all__ = ["decide", "nodes_waiting", "remarks", "waits_for_a_living_round"]
 # How long each heir of the leader waits for the heir before it: many times a compare-and-set.
 _TURN_SECONDS = 0.05
 
+# For more nodes than any run has: the number stands in the store and is not ours to trust.
+_STEEPEST = 30.0
+
 
 def nodes_waiting(view: View) -> int:
     """What ``num_nodes_waiting()`` returns: above 0 tells the agent to join again."""
@@ -307,8 +310,8 @@ def _spread(view: View, document: RoundDocument) -> float:
     one wrote: the density grows by a factor of e each 1/``steep`` of the interval, which makes up
     for their number.
     """
-    nodes = max(document.max_nodes, document.size)
-    steep = 1.0 + math.log(nodes)
+    nodes = max(1, document.max_nodes, document.size)
+    steep = min(1.0 + math.log(nodes), _STEEPEST)
     return view.rules.interval * math.log1p(view.share * math.expm1(steep)) / steep
 
 

@@ -593,6 +593,11 @@ class Node:
             yield from seen.adopt(entry)
         if not written:
             return False
+        if before is not None and before.is_whole:
+            member = self._member
+            if member is not None and before.world_id == member.world_id:
+                # An heir of the leader knew its own rank alone when it confirmed that.
+                self._member = replace(member, participants=before.participants, roster=None)
         self._shards = {key: value for values in shards.values() for key, value in values.items()}
         self._shards_due = 2 * self._rules.interval
         if document.phase is Phase.CONFIRMING:

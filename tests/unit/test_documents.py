@@ -172,6 +172,7 @@ def test_a_record_with_a_wrong_field_is_refused(name: str, value: object) -> Non
         replace(RUNNING, master=None),
         replace(RUNNING, participants=(), roster=Shards(digest="d", size=3, shards=4)),
         replace(RUNNING, participants=(), roster=Shards(digest="d", size=3, shards=0)),
+        replace(RUNNING, participants=(), roster=Shards(digest="d", size=1 << 40, shards=1 << 40)),
     ],
 )
 def test_a_round_that_no_node_could_act_on_is_refused(document: RoundDocument) -> None:

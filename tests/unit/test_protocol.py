@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from rdzv_plugins.protocol import member, rules
-from rdzv_plugins.protocol.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.documents import (
+    Cause,
+    Names,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Status,
+)
 from rdzv_plugins.protocol.member import decide, nodes_waiting, waits_for_a_living_round
 from rdzv_plugins.protocol.rules import (
     Abdicate,
@@ -660,6 +668,16 @@ class TestNodesWaiting:
         assert self.waiting(document(Phase.FORMING, round_=5), joining=True) == 0
 
 
+@pytest.mark.parametrize("number", [0, 10**400])
+def test_no_number_of_nodes_stops_an_heir(number: int) -> None:
+    """What stands in the store is not ours to trust."""
+    strange = document(Phase.FORMING, leader=None, min_nodes=0, max_nodes=number)
+    action = decide(view(record("n1", Status.RUN, 4), strange, joining=False))
+    assert isinstance(action, Wait)
+    assert action.seconds is not None
+    assert 0.0 <= action.seconds <= RULES.interval
+
+
 def test_a_node_that_left_does_nothing() -> None:
     here = view(record("n2", Status.LEFT), document(Phase.RUNNING), joining=False)
     assert decide(here) == Wait()
@@ -672,6 +690,11 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
     here = view(everybody["n1"], now, everybody | newcomers, joining=False,
                 rules=replace(RULES, max_nodes=9))  # fmt: skip
     assert written(decide(here)).reason == "n3[1], n4[1], n5[1], n6[1] and 2 more joined"
+
+
+def test_reasons_count_nodes_that_nobody_can_name_besides_a_few_names() -> None:
+    assert str(Names(("n1[1]",)).and_more(2)) == "n1[1] and 2 more"
+    assert str(Names().and_more(2)) == "2 nodes"
 
 
 def test_every_action_is_one_of_the_module() -> None:

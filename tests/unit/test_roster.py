@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv_plugins.kv import Entry, MemoryServer
-from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument, Status
+from rdzv_plugins.inspection import Inspection
+from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    Phase,
+    RoundDocument,
+    Status,
+)
 from rdzv_plugins.protocol.roster import (
     ROSTER_PREFIX,
     apart,
@@ -19,7 +26,7 @@ from rdzv_plugins.protocol.roster import (
 from tests import replace
 
 from .life import RULES as PAIR
-from .life import Life, Time, finish, stored
+from .life import Life, Time, archive, finish, stored
 from .views import document, record
 
 IDS = st.lists(st.text(max_size=4), unique=True, min_size=1, max_size=40).map(tuple)
@@ -177,3 +184,48 @@ def test_shards_of_earlier_rounds_are_deleted(time: Time) -> None:
     leader.go()
     assert first.isdisjoint(leader.client.list(ROSTER_PREFIX))
     assert leader.client.list(ROSTER_PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("phase", "sentence"),
+    [
+        (Phase.CONFIRMING, "confirming round 4: 1 of 3 nodes has not confirmed its rank"),
+        (Phase.RUNNING, "running round 4, 3 of 2..3 nodes"),
+    ],
+)
+def test_who_looks_at_a_lost_roster_sees_the_ranks_of_those_that_are_known(
+    phase: Phase, sentence: str
+) -> None:
+    """The round is as large as it was, and nobody moves up a rank."""
+    server = MemoryServer()
+    client = MemoryClient(server, "run")
+    small, _ = apart(named(("n1", "n2", "n3"), phase), 1)
+    client.put(STATE_KEY, small.encode())
+    for node, rank in (("n1", 0), ("n3", 2)):
+        confirmed = record(node, Status.RUN, small.round, world_id=small.world_id, rank=rank)
+        client.put(NODES_PREFIX + node, confirmed.encode())
+    client.put(f"{NODES_PREFIX}n2", record("n2", Status.JOIN).encode())
+    seen = Inspection(client, archive(server), "run")
+    seen.look()
+    assert seen.event.startswith(sentence)
+    assert seen.document is not None
+    assert seen.document.size == 3
+    assert [(it.node, it.rank) for it in seen.nodes()] == [("n1", 0), ("n3", 2), ("n2", None)]
+
+
+def test_an_heir_of_the_leader_notes_the_ranks_that_others_had(time: Time) -> None:
+    """It knew its own alone when it began to work in that round."""
+    server = MemoryServer()
+    leader, heir = pair(time, server)
+    finish(leader, heir)
+    leader.carry_out(leader.node.farewell())
+    third = Life("n3", server, time, APART, seed=3)
+    third.go()
+    while stored(heir).phase is Phase.RUNNING:
+        heir.go()
+        heir.wake()
+    heir.join_again()
+    finish(heir, third)
+    heir.go()
+    last = archive(server).rows()[-1]
+    assert (last.round, [(it.name, it.rank) for it in last.left]) == (1, [("n1[1]", 0)])
