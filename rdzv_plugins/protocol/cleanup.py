@@ -32,8 +32,9 @@ from rdzv_plugins.protocol.effects import (
     Tell,
 )
 from rdzv_plugins.protocol.observer import with_rank
-from rdzv_plugins.protocol.roster import known_ranks
+from rdzv_plugins.protocol.roster import apart, known_ranks
 from rdzv_plugins.protocol.round_record import Durations, record_of
+from rdzv_plugins.protocol.rules import INLINE
 
 __all__ = ["close_run", "let_expire", "tidy_up"]
 
@@ -67,14 +68,15 @@ def close_run(
     entry = yield from Read(STATE_KEY)
     while True:
         document = _readable(entry, latest)
-        if document is not None and not document.is_whole:
-            document = yield from with_rank(document, node_id, known_ranks(latest))
         if document is None and latest is not None:
             if (yield from ReadTombstone(latest.incarnation)):
                 # What this node wrote since the sweep would have no end.
                 yield from Drop((NODES_PREFIX + node_id,))
                 return True
-            document = latest
+            # Who waits for it needs the end, and not the names of thousands.
+            document, _ = apart(latest, INLINE)
+        if document is not None and not document.is_whole:
+            document = yield from with_rank(document, node_id, known_ranks(latest))
         if document is None or (latest is not None and not document.is_of(latest)):
             return False
         by_hand = document.closed and document.outcome is Outcome.CLOSED

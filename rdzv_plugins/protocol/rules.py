@@ -10,6 +10,7 @@ from typing import TypeAlias
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument, Status
 
 __all__ = [
+    "INLINE",
     "Abdicate",
     "Action",
     "AskTombstone",
@@ -26,6 +27,10 @@ __all__ = [
     "Wait",
     "Write",
 ]
+
+
+INLINE = 128
+"""See `Rules.inline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +57,7 @@ class Rules:
     rejoin: float = 480.0
     sweep_after: float = 60.0
     abandoned: float = 3600.0
-    inline: int = 128
+    inline: int = INLINE
 
     @property
     def outage(self) -> float:

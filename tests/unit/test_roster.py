@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from rdzv_plugins.inspection import Inspection
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer
+from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
+    Outcome,
     Phase,
     RoundDocument,
     Status,
@@ -229,3 +231,19 @@ def test_an_heir_of_the_leader_notes_the_ranks_that_others_had(time: Time) -> No
     heir.go()
     last = archive(server).rows()[-1]
     assert (last.round, [(it.name, it.rank) for it in last.left]) == (1, [("n1[1]", 0)])
+
+
+def test_a_large_run_is_closed_without_its_names_in_a_store_that_forgot(time: Time) -> None:
+    nodes = tuple(f"n{number}" for number in range(129))
+    life = Life("n1", MemoryServer(), time, APART)
+    closing = close_run(
+        "n1",
+        named(nodes, Phase.RUNNING),
+        Outcome.SUCCEEDED,
+        "why",
+        60.0,
+        lambda now: now.names("n1"),
+    )
+    life.carry_out(closing)
+    assert stored(life).closed
+    assert (stored(life).participants, stored(life).size) == ((), 129)
