@@ -586,20 +586,16 @@ class Node:
         if seen.outages != outages:
             return False  # Decide again: nobody is lost by what was seen before an outage.
         entry, written = yield from CompareAndSet(STATE_KEY, stored.encode(), seen.token)
-        before = self.document
-        if written:
-            yield from seen.adopt(entry, document, shards_of(stored))
-        else:
-            yield from seen.adopt(entry)
+        before, member = self.document, self._member
         if not written:
+            yield from seen.adopt(entry)
             return False
-        if before is not None and before.is_whole:
-            member = self._member
-            if member is not None and before.world_id == member.world_id:
-                # An heir of the leader knew its own rank alone when it confirmed that.
-                self._member = replace(member, participants=before.participants, roster=None)
+        yield from seen.adopt(entry, document, shards_of(stored))
         self._shards = {key: value for values in shards.values() for key, value in values.items()}
         self._shards_due = 2 * self._rules.interval
+        if before and member and before.is_whole and before.world_id == member.world_id:
+            # An heir of the leader knew its own rank alone when it confirmed that.
+            self._member = replace(member, participants=before.participants, roster=None)
         if document.phase is Phase.CONFIRMING:
             self._gathered = Durations(gathering=waited[0], last_call=waited[1])
         if document.incarnation == self._fresh:

@@ -107,11 +107,12 @@ MUTANTS: dict[str, Mutant] = {
     "no-compare": Mutant(
         "rule 1: a leader treats a refused write as done",
         (
-            _in("node", "        if not written:\n            return False\n", ""),
             _in(
                 "node",
-                "        if written:\n            yield from seen.adopt(",
-                "        if True:\n            yield from seen.adopt(",
+                "        if not written:\n"
+                "            yield from seen.adopt(entry)\n"
+                "            return False\n",
+                "",
             ),
         ),
         seed=2,
