@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -137,7 +136,7 @@ class Worker:
 
 
 class Crowd:
-    """Processes with the handlers of a run, all connected; a context manager that kills them.
+    """Processes with the handlers of a run, all connected, until `close`.
 
     Args:
         sizes: how many nodes each process has.
@@ -210,17 +209,6 @@ class Crowd:
         for worker in self.workers:
             worker.kill()
         self.workers = []
-
-    def __enter__(self) -> Crowd:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _await_ready(self, workers: Iterable[Worker]) -> None:
         for worker in workers:

@@ -122,7 +122,7 @@ def started(subject: str, ensemble: int = 1) -> Iterator[Target]:
 def form(target: Target, nodes: int, processes: int, limit: float, **config: str) -> Sample | None:
     """All nodes join at once, until the last one has its rank."""
     run = target.run(nodes, nodes, **config)
-    with Crowd(run, shares(nodes, processes)) as crowd:
+    with contextlib.closing(Crowd(run, shares(nodes, processes))) as crowd:
         meter = Meter(target.server) if target.server is not None else None
         began = crowd.join(crowd.workers)
         world = crowd.settle(crowd.workers, limit)
@@ -142,7 +142,7 @@ def form(target: Target, nodes: int, processes: int, limit: float, **config: str
 def late(target: Target, nodes: int, processes: int, limit: float, **config: str) -> Sample | None:
     """All but one wait already: from the order to join of the last one."""
     run = target.run(nodes, nodes, **config)
-    with Crowd(run, [*shares(nodes - 1, processes), 1]) as crowd:
+    with contextlib.closing(Crowd(run, [*shares(nodes - 1, processes), 1])) as crowd:
         *others, last = crowd.workers
         crowd.join(others)
         _await_records(target, run, nodes - 1, limit)
@@ -171,7 +171,7 @@ def life(
     }
     run = target.run(least, nodes + 1, **config)
     found: dict[str, Sample] = {}
-    with Crowd(run, [1, 1, 1, third, *shares(least, processes)]) as crowd:
+    with contextlib.closing(Crowd(run, [1, 1, 1, third, *shares(least, processes)])) as crowd:
         first, newcomer, one, many, *others = crowd.workers
         members = [first, one, many, *others]
         crowd.watch(crowd.workers)
@@ -221,7 +221,7 @@ def rest(
     """What the nodes of a round that runs cost, with the default interval; a sample a window."""
     assert target.server is not None
     found: list[Sample] = []
-    with Crowd(target.run(nodes, nodes), shares(nodes, processes)) as crowd:
+    with contextlib.closing(Crowd(target.run(nodes, nodes), shares(nodes, processes))) as crowd:
         crowd.join(crowd.workers)
         if crowd.settle(crowd.workers, limit) is None:
             return []
@@ -248,7 +248,7 @@ def count_bytes(target: Target, nodes: int, processes: int, limit: float) -> Sam
         for port, (_, instead) in zip(ports, proxies, strict=True):
             endpoint = endpoint.replace(f":{port}", f":{instead}")
         run = replace(target.run(nodes, nodes), endpoint=endpoint)
-        with Crowd(run, shares(nodes, processes)) as crowd:
+        with contextlib.closing(Crowd(run, shares(nodes, processes))) as crowd:
             before = counter.read()
             crowd.join(crowd.workers)
             if crowd.settle(crowd.workers, limit) is None:

@@ -285,6 +285,11 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return len(self.participants) if self.roster is None else self.roster.size
 
     @property
+    def rosters(self) -> list[Shards]:
+        """Those that stand apart from it, one for the round and one for the last."""
+        return [it for it in (self.roster, self.previous_roster) if it is not None]
+
+    @property
     def is_whole(self) -> bool:
         """Whether all nodes are here on which it counts, and none stand in shards."""
         return self.roster is None and self.previous_roster is None
@@ -342,8 +347,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Why no leader writes this, or no node could act on it."""
         if self.schema != SCHEMA:
             return f"schema {self.schema}"
-        for shards in (self.roster, self.previous_roster):
-            if shards is not None and not 0 < shards.shards <= min(shards.size, _MOST_SHARDS):
+        for shards in self.rosters:
+            if not 0 < shards.shards <= min(shards.size, _MOST_SHARDS):
                 return f"{shards.size} nodes in {shards.shards} shards"
         named = self.phase in (Phase.CONFIRMING, Phase.RUNNING)
         if named and (self.size == 0 or len({*self.participants}) != len(self.participants)):

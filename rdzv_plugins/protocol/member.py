@@ -295,10 +295,10 @@ def _turn(view: View, document: RoundDocument) -> float:
     rank = document.ranks.get(view.me, document.old_ranks.get(view.me))
     turn = _spread(view, document)
     if rank is not None:
-        old = document.participants or document.previous
-        gone = {document.leader, *document.lost}
-        before = [node for node in old[:rank] if node not in gone] if document.is_whole else None
-        turn = min(turn, _TURN_SECONDS * (rank if before is None else len(before)))
+        before = (document.participants or document.previous)[:rank]
+        # Of a roster in shards this node knows its own rank only.
+        rank -= len({document.leader, *document.lost}.intersection(before))
+        turn = min(turn, _TURN_SECONDS * rank)
     # Any other node is better than one that could not lead before.
     return turn + view.rules.lease if view.abdicated else turn
 

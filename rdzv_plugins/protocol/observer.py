@@ -50,19 +50,20 @@ def with_rank(
     Args:
         known: ranks that need not be read, by digest.
     """
-    found: list[Shards | None] = []
-    for shards in (document.roster, document.previous_roster):
-        if shards is not None and shards.ranks is None:
-            ranks = known.get(shards.digest)
-            if ranks is None:
-                entry = yield from Read(shard_key(document.incarnation, shards, node))
-                held = ranks_in(entry)
-                if held is not None:
-                    ranks = {node: held[node]} if node in held else {}
-            found.append(replace(shards, ranks=ranks))
-        else:
-            found.append(shards)
-    roster, previous_roster = found
+
+    def ranked(shards: Shards | None) -> Effects[Shards | None]:
+        if shards is None or shards.ranks is not None:
+            return shards
+        ranks = known.get(shards.digest)
+        if ranks is None:
+            entry = yield from Read(shard_key(document.incarnation, shards, node))
+            held = ranks_in(entry)
+            if held is not None:
+                ranks = {node: held[node]} if node in held else {}
+        return replace(shards, ranks=ranks)
+
+    roster = yield from ranked(document.roster)
+    previous_roster = yield from ranked(document.previous_roster)
     return replace(document, roster=roster, previous_roster=previous_roster)
 
 
@@ -236,8 +237,8 @@ class Observer:
 
     def _with_own_rank(self, document: RoundDocument) -> Effects[RoundDocument]:
         document = yield from with_rank(document, self._me, self._ranks)
-        for shards in (document.roster, document.previous_roster):
-            if shards is not None and shards.ranks is not None:
+        for shards in document.rosters:
+            if shards.ranks is not None:
                 self._ranks[shards.digest] = shards.ranks
         while len(self._ranks) > _RANKS_KEPT:
             del self._ranks[next(iter(self._ranks))]
@@ -253,10 +254,7 @@ class Observer:
     def misses_its_rank(self) -> bool:
         """Whether the store has lost the shard with this node's rank, or shows it too late."""
         document = self.document
-        if document is None:
-            return False
-        shards = (document.roster, document.previous_roster)
-        return any(it is not None and it.ranks is None for it in shards)
+        return document is not None and any(it.ranks is None for it in document.rosters)
 
     def _improve(self, document: RoundDocument) -> None:
         """Take the same document with more of its nodes."""
@@ -379,13 +377,14 @@ class Observer:
         if document.leader is not None:
             # A leader without a record must be found dead too.
             named.add(document.leader)
-        self.liveness.keep({*records, *named, *([] if document.is_whole else [MISSING])})
-        for node in {*records, *named}:
+        watched = {*records, *named}
+        self.liveness.keep(watched if document.is_whole else {*watched, MISSING})
+        for node in watched:
             record = records.get(node)
             self.liveness.observe(node, record.beat if record else None, asked, now)
         if self._outlived is not None:
             # If this node is slow itself, that leader may be no more than slow either.
-            self.doubt({*records, *named} - (set() if self.lag else {self._outlived}))
+            self.doubt(watched - (set() if self.lag else {self._outlived}))
             self._outlived = None
         self._listed_at = self.listed_since = now
         self.looks += 1
@@ -399,11 +398,12 @@ class Observer:
         for prefix in prefixes(document):
             stored |= yield from List(prefix)
         document = complete(document, stored, records)
-        for digest, shards in apart(document, self._rules.inline)[1].items():
-            if document.leader == self._me and not stored.keys() >= shards.keys():
-                # The store has lost them. Participants and heirs still look for their ranks.
-                yield from PutShards(shards)
-                self.stored = {**self.stored, digest: [*shards]}
+        if document.leader == self._me:
+            for digest, shards in apart(document, self._rules.inline)[1].items():
+                if not stored.keys() >= shards.keys():
+                    # The store has lost them. Participants and heirs still look for their ranks.
+                    yield from PutShards(shards)
+                    self.stored = {**self.stored, digest: [*shards]}
         # A roster that is missing is silent, as a node is: what excuses a node excuses it too.
         self.liveness.observe(MISSING, None, asked, self._clock())
         self._improve(document)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -68,6 +69,8 @@ def apart(
     return document, found
 
 
+# A leader stores one roster under several documents: 10,000 nodes take some 20 ms to split.
+@lru_cache(maxsize=4)
 def _split(
     incarnation: str, nodes: tuple[str, ...], inline: int
 ) -> tuple[Shards, dict[str, bytes]]:
@@ -84,8 +87,7 @@ def shards_of(document: RoundDocument | None) -> dict[str, list[str]]:
     """The keys of the shards that a stored document names, by their digest."""
     if document is None:
         return {}
-    shards = (document.roster, document.previous_roster)
-    return {it.digest: _keys(document.incarnation, it) for it in shards if it is not None}
+    return {it.digest: _keys(document.incarnation, it) for it in document.rosters}
 
 
 def _keys(incarnation: str, shards: Shards) -> list[str]:
@@ -95,8 +97,7 @@ def _keys(incarnation: str, shards: Shards) -> list[str]:
 
 def prefixes(document: RoundDocument) -> list[str]:
     """Under which the shards of a stored document stand."""
-    shards = (document.roster, document.previous_roster)
-    return [_prefix(document.incarnation, it) for it in shards if it is not None]
+    return [_prefix(document.incarnation, it) for it in document.rosters]
 
 
 def _prefix(incarnation: str, shards: Shards) -> str:

@@ -728,8 +728,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "observer",
-                "        return any(it is not None and it.ranks is None for it in shards)\n",
-                "        return False\n",
+                "return document is not None and any(it.ranks is None for it in document.rosters)",
+                "return False",
             ),
         ),
         seed=51001556,
