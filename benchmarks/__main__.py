@@ -106,14 +106,20 @@ WHY = {
 class Bench:
     """One run: takes the samples, keeps the figures."""
 
-    def __init__(self, plan: Plan, processes: int, conf: dict[str, str], console: Console) -> None:
+    def __init__(
+        self, plan: Plan, processes: int | None, conf: dict[str, str], console: Console
+    ) -> None:
         self.plan = plan
         self.console = console
         self.figures: list[Figure] = []
         self.versions: dict[str, str] = {}
-        self._processes = processes
+        self._given = processes
         self._conf = conf
         self._began = time.monotonic()
+
+    def _processes(self, nodes: int) -> int:
+        """Those that run the handlers: hundreds of threads in one wait for each other's lock."""
+        return self._given or min(16, max(4, nodes // 128))
 
     def subject(self, name: str, scenarios: Sequence[str]) -> None:
         """All of a store, a floor or a backend of torch's, on one server."""
@@ -142,7 +148,7 @@ class Bench:
                 for size in self.plan.rest:
                     seconds = self.plan.rest_seconds
                     windows = rendezvous.rest(
-                        target, size, self._processes, LIMIT, self.plan.repeats, seconds
+                        target, size, self._processes(size), LIMIT, self.plan.repeats, seconds
                     )
                     self._keep("rest", name, size, windows or [None])
 
@@ -180,7 +186,7 @@ class Bench:
 
     def _warm_up(self, target: Target) -> None:
         """The first round on a server compiles scripts, creates tables, and the like."""
-        rendezvous.form(target, 2, self._processes, LIMIT)
+        rendezvous.form(target, 2, self._processes(2), LIMIT)
 
     def _form(
         self,
@@ -191,7 +197,7 @@ class Bench:
         limit: float,
     ) -> None:
         def take(nodes: int) -> Sample | None:
-            return rendezvous.form(target, nodes, self._processes, limit, **conf)
+            return rendezvous.form(target, nodes, self._processes(nodes), limit, **conf)
 
         for size in sizes:
             if not self._take("form", name, size, take):
@@ -200,7 +206,7 @@ class Bench:
 
     def _late(self, name: str, target: Target, nodes: int, conf: Mapping[str, str]) -> None:
         def take(nodes: int) -> Sample | None:
-            return rendezvous.late(target, nodes, self._processes, LIMIT, **conf)
+            return rendezvous.late(target, nodes, self._processes(nodes), LIMIT, **conf)
 
         self._take("late", name, nodes, take)
 
@@ -208,7 +214,7 @@ class Bench:
         nodes = self.plan.late[0]
 
         def take(nodes: int) -> Sample | None:
-            return rendezvous.count_bytes(target, nodes, self._processes, LIMIT)
+            return rendezvous.count_bytes(target, nodes, self._processes(nodes), LIMIT)
 
         self._take("form", name, nodes, take)
 
@@ -217,7 +223,7 @@ class Bench:
         for _ in range(self.plan.repeats):
             found: Mapping[str, Sample] = {}
             try:
-                found = rendezvous.life(target, nodes, self._processes, LIMIT, interval)
+                found = rendezvous.life(target, nodes, self._processes(nodes), LIMIT, interval)
             except FailedError as error:
                 self.console.print(f"life {name} N={nodes}: {error}", style="red", markup=False)
             for scenario in LIFE:
@@ -280,7 +286,9 @@ def main(
     scenarios: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(SCENARIOS),
     nodes: Annotated[str, typer.Option(help="form rounds of these numbers of nodes only")] = "",
     repeats: Annotated[int, typer.Option(help="samples of each figure; 0: the plan's")] = 0,
-    processes: Annotated[int, typer.Option(help="processes that run the handlers")] = 4,
+    processes: Annotated[
+        int | None, typer.Option(help="that run the handlers; else 4 to 16, by the nodes")
+    ] = None,
     conf: Annotated[str, typer.Option(help="options of form and late, as in --rdzv-conf")] = "",
     output: Annotated[Path | None, typer.Option(help="folder of page, plots and results")] = None,
 ) -> None:

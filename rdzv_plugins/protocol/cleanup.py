@@ -134,6 +134,11 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
         except RendezvousConnectionError as error:
             failure = error
         if attempt == 0:
+            # The tombstone may have taken long. If the store lost the run meanwhile, another run may
+            # have its id by now, and must keep its keys.
+            document = _readable((yield from Read(STATE_KEY)), closed)
+            if document is None or not (document.closed and document.is_of(closed)):
+                return
             # Fails too if the store is away. If the store refuses only the tombstone, the id must
             # become free all the same.
             yield from Expire(sweep_after)

@@ -807,13 +807,17 @@ def _declared_lost(
         node
         for node in out
         if (record := seen.get(node)) is None
-        or not (record.status in (Status.LEFT, Status.DONE) or _only_asks(before, after, record))
+        or not (
+            record.status in (Status.LEFT, Status.DONE)
+            or _only_loses_its_rank(before, after, record)
+        )
     )
 
 
-def _only_asks(before: RoundDocument, after: RoundDocument, record: NodeRecord) -> bool:
-    """Whether the node asks for a round, and only its old rank is forgotten."""
+def _only_loses_its_rank(before: RoundDocument, after: RoundDocument, record: NodeRecord) -> bool:
+    """Whether the node asks for a round, or is in another run, and only its old rank is forgotten."""
     asks = record.status in (Status.JOIN, Status.SPARE)
+    asks |= record.incarnation != before.incarnation
     said = record.label in after.cause.lost and record.label not in before.cause.lost
     return asks and after.phase is Phase.FORMING and not said
 

@@ -90,6 +90,9 @@ FOUND = (
     (37000401, _WHOLE, "a round came back that a fail-over had lost, after another had run"),
     (31000127, _WHOLE, "a client that repeated its request hid an outage from its node"),
     (31001045, _WHOLE, "a node that was first seen after an outage had no grace"),
+    (59003741, _AT_ONCE, "a closer whose tombstone took long swept the keys of another run"),
+    (59003763, _AT_ONCE, "a node of another run counts as lost where the roster is lost"),
+    (60003632, _AT_ONCE, "three closers die at once and leave a damaged document: a limit"),
 )
 
 

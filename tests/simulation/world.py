@@ -371,8 +371,9 @@ class World:
                 continue
             # Where another run has moved the deadline on, the record ends with that; the next run
             # sweeps what a late write brought back.
-            stays = NODES_PREFIX + host.id in store.entries and not host.landed_late
-            if store.deadline is None and stays:
+            # Nor can it end where the last closer dies at once and leaves a damaged document.
+            ends = self._is_readable and not host.landed_late
+            if store.deadline is None and ends and NODES_PREFIX + host.id in store.entries:
                 self.violated("keys end", f"{host.id} knows of its run's end, its record stays")
         # Who died before it had led for long could not see to it; nor could who closed the run and
         # died at once, in a store that had just forgotten the deadline.

@@ -25,7 +25,7 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.protocol.rules import Failure
 from tests import replace
 from tests.unit.crowd import Crowd
-from tests.unit.life import RULES, Life, Time, finish, stored
+from tests.unit.life import RULES, Life, Time, finish, stored, sweep
 
 
 def test_a_joiner_asks_five_times(pair: tuple[Life, Life]) -> None:
@@ -216,13 +216,32 @@ def test_closing_wakes_whoever_waits(known: bool, server: MemoryServer, time: Ti
     asked = close(leader, stored(leader) if known else NEVER_SEEN, "done")
     assert asked == [
         "Read state", *([] if known else ["ReadTombstone"]), "CompareAndSet state", "Ring",
-        "RecordHistory", "PutTombstone", "Expire", "CompareAndSet state",
+        "RecordHistory", "PutTombstone", "Read state", "Expire", "CompareAndSet state",
     ]  # fmt: skip
     assert (stored(leader).phase, stored(leader).reason) == (Phase.CLOSED, "done")
     assert (stored(leader).outcome, stored(leader).expires) == (Outcome.CLOSED, True)
     if known:
         leader.go()
         assert leader.outcomes[0].failure == Failure.CLOSED
+
+
+def test_another_run_with_the_id_keeps_its_keys(server: MemoryServer, time: Time) -> None:
+    """The store loses the closed run while the one that closed it still notes its end."""
+    closer, newcomer = Life("n1", server, time, RULES), Life("n2", server, time, RULES)
+
+    def slowly(work: effects.Effects[bool]) -> effects.Effects[None]:
+        request = next(work)
+        with contextlib.suppress(StopIteration):
+            while True:
+                answer = yield request
+                if isinstance(request, effects.PutTombstone):
+                    sweep(server)
+                    newcomer.go()
+                request = work.send(answer)
+
+    closing = close_run("n1", NEVER_SEEN, Outcome.CLOSED, "done", 60.0, may_close=lambda _: True)
+    assert "Expire" not in closer.carry_out(slowly(closing))
+    assert stored(newcomer).leader == "n2"
 
 
 def test_a_closed_run_is_not_closed_twice(server: MemoryServer, time: Time) -> None:
