@@ -134,8 +134,8 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
         except RendezvousConnectionError as error:
             failure = error
         if attempt == 0:
-            # The tombstone may have taken long. If the store lost the run meanwhile, another run may
-            # have its id by now, and must keep its keys.
+            # The tombstone may have taken long. If the store has lost the run since then, another
+            # run may have its id by now, and must keep its keys.
             document = _readable((yield from Read(STATE_KEY)), closed)
             if document is None or not (document.closed and document.is_of(closed)):
                 return

@@ -815,7 +815,7 @@ def _declared_lost(
 
 
 def _only_loses_its_rank(before: RoundDocument, after: RoundDocument, record: NodeRecord) -> bool:
-    """Whether the node asks for a round, or is in another run, and only its old rank is forgotten."""
+    """Whether the node asks for a round or is in another run, and only its old rank is lost."""
     asks = record.status in (Status.JOIN, Status.SPARE)
     asks |= record.incarnation != before.incarnation
     said = record.label in after.cause.lost and record.label not in before.cause.lost
