@@ -63,12 +63,17 @@ def option(
     least: float | None = None,
     choices: tuple[str, ...] = (),
     secret: bool = False,
+    of_run: bool = False,
 ) -> Any:
-    """A dataclass field with the bounds that `parse_options` enforces."""
+    """A dataclass field with the bounds that `parse_options` enforces.
+
+    Args:
+        of_run: all nodes of a run must have the same; their leader acts on its own.
+    """
     return field(
         default=default,
         repr=not secret,
-        metadata={"least": least, "choices": choices, "secret": secret},
+        metadata={"least": least, "choices": choices, "secret": secret, "of_run": of_run},
     )
 
 
@@ -121,8 +126,8 @@ class Settings:
     keep_alive_interval: float = option(5.0, least=0.05)
     # At least two: a lease of one interval would expire between two punctual heartbeats.
     keep_alive_max_attempt: int = option(3, least=2)
-    restart_on_loss: bool = option(True)
-    rank_order: str = option("natural", choices=("natural", "stable", "hint"))
+    restart_on_loss: bool = option(True, of_run=True)
+    rank_order: str = option("natural", choices=("natural", "stable", "hint"), of_run=True)
     rank: int | None = option(None, least=0)
     rejoin_timeout: float = option(600.0, least=0.001)
     closed_ttl: float = option(60.0, least=0)
@@ -139,6 +144,15 @@ class Settings:
             raise ValueError(
                 f"option 'metrics_port': '{self.metrics_port}' must be at most {_LARGEST_PORT}"
             )
+
+    @property
+    def policy(self) -> str:
+        """The options of the run that are not at their defaults, as in ``--rdzv-conf``."""
+        return ",".join(
+            f"{item.name}={getattr(self, item.name)}"
+            for item in fields(self)
+            if item.metadata["of_run"] and getattr(self, item.name) != item.default
+        )
 
     @property
     def lease(self) -> float:

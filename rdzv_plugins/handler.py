@@ -128,6 +128,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             interval=rules.interval,
             lease=rules.lease,
             hint=settings.rank,
+            policy=settings.policy,
         )
         self._node = Node(
             secrets.token_hex(8),

@@ -207,7 +207,7 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: dict[str, int] | None = None
 
 
-class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """The one thing that all nodes agree on; changed by compare-and-set only.
 
     Attributes:
@@ -228,6 +228,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         ran: `world_id` of the round that runs; it stays until the next one has its participants,
             for those of a round that was over before they saw it run.
         master: ``address:port`` of rank 0's TCPStore in that round.
+        schema: the first number is not written: a later one is a field without a default.
     """
 
     schema: int = SCHEMA
@@ -375,8 +376,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
         hosts: False: it could not open that TCPStore, and another is to be rank 0.
         failed: it asks for another round because its workers failed.
-        schema: as the document's; a node of another version disturbs no round of this one. The
-            first number is not written: a later one is a field without a default.
+        policy: the options of the run that are not at their defaults, as text.
+        schema: as the document's; a node of another version disturbs no round of this one.
     """
 
     address: str
@@ -396,6 +397,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     master: str | None = None
     hosts: bool = True
     failed: bool = False
+    policy: str = ""
     schema: Literal[2] = 2
 
     @property

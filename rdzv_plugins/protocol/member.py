@@ -385,3 +385,10 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
                     f"{record.lease:g} s, this node every {rules.interval:g} s with one of "
                     f"{rules.lease:g} s: set keep_alive_interval and keep_alive_max_attempt alike",
                 )
+            if record.policy != view.record.policy:
+                yield (
+                    "settings",
+                    record.policy,
+                    f"{record.label} has {record.policy or 'no policy'} in --rdzv-conf, this node "
+                    f"{view.record.policy or 'none'}: set them alike, for the leader's count",
+                )
