@@ -16,7 +16,7 @@ from pathlib import Path
 from rdzv_plugins.protocol import roster
 from rdzv_plugins.protocol.node import Node
 
-from .plan import EVERYTHING, Focus
+from .plan import EVERYTHING, UNSTEERED, Focus
 
 __all__ = ["CALM", "MUTANTS", "Edit", "Mutant", "build"]
 
@@ -55,8 +55,8 @@ class Mutant:
 
     @property
     def plans(self) -> Focus:
-        """``focus``; all nodes stand in the document where it does not say otherwise."""
-        return replace(self.focus, settings={"inline": 128, **self.focus.settings})
+        """``focus``; as when most of these seeds were found where it does not say otherwise."""
+        return replace(self.focus, settings={"inline": 128, **UNSTEERED, **self.focus.settings})
 
 
 # Where all but the smallest rounds stand in shards.

@@ -115,6 +115,9 @@ class Focus:
 EVERYTHING = Focus()
 """Plans as they are drawn."""
 
+UNSTEERED: Mapping[str, Any] = {}
+"""Settings without policies and without orders from people."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -238,7 +241,7 @@ class Plan:
         )
         # Of its own source, so that the other draws of a seed are as they were without it.
         inline = random.Random(f"roster of {seed}").choice((1, 2, 128))
-        plan = replace(plan, rules=replace(rules, inline=inline))
+        plan = _steered(replace(plan, rules=replace(rules, inline=inline)))
         if most_nodes > 12 and not focus.kinds:
             # Drawn apart, so that all else is as it would be without.
             more = _at_once(random.Random(f"{seed}, at once"))
@@ -248,6 +251,11 @@ class Plan:
         given = {name: value for name, value in focus.settings.items() if name in of_rules}
         others = {name: value for name, value in focus.settings.items() if name not in of_rules}
         return replace(plan, rules=replace(plan.rules, **given), **others)
+
+
+def _steered(plan: Plan) -> Plan:
+    """With policies and orders: each of its own source, so that all else is as without it."""
+    return plan
 
 
 def settling(plan: Plan) -> float:

@@ -16,7 +16,7 @@ from tests import Measure
 from .campaign import Totals, failure_report, run_seeds
 from .faults import FAULTS
 from .mutants import CALM, MUTANTS, Edit, Mutant, build
-from .plan import AT_ONCE, KINDS, Focus
+from .plan import AT_ONCE, KINDS, UNSTEERED, Focus
 from .world import simulate
 
 IN_CI = os.environ.get("CI") == "true"
@@ -30,8 +30,8 @@ PROCESSES = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WOR
 # requests a seed is another run, and a later seed may catch the mutant.
 _MOST_SEEDS_PER_MUTANT = 3000
 
-# All nodes stand in the document, as when these seeds were found.
-_WHOLE = Focus(settings={"inline": 128})
+# All nodes stand in the document, and nobody steers, as when these seeds were found.
+_WHOLE = Focus(settings={"inline": 128, **UNSTEERED})
 # Nor does a client try again while it cannot reach the store.
 _AT_ONCE = Focus(settings={"retries": 0.0, **_WHOLE.settings})
 
