@@ -91,6 +91,19 @@ class Settings:
     keep_alive_interval     5       seconds between two heartbeats of a node
     keep_alive_max_attempt  3       intervals without a heartbeat until a node is lost (the lease)
     restart_on_loss         true    when a node is lost, restart the others at once
+    replacement_timeout     none    seconds that a restart after a loss waits for more nodes than
+                                    the minimum; none: last_call_timeout. A restart at which all
+                                    nodes of the last round are back waits for no others
+    grow                    now     when a running round with room is ended for newcomers: now
+                                    (once last_call_timeout has passed or they fill the round),
+                                    checkpoint (when a worker calls ``rdzv_plugins.resize_now()``,
+                                    or at ``rdzv resize``) or never; any restart lets them in
+    min_uptime              0       seconds that a round runs before it is ended for newcomers
+    resize_interval         0       seconds after newcomers were let in until the next ones are
+    no_progress_rounds      0       after so many rounds in a row that ran for less than
+                                    no_progress_uptime and were not ended for newcomers, the run is
+                                    closed and torchrun exits with 93; 0: never
+    no_progress_uptime      60      seconds; see no_progress_rounds
     rank_order              natural natural (by address, node2 before node10), stable (nodes of the
                                     last round keep their order, new nodes follow) or hint (by
                                     the option ``rank``)
@@ -114,8 +127,8 @@ class Settings:
     otel                    false   report the same metrics through OpenTelemetry, if the
                                     application has set it up (extra ``otel``)
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
-                                    this backend; it has no restart_on_loss, rank_order, rank,
-                                    metrics_port and otel)
+                                    this backend; it has none of the options from
+                                    restart_on_loss to rank, and no metrics_port and otel)
     ======================= ======= ===============================================================
     """
 
@@ -127,6 +140,12 @@ class Settings:
     # At least two: a lease of one interval would expire between two punctual heartbeats.
     keep_alive_max_attempt: int = option(3, least=2)
     restart_on_loss: bool = option(True, of_run=True)
+    replacement_timeout: float | None = option(None, least=0, of_run=True)
+    grow: str = option("now", choices=("now", "checkpoint", "never"), of_run=True)
+    min_uptime: float = option(0.0, least=0, of_run=True)
+    resize_interval: float = option(0.0, least=0, of_run=True)
+    no_progress_rounds: int = option(0, least=0, of_run=True)
+    no_progress_uptime: float = option(60.0, least=0, of_run=True)
     rank_order: str = option("natural", choices=("natural", "stable", "hint"), of_run=True)
     rank: int | None = option(None, least=0)
     rejoin_timeout: float = option(600.0, least=0.001)

@@ -81,6 +81,9 @@ _SIGNALS_BORNE = 5
 # The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
 _MASTER_SECONDS = 30.0
 
+# The exit status of agents whose run makes no progress, as of NVIDIA's resiliency extension.
+_NO_PROGRESS = 93
+
 # torch's own default for --rdzv-id (torch.distributed.run); all jobs without an id share it.
 _DEFAULT_RUN_ID = "none"
 
@@ -192,6 +195,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             RendezvousClosedError: the run is closed.
             SystemExit: with status 0; the run ended while this node was a spare. torch's own
                 `RendezvousGracefulExitError` makes its `launch_agent` fail with AttributeError.
+                With status 93: the run was closed for ``no_progress_rounds``.
             RendezvousTimeoutError: no round within ``join_timeout``.
             RendezvousConnectionError: the store was away for as long.
             RendezvousStateError: the round document is unreadable, or the run was started with
@@ -477,6 +481,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         run = f"run '{self._run_id}'"
         latest = self._node.latest
         match outcome.failure:
+            case Failure.CLOSED | Failure.SPARE_CLOSED if (
+                latest is not None and latest.outcome is Outcome.NO_PROGRESS
+            ):
+                return SystemExit(_NO_PROGRESS)
             case Failure.SPARE_CLOSED if latest is None or latest.outcome is not Outcome.FAILED:
                 return SystemExit(0)
             case Failure.CLOSED | Failure.SPARE_CLOSED:
@@ -615,6 +623,12 @@ def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
         interval=settings.keep_alive_interval,
         last_call=settings.last_call_timeout,
         restart_on_loss=settings.restart_on_loss,
+        replacement=settings.replacement_timeout,
+        grow=settings.grow,
+        min_uptime=settings.min_uptime,
+        resize_interval=settings.resize_interval,
+        no_progress_rounds=settings.no_progress_rounds,
+        no_progress_uptime=settings.no_progress_uptime,
         rank_order=settings.rank_order,
         request=settings.heartbeat_timeout,
         # Sooner than the nodes that wait for it time out.

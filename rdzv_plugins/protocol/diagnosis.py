@@ -17,7 +17,8 @@ from rdzv_plugins.protocol.documents import (
     Status,
     labels,
 )
-from rdzv_plugins.protocol.leader import doubted, fits, has_rejoined, rejoin_patience
+from rdzv_plugins.protocol.growth import GROWTH, Hold, hold, last_call
+from rdzv_plugins.protocol.leader import doubted, fits, has_rejoined, may_grow, rejoin_patience
 from rdzv_plugins.protocol.rules import View
 
 __all__ = ["Diagnosis", "Pace", "diagnose", "of_node"]
@@ -113,6 +114,7 @@ class _Times:
     last_call: float | None = None
     rejoin: Callable[[int], float] | None = None
     quiet: float | None = None
+    hold: Callable[[int, int], Hold | None] | None = None
 
 
 def diagnose(
@@ -147,10 +149,12 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
 
     times = _Times(
         join=join_left,
-        last_call=rules.last_call - (view.enough_for or 0.0),
+        last_call=last_call(rules, document) - (view.enough_for or 0.0),
         rejoin=lambda ready: rejoin_patience(rules, ready) - view.round_age,
     )
     records = {**view.records, view.me: view.record}
+    permitted = may_grow(document, records)
+    times = replace(times, hold=lambda wait, room: hold(view, wait, room, permitted))
     found = _with_records(document, records, view.is_silent, times)
     return replace(found, doubted=len(doubted(view, records)))
 
@@ -207,7 +211,7 @@ def _with_records(
         case Phase.CONFIRMING:
             return _confirming(document, records, times)
         case _:
-            return _running(document, records, waiting)
+            return _running(document, records, waiting, times)
 
 
 def _forming(
@@ -280,21 +284,37 @@ def _confirming(
 
 
 def _running(
-    document: RoundDocument, records: Mapping[str, NodeRecord], waiting: Iterable[str]
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    waiting: Iterable[str],
+    times: _Times,
 ) -> Diagnosis:
     spares = [node for node in waiting if node not in document.ranks]
     done = [node for node in document.ranks if _status(records, node) is Status.DONE]
     room = document.max_nodes - document.size + len(document.lost)
     word = "waiting" if room > 0 and not document.finishing else "spare"
     plural = "s" if word == "spare" and len(spares) > 1 else ""
+    held = None
+    if spares and word == "waiting":
+        held = times.hold(len(spares), room) if times.hold else Hold(_held(records, document))
+    why = f" ({held.why})" if held is not None and held.why else ""
     parts = [
         f"running round {document.round}",
         _size(document),
         f"{len(document.lost)} of them lost" if document.lost else "",
         f"{len(done)} of them done" if done else "",
-        f"{len(spares)} {word}{plural}" if spares else "",
+        f"{len(spares)} {word}{plural}{why}" if spares else "",
     ]
-    return Diagnosis(does=", ".join(part for part in parts if part))
+    does = ", ".join(part for part in parts if part)
+    if held is None or held.seconds is None:
+        return Diagnosis(does=does)
+    return Diagnosis(does=does, seconds=held.seconds, limit=held.limit)
+
+
+def _held(records: Mapping[str, NodeRecord], document: RoundDocument) -> str:
+    """The options that may hold newcomers back, as the first node of the round has them."""
+    policy = next((records[node].policy for node in document.ranks if node in records), "")
+    return ", ".join(it for it in policy.split(",") if it.partition("=")[0] in GROWTH)
 
 
 def _closed(document: RoundDocument) -> Diagnosis:

@@ -116,6 +116,13 @@ class Outcome(StrEnum):
     """An agent gave up: the others end too."""
     CLOSED = "closed"
     """No further round forms by request; the round that runs goes on."""
+    NO_PROGRESS = "no progress"
+    """Its rounds ended again and again before they had run for long: all nodes end."""
+
+    @property
+    def ends_workers(self) -> bool:
+        """Whether the workers of the other nodes are told to end."""
+        return self in (Outcome.FAILED, Outcome.NO_PROGRESS)
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True):
@@ -228,6 +235,9 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         ran: `world_id` of the round that runs; it stays until the next one has its participants,
             for those of a round that was over before they saw it run.
         master: ``address:port`` of rank 0's TCPStore in that round.
+        resize: somebody said that now is the moment to let newcomers in.
+        grew: the last round that let newcomers in.
+        short_rounds: how many of the last rounds in a row ran for less than ``no_progress_uptime``.
         schema: the first number is not written: a later one is a field without a default.
     """
 
@@ -251,6 +261,9 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     expires: bool = False
     ran: str | None = None
     master: str | None = None
+    resize: bool = False
+    grew: int = 0
+    short_rounds: int = 0
 
     @property
     def place(self) -> tuple[int, int]:
@@ -376,6 +389,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
         hosts: False: it could not open that TCPStore, and another is to be rank 0.
         failed: it asks for another round because its workers failed.
+        may_grow: its workers say that now is a good moment to let newcomers in.
         policy: the options of the run that are not at their defaults, as text.
         schema: as the document's; a node of another version disturbs no round of this one.
     """
@@ -397,6 +411,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     master: str | None = None
     hosts: bool = True
     failed: bool = False
+    may_grow: bool = False
     policy: str = ""
     schema: Literal[2] = 2
 

@@ -13,11 +13,13 @@ from msgspec.structs import replace
 from rdzv_plugins.protocol.documents import (
     Cause,
     NodeRecord,
+    Outcome,
     Phase,
     RoundDocument,
     Status,
     labels,
 )
+from rdzv_plugins.protocol.growth import hold, last_call
 from rdzv_plugins.protocol.ranks import order_ranks
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
 from rdzv_plugins.protocol.rules import (
@@ -31,7 +33,16 @@ from rdzv_plugins.protocol.rules import (
     Write,
 )
 
-__all__ = ["doubted", "fits", "has_rejoined", "lead", "next_round", "rejoin_patience", "without"]
+__all__ = [
+    "doubted",
+    "fits",
+    "has_rejoined",
+    "lead",
+    "may_grow",
+    "next_round",
+    "rejoin_patience",
+    "without",
+]
 
 # Where spares fill the round, the leader waits only this share of `Rules.rejoin` for a participant
 # that does not ask for it.
@@ -60,6 +71,12 @@ def lead(view: View, document: RoundDocument) -> Action:
 
 def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
     rules = view.rules
+    if 0 < rules.no_progress_rounds <= document.short_rounds:
+        why = (
+            f"no progress: {document.short_rounds} rounds in a row ran for less than "
+            f"{rules.no_progress_uptime:g} s, the last one ended so: {document.reason}"
+        )
+        return Close(document, Outcome.NO_PROGRESS, why)
     live = {node for node, record in records.items() if _is_live(view, node, record)}
     if (ahead := _ahead_of(document, records, live)) is not None:
         return Write(ahead)
@@ -93,11 +110,12 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         if gone:
             return Write(_amend(document, records, gone))
         return Wait(_until_lease(view, unsure), enough)
-    last_call = view.enough_for or 0.0
-    if len(ready) < rules.max_nodes and not (enough and last_call >= rules.last_call):
-        if gone:
+    if len(ready) < rules.max_nodes:
+        if gone:  # Then it may wait for replacements.
             return Write(_amend(document, records, gone))
-        return Wait(rules.last_call - last_call if enough else None, enough)
+        left = last_call(rules, document) - (view.enough_for or 0.0)
+        if not enough or left > 0:
+            return Wait(left if enough else None, enough)
     return Write(_name_participants(view, document, records, ready))
 
 
@@ -260,6 +278,7 @@ def _name_participants(
         evicted=still_run,
         waiting=len(ready) - len(chosen),
         cause=cause,
+        grew=document.round if {*chosen} - old else document.grew,
         ran=None,
         master=None,
     )
@@ -310,7 +329,9 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     done = {node for node in document.participants if _is_done(document, records.get(node))}
     # Once a node is done, newcomers no longer restart the others.
     room = 0 if done else document.max_nodes - len(document.participants) + len(gone)
-    if rejoined or (lost and view.rules.restart_on_loss) or (newcomers and room > 0):
+    grows = bool(newcomers) and room > 0
+    held = hold(view, len(newcomers), room, may_grow(document, records)) if grows else None
+    if rejoined or (lost and view.rules.restart_on_loss) or (grows and held is None):
         cause = _amended(Cause(), records, gone).plus(
             failed=[records[node].label for node in rejoined if records[node].failed],
             # A node without failed workers joins again where the store forgot its round.
@@ -326,11 +347,19 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     if done and done == set(document.participants) - gone:
         # They may wait in torch's exit barrier for nodes that are gone; or for each other, if the
         # store forgot who had come.
-        return Close(document)
+        return Close(document, Outcome.SUCCEEDED, "its workers succeeded")
     if done and newcomers and not document.finishing:
         return Write(replace(document, finishing=True))
+    if document.resize:
+        return Write(replace(document, resize=False))  # The moment is over; nobody waits.
     present = [node for node in document.participants if node not in gone]
-    return Wait(_until_lease(view, present))
+    until = [_until_lease(view, present), held.seconds if held is not None else None]
+    return Wait(min((it for it in until if it is not None), default=None), enough=grows)
+
+
+def may_grow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> bool:
+    """Whether workers of the round say that now is a good moment to let newcomers in."""
+    return any(records[node].may_grow for node in document.participants if node in records)
 
 
 def _changes(
@@ -356,6 +385,11 @@ def next_round(
     view: View, document: RoundDocument, gone: Iterable[str], waiting: int, cause: Cause
 ) -> RoundDocument:
     """The round after ``document``, without those that are gone."""
+    short_rounds = document.short_rounds
+    if document.phase is Phase.RUNNING and view.rules.no_progress_rounds:
+        only_grows = cause == Cause(joined=cause.joined)
+        short = view.longest_uptime < view.rules.no_progress_uptime and not only_grows
+        short_rounds = short_rounds + 1 if short else 0
     return replace(
         document,
         round=document.round + 1,
@@ -367,6 +401,8 @@ def next_round(
         waiting=waiting,
         finishing=False,
         cause=cause,
+        resize=False,
+        short_rounds=short_rounds,
     )
 
 

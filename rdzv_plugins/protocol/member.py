@@ -19,12 +19,12 @@ from rdzv_plugins.protocol.documents import (
     Cause,
     Names,
     NodeRecord,
-    Outcome,
     Phase,
     RoundDocument,
     Status,
     labels,
 )
+from rdzv_plugins.protocol.growth import holds_newcomers
 from rdzv_plugins.protocol.leader import fits, lead, next_round, without
 from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rules import (
@@ -58,7 +58,7 @@ def nodes_waiting(view: View) -> int:
         return 0
     if latest.is_of(member) and latest.closed:
         # An agent gave up. The workers of this node may wait for its workers for ever.
-        return int(latest.outcome is Outcome.FAILED)
+        return int(latest.outcome is not None and latest.outcome.ends_workers)
     if latest.closed:
         # Another run of the id took the place of this node's, and is over.
         return int(member.incarnation in view.asked_tombstones)
@@ -207,7 +207,8 @@ def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
     elif record.status is Status.RUN and not confirmed:
         return SetRecord(Status.JOIN, record.incarnation, record.round)
     full = document.size - len(document.lost) >= document.max_nodes
-    no_room = (full or document.finishing) and view.me not in document.ranks
+    no_room = full or document.finishing or holds_newcomers(view.rules)
+    no_room = no_room and view.me not in document.ranks
     if record.status is Status.JOIN and document.phase is Phase.RUNNING and no_room:
         return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
     return None
@@ -360,7 +361,11 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         text = f"round {number} goes on without {names}: lease ran out"
         yield "lost", (*this_round, document.lost), text
     if waits_for_a_living_round(view) and view.leader is not None:
-        why = "whose workers are about to end" if document.finishing else "which is full"
+        why = "which is full"
+        if document.finishing:
+            why = "whose workers are about to end"
+        elif document.size - len(document.lost) < document.max_nodes:
+            why = f"which lets newcomers in later ({view.record.policy})"
         yield (
             "spare",
             this_round,

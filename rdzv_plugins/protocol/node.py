@@ -6,6 +6,7 @@ only carries requests out: `driver.py` on a store, the simulator on virtual time
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +26,6 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
-from rdzv_plugins.protocol.documents import Outcome as RunOutcome
 from rdzv_plugins.protocol.effects import (
     LOCAL,
     CompareAndSet,
@@ -108,6 +108,7 @@ class Node:
         self._failed = False
         self._withdraw_ordered = False
         self._done_reported = False
+        self._growth_allowed = False
         self._joined_at = 0.0
         self._fresh = ""
         self._join_deadline = 0.0
@@ -147,7 +148,8 @@ class Node:
     @property
     def ordered(self) -> bool:
         """Whether an order or a report has not been taken up yet."""
-        return self._join_ordered or self._withdraw_ordered or self._done_reported
+        orders = self._join_ordered, self._withdraw_ordered
+        return any(orders) or self._done_reported or self._growth_allowed
 
     @property
     def latest(self) -> RoundDocument | None:
@@ -198,6 +200,10 @@ class Node:
     def report_done(self) -> None:
         """Say that this node's workers succeeded. Like `order_join`."""
         self._done_reported = True
+
+    def allow_growth(self) -> None:
+        """Say that now is a good moment to let newcomers in. Like `order_join`."""
+        self._growth_allowed = True
 
     def master_opened(self, world_id: str, address: str | None, error: Exception | None) -> None:
         """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
@@ -328,7 +334,12 @@ class Node:
             self._pace = diagnosis.Pace(self._joined_at)
             self._join_deadline = self._joined_at + self._join_timeout
             self.record = replace(
-                self.record, status=Status.JOIN, master=None, hosts=True, failed=self._failed
+                self.record,
+                status=Status.JOIN,
+                master=None,
+                hosts=True,
+                failed=self._failed,
+                may_grow=False,
             )
             self._news = self._what_it_asks_for()
             self._fresh = self._new_incarnation()
@@ -342,6 +353,11 @@ class Node:
                 # No node waits for this: do not ring the bell.
                 self.record = replace(self.record, status=Status.DONE)
                 self._record_due = True
+        if self._growth_allowed:
+            self._growth_allowed = False
+            if self.record.status is Status.RUN and not self._joining:
+                self.record = replace(self.record, may_grow=True)
+                self._record_due = self._ring = True
 
     def _what_it_asks_for(self) -> str:
         if self._member is None:
@@ -369,6 +385,8 @@ class Node:
     def _keep_alive(self) -> Effects[None]:
         """Once an interval, beat and look at the others; write a changed record at once."""
         interval_over = self._clock() >= self._next_beat
+        if interval_over and not self._record_due:
+            self.record = replace(self.record, may_grow=False)  # The moment is over.
         if self._record_due or interval_over:
             due = min(self._clock(), self._next_beat)
             yield from self._write_record()
@@ -401,6 +419,9 @@ class Node:
             document=document,
             document_age=now - seen.document_since,
             round_age=now - seen.round_since,
+            uptime=now - seen.running_since if seen.running_since is not None else 0.0,
+            longest_uptime=now - seen.forming_since if seen.forming_since is not None else math.inf,
+            grown_for=now - seen.grown_since,
             latest=seen.latest,
             asked_tombstones=seen.asked_tombstones,
             member=self._member,
@@ -449,16 +470,15 @@ class Node:
             case rules.Fail(failure):
                 missed = diagnosis.of_node(self.view())
                 yield from self._end_join(Outcome(failure=failure, diagnosis=missed))
-            case rules.Close(document):
+            case rules.Close(document, outcome, why):
                 # The same words as shutdown()'s, which finishes this if it is interrupted.
-                why = f"its workers succeeded: closed by {self.record.label}"
                 self.closing = True
                 try:
                     yield from close_run(
                         self.id,
                         document,
-                        RunOutcome.SUCCEEDED,
-                        why,
+                        outcome,
+                        f"{why}: closed by {self.record.label}",
                         self._rules.sweep_after,
                         # Any leader, also a spare; not a node that has lost the lead since.
                         may_close=lambda now: now.leader == self.id,
@@ -477,12 +497,12 @@ class Node:
             case rules.ListRecords():
                 self._seen.list_records()
             case rules.AskTombstone(incarnation):
-                outcome = yield from ReadTombstone(incarnation)
-                if outcome is not None:
+                ended = yield from ReadTombstone(incarnation)
+                if ended is not None:
                     # What this node wrote since the sweep has no deadline. If the Drop fails, the
                     # node asks again; once it knows of the end it does nothing more.
                     yield from Drop((NODES_PREFIX + self.id,))
-                self._seen.hear_of_the_end(incarnation, outcome)
+                self._seen.hear_of_the_end(incarnation, ended)
             case rules.Wait(seconds, enough):
                 if self._seen.count_ready(enough):
                     return  # Decide again: the last call may take no time.
@@ -507,6 +527,7 @@ class Node:
             rank=document.ranks[self.id],
             master=master,
             failed=False,
+            may_grow=False,
         )
         self._record_due = self._ring = True
 

@@ -84,6 +84,9 @@ class Observer:
         stored: the keys of the shards that stand under this version, by their digest.
         document_since: when it was first seen as it is.
         round_since: when its round was first seen.
+        running_since: when the round that runs was first seen running; None: none runs.
+        forming_since: when its last document before that was first seen; None: none was.
+        grown_since: when the last round that let newcomers in was first seen.
         latest: of all documents of this node's run that it has read, the one of the highest place.
         asked_tombstones: incarnations without a tombstone, as far as this node has asked; emptied
             when a later document is read.
@@ -107,6 +110,9 @@ class Observer:
         self.stored: Mapping[str, list[str]] = {}
         self.document_since = clock()
         self.round_since = clock()
+        self.running_since: float | None = None
+        self.forming_since: float | None = None
+        self.grown_since = clock()
         self.latest: RoundDocument | None = None
         self.asked_tombstones: frozenset[str] = frozenset()
         self.leader: NodeRecord | None = None
@@ -124,6 +130,8 @@ class Observer:
         self._records_due = True
         # Whether it lists all records though it does not lead.
         self._lists = False
+        self._runs: str | None = None  # The world_id of the round that `running_since` is of.
+        self._grew: tuple[str, int] | None = None  # What `grown_since` is of.
         self._leader_is: str | None = None  # Whose record `leader` is.
         self._listing = RecordCache()
         # This node's rank by the digest of the shards that it has read, the last ones.
@@ -229,8 +237,9 @@ class Observer:
                 del self._outdated[next(iter(self._outdated))]
             was, self.document, self.token = self.document, document, token
             self.stored = shards_of(document) if stored is None else stored
-            self.document_since = self._clock()
+            before, self.document_since = self.document_since, self._clock()
             if document is not None:
+                self._note_uptime(was, before, document)
                 self._compare(was, document)
         self.document_is_fresh = True
         self._document_due = False
@@ -272,10 +281,26 @@ class Observer:
             self.progress.heard(document.leader, self._clock())
         if was is None or (was.incarnation, was.round) != (document.incarnation, document.round):
             self.round_since = self._clock()
+        if was is None or was.place != document.place:
             self._enough_since = None
         if self._is_later(document):
             self.latest = document
             self.asked_tombstones = frozenset()
+
+    def _note_uptime(
+        self, was: RoundDocument | None, was_since: float, document: RoundDocument
+    ) -> None:
+        """Note since when the round runs, and since when the last newcomers are in."""
+        if document.phase is not Phase.RUNNING:
+            self.running_since, self._runs = None, None
+        elif document.world_id != self._runs:
+            self.running_since, self._runs = self._clock(), document.world_id
+            same = was is not None and was.is_of(document) and was.round == document.round
+            self.forming_since = was_since if same else None
+        first_forms = (document.round, document.phase) == (0, Phase.FORMING)
+        grew = document.incarnation, -1 if first_forms else document.grew
+        if grew != self._grew:
+            self.grown_since, self._grew = self._clock(), grew
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument, Status
+from rdzv_plugins.protocol.documents import NodeRecord, Outcome, RoundDocument, Status
 
 __all__ = [
     "INLINE",
@@ -42,6 +42,12 @@ class Rules:
         rejoin: how long a live participant may take to ask for the next round.
         sweep_after: how long the keys of a closed run stay.
         abandoned: how long the keys of a run without a leader stay.
+        replacement: how long a restart waits for a replacement of a lost node; None: ``last_call``.
+        min_uptime: how long a round runs before it is ended for newcomers.
+        resize_interval: how long after newcomers were let in the next ones are.
+        grow: when newcomers are let in: ``now``, ``checkpoint`` or ``never``.
+        no_progress_rounds, no_progress_uptime: after so many rounds in a row that ran for less, the
+            run is closed; 0: never.
         inline: the most nodes whose ids stand in the document; more stand in shards of about so
             many each.
     """
@@ -57,6 +63,12 @@ class Rules:
     rejoin: float = 480.0
     sweep_after: float = 60.0
     abandoned: float = 3600.0
+    replacement: float | None = None
+    min_uptime: float = 0.0
+    resize_interval: float = 0.0
+    grow: str = "now"
+    no_progress_rounds: int = 0
+    no_progress_uptime: float = 0.0
     inline: int = INLINE
 
     @property
@@ -77,6 +89,9 @@ class View:
         document: the document as last read; None: there is none, or it is unreadable.
         document_age: seconds since ``document`` was first seen as it is.
         round_age: seconds since its round was first seen.
+        uptime: seconds since this node first saw its round run; 0 if it does not run.
+        longest_uptime: seconds for which it may have run; infinite: this node did not see it form.
+        grown_for: seconds since this node first saw the last round that let newcomers in.
         latest: as `observer.Observer.latest`.
         asked_tombstones: as `observer.Observer.asked_tombstones`.
         member: the round that the agent runs in, or ran in last.
@@ -107,6 +122,9 @@ class View:
     document: RoundDocument | None
     document_age: float
     round_age: float
+    uptime: float
+    longest_uptime: float
+    grown_for: float
     latest: RoundDocument | None
     asked_tombstones: frozenset[str]
     member: RoundDocument | None
@@ -229,9 +247,11 @@ class AskTombstone:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close the run as succeeded: no node has work left."""
+    """Close the run: no node has work left, or it makes no progress."""
 
     document: RoundDocument
+    outcome: Outcome
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,13 @@ class Host:
         self._nudge()
         self._meet("barrier")
 
+    def name_the_moment(self) -> None:
+        """Its workers say that newcomers may come now."""
+        self.world.note(f"{self.id}: newcomers may come now")
+        self.world.inject("checkpoint")
+        self.node.allow_growth()
+        self._nudge()
+
     def abandon_join(self) -> None:
         """What waited in ``next_rendezvous()`` got an exception."""
         if self.agent is not Agent.JOINING:

@@ -50,6 +50,8 @@ from rdzv_plugins.protocol.documents import Cause, NodeRecord, Outcome, Phase, R
 from rdzv_plugins.protocol.rules import Rules
 from tests import replace
 
+from .plan import SLOWEST
+
 __all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show", "world_of"]
 
 INVARIANTS = {
@@ -96,6 +98,13 @@ INVARIANTS = {
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
     "`expires`, or by nodes of a run that is not closed",
+    "pace": "a running round that ends for newcomers alone has run for `min_uptime`, and for the "
+    "last call unless they fill it or a worker named the moment; `resize_interval` has passed "
+    "since the last round with newcomers was named; and `grow` allows it (`checkpoint`: a worker's "
+    "record has named the moment)",
+    "progress": "a run is closed for want of progress only after `no_progress_rounds` rounds in a "
+    "row ran for less than `no_progress_uptime` and did not end for newcomers, unless the store "
+    "lost data",
     "members close": "a node that closes a run leads it, or was named in its last round and got a "
     "round of the same incarnation",
     "finished": "nothing is written for a run that is closed or has a tombstone, unless the store "
@@ -266,6 +275,11 @@ class Checker:
         self._stood: set[RoundDocument] = set()
         self._forming: dict[tuple[str, int], float] = {}
         self._ended: dict[str, _Ended] = {}
+        # When each world was first written as running, and the last one with newcomers was named.
+        self._running: dict[World, float] = {}
+        self._grew: dict[str, float] = {}
+        # Of each incarnation, how long its rounds ran, but for those that ended for newcomers.
+        self._uptimes: dict[str, list[tuple[float, int]]] = {}
         self.excused = 0
         """Pairs of hosts that the amnesia exception let run different worlds."""
         self.checks = 0
@@ -397,6 +411,7 @@ class Checker:
                 self._judge_evidence(node, track, evidence, lost, after)
             if before.leader == node:
                 self._judge_doubt(node, track, evidence, declared, before, after)
+            self._judge_pace(node, track, before, after, evidence, epoch)
             self._judge_evictions(node, track, before, after)
             self._judge_farewells(node, before, after, evidence)
             self._judge_done(node, before, after, evidence, epoch)
@@ -433,13 +448,76 @@ class Checker:
                 and before.phase is Phase.FORMING
                 and before.round == after.round
                 and len(after.participants) < after.max_nodes
-                and formed < self._rules.last_call / track.rate - _ROUNDING
+                and formed < self._last_call(after) / track.rate - _ROUNDING
             ):
                 raise InvariantError(
                     "size", f"after {formed:.3f} s without a last call, {show(after)}"
                 )
         if after.phase is Phase.RUNNING:
             self._check_running(before, after, epoch)
+
+    def _last_call(self, named: RoundDocument) -> float:
+        """Seconds that a round waits for more nodes than the minimum."""
+        rules, cause = self._rules, named.cause
+        if named.round == 0:
+            return rules.last_call
+        if not (cause.lost or cause.left or cause.evicted):
+            return 0.0
+        return rules.last_call if rules.replacement is None else rules.replacement
+
+    def _judge_pace(
+        self,
+        node: str,
+        track: Track,
+        before: RoundDocument,
+        after: RoundDocument,
+        evidence: Evidence,
+        epoch: int,
+    ) -> None:
+        rules, now = self._rules, self._now()
+        if after.phase is Phase.CONFIRMING and {*after.participants} - {*before.previous}:
+            self._grew[after.incarnation] = now
+        if before.phase is not Phase.RUNNING or after.round == before.round:
+            return
+        ran = now - self._running.get(world_of(before), 0.0)
+        joined = after.cause.joined
+        # A participant asks again without failed workers if the store forgot its round.
+        again = any(self._tracks[person].label in joined for person in before.participants)
+        if again or after.cause != Cause(joined=joined):
+            self._uptimes.setdefault(after.incarnation, []).append((ran, epoch))
+            return
+        self._uptimes.pop(after.incarnation, None)
+        self.checks += 1
+        named = any(
+            (record := evidence.seen.get(person)) is not None and record.may_grow
+            for person in before.participants
+        )
+        fills = after.waiting >= before.max_nodes - len(before.participants)
+        grew = now - self._grew.get(after.incarnation, 0.0)
+        for least, passed, option in (
+            (rules.min_uptime, ran, "min_uptime"),
+            (0.0 if named or fills else rules.last_call, ran, "last_call"),
+            (rules.resize_interval, grew, "resize_interval"),
+        ):
+            if passed < least / track.rate - _ROUNDING:
+                raise InvariantError(
+                    "pace", f"{node} wrote {show(after)} after {passed:.3f} s, against {option}"
+                )
+        if rules.grow == "never" or (rules.grow == "checkpoint" and not named):
+            raise InvariantError("pace", f"{node} wrote {show(after)}, and grow={rules.grow}")
+
+    def _judge_progress(self, node: str, after: RoundDocument, epoch: int) -> None:
+        if after.outcome is not Outcome.NO_PROGRESS:
+            return
+        self.checks += 1
+        rules = self._rules
+        last = self._uptimes.get(after.incarnation, [])[-rules.no_progress_rounds :]
+        if any(when != epoch for _, when in last):
+            return  # The store may have lost one that ran for long.
+        short = [ran for ran, _ in last if ran < rules.no_progress_uptime / SLOWEST + _ROUNDING]
+        if len(short) < rules.no_progress_rounds:
+            ran = ", ".join(f"{ran:.3f}" for ran, _ in last)
+            raise InvariantError("progress", f"{node} wrote {show(after)}; rounds ran for {ran} s")
 
     def _judge_closing(
         self,
@@ -453,6 +531,7 @@ class Checker:
             if after != replace(before, expires=True):
                 raise InvariantError("closed", f"{show(before)} became {show(after)}")
             return
+        self._judge_progress(node, after, epoch)
         if before is not None and not after.is_of(before):
             raise InvariantError("members close", f"{node} wrote {show(after)} over {show(before)}")
         if before is not None and after.place < (before.round, 0):
@@ -579,6 +658,7 @@ class Checker:
         self, before: RoundDocument | None, after: RoundDocument, epoch: int
     ) -> None:
         world = world_of(after)
+        self._running.setdefault(world, self._now())
         if before is None or before.phase is not Phase.RUNNING or before.round != after.round:
             for person in after.participants:
                 if after.world_id not in self._tracks[person].confirmed:

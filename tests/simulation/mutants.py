@@ -12,6 +12,7 @@ import sys
 import types
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rdzv_plugins.protocol import roster
 from rdzv_plugins.protocol.node import Node
@@ -25,6 +26,7 @@ _MODULES = (
     "failure_detector",
     "record_cache",
     "roster",
+    "growth",
     "leader",
     "member",
     "observer",
@@ -61,6 +63,14 @@ class Mutant:
 
 # Where all but the smallest rounds stand in shards.
 _APART = Focus(settings={"inline": 1})
+
+
+_GROWS = {"min_nodes": 1, "max_nodes": 12, "last_call": 0.0}
+
+
+def _grows(**settings: Any) -> Focus:
+    """Runs that newcomers join while a round runs, under these policies."""
+    return Focus(kinds=("newcomer", "newcomer", "crash"), settings={**_GROWS, **settings})
 
 
 def _in(module: str, old: str, new: str) -> Edit:
@@ -215,16 +225,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-last-call": Mutant(
         "rule 7: the round completes as soon as the minimum is reached",
-        (_in("leader", "(enough and last_call >= rules.last_call)", "enough"),),
+        (_in("leader", "        if not enough or left > 0:\n", "        if not enough:\n"),),
     ),
     "spares-disturb": Mutant(
         "rule 8: a waiting node restarts a full round",
-        (_in("leader", "or (newcomers and room > 0)", "or newcomers"),),
+        (_in("leader", "grows = bool(newcomers) and room > 0", "grows = bool(newcomers)"),),
         seed=2,
     ),
     "newcomers-wait": Mutant(
         "rule 8: a waiting node is not admitted although there is room",
-        (_in("leader", " or (newcomers and room > 0)", ""),),
+        (_in("leader", " or (grows and held is None)", ""),),
         seed=2,
     ),
     "loss-unseen": Mutant(
@@ -517,7 +527,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nobody-told-of-failure": Mutant(
         "rule 14: a run that is closed as failed does not end the other agents",
-        (_in("member", "int(latest.outcome is Outcome.FAILED)\n", "0\n"),),
+        (_in("member", "int(latest.outcome is not None and latest.outcome.ends_workers)", "0"),),
         seed=3,
     ),
     "done-is-gone": Mutant(
@@ -634,7 +644,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "zombie-leaves-its-record": Mutant(
         "a node that learns of its run's end does not delete the record that it has written since",
-        (_in("node", "                if outcome is not None:\n", "                if False:\n"),),
+        (_in("node", "                if ended is not None:\n", "                if False:\n"),),
         seed=170,
         focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
@@ -817,6 +827,42 @@ MUTANTS: dict[str, Mutant] = {
         ),
         seed=9,
     ),
+    "ends-rounds-too-soon": Mutant(
+        "rule 17: a round runs for min_uptime before it is ended for newcomers",
+        (_in("growth", '        (rules.min_uptime - view.uptime, "to min_uptime"),\n', ""),),
+        focus=_grows(min_uptime=5.0),
+    ),
+    "grows-too-often": Mutant(
+        "rule 17: resize_interval passes between two rounds that let newcomers in",
+        (_in("growth", "(rules.resize_interval - view.grown_for,", "(0.0,"),),
+        focus=_grows(resize_interval=8.0),
+    ),
+    "grows-without-a-last-call": Mutant(
+        "rule 17: newcomers that do not fill the round wait for the last call while it runs",
+        (_in("growth", "    if newcomers < room and not permitted:\n", "    if False:\n"),),
+        focus=_grows(last_call=3.0),
+    ),
+    "grows-unasked": Mutant(
+        "rule 17: with grow=checkpoint newcomers wait until a worker names the moment",
+        (_in("growth", 'rules.grow == "checkpoint" and not permitted', "False"),),
+        focus=_grows(grow="checkpoint"),
+    ),
+    "no-last-call-after-a-loss": Mutant(
+        "rule 17: a restart after a loss waits for a replacement",
+        (
+            _in(
+                "growth",
+                "    if not (cause.lost or cause.left or cause.evicted):\n",
+                "    if True:\n",
+            ),
+        ),
+        focus=_grows(replacement=2.0),
+    ),
+    "gives-up-too-soon": Mutant(
+        "rule 18: only rounds that ran for less than no_progress_uptime count against a run",
+        (_in("leader", "short_rounds = short_rounds + 1 if short else 0", "short_rounds += 1"),),
+        focus=_grows(no_progress_rounds=2, no_progress_uptime=0.5),
+    ),
 }
 
 
@@ -835,6 +881,8 @@ def build(name: str) -> type[Node]:
                     )
                 source = source.replace(edit.old, edit.new)
         modules[module] = _load(f"mutant_{name}_{module}".replace("-", "_"), source)
+    growth = modules["growth"]
+    modules["leader"].__dict__.update(hold=growth.hold, last_call=growth.last_call)
     for name in ("fits", "lead", "next_round", "without"):
         setattr(modules["member"], name, getattr(modules["leader"], name))
     observer, node = modules["observer"], modules["node"]

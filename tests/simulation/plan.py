@@ -115,7 +115,13 @@ class Focus:
 EVERYTHING = Focus()
 """Plans as they are drawn."""
 
-UNSTEERED: Mapping[str, Any] = {}
+UNSTEERED: Mapping[str, Any] = {
+    "replacement": None,
+    "min_uptime": 0.0,
+    "resize_interval": 0.0,
+    "grow": "now",
+    "no_progress_rounds": 0,
+}
 """Settings without policies and without orders from people."""
 
 
@@ -143,6 +149,7 @@ class Plan:
         relaunches: chance that a launcher starts an agent again that failed.
         strays_return: a node that is refused for its --nnodes is started again, again and again.
         stays_grey: a host whose listings fail stays so when the faults stop.
+        checkpoints: when a worker says that now is a good moment to let newcomers in.
         ending: how the run ends once it stands still: "succeeds", "fails", or "is left".
     """
 
@@ -173,6 +180,7 @@ class Plan:
     ambush: str | None
     faults: tuple[Fault, ...]
     retries: float
+    checkpoints: tuple[float, ...] = ()
 
     @property
     def long_join(self) -> float:
@@ -255,13 +263,28 @@ class Plan:
 
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
-    return plan
+    pace = random.Random(f"pace of {plan.seed}")
+    if pace.random() < 0.7:
+        return plan
+    rules = replace(
+        plan.rules,
+        replacement=pace.choice((None, 0.0, 0.5, 2.0)),
+        min_uptime=pace.choice((0.0, 0.0, 1.0, 5.0)),
+        resize_interval=pace.choice((0.0, 0.0, 2.0, 8.0)),
+        grow=pace.choice(("now", "now", "now", "checkpoint", "never")),
+        no_progress_rounds=pace.choice((0, 0, 0, 2, 4)),
+        no_progress_uptime=pace.choice((0.5, 3.0)),
+    )
+    moments = sorted(pace.uniform(0.0, QUIET_AFTER) for _ in range(pace.choice((0, 2, 8))))
+    return replace(plan, rules=rules, checkpoints=tuple(moments))
 
 
 def settling(plan: Plan) -> float:
     """Seconds after the last fault within which a run that can form must stand still."""
     longest = plan.rules.lease * (OTHER_SETTINGS[-1] if plan.other_settings else 1.0)
-    settling = (8 * longest + plan.rules.last_call) / plan.rates[0] + 2 * plan.stop + 10
+    rules = plan.rules
+    pace = max(rules.last_call, rules.replacement or 0.0, rules.min_uptime, rules.resize_interval)
+    settling = (8 * longest + pace) / plan.rates[0] + 2 * plan.stop + 10
     if any(fault.kind == "wedged agent" for fault in plan.faults):
         settling += plan.rules.rejoin / plan.rates[0]
     return settling

@@ -177,7 +177,7 @@ class World:
         if known is None or not known.closed or known.incarnation != host.track.world[0]:
             return False
         forgets = _has(self.plan, "fail-over") or _has(self.plan, "amnesia")
-        return forgets and known.outcome is not Ended.FAILED
+        return forgets and known.outcome in (Ended.SUCCEEDED, Ended.CLOSED)
 
     def decode(self, entry: Entry) -> NodeRecord:
         record = self._decoded.get(entry.value)
@@ -308,11 +308,19 @@ class World:
             kernel.at(self.chance.uniform(0, plan.arrival), self.start)
         for fault in plan.faults:
             kernel.at(fault.at, self._befall, fault.kind)
+        for at in plan.checkpoints:
+            kernel.at(at, self._name_the_moment, at)
         kernel.run(QUIET_AFTER)
         end_faults(self)
         settled = self._stand_still(bound(plan) + self._held_up())
         self._end()
         return settled - QUIET_AFTER
+
+    def _name_the_moment(self, at: float) -> None:
+        """The workers of a host say that newcomers may come now."""
+        running = [host for host in self.hosts if host.agent is Agent.RUNNING]
+        if running:
+            random.Random(f"{at} of {self.plan.seed}").choice(running).name_the_moment()
 
     def _held_up(self) -> float:
         """What torch's own time-outs may add, where words in its c10d store were forgotten."""
@@ -481,7 +489,8 @@ class World:
         if dead:
             return f"{' '.join(dead)} is dead in {show(document)}"
         done = [node for node in present if by_id[node].succeeded]
-        if len(alive) > len(present) and len(present) < document.max_nodes and not done:
+        room = len(present) < document.max_nodes and self.plan.rules.grow == "now"
+        if len(alive) > len(present) and room and not done:
             return f"there is room for spares in {show(document)}"
         leader = by_id.get(document.leader or "")
         if leader is None or not leader.alive:

@@ -77,7 +77,7 @@ class TestFirstRound:
     def test_the_minimum_completes_after_the_last_call(
         self, waited: float | None, done: bool
     ) -> None:
-        forming = document(Phase.FORMING)
+        forming = document(Phase.FORMING, round_=0)
         action = decide(view(record("n1"), forming, joining("n1", "n2"), enough_for=waited))
         if done:
             assert written(action).participants == ("n1", "n2")
@@ -92,7 +92,8 @@ class TestFirstRound:
             "n4": record("n4", max_nodes=9),
             "n5": record("n5"),
         }
-        action = decide(view(record("n1"), document(Phase.FORMING), others, silent={"n5": 3.0}))
+        forming = document(Phase.FORMING, round_=0)
+        action = decide(view(record("n1"), forming, others, silent={"n5": 3.0}))
         assert action == Wait(5.0, True)
 
     def test_a_surplus_is_spare_and_survivors_come_before_newcomers(self) -> None:
@@ -409,12 +410,12 @@ class TestDone:
 
         assert isinstance(lead(), Wait)
         everybody |= {name: self.wide(one) for name, one in self.done("n1").items()}
-        assert lead() == Close(now)
+        assert lead() == Close(now, Outcome.SUCCEEDED, "its workers succeeded")
 
     def test_when_all_are_done_the_run_is_closed(self) -> None:
         """Else a store that forgot who had come to torch's exit barrier holds them up for 300 s."""
         everybody = self.done("n1") | self.done("n2") | self.done("n3")
-        assert self.lead(everybody) == Close(self.NOW)
+        assert self.lead(everybody) == Close(self.NOW, Outcome.SUCCEEDED, "its workers succeeded")
 
     def test_a_newcomer_disturbs_nobody(self) -> None:
         after = written(self.lead(self.done("n3") | joining("n4")))
@@ -688,7 +689,7 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
     newcomers = {f"n{i}": record(f"n{i}", max_nodes=9) for i in range(3, 9)}
     everybody = {name: replace(one, max_nodes=9) for name, one in all_running(now).items()}
     here = view(everybody["n1"], now, everybody | newcomers, joining=False,
-                rules=replace(RULES, max_nodes=9))  # fmt: skip
+                rules=replace(RULES, max_nodes=9, last_call=0.0))  # fmt: skip
     assert written(decide(here)).reason == "n3[1], n4[1], n5[1], n6[1] and 2 more joined"
 
 

@@ -1,0 +1,70 @@
+"""When a running round is ended for newcomers, and how long a round waits for more nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rdzv_plugins.protocol.documents import RoundDocument
+from rdzv_plugins.protocol.rules import Rules, View
+
+__all__ = ["GROWTH", "Hold", "hold", "holds_newcomers", "last_call"]
+
+GROWTH = ("grow", "min_uptime", "resize_interval")
+"""The options that may keep newcomers waiting, as in ``--rdzv-conf``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Why newcomers wait though a running round has room for them.
+
+    Attributes:
+        why: the option that holds them, where no time ends it.
+        seconds: until it lets them in; None: until somebody says so.
+        limit: what ends then, as in `diagnosis.Diagnosis`.
+    """
+
+    why: str = ""
+    seconds: float | None = None
+    limit: str = ""
+
+
+def hold(view: View, newcomers: int, room: int, permitted: bool) -> Hold | None:
+    """What keeps the leader from ending the round for newcomers; None: nothing. Rule 17.
+
+    Args:
+        newcomers: how many wait.
+        room: for how many the round has room.
+        permitted: workers have said that now is a good moment.
+    """
+    rules = view.rules
+    if view.document is not None and view.document.resize:
+        return None
+    if rules.grow == "never" or (rules.grow == "checkpoint" and not permitted):
+        return Hold(f"grow={rules.grow}")
+    limits = [
+        (rules.min_uptime - view.uptime, "to min_uptime"),
+        (rules.resize_interval - view.grown_for, "to resize_interval"),
+    ]
+    if newcomers < room and not permitted:
+        # The last call, while the others train.
+        limits.append((rules.last_call - (view.enough_for or 0.0), "of last call left"))
+    seconds, limit = max(limits)
+    return Hold(seconds=seconds, limit=limit) if seconds > 0 else None
+
+
+def holds_newcomers(rules: Rules) -> bool:
+    """Whether newcomers may have to wait for longer than a last call, as spares do."""
+    return rules.grow != "now" or rules.min_uptime > 0 or rules.resize_interval > 0
+
+
+def last_call(rules: Rules, document: RoundDocument) -> float:
+    """Seconds that a forming round with enough nodes waits for more. Rule 17.
+
+    A restart waits only for replacements. Those who are new were gathered while the last round ran.
+    """
+    if document.round == 0:
+        return rules.last_call
+    cause = document.cause
+    if not (cause.lost or cause.left or cause.evicted):
+        return 0.0
+    return rules.last_call if rules.replacement is None else rules.replacement
