@@ -1,0 +1,66 @@
+"""Real torchrun agents under policies: when a run grows, and when it is given up."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import Measure
+from tests.integration.stores import RunningStore, every_store
+from tests.integration.torchrun import Begin, runs
+
+pytestmark = pytest.mark.timeout(240)
+
+LAST_CALL = 15.0
+
+
+@pytest.fixture
+def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
+    """Makes a run of torchrun's agents on the store."""
+    with runs(store, tmp_path) as make:
+        yield make
+
+
+@every_store
+def test_a_scale_up_stops_training_for_no_last_call(begin: Begin, record_property: Measure) -> None:
+    """It costs a healthy job what a restart costs, however long it waits for newcomers."""
+    run = begin(nodes="2:4", last_call_timeout=LAST_CALL)
+    before = run.begin("ab")
+    killed = run.agents["b"].signal_workers(signal.SIGKILL)
+    world = run.await_world("ab", after=killed + 1)
+    restart = min(world.stepped.values()) - before.last_step_at
+    run.await_step(world, world.resumed + 10)
+    run.start_at("c")
+    larger = run.await_world("abc", timeout=60 + LAST_CALL)
+    scale_up = min(larger.stepped.values()) - world.last_step_at
+    record_property("stands still, s", f"{scale_up:.2f} at a scale-up, {restart:.2f} at a restart")
+    assert scale_up < 3 * restart
+
+
+@every_store
+def test_newcomers_wait_for_min_uptime(begin: Begin) -> None:
+    run = begin(nodes="1:3", min_uptime=20)
+    run.begin("a")
+    began = time.monotonic()
+    agent = run.start_at("b")
+    run.await_that(lambda: "waits as a spare" in agent.log.read_text(), "word of the spare", 30)
+    assert "lets newcomers in later (min_uptime=20" in agent.log.read_text()
+    world = run.await_world("ab", by_rank=True)
+    # Its uptime begins before its first step.
+    assert min(world.stepped.values()) - began > 20 - 10
+
+
+@every_store
+def test_a_run_without_progress_ends_with_93(begin: Begin) -> None:
+    run = begin(nodes="1:2", max_restarts=100, no_progress_rounds=2, no_progress_uptime=1000)
+    run.begin("ab")
+    killed = run.agents["a"].signal_workers(signal.SIGKILL)
+    run.await_world("ab", after=killed + 1, by_rank=True)
+    run.agents["b"].signal_workers(signal.SIGKILL)
+    assert run.await_ends("ab") == {"a": 93, "b": 93}
+    said = "no progress: 2 rounds in a row ran for less than 1000 s"
+    assert all(said in run.agents[name].log.read_text() for name in "ab")
