@@ -215,6 +215,7 @@ class Host:
         """Its workers say that newcomers may come now."""
         self.world.note(f"{self.id}: newcomers may come now")
         self.world.inject("checkpoint")
+        self.track.named_moment = self.world.kernel.now
         self.node.allow_growth()
         self._nudge()
 

@@ -201,6 +201,7 @@ class Track:
         member: the incarnation in which it was last given a round.
         done: namings of rounds in which its workers succeeded, as its record says, and the epoch.
         evicted: a round goes on without it, that was not to wait for it any longer.
+        named_moment: when its workers last said that newcomers may come.
     """
 
     label: str
@@ -222,6 +223,7 @@ class Track:
     world: World | None = None
     lease_lost: bool = False
     evicted: bool = False
+    named_moment: float = -1.0
 
 
 @dataclass(slots=True)
@@ -479,7 +481,8 @@ class Checker:
             self._grew[after.incarnation] = now
         if before.phase is not Phase.RUNNING or after.round == before.round:
             return
-        ran = now - self._running.get(world_of(before), 0.0)
+        began = self._running.get(world_of(before), 0.0)
+        ran = now - began
         joined = after.cause.joined
         # A participant asks again without failed workers if the store forgot its round.
         again = any(self._tracks[person].label in joined for person in before.participants)
@@ -488,7 +491,7 @@ class Checker:
             return
         self._uptimes.pop(after.incarnation, None)
         self.checks += 1
-        named = any(
+        named = track.named_moment > began or any(
             (record := evidence.seen.get(person)) is not None and record.may_grow
             for person in before.participants
         )

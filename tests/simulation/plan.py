@@ -121,6 +121,7 @@ UNSTEERED: Mapping[str, Any] = {
     "resize_interval": 0.0,
     "grow": "now",
     "no_progress_rounds": 0,
+    "checkpoints": (),
 }
 """Settings without policies and without orders from people."""
 
