@@ -205,9 +205,7 @@ def _with_records(
     return replace(found, unfit=_reasons(records, unfit))
 
 
-def _unfit(
-    records: Mapping[str, NodeRecord], is_silent: Callable[[str], bool]
-) -> Collection[str]:
+def _unfit(records: Mapping[str, NodeRecord], is_silent: Callable[[str], bool]) -> Collection[str]:
     """Nodes that live, and wait until their check passes."""
     return {node for node, record in records.items() if record.is_unfit and not is_silent(node)}
 

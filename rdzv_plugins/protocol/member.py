@@ -138,9 +138,9 @@ def _stay_out(view: View) -> Action:
         return Wait()
     if document is not None and document.leader == view.me and not document.closed:
         return Abdicate(replace(document, leader=None), fails=False)
-    if latest is not None and _is_behind(document, latest):
-        if latest.incarnation not in view.asked_tombstones:
-            return AskTombstone(latest.incarnation)
+    behind = latest is not None and _is_behind(document, latest)
+    if latest is not None and behind and latest.incarnation not in view.asked_tombstones:
+        return AskTombstone(latest.incarnation)
     return Wait()
 
 
