@@ -117,6 +117,21 @@ class Settings:
                                     least four leases
     history_ttl             604800  seconds that the last rounds of a run, its end and its entry in
                                     the list of runs are kept; 0: they are not written
+    check_command           none    a program with arguments, run before this node joins: its status
+                                    is 0, or the last line of its output is the reason why the node
+                                    does not join; see policies.md
+    checks                  none    more such checks, with a comma or + between: gpu (extra
+                                    ``gpu``), disk, network, and entry points of the group
+                                    rdzv_plugins.health
+    check_timeout           60      seconds that each check may take
+    check_at                join    join (before a node that is in no round joins) or restart (each
+                                    time that its agent asks for a round)
+    on_unhealthy            wait    wait (the others go on; the checks run again after 1, 2, 4 ...
+                                    up to 60 s; these pauses count against join_timeout) or exit
+    check_fails_open        false   a check that cannot run (no such program, no answer in time, an
+                                    exception) counts as passed, with a warning
+    check_disk              none    the directory for the check ``disk``; none: $TMPDIR
+    check_disk_free         1       GiB that must be free there
     log_level               INFO    from which level on this package's lines go to stderr: DEBUG,
                                     INFO, WARNING or ERROR; without effect where the application
                                     has set up logging
@@ -127,8 +142,8 @@ class Settings:
     otel                    false   report the same metrics through OpenTelemetry, if the
                                     application has set it up (extra ``otel``)
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
-                                    this backend; it has none of the options from
-                                    restart_on_loss to rank, and no metrics_port and otel)
+                                    this backend; it has none of the options of a run and no rank,
+                                    check_command, checks, metrics_port and otel)
     ======================= ======= ===============================================================
     """
 
@@ -152,6 +167,14 @@ class Settings:
     closed_ttl: float = option(60.0, least=0)
     abandoned_ttl: float = option(3600.0, least=1)
     history_ttl: float = option(604800.0, least=0)
+    check_command: str | None = option(None)
+    checks: str | None = option(None)
+    check_timeout: float = option(60.0, least=0.001)
+    check_at: str = option("join", choices=("join", "restart"))
+    on_unhealthy: str = option("wait", choices=("wait", "exit"))
+    check_fails_open: bool = option(False)
+    check_disk: str | None = option(None)
+    check_disk_free: float = option(1.0, least=0)
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     metrics_port: int | None = option(None, least=0)
     metrics_host: str | None = option(None)
@@ -163,6 +186,11 @@ class Settings:
             raise ValueError(
                 f"option 'metrics_port': '{self.metrics_port}' must be at most {_LARGEST_PORT}"
             )
+
+    @property
+    def check_names(self) -> list[str]:
+        """The names in ``checks``; in ``--rdzv-conf`` a comma begins the next option."""
+        return (self.checks or "").replace(",", " ").replace("+", " ").split()
 
     @property
     def policy(self) -> str:

@@ -106,28 +106,48 @@ class Driver:
         since = self._outage_since
         return time.monotonic() - since if since is not None else 0.0
 
-    def join(self, failed: bool = False) -> effects.Outcome:
+    def join(self, failed: bool = False, waited: float = 0.0) -> effects.Outcome:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 
         One caller at a time. The caller only waits and makes no request: at a signal torch raises
         an exception in it, which a store's client could swallow. An exception withdraws the join.
+        The arguments are those of `Node.order_join`.
         """
         _empty(self._outcomes)
         if self._stopping.is_set():
             return effects.Outcome()
         try:
             # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
-            self._node.order_join(failed)
-            if not self.running:
-                self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
-                self._thread.start()
-            else:
-                self._nudge_until(self._has_taken_up, 5)
+            self._node.order_join(failed, waited)
+            self._have_it_taken_up()
             return self._outcomes.get()
         except BaseException:
             self._node.order_withdrawal()
             self._nudge_until(self._has_taken_up, 1)
             raise
+
+    def stay_out(self, reason: str, seconds: float) -> effects.Outcome | None:
+        """Tell the others that this node is unfit, and wait for ``seconds``.
+
+        Returns early where the run is closed, with the outcome, or once `stop` came, with an empty
+        one. As `join`, for one caller at a time.
+        """
+        _empty(self._outcomes)
+        if self._stopping.is_set():
+            return effects.Outcome()
+        self._node.report_unfit(reason)
+        self._have_it_taken_up()
+        try:
+            return self._outcomes.get(timeout=seconds)
+        except Empty:
+            return None
+
+    def _have_it_taken_up(self) -> None:
+        if not self.running:
+            self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
+            self._thread.start()
+        else:
+            self._nudge_until(self._has_taken_up, 5)
 
     def report_done(self) -> None:
         """The workers of this node succeeded."""

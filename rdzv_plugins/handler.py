@@ -15,12 +15,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -41,6 +43,7 @@ from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings, option_names, without_effect
 from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.endpoint import redact
+from rdzv_plugins.health import gate_of, refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.logs import RunLog, set_up
@@ -77,6 +80,9 @@ _STOP_SECONDS = 2.0
 _FAREWELL_SECONDS = 10.0
 # How many further signals may interrupt that wait before the process gives it up.
 _SIGNALS_BORNE = 5
+
+# Between two runs of the checks of a node that is unfit: twice as long each time.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 # The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
 _MASTER_SECONDS = 30.0
@@ -142,6 +148,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             random.Random(secrets.randbits(64)),
         )
         self._log = RunLog(log, run_id, self._node)
+        self._gate = gate_of(settings, self._rank_0, self._log.warning)
+        self._last: RoundDocument | None = None
         self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
         self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
         self._report: Report | None = None
@@ -196,7 +204,9 @@ class StoreRendezvousHandler(RendezvousHandler):
             SystemExit: with status 0; the run ended while this node was a spare. torch's own
                 `RendezvousGracefulExitError` makes its `launch_agent` fail with AttributeError.
                 With status 93: the run was closed for ``no_progress_rounds``.
-            RendezvousTimeoutError: no round within ``join_timeout``.
+            RendezvousTimeoutError: no round within ``join_timeout``, or this node's checks did not
+                pass.
+            RendezvousError: a check of this node failed, and ``on_unhealthy`` is exit.
             RendezvousConnectionError: the store was away for as long.
             RendezvousStateError: the round document is unreadable, or the run was started with
                 another ``--nnodes``.
@@ -226,23 +236,82 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
+        waited = self._await_fitness()
         # An agent that asks again without having been told to has workers that failed.
-        outcome = self._driver.join(failed=self._store is not None and not self._was_told)
+        failed = self._store is not None and not self._was_told
+        outcome = self._driver.join(failed, waited)
         self._was_told = False
-        if self._ended:
-            raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
-        document = outcome.document
-        if document is None:
-            error = self._explain(outcome)
-            if isinstance(error, Exception):
-                self._log.error(str(error))
-            raise error.with_traceback(None) from None
+        self._refuse(outcome)
+        document = self._last = outcome.document
+        assert document is not None
         self._servers = {
             world_id: server
             for world_id, server in self._servers.items()
             if world_id == document.world_id
         }
         return document
+
+    def _refuse(self, outcome: effects.Outcome) -> None:
+        """Raise unless the join ended in a round."""
+        if self._ended:
+            raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
+        if outcome.document is None:
+            self._raise(self._explain(outcome))
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        if isinstance(error, Exception):
+            self._log.error(str(error))
+        raise error.with_traceback(None) from None
+
+    def _await_fitness(self) -> float:
+        """Wait until this node's checks pass; returns the seconds of the pauses between them.
+
+        The others are told why it does not join, and do not wait for it. What the checks
+        themselves take does not count against ``join_timeout``: they have limits of their own.
+        """
+        restarts = self._node.in_round
+        if self._gate is None or (restarts and self._settings.check_at != "restart"):
+            return 0.0
+        patience, run = self._settings.join_timeout, f"run '{self._run_id}'"
+        waited, pause, told = 0.0, _FIRST_PAUSE, ""
+        while (reason := self._gate.check()) is not None:
+            exits = self._settings.on_unhealthy == "exit"
+            gives_up = exits or waited + pause > patience
+            if reason != told and not gives_up:
+                self._log.warning(
+                    f"this node is unfit and does not join: {reason}; its checks run again in "
+                    f"{pause:g} s, and so on for {patience - waited:g} s"
+                )
+                told = reason
+            outcome = self._driver.stay_out(reason, 0.0 if gives_up else pause)
+            if outcome is not None:
+                self._refuse(outcome)
+            if exits:
+                self._raise(RendezvousError(f"{run}: this node is unfit, and exits: {reason}"))
+            if gives_up:
+                self._raise(
+                    RendezvousTimeoutError(
+                        f"{run}: this node was unfit for join_timeout ({patience:g} s): {reason}"
+                    )
+                )
+            waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
+        if waited:
+            self._log.info("this node is fit again: its checks pass")
+        return waited
+
+    def _rank_0(self) -> tuple[str, int] | None:
+        """Where rank 0 of this node's last round listens, if the run still counts on it.
+
+        None also where this node is it, and of a large round, whose rank 0 it does not know.
+        """
+        last, latest = self._last, self._node.latest
+        if last is None or last.master is None or latest is None or not latest.is_of(last):
+            return None
+        first = last.participants[0] if last.participants else self._node.id
+        if first == self._node.id or first in latest.lost or not latest.names(first):
+            return None
+        address, _, port = last.master.rpartition(":")
+        return address, int(port)
 
     def num_nodes_waiting(self) -> int:
         """Above 0 when the agent should join again; read from memory, without I/O. Never raises."""
@@ -568,6 +637,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
         for line in without_effect(params.config, option_names(Settings, store.options)):
             log.info("run '%s': %s", params.run_id, line)
         refuse_unless_installed(settings)
+        refuse_unknown_checks(settings)
         opened = connect(params.run_id)
     except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
         set_up("INFO")

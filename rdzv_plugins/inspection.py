@@ -71,8 +71,10 @@ class NodeState:
 
     Attributes:
         rank: in the present round; None: it is not in it.
+        unfit: why it asks for no round, where its check failed.
         state: its record's status, or "silent" (a heartbeat was due and did not come), "lost" (it
-            is a participant, and its lease ran out), "unknown" (it has no record).
+            is a participant, and its lease ran out), "unfit" (its check failed, and it tries
+            again), "unknown" (it has no record).
         silence: seconds since its last heartbeat, at least.
         leader: whether it leads.
         awaited: whether the forming round waits for it.
@@ -83,6 +85,7 @@ class NodeState:
     address: str | None
     pid: int | None
     rank: int | None
+    unfit: str
     state: str
     silence: float
     leader: bool
@@ -161,15 +164,21 @@ class Inspection:
     def can_tell(self) -> bool:
         """Whether the run has been watched for long enough to tell who lives."""
         document = self.document
-        if document is None or document.closed:
+        if (document is None and not self._waits_to_be_fit) or (document and document.closed):
             return True
-        asked = [node for node, it in self.records.items() if it.status is not Status.LEFT]
+        asked = [node for node, it in self.records.items() if not _is_out(it)]
         moved = [node for node in asked if self._beats.moved(node)]
         unknown = [node for node in asked if node not in moved and not self.is_silent(node)]
         watched = time.monotonic() - self._began
-        if moved and (document.phase is not Phase.FORMING or watched >= _WATCHED_SECONDS):
+        forming = document is None or document.phase is Phase.FORMING
+        if moved and (not forming or watched >= _WATCHED_SECONDS):
             return True
         return not unknown or watched >= _LONGEST_WATCH_SECONDS
+
+    @property
+    def _waits_to_be_fit(self) -> bool:
+        """Whether a node lives that joins as soon as its check passes."""
+        return any(it.is_unfit and not self.is_silent(node) for node, it in self.records.items())
 
     def is_silent(self, node: str) -> bool:
         """Whether a heartbeat of the node was due and did not come."""
@@ -182,13 +191,15 @@ class Inspection:
         if document is None:
             if self.is_torchs:
                 return Condition.RUNNING
+            if self._waits_to_be_fit:
+                return Condition.FORMING
             if self.last is None:
                 return Condition.ABSENT
             return Condition.CLOSED if self.last.outcome is not None else Condition.DEAD
         if document.closed:
             return Condition.CLOSED
         if not any(
-            record.status is not Status.LEFT and not self.is_silent(node)
+            not _is_out(record) and not self.is_silent(node)
             for node, record in self.records.items()
         ):
             return Condition.DEAD
@@ -213,6 +224,8 @@ class Inspection:
         return diagnose(self.document, self.records, self.is_silent, 0.0).lasting
 
     def _what_it_was(self) -> str:
+        if self._waits_to_be_fit:
+            return str(diagnose(None, self.records, self.is_silent))
         if self.is_torchs:
             return "a run of handler=torch, whose state cannot be shown"
         return what_it_was(self.last)
@@ -232,6 +245,8 @@ class Inspection:
             state = "lost"
         elif record is None:
             state = "unknown"
+        elif record.is_unfit and not self.is_silent(node):
+            state = "unfit"
         elif record.status is Status.LEFT or document.closed or not self.is_silent(node):
             state = record.status.value
         else:
@@ -242,6 +257,7 @@ class Inspection:
             address=record.address if record is not None else None,
             pid=record.pid if record is not None else None,
             rank=document.ranks.get(node),
+            unfit=record.unfit if record is not None else "",
             state=state,
             silence=self._beats.confirmed_silence(node),
             leader=node == document.leader,
@@ -275,6 +291,7 @@ class Inspection:
                     "pid": it.pid,
                     "rank": it.rank,
                     "state": it.state,
+                    "unfit": it.unfit or None,
                     "silence": round(it.silence, 3),
                     "leader": it.leader,
                     "awaited": it.awaited,
@@ -282,6 +299,11 @@ class Inspection:
                 for it in self.nodes()
             ],
         }
+
+
+def _is_out(record: NodeRecord) -> bool:
+    """Whether the node has left and does not come back."""
+    return record.status is Status.LEFT and not record.is_unfit
 
 
 def what_it_was(last: Row | Listed | None) -> str:

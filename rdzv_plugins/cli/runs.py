@@ -348,6 +348,8 @@ def _nodes(seen: Inspection) -> RenderableType:
             notes.append("was in the last round")
         ago = "" if node.state == "unknown" else f"{node.silence:.1f} s ago"
         rank = "-" if node.rank is None else str(node.rank)
+        if node.unfit:
+            notes.append(node.unfit)
         table.add_row(rank, node.name, node.state, ago, ", ".join(notes))
     if len(nodes) > _NODES_SHOWN:
         table.add_row("", f"and {len(nodes) - _NODES_SHOWN} more", "", "", "")

@@ -4,7 +4,7 @@
 
 const CAUSES = ["lost", "failed", "left", "evicted", "joined"];
 const PHASES = ["gathering", "last_call", "confirming"];
-const STATES = ["run", "done", "join", "spare", "silent", "lost", "left", "unknown"];
+const STATES = ["run", "done", "join", "spare", "silent", "lost", "unfit", "left", "unknown"];
 const WORDS = { run: "running", join: "waiting" };
 const CAUSE_WORDS = { failed: "workers failed", evicted: "left out" };
 const NAMED = 16;
@@ -127,7 +127,7 @@ function showNode(element, node, size) {
   mark(element, "data-leader", node.leader ? "" : null);
   const was = node.was === undefined || node.was === null ? "" : `was rank ${node.was}`;
   const rank = node.rank === null ? was : `rank ${node.rank}`;
-  const notes = [rank, node.leader ? "leads" : "", node.awaited ? "awaited" : ""];
+  const notes = [rank, node.leader ? "leads" : "", node.awaited ? "awaited" : "", node.unfit];
   const about = [node.name, ...notes, word(node.state), plain].filter(Boolean).join(" · ");
   if (element.about !== about) {
     element.about = about;
@@ -144,7 +144,7 @@ function showNode(element, node, size) {
     element.classList.remove("mark");
     return;
   }
-  const odd = ["silent", "lost", "unknown"].includes(node.state);
+  const odd = ["silent", "lost", "unfit", "unknown"].includes(node.state);
   element.classList.toggle("mark", odd);
   say(element, size === "middle" && !odd && node.rank !== null ? String(node.rank) : "");
 }
@@ -173,7 +173,7 @@ function showWorld(nodes) {
       mark(element, "data-state", state);
       say(element, `${count} ${word(state)}`);
     });
-  const odd = nodes.filter((node) => ["lost", "silent", "unknown"].includes(node.state));
+  const odd = nodes.filter((node) => ["lost", "silent", "unfit", "unknown"].includes(node.state));
   const named = odd.slice(0, 8).map((node) => `${word(node.state)}: ${label(node)}`).join(", ");
   $("caption").odd = odd.length > 8 ? `${named} and ${odd.length - 8} more` : named;
   if (!$("caption").pointed) say($("caption"), $("caption").odd);

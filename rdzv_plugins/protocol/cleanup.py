@@ -174,8 +174,12 @@ def tidy_up(
         node
         for node, record in records.items()
         if node not in runs.ranks
-        and (record.status in (Status.LEFT, Status.DONE) or is_silent(node))
+        and (is_silent(node) or (_is_over(record) and not record.is_unfit))
     ]
     old = (*outdated, *(NODES_PREFIX + node for node in dead))
     if old:
         yield from Drop(old)
+
+
+def _is_over(record: NodeRecord) -> bool:
+    return record.status in (Status.LEFT, Status.DONE)

@@ -6,7 +6,7 @@ what that says. An observer that is no node sees all records, and whose heartbea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from rdzv_plugins.protocol.documents import (
@@ -40,6 +40,7 @@ class Diagnosis:
         absent: nodes of the last round that have not asked for this one.
         lost, left: nodes that are gone since the last round, where the round needs more nodes.
         doubted: how many are late all at once, so that each has one more lease.
+        unfit: nodes that ask for no round since their check failed, each with the reason.
         seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
         limit: what follows the seconds, such as "to join_timeout".
     """
@@ -49,6 +50,7 @@ class Diagnosis:
     lost: Names = _NOBODY
     left: Names = _NOBODY
     doubted: int = 0
+    unfit: Names = _NOBODY
     seconds: float | None = None
     limit: str = ""
 
@@ -66,6 +68,7 @@ class Diagnosis:
             f"{_count(self.doubted)} late all at once, as if the store or the load were slow"
             if self.doubted
             else "",
+            f"unfit: {self.unfit}" if self.unfit else "",
         ]
         return "; ".join(part for part in parts if part)
 
@@ -77,7 +80,11 @@ class Diagnosis:
     def at_the_end(self, left: Iterable[str]) -> Diagnosis:
         """The same when the time is over, with more nodes that have left."""
         return Diagnosis(
-            does=self.does, absent=self.absent, lost=self.lost, left=self.left.plus(left)
+            does=self.does,
+            absent=self.absent,
+            lost=self.lost,
+            left=self.left.plus(left),
+            unfit=self.unfit,
         )
 
 
@@ -130,13 +137,16 @@ def diagnose(
         quiet_for: seconds for which no heartbeat was seen; None: not observed.
     """
     if document is None:
-        return Diagnosis(does="no round has begun")
+        unfit = _unfit(records, is_silent)
+        return Diagnosis(does="no round has begun", unfit=_reasons(records, unfit))
     return _with_records(document, records, is_silent, _Times(quiet=quiet_for))
 
 
 def of_node(view: View, join_left: float | None = None) -> Diagnosis:
     """What a node says that waits for a round; ``join_left`` are its seconds to join_timeout."""
     document, rules = view.document, view.rules
+    if view.record.is_unfit:
+        return Diagnosis(does=f"this node does not join: {view.record.unfit}")
     if document is None:
         return Diagnosis(does="waiting for a first round", seconds=join_left, limit=_TO_JOIN)
     in_it = view.confirmed is not None and view.record.world_id == document.world_id
@@ -194,6 +204,30 @@ def _with_records(
         for node, record in records.items()
         if record.status is not Status.LEFT and not is_silent(node)
     }
+    unfit = _unfit(records, is_silent)
+    found = _of_the_round(document, records, live, unfit, is_silent, times)
+    return replace(found, unfit=_reasons(records, unfit))
+
+
+def _unfit(records: Mapping[str, NodeRecord], is_silent: Callable[[str], bool]) -> Collection[str]:
+    """Nodes that live, and wait until their check passes."""
+    return {node for node, record in records.items() if record.is_unfit and not is_silent(node)}
+
+
+def _reasons(records: Mapping[str, NodeRecord], unfit: Collection[str]) -> Names:
+    return Names().plus(f"{records[node].label} ({records[node].unfit})" for node in unfit)
+
+
+def _of_the_round(
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    live: Mapping[str, NodeRecord],
+    unfit: Collection[str],
+    is_silent: Callable[[str], bool],
+    times: _Times,
+) -> Diagnosis:
+    if unfit and not live:
+        return Diagnosis(does=f"round {document.round} is {document.phase.value}, no node is fit")
     stands = f"dead: round {document.round} is {document.phase.value}, but"
     if all(record.status is Status.LEFT for record in records.values()):
         return Diagnosis(does=f"{stands} all its nodes have left")
@@ -207,7 +241,7 @@ def _with_records(
     ]
     match document.phase:
         case Phase.FORMING:
-            return _forming(document, records, is_silent, waiting, times)
+            return _forming(document, records, is_silent, waiting, unfit, times)
         case Phase.CONFIRMING:
             return _confirming(document, records, times)
         case _:
@@ -219,6 +253,7 @@ def _forming(
     records: Mapping[str, NodeRecord],
     is_silent: Callable[[str], bool],
     waiting: Iterable[str],
+    unfit: Collection[str],
     times: _Times,
 ) -> Diagnosis:
     awaited = {
@@ -244,7 +279,7 @@ def _forming(
         active = [node for node in records if _status(records, node) not in _OVER]
         lost = lost.plus(labels(records, filter(is_silent, active)))
         gone = [node for node in records if _status(records, node) is Status.LEFT]
-        left = left.plus(labels(records, gone))
+        left = left.plus(labels(records, gone)).without(labels(records, unfit))
     else:
         lost = left = _NOBODY
     limits = [(times.join, _TO_JOIN)]

@@ -169,6 +169,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         failed: their workers failed, and their agents asked for another round.
         joined: they are new.
         evicted: they live, but did not ask for the round in time.
+        unfit: why some of those that left did: their check failed. By label, of a few.
         note: what else there is to say.
     """
 
@@ -177,12 +178,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: Names = Names()
     joined: Names = Names()
     evicted: Names = Names()
+    unfit: tuple[tuple[str, str], ...] = ()
     note: str = ""
 
     def __str__(self) -> str:
         parts = [
             f"lost {self.lost}: lease ran out" if self.lost else "",
-            f"{self.left} left" if self.left else "",
+            f"{self.left} left{self._reasons}" if self.left else "",
             f"{self.failed} joined again (its workers failed)" if self.failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
             f"{self.joined} joined" if self.joined else "",
@@ -193,6 +195,19 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def plus(self, **names: Iterable[str]) -> Cause:
         """This cause with more nodes; each keyword is a field."""
         return replace(self, **{name: getattr(self, name).plus(to) for name, to in names.items()})
+
+    def because(self, unfit: Mapping[str, str]) -> Cause:
+        """This cause with the reasons of nodes that left since their check failed."""
+        if not unfit:
+            return self
+        return replace(self, unfit=tuple({**dict(self.unfit), **unfit}.items())[:_NAMES_SHOWN])
+
+    @property
+    def _reasons(self) -> str:
+        if len(self.left.first) + self.left.more == 1 and self.unfit:
+            return f" ({self.unfit[0][1]})"
+        why = "; ".join(f"{label}: {reason}" for label, reason in self.unfit)
+        return f" ({why})" if why else ""
 
 
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -390,6 +405,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         hosts: False: it could not open that TCPStore, and another is to be rank 0.
         failed: it asks for another round because its workers failed.
         may_grow: its workers say that now is a good moment to let newcomers in.
+        unfit: why it asks for no round: its check failed. It beats as long as it tries again.
         policy: the options of the run that are not at their defaults, as text.
         schema: as the document's; a node of another version disturbs no round of this one.
     """
@@ -412,6 +428,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     hosts: bool = True
     failed: bool = False
     may_grow: bool = False
+    unfit: str = ""
     policy: str = ""
     schema: Literal[2] = 2
 
@@ -419,6 +436,11 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     def label(self) -> str:
         """The node's name for people."""
         return f"{self.address}[{self.pid}]"
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether it is in no round and asks for none until its check passes, or it gives up."""
+        return self.status is Status.LEFT and self.unfit != ""
 
     def encode(self) -> bytes:
         return _ENCODER.encode(self)

@@ -176,7 +176,7 @@ class Tell(Effect[None]):
     ``about`` tells kinds of lines apart. A normal life has ``joined``, ``waiting`` (for what),
     ``forming`` (why the next round), ``round`` (which rank) and ``closed`` (by whom). The others
     are warnings: ``lost`` (why the next round), ``doubt`` (why not yet), ``spare``, ``settings``,
-    ``evicted``, ``master`` and ``tombstone``.
+    ``evicted``, ``unfit``, ``master`` and ``tombstone``.
     """
 
     about: str

@@ -459,12 +459,15 @@ def _amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str
     """The cause with the nodes that are gone: each as lost, or as left."""
     left: list[str] = []
     silent: list[str] = []
+    unfit: dict[str, str] = {}
     for node in gone:
         record = records.get(node)
         if record is None or record.status is not Status.DONE:
             said_so = record is not None and record.status is Status.LEFT
             (left if said_so else silent).append(record.label if record else node)
-    return cause.plus(lost=silent, left=left)
+            if record is not None and record.is_unfit:
+                unfit[record.label] = record.unfit
+    return cause.plus(lost=silent, left=left).because(unfit)
 
 
 def _amend(

@@ -96,7 +96,7 @@ def decide(view: View) -> Action:
             return AskTombstone(str(view.own))
         return _on_closed(view)
     if view.record.status is Status.LEFT:
-        return Wait()
+        return _stay_out(view)
     if document is not None and _is_strange(view, document):
         return AskTombstone(str(view.own))
     if _is_behind(document, latest):
@@ -128,10 +128,29 @@ def _confirmed_and_released(view: View) -> RoundDocument | None:
     return replace(confirmed, phase=Phase.RUNNING, ran=latest.ran, master=latest.master)
 
 
-def _on_closed(view: View) -> Action:
-    if not view.joining:
+def _stay_out(view: View) -> Action:
+    """What a node does that asks for no round.
+
+    One that is unfit beats, so that it must give up the lead, and must hear of its run's end.
+    """
+    document, latest = view.document, view.latest
+    if not view.record.is_unfit:
         return Wait()
-    spare = view.record.status is Status.SPARE
+    if document is not None and document.leader == view.me and not document.closed:
+        return Abdicate(replace(document, leader=None), fails=False)
+    behind = latest is not None and _is_behind(document, latest)
+    if latest is not None and behind and latest.incarnation not in view.asked_tombstones:
+        return AskTombstone(latest.incarnation)
+    return Wait()
+
+
+def _on_closed(view: View) -> Action:
+    record, latest = view.record, view.latest
+    if not view.joining and not record.is_unfit:
+        return Wait()
+    # Who was in the run, and is left out of it since its check failed, ends as a spare does.
+    was_in_it = record.is_unfit and latest is not None and view.own == latest.incarnation
+    spare = record.status is Status.SPARE or was_in_it
     return Fail(Failure.SPARE_CLOSED if spare else Failure.CLOSED)
 
 
@@ -382,6 +401,9 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         )
     if document.leader == view.me:
         for record in (view.records or {}).values():
+            if record.is_unfit and record.label != view.record.label:
+                key = record.label, record.unfit, record.round
+                yield "unfit", key, f"{record.label} does not join: {record.unfit}"
             if (record.interval, record.lease) != (rules.interval, rules.lease):
                 yield (
                     "settings",

@@ -106,9 +106,11 @@ class Node:
         self._joining = False
         self._join_ordered = False
         self._failed = False
+        self._waited = 0.0
         self._withdraw_ordered = False
         self._done_reported = False
         self._growth_allowed = False
+        self._unfit_reported: str | None = None
         self._joined_at = 0.0
         self._fresh = ""
         self._join_deadline = 0.0
@@ -148,8 +150,13 @@ class Node:
     @property
     def ordered(self) -> bool:
         """Whether an order or a report has not been taken up yet."""
-        orders = self._join_ordered, self._withdraw_ordered
-        return any(orders) or self._done_reported or self._growth_allowed
+        return (
+            self._join_ordered
+            or self._withdraw_ordered
+            or self._done_reported
+            or self._growth_allowed
+            or self._unfit_reported is not None
+        )
 
     @property
     def latest(self) -> RoundDocument | None:
@@ -181,16 +188,19 @@ class Node:
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node."""
         latest = self.latest
-        if self._member is None or self.record.status is Status.LEFT:
-            return False  # This node gave the run up; the others decide about it.
+        gave_up = self.record.status is Status.LEFT or self._unfit_reported is not None
+        if self._member is None or gave_up:
+            return False  # The others decide about it.
         return latest is None or (latest.is_of(self._member) and latest.names(self.id))
 
-    def order_join(self, failed: bool = False) -> None:
+    def order_join(self, failed: bool = False, waited: float = 0.0) -> None:
         """Ask to be in the next round; the driver ends its `Park` or `Rest` early for this.
 
-        ``failed``: this node asks because its workers failed, not because it was told to.
+        Args:
+            failed: this node asks because its workers failed, not because it was told to.
+            waited: seconds of its ``join_timeout`` that are over already.
         """
-        self._failed = failed
+        self._failed, self._waited = failed, waited
         self._withdraw_ordered, self._join_ordered = False, True
 
     def order_withdrawal(self) -> None:
@@ -204,6 +214,14 @@ class Node:
     def allow_growth(self) -> None:
         """Say that now is a good moment to let newcomers in. Like `order_join`."""
         self._growth_allowed = True
+
+    def report_unfit(self, reason: str) -> None:
+        """Say that this node asks for no round, and why: its check failed. Like `order_join`.
+
+        Until it joins again the others go on without it. If the run is closed meanwhile, that is
+        the outcome, as of a join.
+        """
+        self._unfit_reported = reason
 
     def master_opened(self, world_id: str, address: str | None, error: Exception | None) -> None:
         """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
@@ -229,11 +247,15 @@ class Node:
         entry: Entry | None = yield from self._seen.read_record(self.id)
         if entry is None or entry.value != self.record.encode():
             yield from self._leave()
+        if self.record.unfit and self.latest is None:
+            # There is no run, whose end would be the record's.
+            yield from Drop((NODES_PREFIX + self.id,))
 
     def _leave(self) -> Effects[None]:
         """Say that this node is in no round, and leave the lead to others."""
         status = Status.DONE if self.done else Status.LEFT
-        self.record = replace(self.record, beat=self.record.beat + 1, status=status)
+        unfit = self._unfit_reported or self.record.unfit
+        self.record = replace(self.record, beat=self.record.beat + 1, status=status, unfit=unfit)
         yield from PutRecord(self.id, self.record, ring=True)
         for _ in range(3):
             entry = yield from Read(STATE_KEY)
@@ -279,7 +301,7 @@ class Node:
             self._withdraw_ordered = self._joining = False
             yield from self._leave()
         seen = self._seen
-        if self.record.status is not Status.LEFT and not seen.closed:
+        if self._beats and not seen.closed:
             yield from self._keep_alive()
         yield from seen.observe()
         view = self.view()
@@ -326,13 +348,25 @@ class Node:
         if self._pace.tells(found.lasting, now):
             yield from Tell("waiting", str(found))
 
+    @property
+    def _beats(self) -> bool:
+        """Whether the others are to see that this node lives."""
+        return self.record.status is not Status.LEFT or self.record.is_unfit
+
     def _take_orders(self) -> None:
+        if self._unfit_reported is not None:
+            record, reason, self._unfit_reported = self.record, self._unfit_reported, None
+            self.record = replace(record, status=Status.LEFT, unfit=reason, master=None)
+            self._joining = False
+            # Of the next reasons the leader reads with its next listing.
+            self._ring = self._ring or not record.is_unfit
+            self._record_due = self._record_due or self.record != record
         if self._join_ordered:
             self._join_ordered = False
             self._joining = True
             self._joined_at = self._clock()
             self._pace = diagnosis.Pace(self._joined_at)
-            self._join_deadline = self._joined_at + self._join_timeout
+            self._join_deadline = self._joined_at + max(0.0, self._join_timeout - self._waited)
             self.record = replace(
                 self.record,
                 status=Status.JOIN,
@@ -340,6 +374,7 @@ class Node:
                 hosts=True,
                 failed=self._failed,
                 may_grow=False,
+                unfit="",
             )
             self._news = self._what_it_asks_for()
             self._fresh = self._new_incarnation()
@@ -449,9 +484,12 @@ class Node:
                 if document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0:
                     yield from self._begin_to_open_master(document.world_id)
                 yield from self._write(document)
-            case rules.Abdicate(document):
+            case rules.Abdicate(document, fails):
                 if (yield from self._write(document)):
-                    self._abdicated = True
+                    self._abdicated = self._abdicated or fails
+                    if not (fails or self._expires):
+                        # No other node may be left to set the deadline.
+                        yield from Expire(self._rules.abandoned)
             case rules.SetRecord(status, incarnation, round_, ring):
                 self.record = replace(
                     self.record, status=status, incarnation=incarnation, round=round_, master=None
@@ -577,7 +615,7 @@ class Node:
             closed = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
             try:
                 if closed:
-                    self.record = replace(self.record, status=Status.LEFT)
+                    self.record = replace(self.record, status=Status.LEFT, unfit="")
                     yield from self._clear_away()
                 else:
                     yield from self._leave()
@@ -669,7 +707,7 @@ class Node:
         """Wait for the bell as the leader, else for the document."""
         seen = self._seen
         until_beat = max(0.0, self._next_beat - self._clock())
-        if seen.closed or self.record.status is Status.LEFT:
+        if seen.closed or not self._beats:
             until_beat = self._rules.interval  # There is no beat to be late for.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if seen.misses_its_rank and self._clock() - seen.document_since < self._rules.interval:

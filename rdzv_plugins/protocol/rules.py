@@ -256,9 +256,13 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Abdicate:
-    """Write the document without a leader: this node cannot lead."""
+    """Write the document without a leader: this node cannot lead.
+
+    ``fails``: its listings fail; False: it is unfit, and may be well again.
+    """
 
     document: RoundDocument
+    fails: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,9 @@ def check_settings(settings: Settings) -> None:
 
 
 def _refuse_ours(settings: Settings) -> None:
-    names = ("restart_on_loss", "rank_order", "rank", "metrics_port", "otel")
+    names = (
+        "restart_on_loss", "rank_order", "rank", "check_command", "checks", "metrics_port", "otel",
+    )  # fmt: skip
     if given := [name for name in names if getattr(settings, name) != getattr(Settings(), name)]:
         raise ValueError(f"handler=torch has no {', '.join(given)}; leave out, or use handler=rdzv")
 

@@ -821,7 +821,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "node",
-                "        if seen.closed or self.record.status is Status.LEFT:\n",
+                "        if seen.closed or not self._beats:\n",
                 "        if seen.closed:\n",
             ),
         ),

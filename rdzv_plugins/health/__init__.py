@@ -1,0 +1,11 @@
+"""Who may join: a node's own checks, run before it asks for a round.
+
+`gate` runs them one after the other, each within a time limit; `command` is one of the user's,
+`gpu`, `disk` and `network` are this package's, and others are entry points in the group
+``rdzv_plugins.health``: callables without arguments that return None, or why the node is unfit.
+Nothing here imports torch or knows the protocol.
+"""
+
+from rdzv_plugins.health.gate import SHIPPED, Gate, gate_of, refuse_unknown_checks
+
+__all__ = ["SHIPPED", "Gate", "gate_of", "refuse_unknown_checks"]

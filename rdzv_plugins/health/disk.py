@@ -1,0 +1,34 @@
+"""The check ``disk``: there is free space in a directory, and a file can be written there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+__all__ = ["check"]
+
+_GIB = 1 << 30
+_BLOCK = b"\0" * 4096
+
+
+def check(directory: str | None, least: float) -> str | None:
+    """Why the directory is of no use; None where it is.
+
+    Args:
+        directory: none: $TMPDIR, or the system's.
+        least: GiB that must be free.
+    """
+    # Not tempfile.gettempdir(): that looks for another directory where $TMPDIR cannot be written.
+    place = directory or os.environ.get("TMPDIR") or tempfile.gettempdir()
+    try:
+        free = shutil.disk_usage(place).free / _GIB
+        if free < least:
+            return f"{place} has {free:.1f} GiB free of the {least:g} GiB that it needs"
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".rdzv-check-") as file:
+            file.write(_BLOCK)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"{place} cannot be written: {error.strerror or error}"
+    return None

@@ -1,0 +1,170 @@
+"""Runs the checks of a node, each within a time limit, and says why the node is unfit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import entry_points
+from queue import Empty, SimpleQueue
+
+from rdzv_plugins.config import Settings, alternatives
+from rdzv_plugins.health import disk, network
+from rdzv_plugins.health.checks import CallCheck, CannotRunError, Check
+from rdzv_plugins.health.command import CommandCheck, arguments_of
+from rdzv_plugins.health.gpu import GpuCheck
+
+__all__ = ["SHIPPED", "Gate", "gate_of", "refuse_unknown_checks"]
+
+SHIPPED = ("gpu", "disk", "network")
+"""The checks of this package, by name."""
+
+_GROUP = "rdzv_plugins.health"
+
+# How long a command may take to be gone once it was killed.
+_END_SECONDS = 2.0
+# `network` gives its own answer within the limit.
+_NETWORK_SHARE = 0.8
+
+
+class Gate:
+    """The checks of one node.
+
+    Args:
+        checks: run in this order; the first that fails is the reason.
+        seconds: the limit of each.
+        fails_open: a check that cannot run counts as passed.
+        warn: takes a line for each such.
+    """
+
+    def __init__(
+        self,
+        checks: Sequence[Check],
+        seconds: float,
+        fails_open: bool,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._checks = checks
+        self._seconds = seconds
+        self._fails_open = fails_open
+        self._warn = warn
+        # Those that did not end when they were given up.
+        self._hung: dict[str, _Attempt] = {}
+
+    def check(self) -> str | None:
+        """Why this node is unfit: the check and its reason; None: it is fit.
+
+        An exception in the caller, such as that of a signal, ends a command at once.
+        """
+        for check in self._checks:
+            try:
+                reason = self._answer(check)
+            except CannotRunError as error:
+                if self._fails_open:
+                    self._warn(
+                        f"the check '{check.name}' cannot run, and counts as passed "
+                        f"(check_fails_open): {error}"
+                    )
+                    continue
+                reason = str(error)
+            if reason is not None:
+                return f"{check.name}: {reason}"
+        return None
+
+    def _answer(self, check: Check) -> str | None:
+        hung = self._hung.pop(check.name, None)
+        if hung is not None and hung.is_alive():
+            self._hung[check.name] = hung
+            raise CannotRunError("it still hangs, and is not started once more")
+        attempt = _Attempt(check)
+        attempt.start()
+        try:
+            answer = attempt.answers.get(timeout=self._seconds)
+        except Empty:
+            raise CannotRunError(f"it gave no answer within {self._seconds:g} s") from None
+        finally:
+            # Also where the caller was interrupted.
+            attempt.given_up.set()
+            # A callable may end, or not; to wait for it would hold up a signal.
+            attempt.join(_END_SECONDS if isinstance(check, CommandCheck) else 0.05)
+            if attempt.is_alive():
+                self._hung[check.name] = attempt
+        if isinstance(answer, CannotRunError):
+            raise answer.with_traceback(None)
+        return answer
+
+
+class _Attempt(threading.Thread):
+    """One run of a check. The caller only waits, so that a signal can interrupt it at any point."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__(name=f"rdzv-check-{check.name}", daemon=True)
+        self.answers: SimpleQueue[str | CannotRunError | None] = SimpleQueue()
+        self.given_up = threading.Event()
+        self._check = check
+
+    def run(self) -> None:
+        try:
+            self.answers.put(self._check.run(self.given_up))
+        except CannotRunError as error:
+            self.answers.put(error)
+        except Exception as error:
+            self.answers.put(CannotRunError(f"{type(error).__name__}: {error}"))
+
+
+def gate_of(
+    settings: Settings,
+    peer: Callable[[], tuple[str, int] | None],
+    warn: Callable[[str], None],
+) -> Gate | None:
+    """The gate that the options ask for; None: none.
+
+    Args:
+        peer: as in `network.check`.
+        warn: as in `Gate`.
+    """
+    checks: list[Check] = [_check(name, settings, peer) for name in settings.check_names]
+    if settings.check_command is not None:
+        checks.append(CommandCheck(arguments_of(settings.check_command)))
+    if not checks:
+        return None
+    return Gate(checks, settings.check_timeout, settings.check_fails_open, warn)
+
+
+def refuse_unknown_checks(settings: Settings) -> None:
+    """Raises `ValueError` for a check that nobody has, and for a command that is none."""
+    if settings.check_command is not None:
+        arguments_of(settings.check_command)
+    known = _names()
+    for name in settings.check_names:
+        if name not in known and not settings.check_fails_open:
+            raise ValueError(f"option 'checks': {_unknown(name)}")
+
+
+def _check(name: str, settings: Settings, peer: Callable[[], tuple[str, int] | None]) -> Check:
+    match name:
+        case "gpu":
+            gpu = GpuCheck()
+            return CallCheck(name, lambda: gpu)
+        case "disk":
+            found = partial(disk.check, settings.check_disk, settings.check_disk_free)
+            return CallCheck(name, lambda: found)
+        case "network":
+            dials = partial(network.check, peer, _NETWORK_SHARE * settings.check_timeout)
+            return CallCheck(name, lambda: dials)
+    return CallCheck(name, partial(_load, name))
+
+
+def _load(name: str) -> Callable[[], object]:
+    for found in entry_points(group=_GROUP, name=name):
+        check: Callable[[], object] = found.load()
+        return check
+    raise CannotRunError(_unknown(name))
+
+
+def _names() -> list[str]:
+    return [*SHIPPED, *sorted({it.name for it in entry_points(group=_GROUP)} - {*SHIPPED})]
+
+
+def _unknown(name: str) -> str:
+    return f"there is no check '{name}'; {alternatives(name, _names())}"
