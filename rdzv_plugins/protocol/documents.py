@@ -169,6 +169,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         failed: their workers failed, and their agents asked for another round.
         joined: they are new.
         evicted: they live, but did not ask for the round in time.
+        held: they were in the last round, and are left over from whole units and segments.
         note: what else there is to say.
     """
 
@@ -177,6 +178,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: Names = Names()
     joined: Names = Names()
     evicted: Names = Names()
+    held: Names = Names()
     note: str = ""
 
     def __str__(self) -> str:
@@ -186,6 +188,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             f"{self.failed} joined again (its workers failed)" if self.failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
             f"{self.joined} joined" if self.joined else "",
+            f"{self.held} left over from whole units or segments" if self.held else "",
             self.note,
         ]
         return "; ".join(part for part in parts if part)
@@ -391,6 +394,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         failed: it asks for another round because its workers failed.
         may_grow: its workers say that now is a good moment to let newcomers in.
         policy: the options of the run that are not at their defaults, as text.
+        domain: where it is, by levels with "/" between them; only where the run minds that.
         schema: as the document's; a node of another version disturbs no round of this one.
     """
 
@@ -413,6 +417,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     failed: bool = False
     may_grow: bool = False
     policy: str = ""
+    domain: str | None = None
     schema: Literal[2] = 2
 
     @property

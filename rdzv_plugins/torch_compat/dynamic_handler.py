@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from rdzv_plugins.addresses import node_address, store_hosts
-from rdzv_plugins.config import Settings
+from rdzv_plugins.config import Settings, option_names
 from rdzv_plugins.kv import (
     KeyValueClient,
     RendezvousConnectionError,
@@ -128,7 +128,9 @@ def check_settings(settings: Settings) -> None:
 
 
 def _refuse_ours(settings: Settings) -> None:
-    names = ("restart_on_loss", "rank_order", "rank", "metrics_port", "otel")
+    names = option_names(Settings)
+    ours = names[names.index("restart_on_loss") : names.index("segment") + 1]
+    names = [*ours, "metrics_port", "otel"]
     if given := [name for name in names if getattr(settings, name) != getattr(Settings(), name)]:
         raise ValueError(f"handler=torch has no {', '.join(given)}; leave out, or use handler=rdzv")
 
