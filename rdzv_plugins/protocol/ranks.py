@@ -82,15 +82,16 @@ def old_places(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Ma
     """The rank that each node had in the round before the one that forms.
 
     The records tell it, also of nodes that are gone: theirs stay in the store until the next round
-    runs. Where the last round never ran, or the store has lost something, only the order of those
-    is known that are still counted on.
+    runs. Where the last round never ran, only the order of those is known that are still counted
+    on. Nodes on which the run counts besides, since the store forgot them, follow the others.
     """
     known = {
         node: record.rank
         for node, record in records.items()
         if record.rank is not None and document.ran is not None and record.world_id == document.ran
     }
-    return known if known.keys() >= {*document.previous} else document.old_ranks
+    after = max(known.values(), default=-1) + 1
+    return {node: after + place for node, place in document.old_ranks.items()} | known
 
 
 def _in_their_domains(
