@@ -240,7 +240,7 @@ def lead(
 class TestRunning:
     """A round of n1 and n2 with room for more, in units of two."""
 
-    RULES = replace(RULES, min_nodes=2, max_nodes=6, node_unit=2)
+    RULES = replace(RULES, min_nodes=2, max_nodes=6, node_unit=2, last_call=0.0)
     NOW = document(Phase.RUNNING, participants=("n1", "n2"), min_nodes=2, max_nodes=6)
 
     def records(self, **more: NodeRecord) -> dict[str, NodeRecord]:
@@ -249,13 +249,20 @@ class TestRunning:
         return {node: replace(it, min_nodes=2, max_nodes=6) for node, it in found.items()}
 
     def test_one_newcomer_disturbs_nobody(self) -> None:
-        action = lead(self.NOW, self.records(n3=record("n3")), self.RULES)
-        assert isinstance(action, Wait)
+        assert lead(self.NOW, self.records(n3=record("n3")), self.RULES) == Wait(3.0, False)
 
     def test_two_do(self) -> None:
         records = self.records(n3=record("n3"), n4=record("n4", Status.SPARE))
         following = written(lead(self.NOW, records, self.RULES))
         assert (following.round, following.reason) == (5, "n3[1], n4[1] joined")
+
+    def test_the_last_call_begins_once_a_whole_unit_has_come(self) -> None:
+        rules = replace(self.RULES, last_call=2.0)
+        records = self.records(n3=record("n3"), n4=record("n4"))
+        assert lead(self.NOW, records, rules) == Wait(2.0, True)
+        assert isinstance(lead(self.NOW, records, rules, enough_for=2.0), Write)
+        records |= self.records(n5=record("n5"), n6=record("n6"))
+        assert isinstance(lead(self.NOW, records, rules), Write), "they fill the round"
 
     def test_a_loss_begins_the_next_round_at_once(self) -> None:
         records = self.records(n3=record("n3"))
@@ -299,16 +306,19 @@ class TestForming:
     RULES = replace(RULES, min_nodes=2, max_nodes=7, node_unit=3)
     NOW = replace(FORMING, min_nodes=2, max_nodes=7)
 
-    def lead(self, names: str, previous: str = "", **more: object) -> Action:
+    def lead(
+        self, names: str, previous: str = "", now: RoundDocument = NOW, **more: object
+    ) -> Action:
         records = {name: record(name, round_=4, min_nodes=2, max_nodes=7) for name in names.split()}
-        now = replace(self.NOW, previous=tuple(previous.split()))
+        now = replace(now, previous=tuple(previous.split()))
         return lead(now, records, self.RULES, joining=True, **more)
 
     def test_below_a_unit_everybody_waits(self) -> None:
         assert self.lead("n1 n2", enough_for=99.0) == Wait(None, False)
 
     def test_a_unit_waits_for_the_last_call(self) -> None:
-        assert self.lead("n1 n2 n3 n4") == Wait(5.0, True)
+        first = replace(self.NOW, round=0)
+        assert self.lead("n1 n2 n3 n4", now=first) == Wait(5.0, True)
         named = written(self.lead("n1 n2 n3 n4", enough_for=5.0))
         assert (named.participants, named.waiting) == (("n1", "n2", "n3"), 1)
 

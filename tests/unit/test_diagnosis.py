@@ -145,15 +145,13 @@ class TestOneWhoSeesAllRecords:
 class TestUnitsAndSegments:
     """What they hold back, as whoever sees all records knows from the leader's own."""
 
-    LIMITS = {"min_nodes": 4, "max_nodes": 16}
-
     def of(self, policy: str, phase: Phase, racks: str, runs: str = "") -> str:
         """``racks``: the domain of each node that asks for a round; ``runs``, that takes part."""
         members = [f"m{number}" for number in range(len(runs))]
         more: dict[str, object] = {"participants": tuple(members)} if runs else {}
-        now = document(phase, 3, "m0" if runs else "n0", **self.LIMITS, **more)
+        now = document(phase, 3, "m0" if runs else "n0", min_nodes=4, max_nodes=16, **more)
         records = {
-            name: replace(it, domain=rack, policy=policy, **self.LIMITS)
+            name: replace(it, domain=rack, policy=policy, min_nodes=4, max_nodes=16)
             for name, it, rack in [
                 *(
                     (name, running(name, now), rack)
