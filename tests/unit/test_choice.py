@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rdzv_plugins.protocol.choice import Sizes, choose, needed, world_size
-from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.documents import (
+    Cause,
+    Names,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+)
 from rdzv_plugins.protocol.member import decide, remarks
 from rdzv_plugins.protocol.ranks import natural_key
 from rdzv_plugins.protocol.rules import Action, Rules, SetRecord, Wait, Write
@@ -317,8 +324,8 @@ class TestForming:
         assert self.lead("n1 n2", enough_for=99.0) == Wait(None, False)
 
     def test_a_unit_waits_for_the_last_call(self) -> None:
-        first = replace(self.NOW, round=0)
-        assert self.lead("n1 n2 n3 n4", now=first) == Wait(5.0, True)
+        after_a_loss = replace(self.NOW, cause=Cause(lost=Names(("n9[1]",))))
+        assert self.lead("n1 n2 n3 n4", now=after_a_loss) == Wait(5.0, True)
         named = written(self.lead("n1 n2 n3 n4", enough_for=5.0))
         assert (named.participants, named.waiting) == (("n1", "n2", "n3"), 1)
 
