@@ -13,6 +13,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from rdzv_plugins import topology
+
 __all__ = [
     "ServerOptions",
     "Settings",
@@ -105,9 +107,16 @@ class Settings:
                                     closed and torchrun exits with 93; 0: never
     no_progress_uptime      60      seconds; see no_progress_rounds
     rank_order              natural natural (by address, node2 before node10), stable (nodes of the
-                                    last round keep their order, new nodes follow) or hint (by
-                                    the option ``rank``)
+                                    last round keep their order, new nodes follow), hint (by
+                                    the option ``rank``) or topology (by the option ``domain``)
     rank                    none    this node's position for rank_order=hint, e.g. $SLURM_NODEID
+    domain                  none    where this node is, for rank_order=topology and segment:
+                                    ``rack7``, or by levels, the widest first, as in
+                                    ``spine1/leaf3/rack7``; none: as Slurm (SLURM_TOPOLOGY_ADDR) or
+                                    NVML (the NVLink domain) tells it
+    node_unit               1       a round has a multiple of so many nodes; the rest wait as spares
+    segment                 1       a round has whole segments of so many nodes of one domain; the
+                                    rest wait as spares
     rejoin_timeout          600     seconds that a round waits for a live node of the last round
                                     before it starts without that node; a tenth of this if the
                                     other nodes fill the round; at most 0.8 x join_timeout
@@ -142,8 +151,9 @@ class Settings:
     otel                    false   report the same metrics through OpenTelemetry, if the
                                     application has set it up (extra ``otel``)
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
-                                    this backend; it has none of the options of a run and no rank,
-                                    check_command, checks, metrics_port and otel)
+                                    this backend; it has no metrics_port and otel, and none of the
+                                    options from restart_on_loss to segment and from check_command
+                                    to check_disk_free)
     ======================= ======= ===============================================================
     """
 
@@ -161,8 +171,13 @@ class Settings:
     resize_interval: float = option(0.0, least=0, of_run=True)
     no_progress_rounds: int = option(0, least=0, of_run=True)
     no_progress_uptime: float = option(60.0, least=0, of_run=True)
-    rank_order: str = option("natural", choices=("natural", "stable", "hint"), of_run=True)
+    rank_order: str = option(
+        "natural", choices=("natural", "stable", "hint", "topology"), of_run=True
+    )
     rank: int | None = option(None, least=0)
+    domain: str | None = option(None)
+    node_unit: int = option(1, least=1, of_run=True)
+    segment: int = option(1, least=1, of_run=True)
     rejoin_timeout: float = option(600.0, least=0.001)
     closed_ttl: float = option(60.0, least=0)
     abandoned_ttl: float = option(3600.0, least=1)
@@ -186,6 +201,8 @@ class Settings:
             raise ValueError(
                 f"option 'metrics_port': '{self.metrics_port}' must be at most {_LARGEST_PORT}"
             )
+        if self.domain is not None:
+            topology.levels(self.domain)
 
     @property
     def check_names(self) -> list[str]:

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -49,6 +50,7 @@ from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.logs import RunLog, set_up
 from rdzv_plugins.metrics import Report, refuse_unless_installed
 from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.choice import Sizes
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -66,9 +68,11 @@ from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.signals import SignalWatch
 from rdzv_plugins.stores import load, opener
+from rdzv_plugins.topology import find_domain
 from rdzv_plugins.torch_compat.agent_store import AgentStore
 from rdzv_plugins.torch_compat.events import Events, record_failed_creation
 from rdzv_plugins.torch_compat.torchrun import max_restarts
+from rdzv_plugins.worker import CurrentRound, hand_down, take_back
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
@@ -125,6 +129,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._servers: dict[str, TCPStore] = {}
         self._store: AgentStore | None = None
         self._was_told = False
+        self._handed_down: str | None = None
         self._pid = os.getpid()
         record = NodeRecord(
             address=address,
@@ -138,6 +143,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             lease=rules.lease,
             hint=settings.rank,
             policy=settings.policy,
+            domain=settings.domain if rules.minds_domains else None,
         )
         self._node = Node(
             secrets.token_hex(8),
@@ -216,6 +222,16 @@ class StoreRendezvousHandler(RendezvousHandler):
             document = self._join()
         rank, world_size = document.ranks[self._node.id], document.size
         self._events.joined(rank, world_size, document.round)
+        self._handed_down = hand_down(
+            CurrentRound(
+                run_id=self._run_id,
+                round=document.round,
+                world_id=document.world_id,
+                cause=document.reason,
+                spares=document.waiting,
+                domain=self._settings.domain,
+            )
+        )
         address, _, port = (document.master or "").rpartition(":")
         if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
             self._name_the_others(document)
@@ -479,6 +495,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._client.close()
         self._driver.await_openers(_STOP_SECONDS)
         self._servers.clear()
+        take_back(self._handed_down)
         self._signals.release()
         if self._report is not None:
             self._report.close()
@@ -633,6 +650,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
     try:
         store = load(client)
         settings, connect = opener(store, params)
+        settings = _placed(settings, params)
         set_up(settings.log_level)
         for line in without_effect(params.config, option_names(Settings, store.options)):
             log.info("run '%s': %s", params.run_id, line)
@@ -651,6 +669,23 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
     except BaseException:
         opened.close()
         raise
+
+
+def _placed(settings: Settings, params: RendezvousParameters) -> Settings:
+    """With this node's domain; raises `ValueError` where it could never be in a round."""
+    if settings.handler == "torch":
+        return settings
+    rules = rules_of(settings, params.min_nodes, params.max_nodes)
+    Sizes.of(rules).refuse_if_impossible()
+    if not rules.minds_domains:
+        return settings
+    domain = find_domain(settings.domain, os.environ)
+    if domain is None and rules.segment > 1:
+        raise ValueError(
+            f"segment={rules.segment} needs the domain of this node, which neither Slurm nor NVML "
+            "tells: set domain=... or $RDZV_PLUGINS_DOMAIN"
+        )
+    return replace(settings, domain=domain)
 
 
 def _over(
@@ -672,6 +707,12 @@ def _over(
             "host: other hosts cannot reach this one. Name an address with --local-addr",
             params.run_id,
             address,
+        )
+    if settings.rank_order == "topology" and settings.domain is None:
+        log.warning(
+            "run '%s': rank_order=topology, but nobody knows the domain of this node; its rank "
+            "follows those of all domains. Set domain=... or $RDZV_PLUGINS_DOMAIN",
+            params.run_id,
         )
     if params.min_nodes < params.max_nodes and max_restarts() == 0:
         log.warning(
@@ -700,6 +741,8 @@ def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
         no_progress_rounds=settings.no_progress_rounds,
         no_progress_uptime=settings.no_progress_uptime,
         rank_order=settings.rank_order,
+        node_unit=settings.node_unit,
+        segment=settings.segment,
         request=settings.heartbeat_timeout,
         # Sooner than the nodes that wait for it time out.
         rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),

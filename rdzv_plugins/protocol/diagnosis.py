@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from rdzv_plugins.protocol.choice import Sizes, needed, world_size
 from rdzv_plugins.protocol.documents import (
     Names,
     NodeRecord,
@@ -18,7 +19,14 @@ from rdzv_plugins.protocol.documents import (
     labels,
 )
 from rdzv_plugins.protocol.growth import GROWTH, Hold, hold, last_call
-from rdzv_plugins.protocol.leader import doubted, fits, has_rejoined, may_grow, rejoin_patience
+from rdzv_plugins.protocol.leader import (
+    doubted,
+    fits,
+    has_rejoined,
+    may_grow,
+    rejoin_patience,
+    without,
+)
 from rdzv_plugins.protocol.rules import View
 
 __all__ = ["Diagnosis", "Pace", "diagnose", "of_node"]
@@ -139,7 +147,8 @@ def diagnose(
     if document is None:
         unfit = _unfit(records, is_silent)
         return Diagnosis(does="no round has begun", unfit=_reasons(records, unfit))
-    return _with_records(document, records, is_silent, _Times(quiet=quiet_for))
+    sizes = Sizes.told(document, records.get(document.leader or ""))
+    return _with_records(document, records, is_silent, _Times(quiet=quiet_for), sizes)
 
 
 def of_node(view: View, join_left: float | None = None) -> Diagnosis:
@@ -153,6 +162,9 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
     if document.phase is Phase.RUNNING and not in_it:
         led = _led(document, view.leader)
         does = f"waiting for the next round: round {document.round} runs with {_size(document)}"
+        sizes = Sizes.of(rules)
+        if sizes.policy and document.size < sizes.most:
+            led += f", which lets more in as {sizes.policy} demands"
         return Diagnosis(does=does + led, seconds=join_left, limit=_TO_JOIN)
     if view.records is None or not document.is_whole:
         return _without_records(document, view.leader, join_left)
@@ -165,7 +177,7 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
     records = {**view.records, view.me: view.record}
     permitted = may_grow(document, records)
     times = replace(times, hold=lambda wait, room: hold(view, wait, room, permitted))
-    found = _with_records(document, records, view.is_silent, times)
+    found = _with_records(document, records, view.is_silent, times, Sizes.of(rules))
     return replace(found, doubted=len(doubted(view, records)))
 
 
@@ -196,6 +208,7 @@ def _with_records(
     records: Mapping[str, NodeRecord],
     is_silent: Callable[[str], bool],
     times: _Times,
+    sizes: Sizes,
 ) -> Diagnosis:
     if document.closed:
         return _closed(document)
@@ -205,7 +218,7 @@ def _with_records(
         if record.status is not Status.LEFT and not is_silent(node)
     }
     unfit = _unfit(records, is_silent)
-    found = _of_the_round(document, records, live, unfit, is_silent, times)
+    found = _of_the_round(document, records, live, unfit, is_silent, times, sizes)
     return replace(found, unfit=_reasons(records, unfit))
 
 
@@ -225,6 +238,7 @@ def _of_the_round(
     unfit: Collection[str],
     is_silent: Callable[[str], bool],
     times: _Times,
+    sizes: Sizes,
 ) -> Diagnosis:
     if unfit and not live:
         return Diagnosis(does=f"round {document.round} is {document.phase.value}, no node is fit")
@@ -241,11 +255,11 @@ def _of_the_round(
     ]
     match document.phase:
         case Phase.FORMING:
-            return _forming(document, records, is_silent, waiting, unfit, times)
+            return _forming(document, records, is_silent, waiting, unfit, times, sizes)
         case Phase.CONFIRMING:
             return _confirming(document, records, times)
         case _:
-            return _running(document, records, waiting, times)
+            return _running(document, records, waiting, times, sizes)
 
 
 def _forming(
@@ -255,6 +269,7 @@ def _forming(
     waiting: Iterable[str],
     unfit: Collection[str],
     times: _Times,
+    sizes: Sizes,
 ) -> Diagnosis:
     awaited = {
         node
@@ -266,28 +281,34 @@ def _forming(
         for node in awaited
         if not is_silent(node) and _status(records, node) not in (Status.LEFT, Status.DONE)
     ]
-    ready = len([node for node in waiting if node not in awaited])
-    needs = max(document.min_nodes - ready, len(pending))
+    present = [node for node in waiting if node not in awaited]
+    ready, size = len(present), world_size(present, records, sizes)
+    more = needed(present, records, sizes)
+    needs = max(more, len(pending))
     here = f"{ready} of {_nnodes(document)}"
-    if needs <= 0 and ready >= document.max_nodes:
+    if needs <= 0 and size >= sizes.most:
         return Diagnosis(does=f"{here} nodes are here: their round begins")
     if needs <= 0:
         does, limit = f"{here} nodes are here", "of last call left"
+        if size < ready:
+            lets = "let" if " and " in sizes.policy else "lets"
+            does += f": {sizes.policy} {lets} {size} of them in"
         return Diagnosis(does=does, seconds=times.last_call, limit=limit)
     lost, left = document.cause.lost, document.cause.left
-    if ready < document.min_nodes:
+    if size == 0:
         active = [node for node in records if _status(records, node) not in _OVER]
         lost = lost.plus(labels(records, filter(is_silent, active)))
         gone = [node for node in records if _status(records, node) is Status.LEFT]
         left = left.plus(labels(records, gone)).without(labels(records, unfit))
     else:
         lost = left = _NOBODY
+    demands = f", as {sizes.policy} demands" if more > max(0, sizes.min_nodes - ready) else ""
     limits = [(times.join, _TO_JOIN)]
     if pending and times.rejoin is not None:
-        limits.append((times.rejoin(ready), "to rejoin_timeout"))
+        limits.append((times.rejoin(size), "to rejoin_timeout"))
     seconds, limit = min(limits, key=lambda item: float("inf") if item[0] is None else item[0])
     return Diagnosis(
-        does=f"waiting for {_count(needs)}: {here} {'is' if ready == 1 else 'are'} here",
+        does=f"waiting for {_count(needs)}: {here} {'is' if ready == 1 else 'are'} here{demands}",
         absent=Names().plus(labels(records, pending)),
         lost=lost,
         left=left,
@@ -323,15 +344,19 @@ def _running(
     records: Mapping[str, NodeRecord],
     waiting: Iterable[str],
     times: _Times,
+    sizes: Sizes,
 ) -> Diagnosis:
     spares = [node for node in waiting if node not in document.ranks]
     done = [node for node in document.ranks if _status(records, node) is Status.DONE]
-    room = document.max_nodes - document.size + len(document.lost)
+    room = sizes.most - document.size + len(document.lost)
     word = "waiting" if room > 0 and not document.finishing else "spare"
+    present = without(document.ranks, document.lost)
     plural = "s" if word == "spare" and len(spares) > 1 else ""
-    held = None
-    if spares and word == "waiting":
-        held = times.hold(len(spares), room) if times.hold else Hold(_held(records, document))
+    held, more = None, world_size([*present, *spares], records, sizes) - len(present)
+    if spares and word == "waiting" and more > 0:
+        held = times.hold(more, room) if times.hold else Hold(_held(records, document))
+    elif word == "waiting" and sizes.policy:
+        word = f"waiting for {sizes.policy}"
     why = f" ({held.why})" if held is not None and held.why else ""
     parts = [
         f"running round {document.round}",

@@ -170,6 +170,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         joined: they are new.
         evicted: they live, but did not ask for the round in time.
         unfit: why some of those that left did: their check failed. By label, of a few.
+        held: they were in the last round, and are left over from whole units and segments.
         note: what else there is to say.
     """
 
@@ -179,6 +180,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     joined: Names = Names()
     evicted: Names = Names()
     unfit: tuple[tuple[str, str], ...] = ()
+    held: Names = Names()
     note: str = ""
 
     def __str__(self) -> str:
@@ -188,6 +190,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             f"{self.failed} joined again (its workers failed)" if self.failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
             f"{self.joined} joined" if self.joined else "",
+            f"{self.held} left over from whole units or segments" if self.held else "",
             self.note,
         ]
         return "; ".join(part for part in parts if part)
@@ -407,6 +410,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         may_grow: its workers say that now is a good moment to let newcomers in.
         unfit: why it asks for no round: its check failed. It beats as long as it tries again.
         policy: the options of the run that are not at their defaults, as text.
+        domain: where it is, by levels with "/" between them; only where the run minds that.
         schema: as the document's; a node of another version disturbs no round of this one.
     """
 
@@ -430,6 +434,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     may_grow: bool = False
     unfit: str = ""
     policy: str = ""
+    domain: str | None = None
     schema: Literal[2] = 2
 
     @property

@@ -32,8 +32,8 @@ def hold(view: View, newcomers: int, room: int, permitted: bool) -> Hold | None:
     """What keeps the leader from ending the round for newcomers; None: nothing. Rule 17.
 
     Args:
-        newcomers: how many wait.
-        room: for how many the round has room.
+        newcomers: how many would be let in.
+        room: for how many the round has room at most.
         permitted: workers have said that now is a good moment.
     """
     rules = view.rules
@@ -54,7 +54,8 @@ def hold(view: View, newcomers: int, room: int, permitted: bool) -> Hold | None:
 
 def holds_newcomers(rules: Rules) -> bool:
     """Whether newcomers may have to wait for longer than a last call, as spares do."""
-    return rules.grow != "now" or rules.min_uptime > 0 or rules.resize_interval > 0
+    paced = rules.grow != "now" or rules.min_uptime > 0 or rules.resize_interval > 0
+    return paced or rules.node_unit > 1 or rules.segment > 1
 
 
 def last_call(rules: Rules, document: RoundDocument) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from msgspec.structs import replace
 
+from rdzv_plugins.protocol.choice import Sizes, choose, world_size
 from rdzv_plugins.protocol.documents import (
     Cause,
     NodeRecord,
@@ -20,7 +21,7 @@ from rdzv_plugins.protocol.documents import (
     labels,
 )
 from rdzv_plugins.protocol.growth import hold, last_call
-from rdzv_plugins.protocol.ranks import order_ranks
+from rdzv_plugins.protocol.ranks import old_places, order_ranks
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
 from rdzv_plugins.protocol.rules import (
     Action,
@@ -93,9 +94,11 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         and records[node].status in (Status.JOIN, Status.SPARE)
         and node not in awaited
     }
-    enough = len(ready) >= rules.min_nodes
+    sizes = Sizes.of(rules)
+    size = world_size(ready, records, sizes)
+    enough = size > 0
     if pending := without(awaited, gone):  # Rule 5.
-        patience = rejoin_patience(rules, len(ready))
+        patience = rejoin_patience(rules, size)
         if view.round_age >= patience:
             return Write(_evict(document, records, pending, gone))
         if gone:
@@ -104,13 +107,13 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         return Wait(min(seconds for seconds in until if seconds is not None), enough)
     # Those that are doubted, and have asked for this round already, are neither here nor gone.
     unsure = doubted(view, records)
-    if len(ready) >= rules.max_nodes:
+    if size >= sizes.most:
         unsure = [node for node in unsure if node in document.previous]
     if unsure:
         if gone:
             return Write(_amend(document, records, gone))
         return Wait(_until_lease(view, unsure), enough)
-    if len(ready) < rules.max_nodes:
+    if size < sizes.most or not enough:
         if gone:  # Then it may wait for replacements.
             return Write(_amend(document, records, gone))
         left = last_call(rules, document) - (view.enough_for or 0.0)
@@ -208,9 +211,9 @@ def doubted(view: View, records: Mapping[str, NodeRecord]) -> list[str]:
     ]
 
 
-def rejoin_patience(rules: Rules, ready: int) -> float:
-    """Seconds that a round waits for a live participant of the last one, with so many ready."""
-    return rules.rejoin * (_SPARES_SUFFICE if ready >= rules.max_nodes else 1.0)
+def rejoin_patience(rules: Rules, size: int) -> float:
+    """Seconds that a round waits for a live participant of the last one, where it has so many."""
+    return rules.rejoin * (_SPARES_SUFFICE if size >= Sizes.of(rules).most else 1.0)
 
 
 def _ahead_of(
@@ -247,22 +250,26 @@ def _evict(
 def _name_participants(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord], ready: Collection[str]
 ) -> RoundDocument:
-    """The round with its ranks: survivors first, then newcomers, at most ``max_nodes``."""
+    """The round with its ranks, of those that are chosen; at most ``max_nodes``."""
     rules, old = view.rules, {*document.previous}
     survivors = [node for node in document.previous if node in ready]
     newcomers = order_ranks(
         (node for node in ready if node not in old), records, (), rules.rank_order
     )
-    chosen = [*survivors, *newcomers][: rules.max_nodes]
+    chosen = choose(document, survivors, newcomers, records, rules)
+    taken = {*chosen}
     failed = [records[node].label for node in survivors if records[node].failed]
     # Nodes that had asked for this round, and were lost since.
     missing = [node for node in document.previous if _is_gone(view, node, records.get(node))]
     cause = _amended(document.cause, records, missing).plus(failed=failed)
+    held = [records[node].label for node in survivors if node not in taken]
+    if held or cause.held:  # Also of rounds since the last one that ran.
+        cause = replace(cause, held=cause.held.without(set(labels(records, chosen))).plus(held))
     if document.round > 0:
         # The cause names every node that waited when the last round ended; some stay spares.
-        spares = [records[node].label for node in newcomers if node not in chosen]
+        spares = [records[node].label for node in newcomers if node not in taken]
         cause = replace(cause, joined=cause.joined.without(spares))
-        cause = cause.plus(joined=[records[node].label for node in newcomers if node in chosen])
+        cause = cause.plus(joined=[records[node].label for node in newcomers if node in taken])
     still_run = tuple(
         node
         for node in document.evicted
@@ -270,10 +277,11 @@ def _name_participants(
         and record.status is Status.RUN
         and _is_live(view, node, record)
     )
+    places = old_places(document, records) if rules.rank_order == "topology" else None
     return replace(
         document,
         phase=Phase.CONFIRMING,
-        participants=order_ranks(chosen, records, document.previous, rules.rank_order),
+        participants=order_ranks(chosen, records, document.previous, rules.rank_order, places),
         previous=(),
         evicted=still_run,
         waiting=len(ready) - len(chosen),
@@ -328,9 +336,13 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     gone = {*lost, *document.lost} - {*rejoined, *back}
     done = {node for node in document.participants if _is_done(document, records.get(node))}
     # Once a node is done, newcomers no longer restart the others.
-    room = 0 if done else document.max_nodes - len(document.participants) + len(gone)
-    grows = bool(newcomers) and room > 0
-    held = hold(view, len(newcomers), room, may_grow(document, records)) if grows else None
+    present = without(document.participants, gone)
+    sizes = Sizes.of(view.rules)
+    size = 0 if done else world_size([*present, *newcomers], records, sizes)
+    grows = bool(newcomers) and size > len(present)
+    room = sizes.most - len(present)
+    more = size - len(present)
+    held = hold(view, more, room, may_grow(document, records)) if grows else None
     if rejoined or (lost and view.rules.restart_on_loss) or (grows and held is None):
         cause = _amended(Cause(), records, gone).plus(
             failed=[records[node].label for node in rejoined if records[node].failed],
@@ -352,7 +364,6 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         return Write(replace(document, finishing=True))
     if document.resize:
         return Write(replace(document, resize=False))  # The moment is over; nobody waits.
-    present = [node for node in document.participants if node not in gone]
     until = [_until_lease(view, present), held.seconds if held is not None else None]
     return Wait(min((it for it in until if it is not None), default=None), enough=grows)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from rdzv_plugins.protocol.choice import Sizes
 from rdzv_plugins.protocol.documents import (
     Cause,
     Names,
@@ -35,6 +36,7 @@ from rdzv_plugins.protocol.rules import (
     Fail,
     Failure,
     ListRecords,
+    Rules,
     SetRecord,
     Start,
     View,
@@ -225,12 +227,16 @@ def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
             return SetRecord(Status.JOIN, document.incarnation, round_)
     elif record.status is Status.RUN and not confirmed:
         return SetRecord(Status.JOIN, record.incarnation, record.round)
-    full = document.size - len(document.lost) >= document.max_nodes
-    no_room = full or document.finishing or holds_newcomers(view.rules)
+    no_room = is_full(document, view.rules) or document.finishing or holds_newcomers(view.rules)
     no_room = no_room and view.me not in document.ranks
     if record.status is Status.JOIN and document.phase is Phase.RUNNING and no_room:
         return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
     return None
+
+
+def is_full(document: RoundDocument, rules: Rules) -> bool:
+    """Whether the round has as many nodes as it can have."""
+    return document.size - len(document.lost) >= Sizes.of(rules).most
 
 
 def _wants_in(record: NodeRecord) -> bool:
@@ -383,7 +389,7 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         why = "which is full"
         if document.finishing:
             why = "whose workers are about to end"
-        elif document.size - len(document.lost) < document.max_nodes:
+        elif not is_full(document, rules):
             why = f"which lets newcomers in later ({view.record.policy})"
         yield (
             "spare",

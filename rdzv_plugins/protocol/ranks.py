@@ -1,22 +1,32 @@
-"""The order of ranks: node2 before node10, survivors in place, or as the launcher hints."""
+"""The order of ranks: node2 before node10, survivors in place, by domain, or as hinted."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rdzv_plugins.protocol.documents import NodeRecord
+from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
 
-__all__ = ["order_ranks"]
+__all__ = ["by_domain", "domain_key", "old_places", "order_ranks"]
 
 _NUMBER = re.compile(r"(\d+)")
 
+_Key = tuple[str | tuple[int, str], ...]
 
-def natural_key(record: NodeRecord) -> tuple[tuple[str | tuple[int, str], ...], int]:
+
+def natural_key(record: NodeRecord) -> tuple[_Key, int]:
     """Sort key of a node: its address with numbers compared as numbers, then its process id."""
-    parts = _NUMBER.split(record.address)
+    return _natural(record.address), record.pid
+
+
+def domain_key(domain: str | None) -> tuple[bool, tuple[_Key, ...]]:
+    """Sort key of a domain, level by level; who has none comes last."""
+    return domain is None, tuple(map(_natural, (domain or "").split("/")))
+
+
+def _natural(name: str) -> _Key:
     # The split alternates text and number, so that keys of equal length compare like with like.
-    return tuple(_magnitude(part) if part.isdecimal() else part for part in parts), record.pid
+    return tuple(_magnitude(part) if part.isdecimal() else part for part in _NUMBER.split(name))
 
 
 def _magnitude(digits: str) -> tuple[int, str]:
@@ -30,13 +40,15 @@ def order_ranks(
     records: Mapping[str, NodeRecord],
     previous: Sequence[str],
     rank_order: str,
+    places: Mapping[str, int] | None = None,
 ) -> tuple[str, ...]:
     """The ids in rank order.
 
     Args:
         chosen: ids of the participants-to-be; each has a record.
         previous: the last round's ids in their rank order.
-        rank_order: ``natural``, ``stable`` or ``hint``, as in ``--rdzv-conf rank_order``.
+        places: for ``topology``, `old_places`.
+        rank_order: ``natural``, ``stable``, ``hint`` or ``topology``, as in ``--rdzv-conf``.
     """
     natural = sorted(chosen, key=lambda node: (natural_key(records[node]), node))
     if rank_order == "stable":
@@ -46,7 +58,66 @@ def order_ranks(
         # Nodes without a hint follow those with one; sorting is stable, so ties stay natural.
         hints = {node: records[node].hint for node in natural}
         natural.sort(key=lambda node: (hints[node] is None, hints[node] or 0))
+    elif rank_order == "topology":
+        natural = _in_their_domains(natural, records, places or {})
     # Rank 0 opens the TCPStore of the round.
     first = next((node for node in natural if records[node].hosts), None)
+    if rank_order == "topology" and first is not None:
+        _put_its_domain_first(first, natural, records)
     natural.sort(key=lambda node: node != first)
     return tuple(natural)
+
+
+def by_domain(
+    nodes: Iterable[str], records: Mapping[str, NodeRecord]
+) -> dict[str | None, list[str]]:
+    """The nodes of each domain, in the order in which they are given."""
+    found: dict[str | None, list[str]] = {}
+    for node in nodes:
+        found.setdefault(records[node].domain, []).append(node)
+    return found
+
+
+def old_places(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Mapping[str, int]:
+    """The rank that each node had in the round before the one that forms.
+
+    The records tell it, also of nodes that are gone: theirs stay in the store until the next round
+    runs. Where the last round never ran, only the order of those is known that are still counted
+    on. Nodes on which the run counts besides, since the store forgot them, follow the others.
+    """
+    known = {
+        node: record.rank
+        for node, record in records.items()
+        if record.rank is not None and document.ran is not None and record.world_id == document.ran
+    }
+    after = max(known.values(), default=-1) + 1
+    return {node: after + place for node, place in document.old_ranks.items()} | known
+
+
+def _in_their_domains(
+    natural: Sequence[str], records: Mapping[str, NodeRecord], places: Mapping[str, int]
+) -> list[str]:
+    """Domain by domain; survivors where they were, newcomers in the places of who is gone."""
+    chosen = {*natural}
+    gone = by_domain((node for node in places if node in records and node not in chosen), records)
+    order: list[str] = []
+    domains = by_domain(natural, records)
+    for domain in sorted(domains, key=domain_key):
+        nodes = domains[domain]
+        vacant = sorted(places[node] for node in gone.get(domain, ()))
+        newcomers = [node for node in nodes if node not in places]
+        place = {node: places[node] for node in nodes if node in places}
+        place |= dict(zip(newcomers, vacant, strict=False))
+        last = max(place.values(), default=0) + 1
+        order += sorted(nodes, key=lambda node: place.get(node, last))
+    return order
+
+
+def _put_its_domain_first(node: str, order: list[str], records: Mapping[str, NodeRecord]) -> None:
+    """Each level of it before all others of that level, so that domains stay in one piece."""
+    if node == order[0]:
+        return
+    levels = (records[node].domain or "").split("/")
+    for depth in range(len(levels), 0, -1):
+        around = levels[:depth]
+        order.sort(key=lambda it: (records[it].domain or "").split("/")[:depth] != around)

@@ -50,6 +50,8 @@ class Rules:
             run is closed; 0: never.
         inline: the most nodes whose ids stand in the document; more stand in shards of about so
             many each.
+        node_unit: the number of nodes of a round is a multiple of it.
+        segment: a round takes whole segments of so many nodes of one domain.
     """
 
     min_nodes: int
@@ -70,6 +72,13 @@ class Rules:
     no_progress_rounds: int = 0
     no_progress_uptime: float = 0.0
     inline: int = INLINE
+    node_unit: int = 1
+    segment: int = 1
+
+    @property
+    def minds_domains(self) -> bool:
+        """Whether it counts in which domain a node is."""
+        return self.segment > 1 or self.rank_order == "topology"
 
     @property
     def outage(self) -> float:

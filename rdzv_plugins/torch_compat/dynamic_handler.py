@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from rdzv_plugins.addresses import node_address, store_hosts
-from rdzv_plugins.config import Settings
+from rdzv_plugins.config import Settings, option_names
 from rdzv_plugins.kv import (
     KeyValueClient,
     RendezvousConnectionError,
@@ -128,9 +128,10 @@ def check_settings(settings: Settings) -> None:
 
 
 def _refuse_ours(settings: Settings) -> None:
-    names = (
-        "restart_on_loss", "rank_order", "rank", "check_command", "checks", "metrics_port", "otel",
-    )  # fmt: skip
+    every = option_names(Settings)
+    names = ["metrics_port", "otel"]
+    for first, last in (("restart_on_loss", "segment"), ("check_command", "check_disk_free")):
+        names += every[every.index(first) : every.index(last) + 1]
     if given := [name for name in names if getattr(settings, name) != getattr(Settings(), name)]:
         raise ValueError(f"handler=torch has no {', '.join(given)}; leave out, or use handler=rdzv")
 

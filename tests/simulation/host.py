@@ -100,8 +100,12 @@ class Host:
             interval=rules.interval,
             lease=rules.lease,
             hint=chance.choice((None, chance.randrange(8))),
+            domain=world.domain(address),
         )
-        self.track = world.checker.host(node_id, record.label, self.clock.rate, rules)
+        self.domain = record.domain
+        self.track = world.checker.host(
+            node_id, record.label, self.clock.rate, rules, record.domain
+        )
         self.node = world.build(
             node_id,
             record,

@@ -42,6 +42,7 @@ be no moment at which all nodes are present.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -50,6 +51,7 @@ from rdzv_plugins.protocol.documents import Cause, NodeRecord, Outcome, Phase, R
 from rdzv_plugins.protocol.rules import Rules
 from tests import replace
 
+from .places import are_contiguous, largest, most
 from .plan import SLOWEST
 
 __all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show", "world_of"]
@@ -93,7 +95,15 @@ INVARIANTS = {
     "document within two leases and three intervals, on the slowest clock, and one round later at "
     "most",
     "causes": "the cause of a running round names each participant of the last round that is "
-    "missing, as lost, left or evicted; exceptions: the node is done, or the store lost data",
+    "missing, as lost, left, evicted or left over; exceptions: the node is done, or the store lost "
+    "data",
+    "unit": "a round has a multiple of `node_unit` nodes",
+    "segment": "a round has a multiple of `segment` nodes of each domain, and none without one",
+    "undisturbed": "where `node_unit` or `segment` is set, newcomers alone end a round only if "
+    "the nodes that the leader has listed could be in a larger one",
+    "places": "with `rank_order=topology` the nodes of a domain are contiguous at each level, and "
+    "those of the last round are in the same order within it, except for rank 0; where a domain "
+    "has as many nodes as before, each has its place, as far as the leader has listed theirs",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
@@ -189,6 +199,7 @@ class Track:
         rate: the fastest that its clock has been.
         nodes: its ``--nnodes``.
         lease: its own.
+        domain: where it is.
         beats, arrivals: the beats that reached the store, when each was new.
         standing: of these arrivals, those that the store has not lost since.
         shown: of the last two of these, those that were not hidden since by an older write.
@@ -208,6 +219,7 @@ class Track:
     rate: float
     nodes: tuple[int, int]
     lease: float
+    domain: str | None = None
     evidence: Evidence = field(default_factory=Evidence)
     beats: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
@@ -286,9 +298,11 @@ class Checker:
         """Pairs of hosts that the amnesia exception let run different worlds."""
         self.checks = 0
 
-    def host(self, node: str, label: str, rate: float, rules: Rules) -> Track:
+    def host(
+        self, node: str, label: str, rate: float, rules: Rules, domain: str | None = None
+    ) -> Track:
         nodes = rules.min_nodes, rules.max_nodes
-        track = self._tracks[node] = Track(label, rate, nodes, rules.lease)
+        track = self._tracks[node] = Track(label, rate, nodes, rules.lease, domain)
         return track
 
     def ended(self, world: World) -> Outcome | None:
@@ -417,6 +431,7 @@ class Checker:
             self._judge_evictions(node, track, before, after)
             self._judge_farewells(node, before, after, evidence)
             self._judge_done(node, before, after, evidence, epoch)
+            self._judge_disturbance(node, before, after, evidence)
         if not is_new and before is not None and after.round > before.round:
             # A round that the store had lost comes back; its cause knows of none that ran since.
             self._last_ran.pop(after.incarnation, None)
@@ -432,6 +447,7 @@ class Checker:
         if is_new and after.phase is Phase.CONFIRMING:
             if not after.min_nodes <= len(after.participants) <= after.max_nodes:
                 raise InvariantError("size", show(after))
+            self._judge_places(before, after, evidence)
             for person in after.participants:
                 listed = evidence.seen.get(person)
                 # A leader may know more of itself than it listed.
@@ -449,7 +465,7 @@ class Checker:
                 before is not None
                 and before.phase is Phase.FORMING
                 and before.round == after.round
-                and len(after.participants) < after.max_nodes
+                and len(after.participants) < most(self._rules)
                 and formed < self._last_call(after) / track.rate - _ROUNDING
             ):
                 raise InvariantError(
@@ -495,7 +511,7 @@ class Checker:
             (record := evidence.seen.get(person)) is not None and record.may_grow
             for person in before.participants
         )
-        fills = after.waiting >= before.max_nodes - len(before.participants)
+        fills = after.waiting >= most(rules) - len(before.participants)
         grew = now - self._grew.get(after.incarnation, 0.0)
         for least, passed, option in (
             (rules.min_uptime, ran, "min_uptime"),
@@ -657,6 +673,70 @@ class Checker:
         if restarts and not (again or cause.lost or cause.left or cause.failed):
             raise InvariantError("done", f"{node} wrote {show(after)}, and {_names(done)} are done")
 
+    def _judge_places(
+        self, before: RoundDocument | None, after: RoundDocument, evidence: Evidence
+    ) -> None:
+        """The nodes of a round that is newly named."""
+        rules, people = self._rules, after.participants
+        if len(people) % rules.node_unit:
+            raise InvariantError("unit", f"{len(people)} of {rules.node_unit}: {show(after)}")
+        where = {person: self._tracks[person].domain or "" for person in people}
+        if rules.segment > 1:
+            counts = Counter(where.values())
+            if counts[""] or any(count % rules.segment for count in counts.values()):
+                raise InvariantError("segment", f"{dict(counts)}: {show(after)}")
+        if rules.rank_order != "topology":
+            return
+        if not are_contiguous([where[person] for person in people]):
+            raise InvariantError("places", f"{[*where.values()]}: {show(after)}")
+        ran = self._last_ran.get(after.incarnation)
+        # The forming document has at the end whom its writer had not known of.
+        orders = [before.old_ranks if before else {}, ran[0].ranks if ran else {}]
+
+        def keeps(old: Mapping[str, int], domain: str) -> bool:
+            # Another may have to be rank 0.
+            ranks = [old[it] for it in people[1:] if it in old and where[it] == domain]
+            return ranks == sorted(ranks)
+
+        for domain in {*where.values()}:
+            if not any(keeps(old, domain) for old in orders):
+                raise InvariantError("places", f"{before and show(before)} became {show(after)}")
+        if before is None or ran is None or before.ran != ran[0].world_id:
+            return
+        listed = [evidence.seen.get(person) for person in ran[0].participants]
+        if any(record is None or record.world_id != before.ran for record in listed):
+            return
+        self.checks += 1
+        was = {person: self._tracks[person].domain or "" for person in ran[0].participants}
+        for domain in {*where.values()} - {where[people[0]]}:
+            then = [person for person in was if was[person] == domain]
+            now = [person for person in people if where[person] == domain]
+            moved = [it for it in then if it in now and then.index(it) != now.index(it)]
+            if len(then) == len(now) and moved:
+                raise InvariantError("places", f"{show(ran[0])} became {show(after)}")
+
+    def _judge_disturbance(
+        self, node: str, before: RoundDocument, after: RoundDocument, evidence: Evidence
+    ) -> None:
+        """Whether newcomers ended a round in vain."""
+        rules, cause = self._rules, after.cause
+        if rules.node_unit == rules.segment == 1 or after.round != before.round + 1:
+            return
+        if before.phase is not Phase.RUNNING or after.phase is not Phase.FORMING:
+            return
+        again = any(self._tracks[person].label in cause.joined for person in before.participants)
+        if again or cause.lost or cause.left or cause.failed or not cause.joined:
+            return
+        self.checks += 1
+        newcomers = [
+            other
+            for other, record in evidence.seen.items()
+            if other not in before.ranks and record.status in (Status.JOIN, Status.SPARE)
+        ]
+        here = [self._tracks[it].domain for it in {*before.participants, *newcomers, node}]
+        if largest(here, rules) <= len(before.participants):
+            raise InvariantError("undisturbed", f"{show(before)} became {show(after)}")
+
     def _check_running(
         self, before: RoundDocument | None, after: RoundDocument, epoch: int
     ) -> None:
@@ -690,7 +770,7 @@ class Checker:
             track = self._tracks[person]
             if person in after.ranks or last.world_id in track.done:
                 continue
-            named = (cause.lost, cause.left, cause.evicted)
+            named = (cause.lost, cause.left, cause.evicted, cause.held)
             # One whose record was forgotten has no other name.
             if not any(track.label in it or person in it or it.more for it in named):
                 raise InvariantError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rdzv_plugins.protocol import roster
+from rdzv_plugins.protocol import choice, growth, ranks, roster
 from rdzv_plugins.protocol.node import Node
 
 from .plan import EVERYTHING, UNSTEERED, Focus
@@ -26,6 +26,8 @@ _MODULES = (
     "failure_detector",
     "record_cache",
     "roster",
+    "ranks",
+    "choice",
     "growth",
     "leader",
     "member",
@@ -71,6 +73,15 @@ _GROWS = {"min_nodes": 1, "max_nodes": 12, "last_call": 0.0}
 def _grows(**settings: Any) -> Focus:
     """Runs that newcomers join while a round runs, under these policies."""
     return Focus(kinds=("newcomer", "newcomer", "crash"), settings={**_GROWS, **settings})
+
+
+_RACKS = ("s0/r0", "s1/r1", "s0/r2", "s0/r0")
+_UNITS = Focus(settings={"node_unit": 3, "min_nodes": 1, "max_nodes": 9})
+_SEGMENTS = Focus(settings={"segment": 2, "min_nodes": 1, "max_nodes": 6, "domains": _RACKS})
+_TOPOLOGY = Focus(
+    kinds=("crash", "worker failure", "leave", "newcomer", "newcomer"),
+    settings={"topology": True, "min_nodes": 1, "max_nodes": 5, "domains": _RACKS},
+)
 
 
 def _in(module: str, old: str, new: str) -> Edit:
@@ -211,16 +222,16 @@ MUTANTS: dict[str, Mutant] = {
         "rule 7: one node is enough for a round",
         (
             _in(
-                "leader",
-                "    enough = len(ready) >= rules.min_nodes\n",
-                "    enough = len(ready) >= 1\n",
+                "choice",
+                "    return count if count >= sizes.min_nodes else 0\n",
+                "    return count\n",
             ),
         ),
         seed=9,
     ),
     "above-maximum": Mutant(
         "rule 7: a round takes all nodes",
-        (_in("leader", "newcomers][: rules.max_nodes]", "newcomers]"),),
+        (_in("choice", "        return ready[:size]\n", "        return ready\n"),),
         seed=4,
     ),
     "no-last-call": Mutant(
@@ -229,7 +240,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "spares-disturb": Mutant(
         "rule 8: a waiting node restarts a full round",
-        (_in("leader", "grows = bool(newcomers) and room > 0", "grows = bool(newcomers)"),),
+        (
+            _in(
+                "leader",
+                "grows = bool(newcomers) and size > len(present)",
+                "grows = bool(newcomers)",
+            ),
+        ),
         seed=2,
     ),
     "newcomers-wait": Mutant(
@@ -543,7 +560,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "done-is-disturbed": Mutant(
         "newcomers restart a round in which a node's workers have succeeded",
-        (_in("leader", "room = 0 if done else ", "room = "),),
+        (_in("leader", "size = 0 if done else ", "size = "),),
         seed=113,
         focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
     ),
@@ -816,6 +833,69 @@ MUTANTS: dict[str, Mutant] = {
         seed=121,
         focus=CALM,
     ),
+    "odd-worlds": Mutant(
+        "node_unit: a round takes all nodes that are ready",
+        (_in("choice", "    count -= count % sizes.step\n", ""),),
+        focus=_UNITS,
+    ),
+    "unit-disturbs": Mutant(
+        "node_unit: a newcomer ends a round before a whole unit has come",
+        (_in("leader", "size > len(present)", "size > 0"),),
+        focus=_UNITS,
+    ),
+    "torn-segments": Mutant(
+        "segment: nodes are taken wherever they are",
+        (
+            _in(
+                "choice",
+                "    if not rules.minds_domains or size == len(ready):\n",
+                "    if True:\n",
+            ),
+            _in(
+                "choice", "    if sizes.segment > 1:\n        count", "    if False:\n        count"
+            ),
+        ),
+        focus=_SEGMENTS,
+    ),
+    "survivors-torn": Mutant(
+        "segment: survivors are taken first though their segment is not whole",
+        (
+            _in(
+                "choice",
+                "    if not rules.minds_domains or size == len(ready):\n",
+                "    if True:\n",
+            ),
+        ),
+        focus=_SEGMENTS,
+    ),
+    "scattered-domains": Mutant(
+        "rank_order=topology: nodes are in their natural order",
+        (_in("ranks", '    elif rank_order == "topology":\n', "    elif False:\n"),),
+        focus=_TOPOLOGY,
+    ),
+    "rank-0-leaves-its-domain": Mutant(
+        "rank_order=topology: a node that can host is put first without its domain",
+        (
+            _in(
+                "ranks",
+                "        _put_its_domain_first(first, natural, records)\n",
+                "        pass\n",
+            ),
+        ),
+        focus=_TOPOLOGY,
+    ),
+    "places-forgotten": Mutant(
+        "rank_order=topology: survivors are in their natural order",
+        (
+            _in(
+                "ranks",
+                "_in_their_domains(natural, records, places or {})",
+                "_in_their_domains(natural, records, {})",
+            ),
+        ),
+        seed=22,
+        focus=_TOPOLOGY,
+    ),
     "no-rest": Mutant(
         "a node that left waits for a heartbeat that is never due",
         (
@@ -881,8 +961,6 @@ def build(name: str) -> type[Node]:
                     )
                 source = source.replace(edit.old, edit.new)
         modules[module] = _load(f"mutant_{name}_{module}".replace("-", "_"), source)
-    growth = modules["growth"]
-    modules["leader"].__dict__.update(hold=growth.hold, last_call=growth.last_call)
     for name in ("fits", "lead", "next_round", "without"):
         setattr(modules["member"], name, getattr(modules["leader"], name))
     observer, node = modules["observer"], modules["node"]
@@ -900,8 +978,10 @@ def build(name: str) -> type[Node]:
         tidy_up=cleanup.tidy_up,
     )
     for loaded in modules.values():
-        for name in loaded.__dict__.keys() & {*roster.__all__}:
-            setattr(loaded, name, getattr(modules["roster"], name))
+        for real in (roster, ranks, choice, growth):
+            own = modules[real.__name__.rpartition(".")[2]]
+            for public in loaded.__dict__.keys() & {*real.__all__}:
+                setattr(loaded, public, getattr(own, public))
     mutant: type[Node] = node.Node
     return mutant
 

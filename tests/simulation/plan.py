@@ -6,6 +6,7 @@ kinds of fault only, so that each kind also meets runs in which little else goes
 
 from __future__ import annotations
 
+import math
 import random
 import shlex
 from collections.abc import Mapping
@@ -122,6 +123,10 @@ UNSTEERED: Mapping[str, Any] = {
     "grow": "now",
     "no_progress_rounds": 0,
     "checkpoints": (),
+    "node_unit": 1,
+    "segment": 1,
+    "topology": False,
+    "domains": (),
 }
 """Settings without policies and without orders from people."""
 
@@ -151,6 +156,8 @@ class Plan:
         strays_return: a node that is refused for its --nnodes is started again, again and again.
         stays_grey: a host whose listings fail stays so when the faults stop.
         checkpoints: when a worker says that now is a good moment to let newcomers in.
+        topology: whether ranks follow the domains, instead of the ``rank_order`` drawn.
+        domains: where hosts are, one after the other; empty: they have no domain.
         ending: how the run ends once it stands still: "succeeds", "fails", or "is left".
     """
 
@@ -182,6 +189,8 @@ class Plan:
     faults: tuple[Fault, ...]
     retries: float
     checkpoints: tuple[float, ...] = ()
+    topology: bool = False
+    domains: tuple[str, ...] = ()
 
     @property
     def long_join(self) -> float:
@@ -259,11 +268,18 @@ class Plan:
         of_rules = {item.name for item in fields(Rules)}
         given = {name: value for name, value in focus.settings.items() if name in of_rules}
         others = {name: value for name, value in focus.settings.items() if name not in of_rules}
-        return replace(plan, rules=replace(plan.rules, **given), **others)
+        plan = replace(plan, rules=replace(plan.rules, **given), **others)
+        if plan.topology:
+            plan = replace(plan, rules=replace(plan.rules, rank_order="topology"))
+        return plan
 
 
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
+    return _placed(_paced(plan))
+
+
+def _paced(plan: Plan) -> Plan:
     pace = random.Random(f"pace of {plan.seed}")
     if pace.random() < 0.7:
         return plan
@@ -278,6 +294,30 @@ def _steered(plan: Plan) -> Plan:
     )
     moments = sorted(pace.uniform(0.0, QUIET_AFTER) for _ in range(pace.choice((0, 2, 8))))
     return replace(plan, rules=rules, checkpoints=tuple(moments))
+
+
+def _placed(plan: Plan) -> Plan:
+    """With units, segments and domains, where a round of the plan's nodes can have them."""
+
+    def drawn(name: str, share: float, *choices: Any) -> Any:
+        chance = random.Random(f"{name} of {plan.seed}")
+        return chance.choice(choices) if chance.random() < share else None
+
+    def fits(step: int) -> bool:
+        return -(-plan.rules.min_nodes // step) * step <= min(plan.nodes, plan.rules.max_nodes)
+
+    unit = drawn("node_unit", 0.2, 2, 2, 3, 4) or 1
+    segment = drawn("segment", 0.15, 2, 2, 3) or 1
+    segment = segment if fits(segment) else 1
+    unit = unit if fits(math.lcm(unit, segment)) else 1
+    topology = drawn("topology", 0.2, True) is not None
+    domains: tuple[str, ...] = ()
+    if segment > 1 or topology:
+        chance = random.Random(f"domains of {plan.seed}")
+        racks = [f"s{rack % 2}/r{rack}" for rack in range(chance.randint(1, 3))]
+        domains = tuple(chance.choice(racks) for _ in range(chance.randint(len(racks), 9)))
+    rules = replace(plan.rules, node_unit=unit, segment=segment)
+    return replace(plan, rules=rules, topology=topology, domains=domains)
 
 
 def settling(plan: Plan) -> float:

@@ -26,6 +26,7 @@ from .host import Agent, Host
 from .invariants import Checker, Evidence, InvariantError, show, world_of
 from .kernel import Kernel
 from .network import Network
+from .places import largest
 from .plan import (
     EVERYTHING,
     FASTEST,
@@ -179,6 +180,11 @@ class World:
         forgets = _has(self.plan, "fail-over") or _has(self.plan, "amnesia")
         return forgets and known.outcome in (Ended.SUCCEEDED, Ended.CLOSED)
 
+    def domain(self, address: str) -> str | None:
+        """Where the machine of this address is."""
+        domains, number = self.plan.domains, int(address.removeprefix("host"))
+        return domains[number % len(domains)] if domains else None
+
     def decode(self, entry: Entry) -> NodeRecord:
         record = self._decoded.get(entry.value)
         if record is None:
@@ -215,7 +221,7 @@ class World:
         if self.closed or STATE_KEY not in self.store.entries:
             return
         usable = self.usable
-        if host in usable and len(usable) >= self.plan.rules.min_nodes:
+        if host in usable and largest([it.domain for it in usable], self.plan.rules):
             names = " ".join(other.id for other in usable)
             self.violated("gets going", f"{host.id} timed out, {names} could be in a round")
 
@@ -405,7 +411,8 @@ class World:
         for _ in range(_MOST_LAUNCHES):
             self.note("-- the id is used again --")
             self.inject("id used again")
-            for _ in range(plan.rules.min_nodes):
+            before = len(self.hosts)
+            while not largest([host.domain for host in self.hosts[before:]], plan.rules):
                 self.start()
             self._stand_still(bound(plan))
             if (document := self.document) is not None and not document.closed:
@@ -489,8 +496,8 @@ class World:
         if dead:
             return f"{' '.join(dead)} is dead in {show(document)}"
         done = [node for node in present if by_id[node].succeeded]
-        room = len(present) < document.max_nodes and self.plan.rules.grow == "now"
-        if len(alive) > len(present) and room and not done:
+        could = largest([host.domain for host in alive], self.plan.rules)
+        if could > len(present) and self.plan.rules.grow == "now" and not done:
             return f"there is room for spares in {show(document)}"
         leader = by_id.get(document.leader or "")
         if leader is None or not leader.alive:

@@ -36,14 +36,20 @@ class Member(Life):
     joining = True
 
     def __init__(
-        self, name: str, server: MemoryServer, time: Time, rules: Rules, seed: int
+        self,
+        name: str,
+        server: MemoryServer,
+        time: Time,
+        rules: Rules,
+        seed: int,
+        domain: str | None = None,
     ) -> None:
         self.slow: Callable[[effects.Effect[Any]], float] = lambda request: _REQUEST
         self.given: list[RoundDocument] = []
         self.failed: list[tuple[float, effects.Outcome]] = []
         self.since = time.now
         self._asks_at: float | None = None
-        super().__init__(name, server, time, rules, seed)
+        super().__init__(name, server, time, rules, seed, domain)
 
     def crash(self) -> None:
         self.alive = False
@@ -108,10 +114,10 @@ class Crowd:
         self._seed = seed
         self._client = MemoryClient(self.server, NAMESPACE)
 
-    def join(self, name: str, rules: Rules) -> Member:
+    def join(self, name: str, rules: Rules, domain: str | None = None) -> Member:
         self._seed += 1
         assert name not in self.members
-        self.members[name] = Member(name, self.server, self.time, rules, self._seed)
+        self.members[name] = Member(name, self.server, self.time, rules, self._seed, domain)
         return self.members[name]
 
     def begin(self, rules: Rules, *names: str) -> list[Member]:

@@ -46,7 +46,13 @@ class Life:
     """
 
     def __init__(
-        self, name: str, server: MemoryServer, time: Time, rules: Rules, seed: int = 1
+        self,
+        name: str,
+        server: MemoryServer,
+        time: Time,
+        rules: Rules,
+        seed: int = 1,
+        domain: str | None = None,
     ) -> None:
         self.client = MemoryClient(server, NAMESPACE)
         self.archive = archive(server)
@@ -62,7 +68,7 @@ class Life:
         record = NodeRecord(
             address=name, pid=1, beat=0, status=Status.JOIN, round=-1,
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
-            interval=rules.interval, lease=rules.lease,
+            interval=rules.interval, lease=rules.lease, domain=domain,
         )  # fmt: skip
         self.node = Node(name, record, rules, 60.0, time, random.Random(seed))
         self.node.order_join()

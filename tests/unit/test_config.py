@@ -59,7 +59,7 @@ def test_an_option_is_converted_to_its_type(name: str, raw: object, value: objec
         ("keep_alive_max_attempt", "1", "at least 2"),
         ("keep_alive_max_attempt", "2.5", "'2.5' is not a valid int"),
         ("restart_on_loss", "maybe", "'maybe' is neither true nor false"),
-        ("rank_order", "random", "'random' is not one of: natural, stable, hint"),
+        ("rank_order", "random", "'random' is not one of: natural, stable, hint, topology"),
         ("rank", "-1", "at least 0"),
         ("handler", "", "'' is not one of: rdzv, torch"),
     ],

@@ -142,6 +142,70 @@ class TestOneWhoSeesAllRecords:
         assert text == "closed: its agent failed: closed by n1[1]"
 
 
+class TestUnitsAndSegments:
+    """What they hold back, as whoever sees all records knows from the leader's own."""
+
+    def of(self, policy: str, phase: Phase, racks: str, runs: str = "") -> str:
+        """``racks``: the domain of each node that asks for a round; ``runs``, that takes part."""
+        members = [f"m{number}" for number in range(len(runs))]
+        more: dict[str, object] = {"participants": tuple(members)} if runs else {}
+        now = document(phase, 3, "m0" if runs else "n0", min_nodes=4, max_nodes=16, **more)
+        records = {
+            name: replace(it, domain=rack, policy=policy, min_nodes=4, max_nodes=16)
+            for name, it, rack in [
+                *(
+                    (name, running(name, now), rack)
+                    for name, rack in zip(members, runs, strict=True)
+                ),
+                *((f"n{at}", record(f"n{at}"), rack) for at, rack in enumerate(racks)),
+            ]
+        }
+        return str(diagnose(now, records))
+
+    def test_who_is_let_in(self) -> None:
+        forming = Phase.FORMING
+        text = "7 of 4..16 nodes are here: node_unit=4 lets 4 of them in"
+        assert self.of("node_unit=4", forming, "aaaaaaa") == text
+        assert self.of("node_unit=4", forming, "aaaaaaaa") == "8 of 4..16 nodes are here"
+        text = "7 of 4..16 nodes are here: node_unit=4 and segment=2 let 4 of them in"
+        assert self.of("node_unit=4,segment=2", forming, "aaabbbb") == text
+        text = "17 of 4..16 nodes are here: their round begins"
+        assert self.of("node_unit=4", forming, "a" * 17) == text
+
+    def test_how_many_are_missing(self) -> None:
+        forming = Phase.FORMING
+        text = "waiting for 1 node: 5 of 4..16 are here, as node_unit=6 demands"
+        assert self.of("node_unit=6", forming, "aaaaa") == text
+        text = "waiting for 1 node: 4 of 4..16 are here, as segment=2 demands"
+        assert self.of("segment=2", forming, "abcc") == text
+        assert self.of("node_unit=4", forming, "aaa") == "waiting for 1 node: 3 of 4..16 are here"
+
+    def test_who_waits_for_a_running_round(self) -> None:
+        text = "running round 3, 8 of 4..16 nodes, 2 waiting for node_unit=4"
+        assert self.of("node_unit=4", Phase.RUNNING, "aa", "aaaaaaaa") == text
+        text = "running round 3, 4 of 4..16 nodes, 2 waiting for segment=2"
+        assert self.of("segment=2", Phase.RUNNING, "bc", "aaaa") == text
+        text = "running round 3, 4 of 4..16 nodes, 2 waiting"
+        assert self.of("segment=2", Phase.RUNNING, "bb", "aaaa") == text
+        text = "running round 3, 15 of 4..16 nodes, 1 spare"
+        assert self.of("node_unit=5", Phase.RUNNING, "a", "a" * 15) == text
+
+    def test_a_node_that_waits_knows_its_own_options(self) -> None:
+        rules = replace(RULES, max_nodes=6, node_unit=2)
+        pair = document(Phase.RUNNING, participants=("n1", "n2"), max_nodes=6)
+        there = view(record("n4"), pair, leader=record("n1"), rules=rules)
+        assert str(of_node(there, 60.0)) == (
+            "waiting for the next round: round 4 runs with 2 of 2..6 nodes, led by n1[1], which "
+            "lets more in as node_unit=2 demands; 60 s to join_timeout"
+        )
+        forming = replace(FIRST, max_nodes=6)
+        three = {name: replace(it, max_nodes=6) for name, it in joining("n1", "n2", "n3").items()}
+        found = of_node(view(three["n1"], forming, three, rules=rules, enough_for=1.0), 60.0)
+        assert str(found) == (
+            "3 of 2..6 nodes are here: node_unit=2 lets 2 of them in; 4 s of last call left"
+        )
+
+
 def leading(now: RoundDocument, others: dict[str, NodeRecord], **more: object) -> View:
     return view(record("n1", round_=now.round - 1), now, others, **more)  # type: ignore[arg-type]
 

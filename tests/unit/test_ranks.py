@@ -7,14 +7,23 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv_plugins.protocol.documents import NodeRecord, Status
-from rdzv_plugins.protocol.ranks import order_ranks
+from rdzv_plugins.protocol.documents import NodeRecord, Phase, Status
+from rdzv_plugins.protocol.ranks import old_places, order_ranks
+from tests import replace
+
+from . import views
 
 
-def record(address: str, pid: int = 1, hint: int | None = None) -> NodeRecord:
+def record(
+    address: str,
+    pid: int = 1,
+    hint: int | None = None,
+    domain: str | None = None,
+    hosts: bool = True,
+) -> NodeRecord:
     return NodeRecord(
-        address=address, pid=pid, beat=1, status=Status.JOIN, round=-1,
-        min_nodes=1, max_nodes=64, interval=5.0, lease=15.0, hint=hint,
+        address=address, pid=pid, beat=1, status=Status.JOIN, round=-1, min_nodes=1, max_nodes=64,
+        interval=5.0, lease=15.0, hint=hint, domain=domain, hosts=hosts,
     )  # fmt: skip
 
 
@@ -45,6 +54,101 @@ def test_hints_come_first_and_ties_are_natural() -> None:
     assert order_ranks(records, records, (), "hint") == ("n3", "n2", "n10", "n1")
 
 
+def placed(**places: str) -> dict[str, NodeRecord]:
+    """``a1="r1"``: nodes and their domains."""
+    return {name: record(name, domain=domain) for name, domain in places.items()}
+
+
+class TestTopology:
+    def test_domains_are_ordered_by_natural_name_and_nodes_within_them(self) -> None:
+        records = placed(n1="rack10", n2="rack9", n10="rack9", n3="rack10", n4="rack9")
+        records["n0"] = record("n0")
+        order = order_ranks(records, records, (), "topology")
+        assert order == ("n2", "n4", "n10", "n1", "n3", "n0")
+
+    def test_levels_are_nested(self) -> None:
+        records = placed(
+            n1="s2/r1", n2="s1/r2", n3="s2/r2", n4="s1/r1", n5="s10/r1", n6="s1/r2", n7="s1",
+        )  # fmt: skip
+        order = order_ranks(records, records, (), "topology")
+        assert order == ("n7", "n4", "n2", "n6", "n1", "n3", "n5")
+
+    def test_a_replacement_of_the_domain_has_the_place_of_the_lost_node(self) -> None:
+        records = placed(a1="r1", a3="r1", b1="r2", b2="r2", a9="r1", a2="r1")
+        places = {"a1": 0, "a2": 1, "a3": 2, "b1": 3, "b2": 4}
+        chosen = ["a1", "a3", "a9", "b1", "b2"]
+        order = order_ranks(chosen, records, (), "topology", places)
+        assert order == ("a1", "a9", "a3", "b1", "b2")
+
+    def test_a_replacement_of_another_domain_has_not(self) -> None:
+        records = placed(a1="r1", a2="r1", a3="r1", b1="r2", b2="r2", b0="r2")
+        places = {"a1": 0, "a2": 1, "a3": 2, "b1": 3, "b2": 4}
+        order = order_ranks(["a1", "a3", "b0", "b1", "b2"], records, (), "topology", places)
+        assert order == ("a1", "a3", "b1", "b2", "b0")
+
+    def test_of_several_the_first_names_get_the_first_places(self) -> None:
+        records = placed(a5="r1", a2="r1", a3="r1", a7="r1", a8="r1", a1="r1", a9="r1")
+        places = {"a5": 0, "a2": 1, "a3": 2, "a1": 3}
+        order = order_ranks(["a2", "a3", "a8", "a7", "a9"], records, (), "topology", places)
+        assert order == ("a7", "a2", "a3", "a8", "a9")
+
+    def test_rank_0_can_host_and_brings_its_domain(self) -> None:
+        records = placed(a1="s1/r1", a2="s1/r1", b1="s1/r2", b2="s1/r2", c1="s2/r1", c2="s2/r1")
+        records |= {name: replace(records[name], hosts=False) for name in ("a1", "a2", "b1")}
+        order = order_ranks(records, records, (), "topology")
+        assert order == ("b2", "b1", "a1", "a2", "c1", "c2")
+        records["b2"] = replace(records["b2"], hosts=False)
+        order = order_ranks(records, records, (), "topology")
+        assert order == ("c1", "c2", "a1", "a2", "b1", "b2")
+
+    def test_places_are_told_by_the_records_also_of_who_is_gone(self) -> None:
+        last = views.document(Phase.RUNNING, participants=("n3", "n1", "n2"))
+        forming = views.document(
+            Phase.FORMING, 5, previous=("n3", "n2"), ran=last.world_id, master="n3:1"
+        )
+        records = {
+            name: replace(views.running(name, last), rank=rank)
+            for rank, name in enumerate(last.participants)
+        }
+        assert old_places(forming, records) == {"n3": 0, "n1": 1, "n2": 2}
+        # The last round never ran; or there is one more, which its writer had not known of.
+        assert old_places(replace(forming, ran=None), records) == {"n3": 0, "n2": 1}
+        more = replace(forming, previous=("n3", "n9", "n2"))
+        assert old_places(more, records) == {"n3": 0, "n1": 1, "n2": 2, "n9": 4}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.none() | st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join),
+            st.booleans(),
+        ),
+        max_size=12,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_each_domain_is_in_one_piece_at_each_level(
+    nodes: list[tuple[str | None, bool]], chance: random.Random
+) -> None:
+    records = {
+        f"n{number}": record(f"n{number}", domain=domain, hosts=hosts)
+        for number, (domain, hosts) in enumerate(nodes)
+    }
+    names = list(records)
+    places = {name: place for place, name in enumerate(chance.sample(names, len(names) // 2))}
+    chosen = chance.sample(names, chance.randint(len(names) // 2, len(names)))
+    order = order_ranks(chosen, records, (), "topology", places)
+    assert sorted(order) == sorted(chosen)
+    for depth in (1, 2, 3):
+        parts = [(records[name].domain or "").split("/")[:depth] for name in order]
+        pieces = [
+            part for part, before in zip(parts, [None, *parts], strict=False) if part != before
+        ]
+        assert len(pieces) == len({*map(tuple, pieces)}), parts
+    if any(records[name].hosts for name in order):
+        assert records[order[0]].hosts
+
+
 def test_an_address_of_thousands_of_digits_is_ordered_too() -> None:
     records = {"long": record("n" + "9" * 5000), "short": record("n10"), "zero": record("n007")}
     assert order_ranks(records, records, (), "natural") == ("zero", "short", "long")
@@ -53,10 +157,16 @@ def test_an_address_of_thousands_of_digits_is_ordered_too() -> None:
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=5),
-        st.builds(record, st.text(max_size=8), st.integers(0, 3), st.none() | st.integers(0, 3)),
+        st.builds(
+            record,
+            st.text(max_size=8),
+            st.integers(0, 3),
+            st.none() | st.integers(0, 3),
+            st.none() | st.sampled_from(["a", "a/b", "b/a", "b/b", "b10", "b9"]),
+        ),
         max_size=12,
     ),
-    st.sampled_from(["natural", "stable", "hint"]),
+    st.sampled_from(["natural", "stable", "hint", "topology"]),
     st.randoms(use_true_random=False),
 )
 def test_everybody_gets_one_place_whatever_the_order_of_arrival(

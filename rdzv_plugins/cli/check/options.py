@@ -20,6 +20,7 @@ from rdzv_plugins.config import (
 )
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.protocol.choice import Sizes
 from rdzv_plugins.stores import STORES, client_class
 
 __all__ = ["Chosen", "check"]
@@ -61,6 +62,11 @@ def check(job: Job) -> Generator[Finding, None, Chosen | None]:
             check_settings(settings)
         except ValueError as error:
             of_handler.append(("handler", str(error)))
+    elif job.nnodes is not None:
+        try:
+            Sizes(*job.nnodes, settings.node_unit, settings.segment).refuse_if_impossible()
+        except ValueError as error:
+            of_handler.append(("node_unit", str(error)))
     if client and not wrong:
         try:
             # Each option is valid by itself; a store may refuse them together.

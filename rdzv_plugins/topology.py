@@ -1,0 +1,93 @@
+"""A node's domain, its place in the network: as given, or as Slurm or NVML tells it.
+
+A domain has one or more levels with "/" between them, the widest first: ``spine1/leaf3/rack7``.
+"""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Mapping
+
+__all__ = ["find_domain", "levels"]
+
+# It stands in the record of each node, which a leader of thousands of nodes reads.
+_LONGEST = 200
+
+_SLURM_ADDRESS, _SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
+
+
+def levels(domain: str) -> list[str]:
+    """The levels of the option ``domain``; empty ones, of a label that is not set, do not count.
+
+    Raises `ValueError` if there are none, or for what nobody means.
+    """
+    found = [level for level in domain.split("/") if level]
+    if not found or len(domain) > _LONGEST:
+        raise ValueError(
+            f"option 'domain': '{domain[:_LONGEST]}' must have 1 to {_LONGEST} characters, as in "
+            "rack7 or spine1/rack7"
+        )
+    # Kubernetes leaves a reference as it is whose variable does not exist.
+    if "$(" in domain or not domain.isprintable() or " " in domain:
+        raise ValueError(
+            f"option 'domain': {domain!r} must have neither spaces nor $(...); is a variable not "
+            "set?"
+        )
+    return found
+
+
+def find_domain(given: str | None, environ: Mapping[str, str]) -> str | None:
+    """The domain of this node, in the one form that all nodes compare; None: nobody knows it.
+
+    Args:
+        given: the option ``domain``.
+        environ: with Slurm's variables, if it started this process.
+    """
+    if given is not None:
+        return "/".join(levels(given))
+    return _of_slurm(environ) or _of_nvlink()
+
+
+def _of_slurm(environ: Mapping[str, str]) -> str | None:
+    """Of ``root.leaf3.node5`` the switches or blocks; the last part is the node itself.
+
+    The pattern, ``switch.switch.node``, tells how many parts there are: the node's name may have
+    dots.
+    """
+    address, pattern = environ.get(_SLURM_ADDRESS, ""), environ.get(_SLURM_PATTERN, "")
+    parts = address.split(".", pattern.count(".")) if pattern else address.split(".")
+    try:
+        return "/".join(levels("/".join(parts[:-1])))
+    except ValueError:
+        return None  # Without a plugin for the topology, Slurm names the node only.
+
+
+def _of_nvlink() -> str | None:
+    """The NVLink domain of this host's GPUs, and their clique; None where NVML tells none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # An older package of this name says that it is.
+            import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None  # No driver on this host.
+    try:
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            info = pynvml.c_nvmlGpuFabricInfoV_t()
+            device = pynvml.nvmlDeviceGetHandleByIndex(number)
+            pynvml.nvmlDeviceGetGpuFabricInfoV(device, info)
+            # As bytes: older versions declare it as a string, which would end at a zero.
+            field = type(info).clusterUuid
+            cluster = bytes(info)[field.offset : field.offset + field.size][:16]
+            completed = info.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
+            if completed and info.status == pynvml.NVML_SUCCESS and any(cluster):
+                return f"{uuid.UUID(bytes=cluster)}/{info.cliqueId}"
+    except (pynvml.NVMLError, AttributeError):
+        pass  # A driver or a version of the package from before NVLink domains.
+    finally:
+        pynvml.nvmlShutdown()
+    return None
