@@ -980,9 +980,9 @@ def build(name: str) -> type[Node]:
         tidy_up=cleanup.tidy_up,
     )
     for loaded in modules.values():
-        for module in (roster, ranks, choice):
-            own = modules[module.__name__.rpartition(".")[2]]
-            for name in loaded.__dict__.keys() & {*module.__all__}:
+        for original in (roster, ranks, choice):
+            own = modules[original.__name__.rpartition(".")[2]]
+            for name in loaded.__dict__.keys() & {*original.__all__}:
                 setattr(loaded, name, getattr(own, name))
     mutant: type[Node] = node.Node
     return mutant

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -49,7 +50,7 @@ def in_racks(**racks: str) -> dict[str, NodeRecord]:
     }
 
 
-LIMITS = {"min_nodes": 1, "max_nodes": 8}
+LIMITS: dict[str, Any] = {"min_nodes": 1, "max_nodes": 8}
 
 
 class TestSizes:
