@@ -1,0 +1,77 @@
+"""Real torchrun agents on a real redis: whole units, and ranks that follow the racks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv_plugins.worker import CurrentRound
+from tests import Measure
+from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.torchrun import Begin, Pause, Run, runs
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[RunningStore]:
+    with running(next(kind for kind in KINDS if kind.name == "redis")) as started:
+        yield started
+
+
+@pytest.fixture
+def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
+    """Makes a run of agents whose workers write down what they know of their round."""
+    with runs(store, tmp_path, script=("--module", "tests.integration.knowing")) as make:
+        yield make
+
+
+def known(run: Run, name: str) -> CurrentRound:
+    """What the last worker of this agent knew of its round."""
+    return CurrentRound(**json.loads((run.folder / f"{name}.round").read_text()))
+
+
+def test_half_a_unit_disturbs_nobody(begin: Begin, record_property: Measure) -> None:
+    run = begin(nodes="2:6", node_unit=2)
+    world = run.begin("ab")
+    number = run.round()
+    assert known(run, "a") == known(run, "b")
+    assert (known(run, "a").round, known(run, "a").domain) == (number, None)
+    third = run.start_at("c")
+    run.await_that(lambda: "waits as a spare" in third.log.read_text(), "word of the spare", 30)
+    assert "lets newcomers in later (node_unit=2): 2 of 6 nodes" in third.log.read_text()
+    run.await_step(world, world.last_step + 60)
+    assert run.worlds() == [world], "one newcomer started another round"
+    assert run.round() == number
+    started = run.start_at("d").started
+    larger = run.await_world("abcd", after=started, by_rank=True)
+    record_property("trained, s", round(Pause.of(larger, started).trained, 2))
+    now, document = known(run, "c"), run.document()
+    assert document is not None
+    assert (now.round, now.world_id, now.spares) == (number + 1, document.world_id, 0)
+    assert now.cause == document.reason
+    assert now.cause.endswith("joined")
+    # Of four, one is lost: a whole unit goes on, and the other one of its unit waits.
+    killed = run.agents["d"].kill()
+    world = run.await_world("ab", after=killed, by_rank=True)
+    assert known(run, "a").spares == 1
+    assert "left over from whole units or segments" in known(run, "a").cause
+
+
+def test_a_replacement_in_its_rack_takes_the_rank(begin: Begin) -> None:
+    run = begin(nodes="2:4", rank_order="topology", last_call_timeout=3)
+    racks = {"a": "rack2", "b": "rack10", "c": "rack2", "d": "rack10"}
+    for name, rack in racks.items():
+        run.start_at(name, domain=rack)
+    run.await_world("acbd", by_rank=True)
+    assert {known(run, name).domain for name in "ac"} == {"rack2"}
+    # The names of both spares come before those of the others; one is of the other rack.
+    for place, name, rack in ((5, "x", "rack10"), (6, "y", "rack2")):
+        spare = run.start(name, f"127.0.0.{place}", {"domain": rack})
+        run.await_that(lambda it=spare: "as a spare" in it.log.read_text(), "a spare", 30)
+    killed = run.agents["a"].kill()
+    run.await_world("ycbd", after=killed, by_rank=True)
+    assert known(run, "y").spares == 1
