@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -208,6 +208,10 @@ class Settings:
     def check_names(self) -> list[str]:
         """The names in ``checks``; in ``--rdzv-conf`` a comma begins the next option."""
         return (self.checks or "").replace(",", " ").replace("+", " ").split()
+
+    def placed_in(self, domain: str | None) -> Settings:
+        """These, of a node in this domain."""
+        return replace(self, domain=domain)
 
     @property
     def policy(self) -> str:

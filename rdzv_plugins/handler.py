@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -685,7 +684,7 @@ def _placed(settings: Settings, params: RendezvousParameters) -> Settings:
             f"segment={rules.segment} needs the domain of this node, which neither Slurm nor NVML "
             "tells: set domain=... or $RDZV_PLUGINS_DOMAIN"
         )
-    return replace(settings, domain=domain)
+    return settings.placed_in(domain)
 
 
 def _over(

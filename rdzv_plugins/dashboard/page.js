@@ -2,11 +2,11 @@
 // become text nodes, never markup.
 "use strict";
 
-const CAUSES = ["lost", "failed", "left", "evicted", "joined"];
+const CAUSES = ["lost", "failed", "left", "evicted", "held", "joined"];
 const PHASES = ["gathering", "last_call", "confirming"];
 const STATES = ["run", "done", "join", "spare", "silent", "lost", "unfit", "left", "unknown"];
 const WORDS = { run: "running", join: "waiting" };
-const CAUSE_WORDS = { failed: "workers failed", evicted: "left out" };
+const CAUSE_WORDS = { failed: "workers failed", evicted: "left out", held: "left over" };
 const NAMED = 16;
 const LARGE = 16, MIDDLE = 160, BARS = 24;
 const SVG = "http://www.w3.org/2000/svg";

@@ -54,9 +54,9 @@ class CallCheck:
         except CannotRunError:
             raise
         except BaseException as error:  # In this thread SystemExit would end nothing.
-            said = last_line(str(error))
-            kind = type(error).__name__
-            raise CannotRunError(f"{kind}: {said}" if said else kind) from error
+            raise CannotRunError(
+                f"it raised {type(error).__name__}: {last_line(str(error))}"
+            ) from error
         if reason is None:
             return None
         if not isinstance(reason, str):

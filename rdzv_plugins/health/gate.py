@@ -22,7 +22,7 @@ SHIPPED = ("gpu", "disk", "network")
 _GROUP = "rdzv_plugins.health"
 
 # How long a command may take to be gone once it was killed.
-_END_SECONDS = 2.0
+_END_SECONDS = 5.0
 # `network` gives its own answer within the limit.
 _NETWORK_SHARE = 0.8
 
@@ -109,7 +109,7 @@ class _Attempt(threading.Thread):
         except CannotRunError as error:
             self.answers.put(error)
         except Exception as error:
-            self.answers.put(CannotRunError(f"{type(error).__name__}: {error}"))
+            self.answers.put(CannotRunError(f"it raised {type(error).__name__}: {error}"))
 
 
 def gate_of(

@@ -138,11 +138,14 @@ def _stay_out(view: View) -> Action:
     document, latest = view.document, view.latest
     if not view.record.is_unfit:
         return Wait()
-    if document is not None and document.leader == view.me and not document.closed:
+    if latest is None:
+        return Wait()
+    if document is None or _is_behind(document, latest):
+        # The others write it back, unless the run has ended.
+        asked = latest.incarnation in view.asked_tombstones
+        return Wait() if asked else AskTombstone(latest.incarnation)
+    if document.leader == view.me and not document.closed:
         return Abdicate(replace(document, leader=None), fails=False)
-    behind = latest is not None and _is_behind(document, latest)
-    if latest is not None and behind and latest.incarnation not in view.asked_tombstones:
-        return AskTombstone(latest.incarnation)
     return Wait()
 
 

@@ -201,6 +201,7 @@ class Node:
             waited: seconds of its ``join_timeout`` that are over already.
         """
         self._failed, self._waited = failed, waited
+        self._unfit_reported = None
         self._withdraw_ordered, self._join_ordered = False, True
 
     def order_withdrawal(self) -> None:
@@ -255,6 +256,8 @@ class Node:
         """Say that this node is in no round, and leave the lead to others."""
         status = Status.DONE if self.done else Status.LEFT
         unfit = self._unfit_reported or self.record.unfit
+        if self._join_ordered:
+            unfit = ""  # It is fit again, and leaves before it could say so.
         self.record = replace(self.record, beat=self.record.beat + 1, status=status, unfit=unfit)
         yield from PutRecord(self.id, self.record, ring=True)
         for _ in range(3):

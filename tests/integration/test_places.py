@@ -71,7 +71,8 @@ def test_a_replacement_in_its_rack_takes_the_rank(begin: Begin) -> None:
     # The names of both spares come before those of the others; one is of the other rack.
     for place, name, rack in ((5, "x", "rack10"), (6, "y", "rack2")):
         spare = run.start(name, f"127.0.0.{place}", {"domain": rack})
-        run.await_that(lambda it=spare: "as a spare" in it.log.read_text(), "a spare", 30)
+        log = spare.log
+        run.await_that(lambda log=log: "as a spare" in log.read_text(), "a spare", 30)
     killed = run.agents["a"].kill()
     run.await_world("ycbd", after=killed, by_rank=True)
     assert known(run, "y").spares == 1

@@ -27,7 +27,7 @@ from rdzv_plugins.protocol.rules import Failure, Rules
 
 from .invariants import Evidence, show
 from .kernel import Clock
-from .plan import TORCH_TIMEOUT
+from .plan import LONGEST_PAUSE, TORCH_TIMEOUT
 
 if TYPE_CHECKING:
     from .world import World
@@ -45,6 +45,7 @@ class Agent(StrEnum):
     """Where the host's torch agent is."""
 
     JOINING = "joining"
+    UNFIT = "unfit"
     EXCHANGING = "exchanging roles"
     RUNNING = "running"
     STOPPING = "stopping its workers"
@@ -139,8 +140,9 @@ class Host:
         # The version of the document that it was told last, and tombstones not found since then.
         self._version: Version | None = None
         self._no_tombstone: set[str] = set()
-        self.node.order_join()
-        self._live(self.node.run())
+        self._ask()
+        if self.alive:
+            self._live(self.node.run())
 
     @property
     def alive(self) -> bool:
@@ -292,7 +294,10 @@ class Host:
         if self.agent is not Agent.JOINING:
             if self.agent is Agent.IDLE and not outcome.error:
                 return  # It gave the join up meanwhile.
-            world.violated("join ends", f"{self.id} was given {outcome}, it had not asked")
+            ends = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
+            world.checker.gave_up(self.id)
+            if not (self.agent is Agent.UNFIT and ends):
+                world.violated("join ends", f"{self.id} was given {outcome}, it had not asked")
         if document is not None:
             world.note(f"{self.id} is given round {document.round}")
             rank = document.ranks[self.id]
@@ -329,7 +334,7 @@ class Host:
         if shift != self._shift or self._is_late(self._after_join, shift, gives_up, failure):
             return
         if gives_up < 0.5:
-            self._order_join()
+            self._ask()
             return
         self.shut_down(error=True)
         self.world.ended_without_a_round(self, failure)
@@ -428,12 +433,46 @@ class Host:
             return
         self.world.note(f"{self.id} joins again")
         self.world.checker.stopped(self.id, self.node.record.beat)
-        self._order_join(self._failed)
+        self._ask(self._failed)
 
-    def _order_join(self, failed: bool = False) -> None:
+    # Its check, and what comes of it.
+
+    def _ask(self, failed: bool = False) -> None:
+        """Its agent asks for a round, if this host is fit."""
+        checked = not self.node.in_round or self.world.plan.checks_restarts
+        if checked and self.world.is_unfit():
+            self._stay_out(failed, 1.0, 0.0)
+        else:
+            self._order_join(failed)
+
+    def _order_join(self, failed: bool = False, waited: float = 0.0) -> None:
         self._set(Agent.JOINING)
-        self.node.order_join(failed)
+        self.world.checker.fit(self.id, self.node.record.beat)
+        self.node.order_join(failed, waited)
         self._nudge()
+
+    def _stay_out(self, failed: bool, pause: float, waited: float) -> None:
+        world = self.world
+        world.note(f"{self.id} is unfit")
+        self._set(Agent.UNFIT)
+        world.checker.unfit(self.id, self.node.record.beat)
+        self.node.report_unfit(f"check {world.injected['check failed']} failed")
+        self._nudge()
+        if world.plan.exits_unfit:
+            self.shut_down(error=True)
+            world.ended_without_a_round(self, Failure.TIMEOUT)
+            return
+        wakes = self.clock.real(pause)
+        world.kernel.after(wakes, self._check_again, self._shift, failed, pause, waited)
+
+    def _check_again(self, shift: int, failed: bool, pause: float, waited: float) -> None:
+        if shift != self._shift or self._is_late(self._check_again, shift, failed, pause, waited):
+            return
+        waited += pause
+        if self.world.is_unfit():
+            self._stay_out(failed, min(2 * pause, LONGEST_PAUSE), waited)
+        else:
+            self._order_join(failed, waited)
 
     def _nudge(self) -> None:
         """End a wait of the node."""
@@ -745,6 +784,9 @@ class Host:
             }
             evidence.seen = _never_back(evidence.seen, records)
             evidence.listed = _never_back(evidence.listed, records)
+            known = self.node.document
+            if known is not None and known.is_whole and self.node.record.status != Status.LEFT:
+                self.world.checker.looked(self.id, known)
             evidence.read.update(dict.fromkeys({*records, *named}, now))
             # Whoever is in no listing is forgotten; it would be seen as if for the first time.
             listed = {*records, *named}

@@ -104,6 +104,11 @@ INVARIANTS = {
     "places": "with `rank_order=topology` the nodes of a domain are contiguous at each level, and "
     "those of the last round are in the same order within it, except for rank 0; where a domain "
     "has as many nodes as before, each has its place, as far as the leader has listed theirs",
+    "health": "a node whose check failed is given no round, names itself in none, and each record "
+    "that it writes until its check has passed says that it asks for no round, and why; no other "
+    "record says so; a leader whose listing showed that does not name the node, does not evict "
+    "it as one that was waited for, and lists the nodes again only once its round does not wait "
+    "for it, unless a request failed or the store was away",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
@@ -213,6 +218,11 @@ class Track:
         done: namings of rounds in which its workers succeeded, as its record says, and the epoch.
         evicted: a round goes on without it, that was not to wait for it any longer.
         named_moment: when its workers last said that newcomers may come.
+        unfit_after, fit_after: its beats when its check failed first and when it passed again; what
+            it wrote in between says that it is unfit. None: it is fit.
+        gave_up: it hears that the run is closed, and says that it leaves.
+        held_up: the document under which it listed the nodes last as a leader, and the unfit nodes
+            for which the round waited then.
     """
 
     label: str
@@ -236,6 +246,18 @@ class Track:
     lease_lost: bool = False
     evicted: bool = False
     named_moment: float = -1.0
+    unfit_after: list[int] = field(default_factory=list)
+    fit_after: list[int] = field(default_factory=list)
+    gave_up: bool = False
+    held_up: tuple[RoundDocument, frozenset[str], float] | None = None
+
+    @property
+    def is_unfit(self) -> bool:
+        return len(self.unfit_after) > len(self.fit_after)
+
+    def was_unfit(self, beat: int) -> bool:
+        """Whether it wrote this beat while it was unfit."""
+        return bisect_left(self.unfit_after, beat) > bisect_left(self.fit_after, beat)
 
 
 @dataclass(slots=True)
@@ -312,6 +334,8 @@ class Checker:
 
     def beat_arrived(self, node: str, record: NodeRecord, epoch: int) -> None:
         track, now = self._tracks[node], self._now()
+        if record.is_unfit != track.was_unfit(record.beat) and not track.gave_up:
+            raise InvariantError("health", f"{node} wrote {record}")
         late = bool(track.beats) and record.beat <= track.beats[-1]
         if not late:
             self._judge_lease(track)
@@ -333,6 +357,41 @@ class Checker:
                 track.lease_lost = late
                 if record.beat > track.stopped_at:
                     track.awaits = record.world_id, epoch
+
+    def unfit(self, node: str, beat: int) -> None:
+        """The node's check failed when it had written this beat."""
+        track = self._tracks[node]
+        if not track.is_unfit:
+            track.unfit_after.append(beat)
+
+    def fit(self, node: str, beat: int) -> None:
+        """The node's check passed, and its agent asks for a round."""
+        track = self._tracks[node]
+        if track.is_unfit:
+            track.fit_after.append(beat)
+
+    def gave_up(self, node: str) -> None:
+        """The node waits for its check no longer, since its run was closed."""
+        self._tracks[node].gave_up = True
+
+    def looked(self, node: str, document: RoundDocument) -> None:
+        """A node listed all others, as far as its document is whole."""
+        track, held_up = self._tracks[node], self._tracks[node].held_up
+        track.held_up = None
+        if document.leader != node or document.phase is not Phase.FORMING:
+            return
+        listed = track.evidence.listed
+        others = {*document.previous} - {node}
+        waits = {it for it in others if it in listed and listed[it].is_unfit}
+        track.held_up = document, frozenset(waits), self._now()
+        # Not one that is equal: another may have been written in between.
+        if held_up is not None and held_up[0] is document and waits & held_up[1]:
+            self.checks += 1
+            evidence = track.evidence
+            if max(evidence.troubled, evidence.disturbed, evidence.outage) <= held_up[2]:
+                raise InvariantError(
+                    "health", f"{show(document)} waits for {_names(waits)}, who is unfit"
+                )
 
     def beats_lost(self, since: float) -> None:
         """The store lost what was written since then."""
@@ -359,6 +418,8 @@ class Checker:
         last = track.last_rounds.get(document.incarnation, -1)
         if document.round <= last:
             raise InvariantError("rounds of a node", f"{node} got {show(document)} after {last}")
+        if track.is_unfit:
+            raise InvariantError("health", f"{node} is unfit and was given {show(document)}")
         if track.nodes != (document.min_nodes, document.max_nodes):
             raise InvariantError("size", f"{node} of --nnodes {track.nodes} got {show(document)}")
         world = world_of(document)
@@ -450,6 +511,13 @@ class Checker:
             self._judge_places(before, after, evidence)
             for person in after.participants:
                 listed = evidence.seen.get(person)
+                sees = (
+                    self._tracks[person].is_unfit
+                    if person == node
+                    else (person in evidence.listed and evidence.listed[person].is_unfit)
+                )
+                if sees:
+                    raise InvariantError("health", f"{person} is unfit in {show(after)}")
                 # A leader may know more of itself than it listed.
                 if (
                     listed
@@ -612,6 +680,9 @@ class Checker:
         evicted = {*after.evicted} - {*before.evicted}
         if not evicted or not after.is_of(before):
             return
+        seen = track.evidence.listed
+        if waited := {it for it in evicted if it in seen and seen[it].is_unfit}:
+            raise InvariantError("health", f"{node} waited for {_names(waited)}: {show(after)}")
         for person in evicted:
             if person in self._tracks:
                 self._tracks[person].evicted = True

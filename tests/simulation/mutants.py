@@ -63,6 +63,8 @@ class Mutant:
         return replace(self.focus, settings={"inline": 128, **UNSTEERED, **self.focus.settings})
 
 
+_UNFIT = Focus(settings={"unfit": 0.5, "checks_restarts": True})
+
 # Where all but the smallest rounds stand in shards.
 _APART = Focus(settings={"inline": 1})
 
@@ -895,6 +897,26 @@ MUTANTS: dict[str, Mutant] = {
         ),
         seed=22,
         focus=_TOPOLOGY,
+    ),
+    "waits-for-the-unfit": Mutant(
+        "a round waits for a node whose check failed as for one that will ask for it",
+        (
+            _in(
+                "leader",
+                "    return record is not None and record.status in (Status.LEFT, Status.DONE)\n",
+                "    return record is not None and not record.unfit and (\n"
+                "        record.status in (Status.LEFT, Status.DONE)\n"
+                "    )\n",
+            ),
+        ),
+        seed=83000000,
+        focus=_UNFIT,
+    ),
+    "joins-unfit": Mutant(
+        "a node whose check failed says so, and stays in its round or asks for one all the same",
+        (_in("node", "replace(record, status=Status.LEFT, unfit=", "replace(record, unfit="),),
+        seed=83000000,
+        focus=_UNFIT,
     ),
     "no-rest": Mutant(
         "a node that left waits for a heartbeat that is never due",

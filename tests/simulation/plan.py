@@ -20,6 +20,7 @@ __all__ = [
     "EVERYTHING",
     "FASTEST",
     "KINDS",
+    "LONGEST_PAUSE",
     "OTHER_SETTINGS",
     "QUIET_AFTER",
     "SLOWEST",
@@ -41,6 +42,9 @@ QUIET_AFTER = 20.0
 
 TORCH_TIMEOUT = 60.0
 """How long torch's agent waits in its exchange of roles and in its exit barrier; 300 s, scaled."""
+
+LONGEST_PAUSE = 4.0
+"""How long a node at most waits until it is checked again; 60 s, scaled."""
 
 KINDS = {
     "crash": 3,
@@ -127,6 +131,7 @@ UNSTEERED: Mapping[str, Any] = {
     "segment": 1,
     "topology": False,
     "domains": (),
+    "unfit": 0.0,
 }
 """Settings without policies and without orders from people."""
 
@@ -158,6 +163,10 @@ class Plan:
         checkpoints: when a worker says that now is a good moment to let newcomers in.
         topology: whether ranks follow the domains, instead of the ``rank_order`` drawn.
         domains: where hosts are, one after the other; empty: they have no domain.
+        unfit: chance that the check of a node fails that is about to ask for a round, until the
+            faults stop.
+        checks_restarts: nodes that were in a round are checked too.
+        exits_unfit: a node whose check failed ends, and another is started in its place.
         ending: how the run ends once it stands still: "succeeds", "fails", or "is left".
     """
 
@@ -191,6 +200,9 @@ class Plan:
     checkpoints: tuple[float, ...] = ()
     topology: bool = False
     domains: tuple[str, ...] = ()
+    unfit: float = 0.0
+    checks_restarts: bool = False
+    exits_unfit: bool = False
 
     @property
     def long_join(self) -> float:
@@ -276,7 +288,17 @@ class Plan:
 
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
-    return _placed(_paced(plan))
+    return _with_checks(_placed(_paced(plan)))
+
+
+def _with_checks(plan: Plan) -> Plan:
+    health = random.Random(f"health of {plan.seed}")
+    return replace(
+        plan,
+        unfit=health.choice((0.0, 0.0, 0.0, 0.3, 0.7)),
+        checks_restarts=health.random() < 0.7,
+        exits_unfit=health.random() < 0.2,
+    )
 
 
 def _paced(plan: Plan) -> Plan:
@@ -328,6 +350,8 @@ def settling(plan: Plan) -> float:
     settling = (8 * longest + pace) / plan.rates[0] + 2 * plan.stop + 10
     if any(fault.kind == "wedged agent" for fault in plan.faults):
         settling += plan.rules.rejoin / plan.rates[0]
+    if plan.unfit:
+        settling += 2 * LONGEST_PAUSE / plan.rates[0]
     return settling
 
 

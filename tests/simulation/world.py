@@ -87,6 +87,7 @@ class World:
         self.plan = plan
         self.build = build
         self.chance = random.Random(~plan.seed)
+        self.health = random.Random(f"checks of {plan.seed}")
         self.kernel = Kernel()
         self.store = Store(
             lambda: self.kernel.now, self.kernel.at, plan.staleness > 0, _has(plan, "fail-over")
@@ -251,10 +252,19 @@ class World:
     def start_foreigner(self) -> None:
         self.start(rules=self._foreign_rules)
 
+    def is_unfit(self) -> bool:
+        """Whether the check of a host fails now."""
+        if not self.plan.unfit or self.network.quiet:
+            return False
+        unfit = self.health.random() < self.plan.unfit
+        if unfit:
+            self.inject("check failed")
+        return unfit
+
     def many_crashed(self, hosts: list[Host]) -> None:
         """Have it checked that the run is done with them in time, unless more goes wrong."""
         plan, document = self.plan, self.document
-        calm = not (plan.lost or plan.unacknowledged or plan.late or plan.ambush)
+        calm = not (plan.lost or plan.unacknowledged or plan.late or plan.ambush or plan.unfit)
         if not calm or {fault.kind for fault in plan.faults} != {"many crash at once"}:
             return
         if document is None or document.phase is not Phase.RUNNING or document.lost:

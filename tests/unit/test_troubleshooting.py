@@ -43,6 +43,9 @@ EXPLAINS_ITSELF = (
     "--nnodes=…:… allows no multiple of … nodes, as … demands: change one of them",
     "needs the domain of this node, which neither Slurm nor NVML tells: set domain=... or",
     "rank_order=topology, but nobody knows the domain of this node; its rank follows those of all",
+    "option 'check_command': '…' names no program",
+    "option 'check_command': '…' is no command (…)",
+    "there is no check '…'; …",
     "option 'prefix': '…' must not be empty, start or end with '/', or contain '//'",
     "option 'poll_interval_max' is less than 'poll_interval_min'",
     "option 'table': '…' is not a name or schema.name",
@@ -71,6 +74,7 @@ EXPLAINS_ITSELF = (
     "; `aws configure list-profiles` lists the profiles",
     # What is not installed.
     "needs the package '…', which cannot be imported (…). Install it with: pip install",
+    "the package 'nvidia-ml-py' cannot be imported (…). Install it with: pip install 'rdzv-plugins",
     "unknown backend '…'; …",
     # What a server lacks.
     "does not answer as DynamoDB does (…); is it another server's port?",
@@ -148,6 +152,7 @@ IS_PART_OF_ANOTHER = (
     "the round is over: no node will write '…'",
     "… is not for a store",
     "compare_and_set and add are scripts",
+    "option 'checks': …",
 )
 
 # Expressions without a text of their own: a server's or a library's words, or an error made before.
