@@ -24,3 +24,20 @@ def current() -> CurrentRound | None:
     from rdzv_plugins import worker
 
     return worker.current()
+
+
+def resize_now() -> bool:
+    """Say that now is a good moment to let newcomers in, such as just after a checkpoint.
+
+    For jobs with ``grow=checkpoint``; one worker is enough. If nodes wait, the round ends within a
+    second or two. The moment lasts one ``keep_alive_interval``. It costs no request::
+
+        save(checkpoint)
+        rdzv_plugins.resize_now()
+
+    Returns:
+        Whether anybody asks: False in a process that is no worker, and without ``grow=checkpoint``.
+    """
+    from rdzv_plugins import worker
+
+    return worker.resize_now()

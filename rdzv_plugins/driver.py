@@ -154,6 +154,11 @@ class Driver:
         self._node.report_done()
         self._nudge()
 
+    def allow_growth(self) -> None:
+        """The workers of this node say that now is a good moment to let newcomers in."""
+        self._node.allow_growth()
+        self._nudge()
+
     def stop(self, seconds: float) -> None:
         """End the thread, for good; after ``seconds`` it is left to end by itself."""
         self._stopping.set()

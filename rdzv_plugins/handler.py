@@ -9,12 +9,14 @@ import random
 import secrets
 import socket
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -129,6 +131,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._store: AgentStore | None = None
         self._was_told = False
         self._handed_down: str | None = None
+        # Where workers say that newcomers may come, one file a round.
+        self._moments: tempfile.TemporaryDirectory[str] | None = None
+        self._moment: Path | None = None
+        if rules.grow == "checkpoint":
+            self._moments = tempfile.TemporaryDirectory(prefix="rdzv-")
         self._pid = os.getpid()
         record = NodeRecord(
             address=address,
@@ -221,6 +228,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             document = self._join()
         rank, world_size = document.ranks[self._node.id], document.size
         self._events.joined(rank, world_size, document.round)
+        if self._moments is not None:
+            self._moment = Path(self._moments.name) / document.world_id
         self._handed_down = hand_down(
             CurrentRound(
                 run_id=self._run_id,
@@ -229,6 +238,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 cause=document.reason,
                 spares=document.waiting,
                 domain=self._settings.domain,
+                resize_file=str(self._moment) if self._moment is not None else None,
             )
         )
         address, _, port = (document.master or "").rpartition(":")
@@ -332,6 +342,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Above 0 when the agent should join again; read from memory, without I/O. Never raises."""
         # next_rendezvous() may have run in another thread, where this is not possible.
         self._signals.renew()
+        if self._moment is not None and self._moment.exists():
+            with suppress(OSError):
+                self._moment.unlink()
+            self._driver.allow_growth()
         waiting = self._node.waiting
         self._was_told = self._was_told or waiting > 0
         return waiting
@@ -495,6 +509,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._driver.await_openers(_STOP_SECONDS)
         self._servers.clear()
         take_back(self._handed_down)
+        if self._moments is not None:
+            self._moments.cleanup()
         self._signals.release()
         if self._report is not None:
             self._report.close()

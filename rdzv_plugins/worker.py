@@ -7,11 +7,13 @@ the agent's environment.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
-__all__ = ["VARIABLE", "CurrentRound", "current", "hand_down", "take_back"]
+__all__ = ["VARIABLE", "CurrentRound", "current", "hand_down", "resize_now", "take_back"]
 
 VARIABLE = "RDZV_CURRENT_ROUND"
 """JSON; not RDZV_PLUGINS_*, which are options."""
@@ -29,6 +31,7 @@ class CurrentRound:
         cause: why this round, in words: who was lost, left, failed or joined.
         spares: how many nodes waited without a place when its ranks were given.
         domain: this node's, where it is given or the run minds it; None: not known.
+        resize_file: to be made by whoever says that newcomers may come; None: nobody asks.
     """
 
     run_id: str
@@ -37,6 +40,7 @@ class CurrentRound:
     cause: str
     spares: int = 0
     domain: str | None = None
+    resize_file: str | None = None
 
 
 _ROUNDS = msgspec.json.Decoder(CurrentRound)
@@ -50,6 +54,17 @@ def current() -> CurrentRound | None:
         return None
     # An agent of another backend, that a worker of this one has started, hands the variable on.
     return found if os.environ.get("TORCHELASTIC_RUN_ID", found.run_id) == found.run_id else None
+
+
+def resize_now() -> bool:
+    """As `rdzv_plugins.resize_now`."""
+    now = current()
+    if now is None or now.resize_file is None:
+        return False
+    # The agent of an earlier round, or of a run that ended, has taken the folder away.
+    with suppress(FileNotFoundError):
+        Path(now.resize_file).touch()
+    return True
 
 
 def hand_down(found: CurrentRound) -> str:

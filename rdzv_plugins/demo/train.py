@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rdzv_plugins
+
 if TYPE_CHECKING:
     import torch
 
@@ -112,6 +114,7 @@ def _train(options: argparse.Namespace, journal: Journal) -> None:
         journal.note("step", step=step, loss=message[-2].item())
         if rank == 0 and (step % options.checkpoint_every == 0 or stopping):
             _save(model, checkpoint, step)
+            rdzv_plugins.resize_now()
         if stopping:
             break
         time.sleep(max(0.0, began + options.pace - time.monotonic()))

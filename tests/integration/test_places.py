@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rdzv_plugins.demo.agents import Agent
 from rdzv_plugins.worker import CurrentRound
 from tests import Measure
 from tests.integration.stores import KINDS, RunningStore, running
@@ -34,6 +35,11 @@ def known(run: Run, name: str) -> CurrentRound:
     return CurrentRound(**json.loads((run.folder / f"{name}.round").read_text()))
 
 
+def await_spare(run: Run, agent: Agent) -> None:
+    """Wait until it says that it waits as a spare."""
+    run.await_that(lambda: "as a spare" in agent.log.read_text(), "word of the spare", 30)
+
+
 def test_half_a_unit_disturbs_nobody(begin: Begin, record_property: Measure) -> None:
     run = begin(nodes="2:6", node_unit=2)
     world = run.begin("ab")
@@ -41,7 +47,7 @@ def test_half_a_unit_disturbs_nobody(begin: Begin, record_property: Measure) -> 
     assert known(run, "a") == known(run, "b")
     assert (known(run, "a").round, known(run, "a").domain) == (number, None)
     third = run.start_at("c")
-    run.await_that(lambda: "waits as a spare" in third.log.read_text(), "word of the spare", 30)
+    await_spare(run, third)
     assert "lets newcomers in later (node_unit=2): 2 of 6 nodes" in third.log.read_text()
     run.await_step(world, world.last_step + 60)
     assert run.worlds() == [world], "one newcomer started another round"
@@ -70,9 +76,7 @@ def test_a_replacement_in_its_rack_takes_the_rank(begin: Begin) -> None:
     assert {known(run, name).domain for name in "ac"} == {"rack2"}
     # The names of both spares come before those of the others; one is of the other rack.
     for place, name, rack in ((5, "x", "rack10"), (6, "y", "rack2")):
-        spare = run.start(name, f"127.0.0.{place}", {"domain": rack})
-        log = spare.log
-        run.await_that(lambda log=log: "as a spare" in log.read_text(), "a spare", 30)
+        await_spare(run, run.start(name, f"127.0.0.{place}", {"domain": rack}))
     killed = run.agents["a"].kill()
     run.await_world("ycbd", after=killed, by_rank=True)
     assert known(run, "y").spares == 1

@@ -55,6 +55,21 @@ def test_newcomers_wait_for_min_uptime(begin: Begin) -> None:
 
 
 @every_store
+def test_newcomers_come_in_at_a_checkpoint(begin: Begin, record_property: Measure) -> None:
+    """The demo's training calls resize_now() each time that it has saved one."""
+    run = begin(nodes="1:2", grow="checkpoint")
+    saves = {"checkpoint-every": 100}
+    run.start_at("a", training=saves)
+    before = run.await_world("a")
+    run.start_at("b", training=saves)
+    world = run.await_world("ab", by_rank=True)
+    lost = before.last_step - world.resumed
+    record_property("steps that are done again", f"{lost} of {before.last_step}")
+    # At any other moment half of the hundred steps between two checkpoints would be.
+    assert 0 <= lost <= 30
+
+
+@every_store
 def test_a_run_without_progress_ends_with_93(begin: Begin) -> None:
     run = begin(nodes="1:2", max_restarts=100, no_progress_rounds=2, no_progress_uptime=1000)
     run.begin("ab")

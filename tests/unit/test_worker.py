@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rdzv_plugins
 from rdzv_plugins.config import ENVIRONMENT_PREFIX
+from rdzv_plugins.protocol.documents import Status
 from rdzv_plugins.testing.threads import Background
 from rdzv_plugins.worker import VARIABLE, CurrentRound, current, hand_down, take_back
+from tests import replace
 
 from .handlers import Site, site
 
@@ -118,3 +122,32 @@ class TestHandlers:
         assert found is not None
         assert found.spares == 1
         assert found.domain is None
+
+    def test_a_worker_names_the_moment(self, here: Site) -> None:
+        options: dict[str, Any] = {"grow": "checkpoint", "last_call_timeout": 0.0}
+        first, second = (here.handler(1, 2, **options) for _ in range(2))
+        here.join(first)
+        now = current()
+        assert now is not None
+        assert now.resize_file is not None
+        joins = Background(second.next_rendezvous)
+        here.await_that(lambda: second._node.record.status is Status.SPARE)
+        assert first.num_nodes_waiting() == 0
+        assert rdzv_plugins.resize_now()
+        here.await_that(lambda: first.num_nodes_waiting() > 0)
+        here.join(first)
+        joins.result(20.0)
+        # The file is of a round: a moment of the last one is over.
+        assert not Path(now.resize_file).exists()
+        for handler in (first, second):
+            here.kill(handler)
+        assert not Path(now.resize_file).parent.exists()
+
+    def test_nobody_asks_for_a_moment_by_default(self, here: Site) -> None:
+        assert not rdzv_plugins.resize_now()
+        here.join(here.handler(1, 1))
+        assert not rdzv_plugins.resize_now()
+
+    def test_a_moment_in_a_run_that_ended_is_no_fault(self) -> None:
+        hand_down(replace(NOW, resize_file="/nowhere/1-abc"))
+        assert rdzv_plugins.resize_now()
