@@ -761,7 +761,7 @@ MUTANTS: dict[str, Mutant] = {
                 "return False",
             ),
         ),
-        seed=51001556,
+        seed=62011349,
         focus=_APART,
     ),
     "shards-written-once": Mutant(
