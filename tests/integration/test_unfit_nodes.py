@@ -97,7 +97,7 @@ def test_a_participant_that_turns_unfit_is_left_out_at_once(
     assert pause.began < 25
     document = run.document()
     assert document is not None
-    assert document.reason.endswith(" left (check-gpus: GPU 3 is hot)")
+    assert " left (check-gpus: GPU 3 is hot)" in document.reason
     said = status(run, store)
     (node,) = (it for it in said["nodes"] if it["state"] == "unfit")
     assert (node["pid"], node["unfit"]) == (run.agents["c"].pid, "check-gpus: GPU 3 is hot")
