@@ -107,8 +107,8 @@ INVARIANTS = {
     "health": "a node whose check failed is given no round, names itself in none, and each record "
     "that it writes until its check has passed says that it asks for no round, and why; no other "
     "record says so; a leader whose listing showed that does not name the node, does not evict "
-    "it as one that was waited for, and lists the nodes again only once its round does not wait "
-    "for it, unless a request failed or the store was away",
+    "it as one that was waited for, and does not list the nodes five times more while its round "
+    "waits for it, unless a request failed or the store was away",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
@@ -145,6 +145,9 @@ INVARIANTS = {
 World: TypeAlias = tuple[str, int, tuple[str, ...]]
 
 _ROUNDING = 1e-6
+
+# A leader may have something else to do before it decides about its round, but not so often.
+_DECISIONS = 5
 
 
 class InvariantError(AssertionError):
@@ -195,6 +198,15 @@ class Evidence:
         return replace(self, read=dict(self.read), asked=dict(self.asked), heard=dict(self.heard))
 
 
+@dataclass(frozen=True, slots=True)
+class _HeldUp:
+    """A leader's round waits for nodes that are unfit, and it has listed them so many times."""
+
+    document: RoundDocument
+    since: float
+    listings: int = 1
+
+
 @dataclass(slots=True)
 class Track:
     """What the checker knows of one host.
@@ -221,8 +233,7 @@ class Track:
         unfit_after, fit_after: its beats when its check failed first and when it passed again; what
             it wrote in between says that it is unfit. None: it is fit.
         gave_up: it hears that the run is closed, and says that it leaves.
-        held_up: the document under which it listed the nodes last as a leader, and the unfit nodes
-            for which the round waited then.
+        held_up: unfit nodes for which its round waits, since it leads.
     """
 
     label: str
@@ -249,7 +260,7 @@ class Track:
     unfit_after: list[int] = field(default_factory=list)
     fit_after: list[int] = field(default_factory=list)
     gave_up: bool = False
-    held_up: tuple[RoundDocument, frozenset[str], float] | None = None
+    held_up: _HeldUp | None = None
 
     @property
     def is_unfit(self) -> bool:
@@ -376,22 +387,25 @@ class Checker:
 
     def looked(self, node: str, document: RoundDocument) -> None:
         """A node listed all others, as far as its document is whole."""
-        track, held_up = self._tracks[node], self._tracks[node].held_up
+        track, was = self._tracks[node], self._tracks[node].held_up
         track.held_up = None
         if document.leader != node or document.phase is not Phase.FORMING:
             return
-        listed = track.evidence.listed
-        others = {*document.previous} - {node}
-        waits = {it for it in others if it in listed and listed[it].is_unfit}
-        track.held_up = document, frozenset(waits), self._now()
-        # Not one that is equal: another may have been written in between.
-        if held_up is not None and held_up[0] is document and waits & held_up[1]:
-            self.checks += 1
-            evidence = track.evidence
-            if max(evidence.troubled, evidence.disturbed, evidence.outage) <= held_up[2]:
-                raise InvariantError(
-                    "health", f"{show(document)} waits for {_names(waits)}, who is unfit"
-                )
+        evidence = track.evidence
+        waits = {it for it in {*document.previous} - {node} if _is_unfit(evidence, it)}
+        if not waits:
+            return
+        trouble = max(evidence.troubled, evidence.disturbed, evidence.outage)
+        # Not a document that is equal: another may have been written in between.
+        if was is None or was.document is not document or trouble > was.since:
+            track.held_up = _HeldUp(document, self._now())
+            return
+        self.checks += 1
+        track.held_up = replace(was, listings=was.listings + 1)
+        if was.listings >= _DECISIONS:
+            raise InvariantError(
+                "health", f"{show(document)} waits for {_names(waits)}, who is unfit"
+            )
 
     def beats_lost(self, since: float) -> None:
         """The store lost what was written since then."""
@@ -511,11 +525,8 @@ class Checker:
             self._judge_places(before, after, evidence)
             for person in after.participants:
                 listed = evidence.seen.get(person)
-                sees = (
-                    self._tracks[person].is_unfit
-                    if person == node
-                    else (person in evidence.listed and evidence.listed[person].is_unfit)
-                )
+                unfit = self._tracks[person].is_unfit
+                sees = unfit if person == node else _is_unfit(evidence, person)
                 if sees:
                     raise InvariantError("health", f"{person} is unfit in {show(after)}")
                 # A leader may know more of itself than it listed.
@@ -680,8 +691,7 @@ class Checker:
         evicted = {*after.evicted} - {*before.evicted}
         if not evicted or not after.is_of(before):
             return
-        seen = track.evidence.listed
-        if waited := {it for it in evicted if it in seen and seen[it].is_unfit}:
+        if waited := {it for it in evicted if _is_unfit(track.evidence, it)}:
             raise InvariantError("health", f"{node} waited for {_names(waited)}: {show(after)}")
         for person in evicted:
             if person in self._tracks:
@@ -701,7 +711,7 @@ class Checker:
         if after.round == before.round:
             counted |= {*before.lost} - {*after.lost}
         for person in counted - {node}:
-            record = evidence.listed.get(person)
+            record = _listed(evidence, person)
             if record is not None and record.status in (Status.LEFT, Status.DONE):
                 raise InvariantError(
                     "evidence", f"{node} counts on {person}, who {record.status}, in {show(after)}"
@@ -1007,6 +1017,18 @@ class Checker:
     @staticmethod
     def _own(track: Track) -> float:
         return track.lease
+
+
+def _listed(evidence: Evidence, node: str) -> NodeRecord | None:
+    """The record of a node in the last listing, or a later one that was read alone."""
+    listed, seen = evidence.listed.get(node), evidence.seen.get(node)
+    later = listed is not None and seen is not None and seen.beat > listed.beat
+    return seen if later else listed
+
+
+def _is_unfit(evidence: Evidence, node: str) -> bool:
+    record = _listed(evidence, node)
+    return record is not None and record.is_unfit
 
 
 def _least_late(record: NodeRecord) -> float:
