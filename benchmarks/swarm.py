@@ -236,7 +236,13 @@ class Member:
         )
         chance = random.Random(secrets.randbits(64))
         self.node = Node(
-            secrets.token_hex(8), record, rules, settings.join_timeout, time.monotonic, chance
+            secrets.token_hex(8),
+            record,
+            rules,
+            settings.join_timeout,
+            time.monotonic,
+            chance,
+            time.time,
         )
         self.life = greenlet.greenlet(self._live, parent=swarm.main)
 
@@ -274,6 +280,8 @@ class Member:
                 self._swarm.placed()
             case effects.OpenMaster(world_id, _):
                 self.node.master_opened(world_id, _MASTER, None)
+            case effects.FetchExclusions(incarnation, _):
+                self.node.exclusions_read(incarnation, (), None)
             case effects.Rest(seconds):
                 self._swarm.give_way(seconds)
             case effects.Tell() | effects.RecordHistory() | effects.Register():

@@ -1,24 +1,25 @@
-"""What outlives a run: how its runs ended, its last rounds, and the list of all runs.
+"""What outlives a run: how its runs ended, its last rounds, excluded hosts, the list of all runs.
 
-It stands outside the run's own keys, which expire soon after the end, under two run ids that no
-job can have: ``!archive/<run id>`` has the tombstones and the rounds of one run id, ``!runs`` has
-an entry for each run id.
+It stands outside the run's own keys, which expire soon after the end, under run ids that no job can
+have: ``!archive/<run id>`` has the tombstones and the rounds of one run id, ``!runs`` has an entry
+for each run id, and ``!excluded`` has the hosts that each run id excludes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 
 import msgspec
 
 from rdzv_plugins.kv import Entry, KeyValueClient
-from rdzv_plugins.protocol.documents import Outcome, Phase, RoundDocument
+from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 
 __all__ = [
+    "EXCLUDED",
     "LIST",
     "Archive",
     "Listed",
@@ -32,6 +33,11 @@ _ENDED = "ended/"
 _ROUNDS = "rounds/"
 LIST = "!runs"
 """The run id whose namespace is the list of runs."""
+EXCLUDED = "!excluded"
+"""The run id whose namespace has the exclusions: a key for each run id, and one for all."""
+_ALL_RUNS = "!all"
+# An exclusion without an end is forgotten so long after the last order of its kind under a prefix.
+_LONGEST_EXCLUSION = 365 * 24 * 3600.0
 
 # A node that was away for less finds the tombstone of its run.
 _TOMBSTONE_SECONDS = 7 * 24 * 3600.0
@@ -76,6 +82,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 _ROWS = msgspec.json.Decoder(Row)
 _LISTED = msgspec.json.Decoder(Listed)
+_EXCLUSIONS = msgspec.json.Decoder(tuple[Exclusion, ...])
 
 
 class Archive:
@@ -152,6 +159,54 @@ class Archive:
                 continue  # For display only: another version's.
         return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
 
+    def exclusions(self, now: float, all_runs: bool | None = None) -> tuple[Exclusion, ...]:
+        """The exclusions that hold for the runs of this id, whoever runs now; one a host.
+
+        Args:
+            now: seconds since the epoch.
+            all_runs: only those for all runs, or only those for this id alone; None: both.
+        """
+        keys = {None: (_ALL_RUNS, self._run_id), True: (_ALL_RUNS,), False: (self._run_id,)}
+        with closing(self._open(EXCLUDED)) as client:
+            entries = client.get_many(keys[all_runs])
+        return _hold((it for key in keys[all_runs] for it in _excluded(entries.get(key))), now)
+
+    def exclude(self, exclusion: Exclusion, now: float, *, all_runs: bool = False) -> None:
+        """Keep an exclusion for the runs of this id, or for all; it replaces that of its host."""
+        self._change_exclusions(lambda held: (*held, exclusion), now, all_runs)
+
+    def include(self, host: str, now: float, *, all_runs: bool = False) -> bool:
+        """Take back the exclusion of a host; whether there was one."""
+        found = []
+
+        def without(held: tuple[Exclusion, ...]) -> tuple[Exclusion, ...]:
+            found.append(any(it.host == host for it in held))
+            return tuple(it for it in held if it.host != host)
+
+        self._change_exclusions(without, now, all_runs)
+        return found[-1]
+
+    def _change_exclusions(
+        self,
+        change: Callable[[tuple[Exclusion, ...]], tuple[Exclusion, ...]],
+        now: float,
+        all_runs: bool,
+    ) -> None:
+        key = _ALL_RUNS if all_runs else self._run_id
+        with closing(self._open(EXCLUDED)) as client:
+            entry, written = client.get(key), False
+            while not written:
+                held = _hold(change(_hold(_excluded(entry), now)), now)
+                value, expected = msgspec.json.encode(held), entry.version if entry else None
+                entry, written = client.compare_and_set(key, value, expected)
+            kept = {it: _hold(_excluded(entry), now) for it, entry in client.list("").items()}
+            client.delete_many([it for it, held in kept.items() if not held])
+            ends = [it.until for held in kept.values() for it in held]
+            longest = max(
+                (_LONGEST_EXCLUSION if it is None else it - now for it in ends), default=0
+            )
+            client.expire(longest)
+
     def _enlist(self, client: KeyValueClient, record: RoundRecord, at: datetime) -> None:
         if record.phase is Phase.RUNNING:
             # The whole list is read only where runs begin and end.
@@ -208,6 +263,18 @@ def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:
         except msgspec.DecodeError:
             continue
     return runs
+
+
+def _excluded(entry: Entry | None) -> tuple[Exclusion, ...]:
+    try:
+        return _EXCLUSIONS.decode(entry.value) if entry is not None else ()
+    except msgspec.DecodeError:
+        return ()  # Another version's, or damaged.
+
+
+def _hold(exclusions: Iterable[Exclusion], now: float) -> tuple[Exclusion, ...]:
+    """Those that hold; of a host's the last."""
+    return tuple({it.host: it for it in exclusions if it.holds(now)}.values())
 
 
 def _keep_newest(client: KeyValueClient, prefix: str, most: int) -> None:

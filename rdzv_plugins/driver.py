@@ -84,6 +84,7 @@ class Driver:
         self._thread: threading.Thread | None = None
         # The last one, and those of earlier rounds that still hang in name resolution.
         self._openers: list[_Opener] = []
+        self._fetcher: _Opener | None = None
         # For the archive: since when it is to be written, when it was so, and what.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._noting: threading.Thread | None = None
@@ -232,6 +233,8 @@ class Driver:
                 return self._deliver(outcome)
             case effects.OpenMaster(world_id, seconds):
                 return self._open_master_within(world_id, seconds)
+            case effects.FetchExclusions(incarnation, seconds):
+                return self._fetch_within(incarnation, seconds)
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):
@@ -295,7 +298,7 @@ class Driver:
     def _open_master_within(self, world_id: str, seconds: float) -> None:
         opener = self._openers[-1] if self._openers else None
         if opener is None or opener.world_id != world_id or opener.tried.is_set():
-            opener = _Opener(world_id, self._open_in_a_thread, self._name)
+            opener = _Opener(world_id, self._open_in_a_thread, f"{self._name}-master")
             self._openers = [*(it for it in self._openers if it.thread.is_alive()), opener]
         if seconds and not opener.tried.wait(seconds):
             opener.late.set()
@@ -311,6 +314,25 @@ class Driver:
             self._nudge_until(
                 lambda: self._stopping.is_set() or self._node.record.world_id == world_id, 1
             )
+
+    def _fetch_within(self, incarnation: str, seconds: float) -> None:
+        fetcher = self._fetcher
+        if fetcher is None or fetcher.world_id != incarnation or fetcher.tried.is_set():
+            name = f"{self._name}-exclusions"
+            fetcher = self._fetcher = _Opener(incarnation, self._fetch_in_a_thread, name)
+        if seconds and not fetcher.tried.wait(seconds):
+            fetcher.late.set()
+
+    def _fetch_in_a_thread(self, fetcher: _Opener) -> None:
+        try:
+            found = self._archive.exclusions(time.time())
+        except Exception as error:
+            self._node.exclusions_read(fetcher.world_id, (), error)
+        else:
+            self._node.exclusions_read(fetcher.world_id, found, None)
+        fetcher.tried.set()
+        if fetcher.late.is_set():
+            self._nudge_until(self._has_taken_up, 1)
 
     def _deliver(self, outcome: effects.Outcome) -> None:
         self._outcomes.put(outcome)
@@ -334,19 +356,18 @@ class Driver:
 
 
 class _Opener:
-    """A thread that opens a TCPStore.
+    """A thread that opens a TCPStore for a world, or reads the exclusions for a run.
 
     Attributes:
-        tried: set when the TCPStore is open, or cannot be opened.
+        world_id: of the world, or the run's incarnation.
+        tried: set when that is done, or cannot be.
         late: set when the node no longer waits for it.
     """
 
     def __init__(self, world_id: str, work: Callable[[_Opener], None], name: str) -> None:
         self.world_id = world_id
         self.tried, self.late = threading.Event(), threading.Event()
-        self.thread = threading.Thread(
-            target=work, args=(self,), name=f"{name}-master", daemon=True
-        )
+        self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
         self.thread.start()
 
 

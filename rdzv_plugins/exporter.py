@@ -80,8 +80,8 @@ EXPORTED = (
         kind=Kind.COUNTER,
         labels=("run", "cause"),
         text="rounds after the run's first, by what became of which nodes: lost, left, failed"
-        " (their workers), joined, evicted, held, or other; one round counts once for each of its "
-        "causes",
+        " (their workers), joined, evicted, held, drained, excluded, or other; one round counts "
+        "once for each of its causes",
     ),
     Metric(
         name="rdzv_last_forming_seconds",

@@ -158,6 +158,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             settings.join_timeout,
             time.monotonic,
             random.Random(secrets.randbits(64)),
+            time.time,
         )
         self._log = RunLog(log, run_id, self._node)
         self._gate = gate_of(settings, self._rank_0, self._log.warning)
@@ -213,9 +214,9 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: the run is closed.
-            SystemExit: with status 0; the run ended while this node was a spare. torch's own
-                `RendezvousGracefulExitError` makes its `launch_agent` fail with AttributeError.
-                With status 93: the run was closed for ``no_progress_rounds``.
+            SystemExit: with status 0; the run ended while this node was a spare, or the node was
+                drained. torch's own `RendezvousGracefulExitError` makes its `launch_agent` fail
+                with AttributeError. With status 93: the run was closed for ``no_progress_rounds``.
             RendezvousTimeoutError: no round within ``join_timeout``, or this node's checks did not
                 pass.
             RendezvousError: a check of this node failed, and ``on_unhealthy`` is exit.
@@ -587,6 +588,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             ):
                 return SystemExit(_NO_PROGRESS)
             case Failure.SPARE_CLOSED if latest is None or latest.outcome is not Outcome.FAILED:
+                return SystemExit(0)
+            case Failure.DRAINED:
                 return SystemExit(0)
             case Failure.CLOSED | Failure.SPARE_CLOSED:
                 why = f" ({latest.reason})" if latest is not None and latest.reason else ""

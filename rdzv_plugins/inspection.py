@@ -26,6 +26,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.failure_detector import FailureDetector
+from rdzv_plugins.protocol.kept_out import as_data, in_force, why_kept_out
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
 from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
@@ -78,6 +79,7 @@ class NodeState:
         silence: seconds since its last heartbeat, at least.
         leader: whether it leads.
         awaited: whether the forming round waits for it.
+        kept_out: "drained", or until when its host is excluded and why; empty: neither.
     """
 
     node: str
@@ -90,6 +92,7 @@ class NodeState:
     silence: float
     leader: bool
     awaited: bool
+    kept_out: str
 
 
 class Inspection:
@@ -211,7 +214,7 @@ class Inspection:
         if self.document is None:
             return self._what_it_was()
         quiet = min(map(self._beats.confirmed_silence, self.records), default=0.0)
-        text = str(diagnose(self.document, self.records, self.is_silent, quiet))
+        text = str(diagnose(self.document, self.records, self.is_silent, quiet, time.time()))
         if quiet >= _LONGEST_WATCH_SECONDS and not all(map(self.is_silent, self.records)):
             text += f"; no heartbeat came in {quiet:.0f} s, but not each was due"
         return text
@@ -221,7 +224,7 @@ class Inspection:
         """The sentence without its seconds: it changes only when the run does."""
         if self.document is None:
             return self._what_it_was()
-        return diagnose(self.document, self.records, self.is_silent, 0.0).lasting
+        return diagnose(self.document, self.records, self.is_silent, 0.0, time.time()).lasting
 
     def _what_it_was(self) -> str:
         if self._waits_to_be_fit:
@@ -262,6 +265,7 @@ class Inspection:
             silence=self._beats.confirmed_silence(node),
             leader=node == document.leader,
             awaited=node in document.previous,
+            kept_out=why_kept_out(document, node, record, time.time()),
         )
 
     def report(self) -> dict[str, Any]:
@@ -284,6 +288,7 @@ class Inspection:
             "master": document.master,
             "reason": document.reason,
             "outcome": document.outcome.value if document.outcome is not None else None,
+            "excluded": [as_data(it) for it in in_force(document, time.time()).values()],
             "nodes": [
                 {
                     "name": it.name,
@@ -295,6 +300,7 @@ class Inspection:
                     "silence": round(it.silence, 3),
                     "leader": it.leader,
                     "awaited": it.awaited,
+                    "kept_out": it.kept_out,
                 }
                 for it in self.nodes()
             ],

@@ -114,8 +114,8 @@ METRICS = (
         kind=Kind.COUNTER,
         labels=("cause",),
         text="rounds after the node's first, by what became of which nodes: lost, left, failed"
-        " (their workers), joined, evicted, held, or other; one round counts once for each of its "
-        "causes",
+        " (their workers), joined, evicted, held, drained, excluded, or other; one round counts "
+        "once for each of its causes",
     ),
     Metric(
         name="rdzv_forming_seconds",

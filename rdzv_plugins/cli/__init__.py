@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rdzv_plugins import __version__
-from rdzv_plugins.cli import docs, local, pages, run, runs
+from rdzv_plugins.cli import docs, local, orders, pages, run, runs
 from rdzv_plugins.cli.check import check
 
 __all__ = ["app", "main"]
@@ -39,6 +39,11 @@ app.command()(runs.status)
 app.command()(runs.history)
 app.command()(runs.watch)
 app.command()(runs.close)
+app.command()(orders.drain)
+app.command()(orders.restart)
+app.command()(orders.exclude)
+app.command()(orders.include)
+app.command()(orders.excluded)
 app.command()(runs.clean)
 app.command()(check)
 app.command()(pages.dashboard)

@@ -346,6 +346,8 @@ def _nodes(seen: Inspection) -> RenderableType:
         notes = ["leader"] if node.leader else []
         if node.awaited:
             notes.append("was in the last round")
+        if node.kept_out:
+            notes.append(node.kept_out)
         ago = "" if node.state == "unknown" else f"{node.silence:.1f} s ago"
         rank = "-" if node.rank is None else str(node.rank)
         if node.unfit:

@@ -2,7 +2,7 @@
 // become text nodes, never markup.
 "use strict";
 
-const CAUSES = ["lost", "failed", "left", "evicted", "held", "joined"];
+const CAUSES = ["lost", "failed", "left", "evicted", "drained", "excluded", "held", "joined"];
 const PHASES = ["gathering", "last_call", "confirming"];
 const STATES = ["run", "done", "join", "spare", "silent", "lost", "unfit", "left", "unknown"];
 const WORDS = { run: "running", join: "waiting" };

@@ -19,6 +19,7 @@ from rdzv_plugins.protocol.documents import (
     labels,
 )
 from rdzv_plugins.protocol.growth import GROWTH, Hold, hold, last_call
+from rdzv_plugins.protocol.kept_out import kept_out, summary
 from rdzv_plugins.protocol.leader import (
     doubted,
     fits,
@@ -49,6 +50,7 @@ class Diagnosis:
         lost, left: nodes that are gone since the last round, where the round needs more nodes.
         doubted: how many are late all at once, so that each has one more lease.
         unfit: nodes that ask for no round since their check failed, each with the reason.
+        excluded: which hosts are kept out, until when and why.
         seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
         limit: what follows the seconds, such as "to join_timeout".
     """
@@ -59,6 +61,7 @@ class Diagnosis:
     left: Names = _NOBODY
     doubted: int = 0
     unfit: Names = _NOBODY
+    excluded: str = ""
     seconds: float | None = None
     limit: str = ""
 
@@ -77,6 +80,7 @@ class Diagnosis:
             if self.doubted
             else "",
             f"unfit: {self.unfit}" if self.unfit else "",
+            self.excluded,
         ]
         return "; ".join(part for part in parts if part)
 
@@ -93,6 +97,7 @@ class Diagnosis:
             lost=self.lost,
             left=self.left.plus(left),
             unfit=self.unfit,
+            excluded=self.excluded,
         )
 
 
@@ -123,12 +128,16 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Times:
-    """Seconds that are left, where the observer knows them; ``quiet`` are those since a beat."""
+    """Seconds that are left, where the observer knows them; ``quiet`` are those since a beat.
+
+    ``now`` are seconds since the epoch.
+    """
 
     join: float | None = None
     last_call: float | None = None
     rejoin: Callable[[int], float] | None = None
     quiet: float | None = None
+    now: float = 0.0
     hold: Callable[[int, int], Hold | None] | None = None
 
 
@@ -137,27 +146,41 @@ def diagnose(
     records: Mapping[str, NodeRecord],
     is_silent: Callable[[str], bool] = lambda _: False,
     quiet_for: float | None = None,
+    now: float = 0.0,
 ) -> Diagnosis:
     """What somebody says who is no node of the run, but has read all of it.
 
     Args:
         is_silent: whether a node's heartbeat is known to have stood still for too long.
         quiet_for: seconds for which no heartbeat was seen; None: not observed.
+        now: seconds since the epoch; exclusions end by it.
     """
     if document is None:
         unfit = _unfit(records, is_silent)
         return Diagnosis(does="no round has begun", unfit=_reasons(records, unfit))
     sizes = Sizes.told(document, records.get(document.leader or ""))
-    return _with_records(document, records, is_silent, _Times(quiet=quiet_for), sizes)
+    found = _with_records(document, records, is_silent, _Times(quiet=quiet_for, now=now), sizes)
+    return _with_exclusions(found, document, now)
+
+
+def _with_exclusions(found: Diagnosis, document: RoundDocument, now: float) -> Diagnosis:
+    if document.closed or not document.excluded:
+        return found
+    return replace(found, excluded=summary(document, now))
 
 
 def of_node(view: View, join_left: float | None = None) -> Diagnosis:
     """What a node says that waits for a round; ``join_left`` are its seconds to join_timeout."""
-    document, rules = view.document, view.rules
+    document = view.document
     if view.record.is_unfit:
         return Diagnosis(does=f"this node does not join: {view.record.unfit}")
     if document is None:
         return Diagnosis(does="waiting for a first round", seconds=join_left, limit=_TO_JOIN)
+    return _with_exclusions(_of_node(view, document, join_left), document, view.wall)
+
+
+def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Diagnosis:
+    rules = view.rules
     in_it = view.confirmed is not None and view.record.world_id == document.world_id
     if document.phase is Phase.RUNNING and not in_it:
         led = _led(document, view.leader)
@@ -173,11 +196,13 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
         join=join_left,
         last_call=last_call(rules, document) - (view.enough_for or 0.0),
         rejoin=lambda ready: rejoin_patience(rules, ready) - view.round_age,
+        now=view.wall,
     )
     records = {**view.records, view.me: view.record}
     permitted = may_grow(document, records)
     times = replace(times, hold=lambda wait, room: hold(view, wait, room, permitted))
-    found = _with_records(document, records, view.is_silent, times, Sizes.of(rules))
+    sizes = Sizes.of(rules)
+    found = _with_records(document, records, view.is_silent, times, sizes)
     return replace(found, doubted=len(doubted(view, records)))
 
 
@@ -248,10 +273,13 @@ def _of_the_round(
     if not live:
         limit = "without a heartbeat"
         return Diagnosis(does=f"{stands} none of its nodes lives", seconds=times.quiet, limit=limit)
+    out = kept_out(document, records, times.now)
     waiting = [
         node
         for node, record in live.items()
-        if record.status in (Status.JOIN, Status.SPARE) and fits(record, document)
+        if record.status in (Status.JOIN, Status.SPARE)
+        and fits(record, document)
+        and node not in out
     ]
     match document.phase:
         case Phase.FORMING:

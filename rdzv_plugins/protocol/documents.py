@@ -24,6 +24,7 @@ __all__ = [
     "STORE_PREFIX",
     "Cause",
     "CorruptDocumentError",
+    "Exclusion",
     "Names",
     "NodeRecord",
     "Outcome",
@@ -171,6 +172,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         evicted: they live, but did not ask for the round in time.
         unfit: why some of those that left did: their check failed. By label, of a few.
         held: they were in the last round, and are left over from whole units and segments.
+        drained: a person took them out for good.
+        excluded: a person or the leader keeps their hosts out for a time.
+        why: of those that are excluded, in the words of who did it.
         note: what else there is to say.
     """
 
@@ -181,6 +185,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     evicted: Names = Names()
     unfit: tuple[tuple[str, str], ...] = ()
     held: Names = Names()
+    drained: Names = Names()
+    excluded: Names = Names()
+    why: str = ""
     note: str = ""
 
     def __str__(self) -> str:
@@ -189,6 +196,10 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             f"{self.left} left{self._reasons}" if self.left else "",
             f"{self.failed} joined again (its workers failed)" if self.failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
+            f"drained {self.drained}" if self.drained else "",
+            f"excluded {self.excluded}" + (f": {self.why}" if self.why else "")
+            if self.excluded
+            else "",
             f"{self.joined} joined" if self.joined else "",
             f"{self.held} left over from whole units or segments" if self.held else "",
             self.note,
@@ -211,6 +222,24 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return f" ({self.unfit[0][1]})"
         why = "; ".join(f"{label}: {reason}" for label, reason in self.unfit)
         return f" ({why})" if why else ""
+
+
+class Exclusion(msgspec.Struct, frozen=True, array_like=True):
+    """A host of which no node is to be in a round.
+
+    Attributes:
+        host: the address that its nodes use.
+        until: when it ends, in seconds since the epoch; None: when it is taken back.
+        why: for people.
+    """
+
+    host: str
+    until: float | None = None
+    why: str = ""
+
+    def holds(self, now: float) -> bool:
+        """Whether it is in force at this time, in seconds since the epoch."""
+        return self.until is None or now < self.until
 
 
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -256,6 +285,9 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         resize: somebody said that now is the moment to let newcomers in.
         grew: the last round that let newcomers in.
         short_rounds: how many of the last rounds in a row ran for less than ``no_progress_uptime``.
+        drained: nodes that are to be in no later round of this incarnation.
+        excluded: hosts that are kept out for a time.
+        restart: a person asks for a new round, for this reason; empty: nobody does.
         schema: the first number is not written: a later one is a field without a default.
     """
 
@@ -282,6 +314,9 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     resize: bool = False
     grew: int = 0
     short_rounds: int = 0
+    drained: tuple[str, ...] = ()
+    excluded: tuple[Exclusion, ...] = ()
+    restart: str = ""
 
     @property
     def place(self) -> tuple[int, int]:

@@ -21,6 +21,7 @@ __all__ = [
     "Effect",
     "Effects",
     "Expire",
+    "FetchExclusions",
     "FinishJoin",
     "List",
     "OpenMaster",
@@ -134,6 +135,19 @@ class OpenMaster(Effect[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class FetchExclusions(Effect[None]):
+    """Read the exclusions that outlive the runs of an id, for this run, unless that has begun.
+
+    Answered when they are read, or cannot be, but after ``seconds`` at the latest: the nodes join
+    meanwhile. The driver calls `Node.exclusions_read` then; if that comes after the answer, the
+    driver also ends the node's `Park` or `Rest`, unless ``seconds`` was 0.
+    """
+
+    incarnation: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class DropStores(Effect[None]):
     """Delete the c10d stores of other incarnations, and of this one's rounds before that one."""
 
@@ -176,7 +190,8 @@ class Tell(Effect[None]):
     ``about`` tells kinds of lines apart. A normal life has ``joined``, ``waiting`` (for what),
     ``forming`` (why the next round), ``round`` (which rank) and ``closed`` (by whom). The others
     are warnings: ``lost`` (why the next round), ``doubt`` (why not yet), ``spare``, ``settings``,
-    ``evicted``, ``unfit``, ``master`` and ``tombstone``.
+    ``evicted``, ``unfit``, ``drained``, ``excluded``, ``exclusions`` (cannot be read), ``master``
+    and ``tombstone``.
     """
 
     about: str
@@ -221,5 +236,5 @@ class FinishJoin(Effect[None]):
     outcome: Outcome
 
 
-LOCAL = (Rest, OpenMaster, Register, Tell, FinishJoin)
+LOCAL = (Rest, OpenMaster, FetchExclusions, Register, Tell, FinishJoin)
 """The effects that ask nothing of the store: that they succeed says nothing of it."""

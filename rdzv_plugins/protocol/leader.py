@@ -21,10 +21,18 @@ from rdzv_plugins.protocol.documents import (
     labels,
 )
 from rdzv_plugins.protocol.growth import hold, last_call
+from rdzv_plugins.protocol.kept_out import (
+    carried_over,
+    kept_out,
+    naming,
+    pruned,
+    until_the_first_ends,
+)
 from rdzv_plugins.protocol.ranks import old_places, order_ranks
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
 from rdzv_plugins.protocol.rules import (
     Action,
+    AwaitExclusions,
     Close,
     Doubt,
     ListRecords,
@@ -64,10 +72,17 @@ def lead(view: View, document: RoundDocument) -> Action:
     if (doubt := _doubt(view, document, records)) is not None:
         return doubt
     if document.phase is Phase.FORMING:
-        return _lead_forming(view, document, records)
-    if document.phase is Phase.CONFIRMING:
-        return _lead_confirming(view, document, records)
-    return _lead_running(view, document, records)
+        action = _lead_forming(view, document, records)
+    elif document.phase is Phase.CONFIRMING:
+        action = _lead_confirming(view, document, records)
+    else:
+        action = _lead_running(view, document, records)
+    if isinstance(action, Wait):
+        # Nobody rings when an exclusion ends.
+        ends = until_the_first_ends(document, records, view.wall)
+        if ends is not None and (action.seconds is None or ends < action.seconds):
+            return Wait(ends, action.enough)
+    return action
 
 
 def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
@@ -81,6 +96,12 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
     live = {node for node, record in records.items() if _is_live(view, node, record)}
     if (ahead := _ahead_of(document, records, live)) is not None:
         return Write(ahead)
+    first = document.round == 0
+    if first and view.carried and (after := carried_over(document, view.carried)) != document:
+        return Write(after)
+    out = kept_out(document, records, view.wall)
+    if ordered := [node for node in document.previous if node in out]:
+        return Write(_leave_out(view, document, records, ordered))
     awaited = [
         node
         for node in document.previous
@@ -93,6 +114,7 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         if fits(records[node], document)
         and records[node].status in (Status.JOIN, Status.SPARE)
         and node not in awaited
+        and node not in out
     }
     sizes = Sizes.of(rules)
     size = world_size(ready, records, sizes)
@@ -119,6 +141,8 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         left = last_call(rules, document) - (view.enough_for or 0.0)
         if not enough or left > 0:
             return Wait(left if enough else None, enough)
+    if first and view.carried is None:
+        return AwaitExclusions()
     return Write(_name_participants(view, document, records, ready))
 
 
@@ -247,6 +271,25 @@ def _evict(
     )
 
 
+def _evicted_with(view: View, document: RoundDocument, out: Iterable[str]) -> tuple[str, ...]:
+    """Those that may still run, with more of them; who has left does not."""
+    records = view.records or {}
+    fresh = (node for node in out if not _said_so(records.get(node)))
+    return (*document.evicted, *without(fresh, document.evicted))
+
+
+def _leave_out(
+    view: View, document: RoundDocument, records: Mapping[str, NodeRecord], ordered: Collection[str]
+) -> RoundDocument:
+    """The forming round without those that people took out; nobody waits for them to stop."""
+    return replace(
+        document,
+        previous=without(document.previous, ordered),
+        evicted=_evicted_with(view, document, ordered),
+        cause=naming(document.cause, document, records, ordered, view.wall),
+    )
+
+
 def _name_participants(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord], ready: Collection[str]
 ) -> RoundDocument:
@@ -277,10 +320,13 @@ def _name_participants(
         and record.status is Status.RUN
         and _is_live(view, node, record)
     )
+    drained, excluded = pruned(document, records, view.wall)
     places = old_places(document, records) if rules.rank_order == "topology" else None
     return replace(
         document,
         phase=Phase.CONFIRMING,
+        drained=drained,
+        excluded=excluded,
         participants=order_ranks(chosen, records, document.previous, rules.rank_order, places),
         previous=(),
         evicted=still_run,
@@ -295,11 +341,12 @@ def _name_participants(
 def _lead_confirming(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> Action:
-    lost, rejoined = _changes(view, document, records)
-    if lost or rejoined:
+    lost, rejoined, out = _changes(view, document, records)
+    if lost or rejoined or out:
         # This round never ran: keep the cause of the round before it.
         cause = _amended(document.cause, records, lost)
-        return Write(next_round(view, document, lost, 0, cause))
+        cause = naming(cause, document, records, out, view.wall)
+        return Write(next_round(view, document, lost, 0, cause, out))
     world_id = document.world_id
     missing = [
         node
@@ -315,11 +362,13 @@ def _lead_confirming(
 
 
 def _lead_running(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
-    lost, rejoined = _changes(view, document, records)
+    lost, rejoined, out = _changes(view, document, records)
+    kept = kept_out(document, records, view.wall)
     newcomers = [
         node
         for node, record in records.items()
         if node not in document.ranks
+        and node not in kept
         and _is_live(view, node, record)
         and fits(record, document)
         and record.status in (Status.JOIN, Status.SPARE)
@@ -333,7 +382,7 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         and _is_live(view, node, record)
         and (node == view.me or view.moved(node))
     }
-    gone = {*lost, *document.lost} - {*rejoined, *back}
+    gone = {*lost, *document.lost} - {*rejoined, *back} - {*out}
     done = {node for node in document.participants if _is_done(document, records.get(node))}
     # Once a node is done, newcomers no longer restart the others.
     present = without(document.participants, gone)
@@ -343,7 +392,8 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     room = sizes.most - len(present)
     more = size - len(present)
     held = hold(view, more, room, may_grow(document, records)) if grows else None
-    if rejoined or (lost and view.rules.restart_on_loss) or (grows and held is None):
+    ordered = bool(out or document.restart)
+    if rejoined or ordered or (lost and view.rules.restart_on_loss) or (grows and held is None):
         cause = _amended(Cause(), records, gone).plus(
             failed=[records[node].label for node in rejoined if records[node].failed],
             # A node without failed workers joins again where the store forgot its round.
@@ -353,7 +403,8 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
                 if node in newcomers or not records[node].failed
             ],
         )
-        return Write(next_round(view, document, gone | done, len(newcomers), cause))
+        cause = naming(cause, document, records, out, view.wall)
+        return Write(next_round(view, document, gone | done, len(newcomers), cause, out))
     if gone != set(document.lost):
         return Write(replace(document, lost=tuple(sorted(gone))))
     if done and done == set(document.participants) - gone:
@@ -375,45 +426,64 @@ def may_grow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> bool
 
 def _changes(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
-) -> tuple[list[str], list[str]]:
-    """Participants that are newly gone, and those that ask to join again."""
+) -> tuple[list[str], list[str], list[str]]:
+    """Participants that are newly gone, that ask to join again, and that people took out."""
+    kept = kept_out(document, records, view.wall)
+    out = [
+        node
+        for node in document.participants
+        if node in kept and not view.is_silent(node) and not _is_done(document, records.get(node))
+    ]
     lost = [
         node
         for node in document.participants
         if node not in document.lost
+        and node not in out
         and _is_gone(view, node, records.get(node))
         and not _is_done(document, records.get(node))
     ]
     rejoined = [
         node
         for node in document.participants
-        if node not in lost and has_rejoined(document, records.get(node), document.round)
+        if node not in lost
+        and node not in out
+        and has_rejoined(document, records.get(node), document.round)
     ]
-    return lost, rejoined
+    return lost, rejoined, out
 
 
 def next_round(
-    view: View, document: RoundDocument, gone: Iterable[str], waiting: int, cause: Cause
+    view: View,
+    document: RoundDocument,
+    gone: Iterable[str],
+    waiting: int,
+    cause: Cause,
+    out: Collection[str] = (),
 ) -> RoundDocument:
-    """The round after ``document``, without those that are gone."""
+    """The round after ``document``, without those that are gone, or that people took ``out``."""
     short_rounds = document.short_rounds
-    if document.phase is Phase.RUNNING and view.rules.no_progress_rounds:
+    ordered = bool(out or document.restart)
+    if document.phase is Phase.RUNNING and view.rules.no_progress_rounds and not ordered:
         only_grows = cause == Cause(joined=cause.joined)
         short = view.longest_uptime < view.rules.no_progress_uptime and not only_grows
         short_rounds = short_rounds + 1 if short else 0
+    if document.restart:
+        cause = replace(cause, note="; ".join(filter(None, (cause.note, document.restart))))
     return replace(
         document,
         round=document.round + 1,
         phase=Phase.FORMING,
         leader=view.me,
         participants=(),
-        previous=without(document.participants, gone),
+        previous=without(document.participants, (*gone, *out)),
         lost=(),
+        evicted=_evicted_with(view, document, out),
         waiting=waiting,
         finishing=False,
         cause=cause,
         resize=False,
         short_rounds=short_rounds,
+        restart="",
     )
 
 

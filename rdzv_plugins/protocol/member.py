@@ -26,6 +26,7 @@ from rdzv_plugins.protocol.documents import (
     labels,
 )
 from rdzv_plugins.protocol.growth import holds_newcomers
+from rdzv_plugins.protocol.kept_out import describe, exclusion_of, with_orders_of
 from rdzv_plugins.protocol.leader import fits, lead, next_round, without
 from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rules import (
@@ -104,6 +105,8 @@ def decide(view: View) -> Action:
     if _is_behind(document, latest):
         return _write_back(view)
     assert document is not None
+    if view.joining and _is_drained(view, document):
+        return Fail(Failure.DRAINED)
     if view.cannot_list:
         # Its heartbeats may still arrive, so that no other node finds it dead.
         return Abdicate(replace(document, leader=None))
@@ -188,7 +191,16 @@ def _write_back(view: View) -> Action:
     if latest.incarnation not in view.asked_tombstones:
         # The document may have been swept because its run ended.
         return AskTombstone(latest.incarnation)
+    if view.document is not None and view.document.is_of(latest):
+        latest = with_orders_of(latest, view.document)
     return Write(replace(latest, leader=view.me))
+
+
+def _is_drained(view: View, document: RoundDocument) -> bool:
+    """Whether a person took this node out; not while others may count on a rank of it."""
+    if view.me not in document.drained:
+        return False
+    return document.phase is not Phase.CONFIRMING or view.me not in document.ranks
 
 
 def _take_part(view: View, document: RoundDocument) -> Action | None:
@@ -230,7 +242,9 @@ def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
             return SetRecord(Status.JOIN, document.incarnation, round_)
     elif record.status is Status.RUN and not confirmed:
         return SetRecord(Status.JOIN, record.incarnation, record.round)
-    no_room = is_full(document, view.rules) or document.finishing or holds_newcomers(view.rules)
+    excluded = exclusion_of(document, record.address, view.wall) is not None
+    no_room = is_full(document, view.rules) or document.finishing or excluded
+    no_room = no_room or holds_newcomers(view.rules)
     no_room = no_room and view.me not in document.ranks
     if record.status is Status.JOIN and document.phase is Phase.RUNNING and no_room:
         return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
@@ -388,7 +402,14 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         names = Names().plus(labels(view.records or {}, document.lost))
         text = f"round {number} goes on without {names}: lease ran out"
         yield "lost", (*this_round, document.lost), text
-    if waits_for_a_living_round(view) and view.leader is not None:
+    exclusion = exclusion_of(document, view.record.address, view.wall)
+    if view.me in document.drained:
+        text = "this node was drained: the others go on without it, its agent ends with status 0"
+        yield "drained", document.incarnation, text
+    elif exclusion is not None:
+        text = f"{describe(exclusion, view.wall)}; this node waits meanwhile"
+        yield "excluded", (document.incarnation, exclusion), text
+    if waits_for_a_living_round(view) and view.leader is not None and exclusion is None:
         why = "which is full"
         if document.finishing:
             why = "whose workers are about to end"

@@ -21,6 +21,7 @@ from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     CorruptDocumentError,
+    Exclusion,
     NodeRecord,
     Phase,
     RoundDocument,
@@ -32,6 +33,7 @@ from rdzv_plugins.protocol.effects import (
     Drop,
     Effects,
     Expire,
+    FetchExclusions,
     FinishJoin,
     OpenMaster,
     Outcome,
@@ -55,6 +57,9 @@ __all__ = ["Node"]
 # A TCPStore opens within a few milliseconds, unless name resolution hangs.
 _MASTER_SECONDS = 0.05
 
+# As long does a leader wait for the exclusions before it looks after the rest.
+_EXCLUSIONS_SECONDS = 0.05
+
 _PAUSES = (Rest, Park)
 
 _LONGEST_OUTAGE_PAUSE = 0.5
@@ -75,6 +80,7 @@ class Node:
             round for which it waits has ended.
         clock: this node's monotonic clock, in seconds.
         chance: the source of its random share and of incarnations.
+        wall: this host's wall clock, in seconds since the epoch; exclusions end by it.
 
     Public members may be used from other threads; one thread drives the generators.
 
@@ -92,6 +98,7 @@ class Node:
         join_timeout: float,
         clock: Callable[[], float],
         chance: random.Random,
+        wall: Callable[[], float],
     ) -> None:
         self.id = node_id
         self.record = record
@@ -101,6 +108,7 @@ class Node:
         self._join_timeout = join_timeout
         self._clock = clock
         self._chance = chance
+        self._wall = wall
         self._share = chance.random()
         self._seen = Observer(node_id, rules, clock)
         self._joining = False
@@ -137,6 +145,12 @@ class Node:
         # As rank 0: the TCPStore of the round of a world_id, and since when it is being opened.
         self._opened: tuple[str, str | None, Exception | None] | None = None
         self._opening: tuple[str, float] | None = None
+        # As the leader of a first round: the exclusions that outlive runs, once they are read; for
+        # which incarnation and since when they are read, when to try again, and what came of it.
+        self._carried: tuple[Exclusion, ...] | None = None
+        self._fetching: tuple[str, float] | None = None
+        self._fetch_due = 0.0
+        self._fetched: tuple[tuple[Exclusion, ...], Exception | None] | None = None
         self._told: set[tuple[str, object]] = set()
         self._pace = diagnosis.Pace(clock())
         # What to tell once the record that asks for a round has been written.
@@ -150,13 +164,9 @@ class Node:
     @property
     def ordered(self) -> bool:
         """Whether an order or a report has not been taken up yet."""
-        return (
-            self._join_ordered
-            or self._withdraw_ordered
-            or self._done_reported
-            or self._growth_allowed
-            or self._unfit_reported is not None
-        )
+        orders = self._join_ordered, self._withdraw_ordered
+        reports = self._done_reported, self._growth_allowed, self._unfit_reported is not None
+        return any(orders) or any(reports) or self._fetched is not None
 
     @property
     def latest(self) -> RoundDocument | None:
@@ -229,6 +239,14 @@ class Node:
         opening = self._opening  # Another thread may give it up meanwhile.
         if opening is not None and opening[0] == world_id:
             self._opened = world_id, address, error
+
+    def exclusions_read(
+        self, incarnation: str, found: tuple[Exclusion, ...], error: Exception | None
+    ) -> None:
+        """Answer `FetchExclusions`: what was found, or why nothing could be read."""
+        fetching = self._fetching
+        if fetching is not None and fetching[0] == incarnation:
+            self._fetched = found, error
 
     def run(self) -> Effects[None]:
         """Live until the driver stops driving."""
@@ -303,6 +321,8 @@ class Node:
         if self._withdraw_ordered:
             self._withdraw_ordered = self._joining = False
             yield from self._leave()
+        if self._fetched is not None:
+            yield from self._take_exclusions()
         seen = self._seen
         if self._beats and not seen.closed:
             yield from self._keep_alive()
@@ -479,6 +499,8 @@ class Node:
             enough_for=seen.enough_for,
             share=self._share,
             fresh=self._fresh,
+            wall=self._wall(),
+            carried=self._carried if document and self._fetches_for(document) else None,
         )
 
     def _act(self, action: rules.Action) -> Effects[None]:
@@ -535,6 +557,8 @@ class Node:
                         f"{late} of {world} nodes are late with their heartbeats, all at once: "
                         "this may be the store or the load, so each of them has one more lease",
                     )
+            case rules.AwaitExclusions():
+                yield from self._await_exclusions()
             case rules.ListRecords():
                 self._seen.list_records()
             case rules.AskTombstone(incarnation):
@@ -549,6 +573,42 @@ class Node:
                     return  # Decide again: the last call may take no time.
                 self._opening = None
                 yield from self._wait(seconds)
+
+    def _fetches_for(self, document: RoundDocument) -> bool:
+        return self._fetching is not None and self._fetching[0] == document.incarnation
+
+    def _begin_to_fetch(self, document: RoundDocument) -> Effects[None]:
+        """Read whom this run must not name, from before it; the nodes join meanwhile."""
+        self._fetching, self._carried = (document.incarnation, self._clock()), None
+        self._fetched, self._fetch_due = None, self._clock()
+        yield from FetchExclusions(document.incarnation, 0.0)
+
+    def _take_exclusions(self) -> Effects[None]:
+        assert self._fetched is not None
+        assert self._fetching is not None
+        (found, error), self._fetched = self._fetched, None
+        if error is None:
+            self._carried = found
+            return
+        self._fetch_due = self._clock() + self._rules.interval
+        refused = isinstance(error, RendezvousStateError)
+        if refused or self._clock() - self._fetching[1] >= self._rules.lease:
+            self._carried = ()
+            yield from Tell(
+                "exclusions", f"it cannot be read which hosts are excluded: {error}; none is"
+            )
+
+    def _await_exclusions(self) -> Effects[None]:
+        document = self.document
+        assert document is not None
+        if not self._fetches_for(document):
+            yield from self._begin_to_fetch(document)
+        assert self._fetching is not None
+        if self._clock() >= self._fetch_due:
+            yield from FetchExclusions(document.incarnation, _EXCLUSIONS_SECONDS)
+        if self._fetched is None:
+            left = max(0.0, self._fetch_due - self._clock())
+            yield from self._wait(left or None, for_exclusions=True)
 
     def _confirm(self, document: RoundDocument, is_master: bool) -> Effects[None]:
         """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first."""
@@ -660,6 +720,11 @@ class Node:
             self._member = replace(member, participants=before.participants, roster=None)
         if document.phase is Phase.CONFIRMING:
             self._gathered = Durations(gathering=waited[0], last_call=waited[1])
+        first = document.round == 0 and document.phase is Phase.FORMING
+        if first and document.leader == self.id and not self._fetches_for(document):
+            yield from self._begin_to_fetch(document)
+        elif document.excluded:
+            self._carried = ()  # They stand in the document now.
         if document.incarnation == self._fresh:
             self._fresh = self._new_incarnation()  # In case this node founds another run.
             yield from Register(record_of(document, {self.id: self.record}))
@@ -678,8 +743,12 @@ class Node:
             self._untidy = document, self._member, seconds
         return True
 
-    def _wait(self, seconds: float | None) -> Effects[None]:
+    def _wait(self, seconds: float | None, for_exclusions: bool = False) -> Effects[None]:
         """Wait for a change, a beat's time or ``seconds``; but first do what nobody waits for."""
+        if self._fetched is not None:
+            yield from self._take_exclusions()
+            if self._carried or for_exclusions:
+                return  # Decide again.
         if self.ordered or (self._opening and self._opened):
             return  # The driver may have ended its waits for this before this wait began.
         if self._untidy is not None:

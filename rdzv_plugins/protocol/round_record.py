@@ -10,7 +10,7 @@ from rdzv_plugins.protocol.documents import Names, NodeRecord, Outcome, Phase, R
 
 __all__ = ["CAUSES", "Durations", "Member", "RoundRecord", "record_of"]
 
-CAUSES = ("lost", "left", "failed", "joined", "evicted", "held")
+CAUSES = ("lost", "left", "failed", "joined", "evicted", "held", "drained", "excluded")
 """The fields of `documents.Cause`, and of `RoundRecord`, that name nodes."""
 
 _MEMBERS_KEPT = 16
@@ -59,8 +59,8 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         leader: the leader's name.
         seconds: how long the round took to form.
         reason: why the round formed, or why the run ended, in words.
-        lost, left, failed, joined, evicted, held: the nodes that were the reason; see
-            `documents.Cause`.
+        lost, left, failed, joined, evicted, held, drained, excluded: the nodes that were the
+            reason; see `documents.Cause`.
         outcome: how the run ended.
     """
 
@@ -78,6 +78,8 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     joined: tuple[Member, ...] = ()
     evicted: tuple[Member, ...] = ()
     held: tuple[Member, ...] = ()
+    drained: tuple[Member, ...] = ()
+    excluded: tuple[Member, ...] = ()
     outcome: Outcome | None = None
 
 

@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from rdzv_plugins.protocol.documents import NodeRecord, Outcome, RoundDocument, Status
+from rdzv_plugins.protocol.documents import (
+    Exclusion,
+    NodeRecord,
+    Outcome,
+    RoundDocument,
+    Status,
+)
 
 __all__ = [
     "INLINE",
     "Abdicate",
     "Action",
     "AskTombstone",
+    "AwaitExclusions",
     "Close",
     "Confirm",
     "Doubt",
@@ -122,6 +129,8 @@ class View:
         enough_for: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
         share: this node's random share of an interval, in [0, 1).
         fresh: an incarnation, should this node found a run.
+        wall: the time on this host's wall clock, in seconds since the epoch; exclusions end by it.
+        carried: the exclusions that outlive runs, for the leader of a first round; None: not read.
     """
 
     me: str
@@ -153,6 +162,8 @@ class View:
     enough_for: float | None
     share: float
     fresh: str
+    wall: float
+    carried: tuple[Exclusion, ...] | None
 
     @property
     def own(self) -> str | None:
@@ -182,6 +193,8 @@ class Failure(StrEnum):
     """The run is closed."""
     SPARE_CLOSED = "spare closed"
     """The run was closed while this node waited as a spare."""
+    DRAINED = "drained"
+    """A person took this node out of the run."""
     MISMATCH = "mismatch"
     """The run was started with other ``--nnodes``."""
     TIMEOUT = "timeout"
@@ -248,6 +261,11 @@ class ListRecords:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitExclusions:
+    """Wait until it is known whom the first round of a run must not name."""
+
+
+@dataclass(frozen=True, slots=True)
 class AskTombstone:
     """Look for a tombstone of the run that this node remembers."""
 
@@ -293,6 +311,7 @@ Action: TypeAlias = (
     | Fail
     | ListRecords
     | AskTombstone
+    | AwaitExclusions
     | Doubt
     | Abdicate
     | Close

@@ -221,6 +221,7 @@ class Scheduler:
     def time(self) -> SimpleNamespace:
         return SimpleNamespace(
             monotonic=self._monotonic,
+            time=lambda: self.now,
             monotonic_ns=lambda: int(self.now * 1e9) + self.turns,
             sleep=lambda seconds: self.wait(lambda: False, seconds),
         )

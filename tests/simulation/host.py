@@ -16,6 +16,7 @@ from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     STORE_PREFIX,
+    Exclusion,
     NodeRecord,
     RoundDocument,
     Status,
@@ -27,7 +28,7 @@ from rdzv_plugins.protocol.rules import Failure, Rules
 
 from .invariants import Evidence, show
 from .kernel import Clock
-from .plan import LONGEST_PAUSE, TORCH_TIMEOUT
+from .plan import EPOCH, LONGEST_PAUSE, SKEW, TORCH_TIMEOUT
 
 if TYPE_CHECKING:
     from .world import World
@@ -90,6 +91,8 @@ class Host:
         self._stalled_at: float | None = None
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.cut_off = False
+        # Of its own source, so that all else is as it would be without orders.
+        self._skew = random.Random(f"wall clock of {node_id}").uniform(-SKEW, SKEW)
         record = NodeRecord(
             address=address,
             pid=world.started,
@@ -105,7 +108,7 @@ class Host:
         )
         self.domain = record.domain
         self.track = world.checker.host(
-            node_id, record.label, self.clock.rate, rules, record.domain
+            node_id, record.label, address, self.clock.rate, rules, record.domain
         )
         self.node = world.build(
             node_id,
@@ -114,6 +117,7 @@ class Host:
             world.join_timeout,
             self.clock,
             random.Random(chance.getrandbits(64)),
+            self._wall,
         )
         self._life: Generator[Effect[Any], Any, object] | None = None
         self._at_end: Callable[[object], None] | None = None
@@ -132,7 +136,8 @@ class Host:
         self._round: RoundDocument | None = None
         self._polling = False
         self._masters = 0
-        self._opening = "", 0.0
+        self._opening = self._fetching = "", 0.0
+        self._nudges = False
         self._close_until = 0.0
         self._closes = False
         self._requests = 0
@@ -143,6 +148,9 @@ class Host:
         self._ask()
         if self.alive:
             self._live(self.node.run())
+
+    def _wall(self) -> float:
+        return EPOCH + self.world.kernel.now + self._skew
 
     @property
     def alive(self) -> bool:
@@ -316,7 +324,8 @@ class Host:
         world.join_failed(self, outcome.failure)
         self._set(Agent.IDLE)
         again = world.chance.random() < world.plan.rejoins
-        if outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED, Failure.MISMATCH):
+        over = (Failure.CLOSED, Failure.SPARE_CLOSED, Failure.MISMATCH, Failure.DRAINED)
+        if outcome.failure in over:
             again = False
         if world.network.quiet and (outcome.error or outcome.failure == Failure.TIMEOUT):
             # It would keep its short time-out; the node in its place has a long one.
@@ -631,6 +640,8 @@ class Host:
             world.kernel.after(seconds, self.receive, turn, None)
         elif isinstance(request, effects.OpenMaster):
             self._open_master(turn, request)
+        elif isinstance(request, effects.FetchExclusions):
+            self._fetch(turn, request)
         elif isinstance(request, effects.Park):
             if self.node.ordered:
                 world.kernel.after(0.001, self.receive, turn, None)
@@ -675,6 +686,39 @@ class Host:
     ) -> None:
         self.node.master_opened(world_id, address, error)
         if nudge:
+            self._nudge()
+
+    def _fetch(self, turn: int, request: effects.FetchExclusions) -> None:
+        """In a thread of its own, as `_open_master`; nobody else reads, or writes, what it does."""
+        world, incarnation = self.world, request.incarnation
+        if not world.plan.orders:
+            self.node.exclusions_read(incarnation, (), None)
+            world.kernel.after(1e-6, self.receive, turn, None)
+            return
+        now = world.kernel.now
+        if self._fetching[0] != incarnation or self._fetching[1] <= now:
+            # A new connection, then the request; it may hang.
+            pause = sum(world.person.random() * world.plan.latency for _ in range(4))
+            if not world.network.quiet and world.person.random() < 0.1:
+                pause += world.person.uniform(0.0, world.plan.request_timeout)
+            self._fetching = incarnation, now + pause
+            world.kernel.after(pause, self._exclusions_read, incarnation)
+        ends = self._fetching[1]
+        self._nudges = self._nudges or (request.seconds > 0 and ends > now + request.seconds)
+        world.kernel.at(min(ends, now + request.seconds) + 2e-6, self.receive, turn, None)
+
+    def _exclusions_read(self, incarnation: str) -> None:
+        world, error = self.world, None
+        found: tuple[Exclusion, ...] = ()
+        if not world.network.reaches(self) or world.person.random() < world.plan.lost:
+            error = RendezvousConnectionError("unreachable")
+            world.inject("exclusions cannot be read")
+        else:
+            held = (it for _, it in world.exclusions.values())
+            found = tuple(it for it in held if it.holds(self._wall()))
+        self.node.exclusions_read(incarnation, found, error)
+        if self._nudges:
+            self._nudges = False
             self._nudge()
 
     def awaits(self, turn: int) -> bool:
@@ -827,4 +871,11 @@ def _shows_no_news(
     return record is None or (was is not None and record.beat <= was.beat)
 
 
-_LOCAL = effects.Rest | effects.OpenMaster | effects.Register | effects.Tell | effects.FinishJoin
+_LOCAL = (
+    effects.Rest
+    | effects.OpenMaster
+    | effects.FetchExclusions
+    | effects.Register
+    | effects.Tell
+    | effects.FinishJoin
+)

@@ -47,12 +47,20 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rdzv_plugins.protocol.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.documents import (
+    Cause,
+    Exclusion,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Status,
+)
 from rdzv_plugins.protocol.rules import Rules
 from tests import replace
 
 from .places import are_contiguous, largest, most
-from .plan import SLOWEST
+from .plan import EPOCH, SKEW, SLOWEST
 
 __all__ = ["INVARIANTS", "Checker", "Evidence", "InvariantError", "Track", "show", "world_of"]
 
@@ -95,8 +103,8 @@ INVARIANTS = {
     "document within two leases and three intervals, on the slowest clock, and one round later at "
     "most",
     "causes": "the cause of a running round names each participant of the last round that is "
-    "missing, as lost, left, evicted or left over; exceptions: the node is done, or the store lost "
-    "data",
+    "missing, as lost, left, evicted, left over, drained or excluded; exceptions: the node is "
+    "done, or the store lost data",
     "unit": "a round has a multiple of `node_unit` nodes",
     "segment": "a round has a multiple of `segment` nodes of each domain, and none without one",
     "undisturbed": "where `node_unit` or `segment` is set, newcomers alone end a round only if "
@@ -109,6 +117,14 @@ INVARIANTS = {
     "record says so; a leader whose listing showed that does not name the node, does not evict "
     "it as one that was waited for, and does not list the nodes five times more while its round "
     "waits for it, unless a request failed or the store was away",
+    "orders": "an order from people changes nothing of the document but the orders in it; an order "
+    "to restart is carried out",
+    "drained": "no round is named, or begins to run, that has a node which was drained in the "
+    "document that it was decided on, or ever in that incarnation, unless the store lost data",
+    "excluded": "no round is named, or begins to run, that has a node of a host which was excluded "
+    "in the document that it was decided on, where the exclusion had not ended on any clock; nor a "
+    "first round with one that was excluded before the run was founded, unless the store lost "
+    "data, or the exclusions could not be read for a lease",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
@@ -213,6 +229,7 @@ class Track:
 
     Attributes:
         label: what people call it.
+        address: of its host.
         rate: the fastest that its clock has been.
         nodes: its ``--nnodes``.
         lease: its own.
@@ -237,6 +254,7 @@ class Track:
     """
 
     label: str
+    address: str
     rate: float
     nodes: tuple[int, int]
     lease: float
@@ -327,15 +345,24 @@ class Checker:
         self._grew: dict[str, float] = {}
         # Of each incarnation, how long its rounds ran, but for those that ended for newcomers.
         self._uptimes: dict[str, list[tuple[float, int]]] = {}
+        # Who was drained in an incarnation, and in which epoch.
+        self._drained: dict[tuple[str, str], int] = {}
+        self._founded: dict[str, float] = {}
         self.excused = 0
         """Pairs of hosts that the amnesia exception let run different worlds."""
         self.checks = 0
 
     def host(
-        self, node: str, label: str, rate: float, rules: Rules, domain: str | None = None
+        self,
+        node: str,
+        label: str,
+        address: str,
+        rate: float,
+        rules: Rules,
+        domain: str | None = None,
     ) -> Track:
         nodes = rules.min_nodes, rules.max_nodes
-        track = self._tracks[node] = Track(label, rate, nodes, rules.lease, domain)
+        track = self._tracks[node] = Track(label, address, rate, nodes, rules.lease, domain)
         return track
 
     def ended(self, world: World) -> Outcome | None:
@@ -482,7 +509,11 @@ class Checker:
         if before is not None and not after.is_of(before):
             self._judge_incarnations(node, track, before, after, evidence)
             before = None
-        if before is not None:
+        if before is None:
+            # Written back by who may have read it last before an order.
+            self._drained = {it: epoch for it, epoch in self._drained.items()
+                             if it[0] != after.incarnation or it[1] in after.drained}  # fmt: skip
+        else:
             if before.closed:
                 raise InvariantError("closed", f"{node} wrote {show(after)} over a closed run")
             if after.place < before.place:
@@ -519,6 +550,9 @@ class Checker:
         ):
             world_id = _Named(epoch, {node: it.beat for node, it in evidence.seen.items()})
             self._named.setdefault(world, []).append(world_id)
+        begins = after.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING
+        if is_new and before is not None and (after.phase is Phase.CONFIRMING or begins):
+            self._judge_kept_out(node, before, after, epoch)
         if is_new and after.phase is Phase.CONFIRMING:
             if not after.min_nodes <= len(after.participants) <= after.max_nodes:
                 raise InvariantError("size", show(after))
@@ -581,6 +615,8 @@ class Checker:
         joined = after.cause.joined
         # A participant asks again without failed workers if the store forgot its round.
         again = any(self._tracks[person].label in joined for person in before.participants)
+        if before.restart or after.cause.drained or after.cause.excluded:
+            return  # People ended it.
         if again or after.cause != Cause(joined=joined):
             self._uptimes.setdefault(after.incarnation, []).append((ran, epoch))
             return
@@ -616,6 +652,53 @@ class Checker:
         if len(short) < rules.no_progress_rounds:
             ran = ", ".join(f"{ran:.3f}" for ran, _ in last)
             raise InvariantError("progress", f"{node} wrote {show(after)}; rounds ran for {ran} s")
+
+    def ordered(self, before: RoundDocument, after: RoundDocument, epoch: int) -> None:
+        """An order from people was written into the document."""
+        self.checks += 1
+        orders = {
+            "drained": before.drained,
+            "restart": before.restart,
+            "excluded": before.excluded,
+        }
+        if before.closed or replace(after, **orders) != before:
+            raise InvariantError("orders", f"{before} became {after}")
+        for node in {*after.drained} - {*before.drained}:
+            self._drained[after.incarnation, node] = epoch
+        self._stood.add(_image(after))
+
+    def kept_out(self, document: RoundDocument) -> list[str]:
+        """Participants of this round that no round should have."""
+        return sorted({*document.participants} & self._ordered_out(document))
+
+    def _judge_kept_out(
+        self, node: str, before: RoundDocument, after: RoundDocument, epoch: int
+    ) -> None:
+        """A round was named, or begins to run, over ``before``."""
+        for person in after.participants:
+            if (
+                person in before.drained
+                or self._drained.get((after.incarnation, person), -1) == epoch
+            ):
+                raise InvariantError("drained", f"{node} wrote {show(after)}, {person} was drained")
+        now = EPOCH + self._now() + SKEW
+        hosts = {it.host for it in before.excluded if it.holds(now)}
+        if out := [it for it in after.participants if self._tracks[it].address in hosts]:
+            raise InvariantError("excluded", f"{node} wrote {show(after)}, {out} are excluded")
+
+    def founded(
+        self,
+        after: RoundDocument,
+        exclusions: Collection[tuple[float, Exclusion]],
+    ) -> None:
+        """The document was written while these exclusions outlived runs, each since its time."""
+        began = self._founded.setdefault(after.incarnation, self._now())
+        if after.round or after.phase is not Phase.CONFIRMING:
+            return
+        now = EPOCH + self._now() + SKEW
+        hosts = {it.host for since, it in exclusions if since < began and it.holds(now)}
+        if out := [it for it in after.participants if self._tracks[it].address in hosts]:
+            raise InvariantError("excluded", f"the first {show(after)}, {out} were excluded before")
 
     def _judge_closing(
         self,
@@ -696,12 +779,23 @@ class Checker:
         for person in evicted:
             if person in self._tracks:
                 self._tracks[person].evicted = True
+        evicted -= self._ordered_out(before)
+        if not evicted:
+            return
         began = self._forming.get((after.incarnation, after.round), self._now())
         patience = 0.1 * self._rules.rejoin / track.rate
         if self._now() - began < patience - _ROUNDING:
             raise InvariantError(
                 "evidence", f"{node} evicted {_names(evicted)} in {show(after)} at once"
             )
+
+    def _ordered_out(self, document: RoundDocument) -> set[str]:
+        """Whom nobody waits for, since people took them out; whatever the clocks of hosts say."""
+        now = EPOCH + self._now() - SKEW
+        hosts = {it.host for it in document.excluded if it.holds(now)}
+        return {*document.drained} | {
+            node for node, track in self._tracks.items() if track.address in hosts
+        }
 
     @staticmethod
     def _judge_farewells(
@@ -751,7 +845,8 @@ class Checker:
         restarts = before.phase is Phase.RUNNING and after.round > before.round
         # A participant asks again without failed workers if another run took the place of its own.
         again = any(self._tracks[person].label in cause.joined for person in before.participants)
-        if restarts and not (again or cause.lost or cause.left or cause.failed):
+        ordered = before.restart or cause.drained or cause.excluded
+        if restarts and not (again or ordered or cause.lost or cause.left or cause.failed):
             raise InvariantError("done", f"{node} wrote {show(after)}, and {_names(done)} are done")
 
     def _judge_places(
@@ -808,6 +903,8 @@ class Checker:
         again = any(self._tracks[person].label in cause.joined for person in before.participants)
         if again or cause.lost or cause.left or cause.failed or not cause.joined:
             return
+        if before.restart or cause.drained or cause.excluded:
+            return
         self.checks += 1
         newcomers = [
             other
@@ -851,7 +948,8 @@ class Checker:
             track = self._tracks[person]
             if person in after.ranks or last.world_id in track.done:
                 continue
-            named = (cause.lost, cause.left, cause.evicted, cause.held)
+            by_people = cause.drained, cause.excluded
+            named = (cause.lost, cause.left, cause.evicted, cause.held, *by_people)
             # One whose record was forgotten has no other name.
             if not any(track.label in it or person in it or it.more for it in named):
                 raise InvariantError(
@@ -1037,8 +1135,17 @@ def _least_late(record: NodeRecord) -> float:
 
 
 def _image(document: RoundDocument) -> RoundDocument:
-    """What of a document tells it from others, who leads aside."""
-    return replace(document, leader=None, waiting=0, cause=Cause(), finishing=False)
+    """What of a document tells it from others, who leads and what is ordered aside."""
+    return replace(
+        document,
+        leader=None,
+        waiting=0,
+        cause=Cause(),
+        finishing=False,
+        drained=(),
+        excluded=(),
+        restart="",
+    )
 
 
 def _declared_lost(

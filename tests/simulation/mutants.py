@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rdzv_plugins.protocol import choice, growth, ranks, roster
+from rdzv_plugins.protocol import choice, growth, kept_out, ranks, roster
 from rdzv_plugins.protocol.node import Node
 
-from .plan import EVERYTHING, UNSTEERED, Focus
+from .plan import EVERYTHING, UNSTEERED, Fault, Focus
 
 __all__ = ["CALM", "MUTANTS", "Edit", "Mutant", "build"]
 
@@ -29,6 +29,7 @@ _MODULES = (
     "ranks",
     "choice",
     "growth",
+    "kept_out",
     "leader",
     "member",
     "observer",
@@ -65,6 +66,14 @@ class Mutant:
 
 _UNFIT = Focus(settings={"unfit": 0.5, "checks_restarts": True})
 
+# Where people give orders.
+_DRAINS, _EXCLUDES = (
+    Focus(settings={"orders": tuple(Fault(3.0 * n, kind) for n, kind in enumerate(kinds, 1))})
+    for kinds in (
+        ("drain", "restart", "drain", "drain", "restart"),
+        ("exclude", "exclude", "include", "exclude", "exclude"),
+    )
+)
 # Where all but the smallest rounds stand in shards.
 _APART = Focus(settings={"inline": 1})
 
@@ -611,6 +620,66 @@ MUTANTS: dict[str, Mutant] = {
         (_in("leader", "        if view.round_age >= patience:\n", "        if True:\n"),),
         seed=2,
     ),
+    "drained-joins-again": Mutant(
+        "a leader names a drained node that asks for a round",
+        (
+            _in(
+                "leader",
+                "        and node not in awaited\n        and node not in out\n",
+                "        and node not in awaited\n",
+            ),
+        ),
+        seed=8,
+        focus=_DRAINS,
+    ),
+    "drained-stays": Mutant(
+        "a leader takes no drained node out of the round that runs",
+        (_in("leader", "        if node in kept and not view", "        if False and not view"),),
+        seed=4,
+        focus=_DRAINS,
+    ),
+    "excluded-is-named": Mutant(
+        "a leader names the nodes of excluded hosts",
+        (
+            _in(
+                "kept_out",
+                "    return {*document.drained, *excluded}",
+                "    return document.drained",
+            ),
+        ),
+        focus=_EXCLUDES,
+    ),
+    "excluded-for-ever": Mutant(
+        "a leader takes an exclusion that has ended for one that holds",
+        (
+            _in(
+                "kept_out",
+                " for it in document.excluded if it.holds(now)}",
+                " for it in document.excluded}",
+            ),
+        ),
+        focus=_EXCLUDES,
+    ),
+    "does-not-look-back": Mutant(
+        "who founds a run names nodes that were excluded from the run before it",
+        (_in("leader", "    if first and view.carried and", "    if False and"),),
+        seed=284,
+        focus=Focus(
+            kinds=("close, then resubmit", "kill all, then resubmit"), settings=_EXCLUDES.settings
+        ),
+    ),
+    "deaf-to-restart": Mutant(
+        "a leader does not restart a round that runs when people ask for it",
+        (
+            _in(
+                "leader",
+                "    ordered = bool(out or document.restart)\n",
+                "    ordered = bool(out)\n",
+            ),
+        ),
+        seed=19,
+        focus=_DRAINS,
+    ),
     "never-evicted": Mutant(
         "the leader waits for a node with a hanging agent as long as it sends heartbeats",
         (_in("leader", "        if view.round_age >= patience:\n", "        if False:\n"),),
@@ -1000,7 +1069,7 @@ def build(name: str) -> type[Node]:
         tidy_up=cleanup.tidy_up,
     )
     for loaded in modules.values():
-        for real in (roster, ranks, choice, growth):
+        for real in (roster, ranks, choice, growth, kept_out):
             own = modules[real.__name__.rpartition(".")[2]]
             for public in loaded.__dict__.keys() & {*real.__all__}:
                 setattr(loaded, public, getattr(own, public))

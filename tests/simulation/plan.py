@@ -17,12 +17,15 @@ from rdzv_plugins.protocol.rules import Rules
 
 __all__ = [
     "AT_ONCE",
+    "EPOCH",
     "EVERYTHING",
     "FASTEST",
     "KINDS",
     "LONGEST_PAUSE",
+    "ORDERS",
     "OTHER_SETTINGS",
     "QUIET_AFTER",
+    "SKEW",
     "SLOWEST",
     "TORCH_TIMEOUT",
     "Fault",
@@ -36,6 +39,12 @@ FASTEST, SLOWEST = 2.0, 0.5
 
 OTHER_SETTINGS = (0.5, 2.0)
 """The keep-alive interval and the lease of a host with other settings, in those of the run."""
+
+EPOCH = 1.8e9
+"""What wall clocks show when a seed begins."""
+
+SKEW = 2.0
+"""How far the wall clocks of hosts are off at most, in seconds."""
 
 QUIET_AFTER = 20.0
 """When faults stop."""
@@ -74,6 +83,9 @@ KINDS = {
 
 AT_ONCE = ("many crash at once", "many are late at once")
 """Kinds that befall a large part of a large world; runs of few hosts have none of them."""
+
+ORDERS = ("drain", "drain", "restart", "exclude", "exclude", "include")
+"""Kinds of orders from people, each as often as it is named."""
 
 _MOST_KINDS = 6
 _AMBUSHES = (
@@ -132,6 +144,7 @@ UNSTEERED: Mapping[str, Any] = {
     "topology": False,
     "domains": (),
     "unfit": 0.0,
+    "orders": (),
 }
 """Settings without policies and without orders from people."""
 
@@ -167,6 +180,7 @@ class Plan:
             faults stop.
         checks_restarts: nodes that were in a round are checked too.
         exits_unfit: a node whose check failed ends, and another is started in its place.
+        orders: what people order, and when.
         ending: how the run ends once it stands still: "succeeds", "fails", or "is left".
     """
 
@@ -203,6 +217,7 @@ class Plan:
     unfit: float = 0.0
     checks_restarts: bool = False
     exits_unfit: bool = False
+    orders: tuple[Fault, ...] = ()
 
     @property
     def long_join(self) -> float:
@@ -288,7 +303,18 @@ class Plan:
 
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
-    return _with_checks(_placed(_paced(plan)))
+    return _with_orders(_with_checks(_placed(_paced(plan))))
+
+
+def _with_orders(plan: Plan) -> Plan:
+    chance = random.Random(f"orders of {plan.seed}")
+    if chance.random() < 0.8:
+        return plan
+    given = (
+        Fault(chance.uniform(0.0, QUIET_AFTER - 0.5), chance.choice(ORDERS))
+        for _ in range(chance.randint(1, 5))
+    )
+    return replace(plan, orders=tuple(sorted(given, key=lambda order: order.at)))
 
 
 def _with_checks(plan: Plan) -> Plan:

@@ -11,6 +11,7 @@ from rdzv_plugins.kv import Entry, RendezvousStateError
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
+    Exclusion,
     NodeRecord,
     Phase,
     RoundDocument,
@@ -26,12 +27,15 @@ from .host import Agent, Host
 from .invariants import Checker, Evidence, InvariantError, show, world_of
 from .kernel import Kernel
 from .network import Network
+from .orders import give
 from .places import largest
 from .plan import (
+    EPOCH,
     EVERYTHING,
     FASTEST,
     OTHER_SETTINGS,
     QUIET_AFTER,
+    SKEW,
     TORCH_TIMEOUT,
     Focus,
     Plan,
@@ -45,6 +49,8 @@ _AMBUSHED, _MOST_AMBUSHES = 0.2, 6
 _MOST_LAUNCHES = 3
 _CLOSING = 5.0
 """Longest time in which a run is closed, when nothing fails."""
+_LET_IN = 2.0
+"""Seconds within which a node is let in whose exclusion has ended on each clock."""
 _LOOK = 0.5
 """Seconds between two looks at whether the run has settled."""
 
@@ -77,7 +83,8 @@ def bound(plan: Plan) -> float:
     """Seconds after the last fault within which the run must stand still."""
     # Joins that cannot succeed end meanwhile: first the short ones, then those of the nodes started
     # in their places.
-    return settling(plan) + (plan.join_timeout + plan.long_join) / plan.rates[0]
+    ends = 2 * SKEW + 20.0 if plan.orders else 0.0
+    return settling(plan) + (plan.join_timeout + plan.long_join) / plan.rates[0] + ends
 
 
 class World:
@@ -88,6 +95,8 @@ class World:
         self.build = build
         self.chance = random.Random(~plan.seed)
         self.health = random.Random(f"checks of {plan.seed}")
+        # Of who gives orders; its own source, so that all else is as it would be without.
+        self.person = random.Random(f"orders given in {plan.seed}")
         self.kernel = Kernel()
         self.store = Store(
             lambda: self.kernel.now, self.kernel.at, plan.staleness > 0, _has(plan, "fail-over")
@@ -103,6 +112,8 @@ class World:
             shortest,
             not _has(plan, "clock changes its rate"),
         )
+        # What outlives runs, by host, and since when; nobody loses it.
+        self.exclusions: dict[str, tuple[float, Exclusion]] = {}
         self.hosts: list[Host] = []
         self.started = 0
         self.requests = 0
@@ -165,8 +176,16 @@ class World:
             and not host.wedged
             and host.agent is not Agent.BARRIER
             and not self._runs_on(host)
+            and not self._is_excluded(host)
         ]
         return hosts if any(host.grey != "lists" for host in hosts) else []
+
+    def _is_excluded(self, host: Host) -> bool:
+        """Whether the clock of some host may say so."""
+        document = self.document
+        held = document.excluded if document is not None else ()
+        now = EPOCH + self.kernel.now
+        return any(it.host == host.address and it.holds(now - 2 * SKEW) for it in held)
 
     def _runs_on(self, host: Host) -> bool:
         """Whether its workers go on in a run that is closed, and was not closed as failed."""
@@ -209,7 +228,7 @@ class World:
         """The launcher restarts a process that ended."""
         self.kernel.after(self.chance.uniform(0.0, 1.0), self._start_unless_closed, address, rules)
 
-    def _start_unless_closed(self, address: str, rules: Rules | None) -> None:
+    def _start_unless_closed(self, address: str | None = None, rules: Rules | None = None) -> None:
         if not self.closed and not (rules and self.network.quiet):
             self.start(address, rules)
 
@@ -235,7 +254,11 @@ class World:
             or not self._is_readable
         ):
             return
-        if host.foreign and self.plan.strays_return:
+        if failure is Failure.DRAINED:
+            # No launcher starts again what ended with 0; people may start another elsewhere.
+            if self.person.random() < 0.7:
+                self.kernel.after(self.person.uniform(0.0, 3.0), self._start_unless_closed)
+        elif host.foreign and self.plan.strays_return:
             self.start_again(host.address, self._foreign_rules)
         elif not host.foreign:
             self.start_again(host.address)
@@ -308,11 +331,19 @@ class World:
         self.note(f"{host.id} writes {show(after)} ({after.reason})")
         self.rounds += after.phase is Phase.RUNNING
         self.checker.wrote(host.id, was, after, evidence, self.store.epoch)
+        if not self.injected["told: exclusions"] and not self.store.epoch:
+            self.checker.founded(after, self.exclusions.values())
         if self.plan.ambush and self._ambushes and self.chance.random() < _AMBUSHED:
             soon = self.kernel.now + self.chance.uniform(0, 4 * self.plan.latency)
             if soon < QUIET_AFTER:
                 self._ambushes -= 1
                 self.kernel.at(soon, self._befall, self.plan.ambush)
+
+    def ordered(self, before: RoundDocument, after: RoundDocument) -> None:
+        """An order from people stands in the document."""
+        after = self.whole(after)
+        self.note(f"an order stands: {show(after)}")
+        self.checker.ordered(self.whole(before), after, self.store.epoch)
 
     def violated(self, invariant: str, what: str) -> NoReturn:
         raise InvariantError(invariant, what)
@@ -326,6 +357,8 @@ class World:
             kernel.at(fault.at, self._befall, fault.kind)
         for at in plan.checkpoints:
             kernel.at(at, self._name_the_moment, at)
+        for order in plan.orders:
+            kernel.at(order.at, give, self, order.kind)
         kernel.run(QUIET_AFTER)
         end_faults(self)
         settled = self._stand_still(bound(plan) + self._held_up())
@@ -488,6 +521,18 @@ class World:
             return "there is no document"
         if document.phase is not Phase.RUNNING:
             return f"there is only {show(document)}"
+        waits = [host for host in alive if host.id not in document.ranks]
+        now, hosts = EPOCH + self.kernel.now, {host.address for host in waits}
+        rules = self.plan.rules
+        pace = max(rules.last_call, rules.min_uptime, rules.resize_interval) / self.plan.rates[0]
+        lets_in = _LET_IN + pace
+        for it in document.excluded:
+            if it.host in hosts and it.until is not None and now < it.until + 2 * SKEW + lets_in:
+                return f"{it} ends, or has just ended"
+        if document.restart:
+            return f"nobody restarts {show(document)}"
+        if kept := self.checker.kept_out(document):
+            return f"{' '.join(kept)} is kept out of {show(document)}, and in it"
         if document.lost and self.plan.rules.restart_on_loss:
             return f"{show(document)} goes on"
         present = {node for node in document.participants if node not in document.lost}
@@ -506,6 +551,7 @@ class World:
         if dead:
             return f"{' '.join(dead)} is dead in {show(document)}"
         done = [node for node in present if by_id[node].succeeded]
+        alive = [host for host in alive if not self._is_excluded(host)]
         could = largest([host.domain for host in alive], self.plan.rules)
         if could > len(present) and self.plan.rules.grow == "now" and not done:
             return f"there is room for spares in {show(document)}"

@@ -20,6 +20,8 @@ __all__ = ["Crowd", "Member"]
 
 _REQUEST = 0.001
 
+_AT_ONCE = effects.FinishJoin | effects.Tell | effects.OpenMaster | effects.FetchExclusions
+
 
 class Member(Life):
     """A node and its agent, which asks for another round whenever it is told to.
@@ -69,7 +71,7 @@ class Member(Life):
         request, now = self.request, self.time.now
         if self._asks_at is not None and self._asks_at <= now:
             return now
-        if isinstance(request, effects.FinishJoin | effects.Tell | effects.OpenMaster):
+        if isinstance(request, _AT_ONCE):
             return self.since
         if not isinstance(request, effects.Park | effects.Rest):
             return self.since + self.slow(request)

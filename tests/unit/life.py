@@ -70,7 +70,7 @@ class Life:
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
             interval=rules.interval, lease=rules.lease, domain=domain,
         )  # fmt: skip
-        self.node = Node(name, record, rules, 60.0, time, random.Random(seed))
+        self.node = Node(name, record, rules, 60.0, time, random.Random(seed), wall=time)
         self.node.order_join()
         self.life = self.node.run()
         self.request: effects.Effect[Any] = next(self.life)
@@ -138,6 +138,9 @@ class Life:
                 return None
             case effects.Tell(_, text):
                 return (self.told if request.warns else self.said).append(text)
+            case effects.FetchExclusions(incarnation, _):
+                found = self.archive.exclusions(self.time())
+                return self.node.exclusions_read(incarnation, found, None)
             case effects.OpenMaster(world_id, _):
                 if isinstance(self.master, Exception):
                     return self.node.master_opened(world_id, None, self.master)

@@ -12,6 +12,7 @@ from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.protocol.documents import (
     Cause,
     CorruptDocumentError,
+    Exclusion,
     Names,
     NodeRecord,
     Outcome,
@@ -47,13 +48,26 @@ RECORDS = st.builds(
 )
 NAMES = st.builds(Names, st.lists(TEXT, max_size=5).map(tuple), st.integers(0, 5000))
 CAUSES = st.builds(
-    Cause, lost=NAMES, left=NAMES, failed=NAMES, joined=NAMES, evicted=NAMES, note=TEXT
+    Cause,
+    lost=NAMES,
+    left=NAMES,
+    failed=NAMES,
+    joined=NAMES,
+    evicted=NAMES,
+    drained=NAMES,
+    excluded=NAMES,
+    why=TEXT,
+    note=TEXT,
 )
 
 
 SHARDS = st.none() | st.builds(
     Shards, digest=TEXT, size=st.integers(10, 5000), shards=st.integers(1, 10)
 )
+
+EXCLUSIONS = st.lists(
+    st.builds(Exclusion, TEXT, st.none() | st.integers(0, 1 << 40).map(float), TEXT), max_size=3
+).map(tuple)
 
 
 @st.composite
@@ -85,6 +99,9 @@ def documents(draw: st.DrawFn) -> RoundDocument:
         expires=draw(st.booleans()),
         ran=draw(st.none() | TEXT),
         master=draw(TEXT) if phase is Phase.RUNNING else draw(st.none() | TEXT),
+        drained=draw(PEOPLE),
+        excluded=draw(EXCLUSIONS),
+        restart=draw(TEXT),
     )
 
 

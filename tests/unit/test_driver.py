@@ -118,6 +118,7 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     effects.Park: (effects.Park("state", None, 0.001), ["wait"]),
     effects.Rest: (effects.Rest(0.001), []),
     effects.OpenMaster: (effects.OpenMaster("1-world_id", 0.05), ["open"]),
+    effects.FetchExclusions: (effects.FetchExclusions("the-run", 0.05), ["get_many", "close"]),
     effects.DropStores: (effects.DropStores("the-run", 1), ["list", "delete_many"]),
     effects.Expire: (effects.Expire(60.0), ["expire"]),
     effects.PutTombstone: (effects.PutTombstone(RUNNING), ["put", "expire", "list", "close"]),
@@ -136,7 +137,7 @@ def archive(calls: list[str]) -> Archive:
 
 def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
     rules = Rules(min_nodes=1, max_nodes=1, lease=3.0, interval=1.0, last_call=0.0)
-    node = Node("n1", RECORD, rules, 60.0, lambda: 1.0, random.Random(1))
+    node = Node("n1", RECORD, rules, 60.0, lambda: 1.0, random.Random(1), lambda: 1.0)
     noted = [] if calls is None else calls
 
     def open_master(world_id: str) -> str:

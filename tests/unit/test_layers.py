@@ -47,9 +47,9 @@ def test_each_imports_only_what_stands_below_it() -> None:
 def test_the_protocol_does_nothing_itself() -> None:
     """No I/O, no thread, no torch: what its modules may import."""
     allowed = {
-        "__future__", "collections", "dataclasses", "enum", "functools", "hashlib", "ipaddress",
-        "math", "msgspec", "random", "re", "types", "typing", "zlib", "rdzv_plugins.kv",
-        "rdzv_plugins.protocol",
+        "__future__", "collections", "dataclasses", "datetime", "enum", "functools", "hashlib",
+        "ipaddress", "math", "msgspec", "random", "re", "types", "typing", "zlib",
+        "rdzv_plugins.kv", "rdzv_plugins.protocol",
     }  # fmt: skip
     for path in (PACKAGE / "protocol").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -448,7 +448,8 @@ class TestTheTable:
         assert found == {metric.name: metric.kind.value for metric in METRICS}
 
     def test_causes_and_states_are_the_protocols(self) -> None:
-        fields = [name for name in Cause.__struct_fields__ if name not in ("unfit", "note")]
+        others = ("unfit", "why", "note")
+        fields = [name for name in Cause.__struct_fields__ if name not in others]
         assert [*CAUSES[:-1]] == fields
         shown = [state(record("n", status), lost=False) for status in Status]
         assert shown == [*STATES[:-1]]

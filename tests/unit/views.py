@@ -87,6 +87,8 @@ def view(
         enough_for=None,
         share=0.5,
         fresh="a-new-run",
+        wall=0.0,
+        carried=(),
     )
     return replace(base, **more)
 

@@ -1,0 +1,181 @@
+"""What people order a run to do: take nodes out, and begin a new round.
+
+An order stands in the round document; its leader carries it out, and any heir of the leader. So it
+outlives whoever gave it, and needs nobody to run but the nodes themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from rdzv_plugins.kv import Entry
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    Exclusion,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+    labels,
+)
+from rdzv_plugins.protocol.effects import CompareAndSet, Effects, List, Read, Ring
+from rdzv_plugins.protocol.kept_out import kept_out
+from rdzv_plugins.protocol.record_cache import RecordCache
+
+__all__ = ["Given", "drain", "exclude", "give", "include", "nodes_named", "restart"]
+
+_OVER = (Status.LEFT, Status.DONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """An order that stands in the document, or that there was nothing to change for.
+
+    Attributes:
+        document: with the order; None: there is no such run, or it is closed.
+        nodes: whom it is about, by their labels.
+        unknown: names that no node of the run has.
+        left: how many nodes remain that could be in a round, as far as their records tell.
+    """
+
+    document: RoundDocument | None = None
+    nodes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    left: int = 0
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether fewer nodes remain than a round needs."""
+        return self.document is not None and self.left < self.document.min_nodes
+
+
+def nodes_named(name: str, records: Mapping[str, NodeRecord]) -> list[str]:
+    """The nodes that have not ended and go by this name: id, address, or ``address[pid]``."""
+    return [
+        node
+        for node, record in records.items()
+        if name in (node, record.label, record.address) and record.status not in _OVER
+    ]
+
+
+def drain(giver: str, names: Collection[str], now: Callable[[], float]) -> Effects[Given]:
+    """Take nodes out of the run for good; nothing is changed if one of the names is unknown.
+
+    Args:
+        giver: who rings the leader's bell.
+        names: each of a node, or of a host: all its nodes.
+        now: seconds since the epoch.
+    """
+    document, records = yield from _look()
+    if document is None:
+        return Given()
+    found = {name: nodes_named(name, records) for name in names}
+    # Of a participant whose record the store has lost the id is a name too.
+    found |= {name: [name] for name, nodes in found.items() if not nodes and document.names(name)}
+    if unknown := tuple(name for name, nodes in found.items() if not nodes):
+        return Given(document=document, unknown=unknown)
+    nodes = [node for of_name in found.values() for node in of_name]
+
+    def drained(run: RoundDocument) -> RoundDocument:
+        fresh = [node for node in dict.fromkeys(nodes) if node not in run.drained]
+        return replace(run, drained=(*run.drained, *fresh))
+
+    after = yield from give(giver, document.incarnation, drained)
+    if after is None:
+        return Given()
+    left = _left(after, records, now())
+    return Given(document=after, nodes=tuple(sorted(set(labels(records, nodes)))), left=left)
+
+
+def restart(giver: str, why: str) -> Effects[Given]:
+    """Begin a new round, unless one forms already; ``why`` is for people."""
+    document, records = yield from _look()
+    if document is None:
+        return Given()
+
+    def restarted(run: RoundDocument) -> RoundDocument:
+        return replace(run, restart=why) if run.phase is Phase.RUNNING else run
+
+    after = yield from give(giver, document.incarnation, restarted)
+    return Given() if after is None else Given(document=after, left=len(records))
+
+
+def exclude(giver: str, exclusion: Exclusion, now: Callable[[], float]) -> Effects[Given]:
+    """Keep the nodes of a host out of the rounds of a run; replaces an exclusion of the host.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    document, records = yield from _look()
+    if document is None:
+        return Given()
+
+    def excluded(run: RoundDocument) -> RoundDocument:
+        return replace(run, excluded=(*_others(run, exclusion.host), exclusion))
+
+    after = yield from give(giver, document.incarnation, excluded)
+    if after is None:
+        return Given()
+    nodes = nodes_named(exclusion.host, records)
+    left = _left(after, records, now())
+    return Given(document=after, nodes=tuple(sorted(labels(records, nodes))), left=left)
+
+
+def include(giver: str, host: str) -> Effects[Given]:
+    """Take the exclusion of a host back; `Given.nodes` has the host if it was excluded."""
+    document, records = yield from _look()
+    if document is None:
+        return Given()
+    was = any(it.host == host for it in document.excluded)
+
+    def included(run: RoundDocument) -> RoundDocument:
+        return replace(run, excluded=_others(run, host))
+
+    after = yield from give(giver, document.incarnation, included)
+    return Given(document=after, nodes=(host,) if was else (), left=len(records))
+
+
+def _others(document: RoundDocument, host: str) -> tuple[Exclusion, ...]:
+    return tuple(it for it in document.excluded if it.host != host)
+
+
+def give(
+    giver: str, incarnation: str, change: Callable[[RoundDocument], RoundDocument]
+) -> Effects[RoundDocument | None]:
+    """Change the document of this incarnation while it is open, and tell the leader.
+
+    Returns:
+        The document with the change; None: that run is over.
+    """
+    entry: Entry | None = yield from Read(STATE_KEY)
+    while True:
+        document = RoundDocument.decode(entry.value) if entry is not None else None
+        if document is None or document.closed or document.incarnation != incarnation:
+            return None
+        after = change(document)
+        if after == document:
+            return document
+        expected = entry.version if entry is not None else None
+        entry, written = yield from CompareAndSet(STATE_KEY, after.encode(), expected)
+        if written:
+            yield from Ring(giver)
+            return after
+
+
+def _look() -> Effects[tuple[RoundDocument | None, dict[str, NodeRecord]]]:
+    """The document of a run that is open, and the records of its nodes."""
+    entry = yield from Read(STATE_KEY)
+    document = RoundDocument.decode(entry.value) if entry is not None else None
+    if document is None or document.closed:
+        return None, {}
+    entries = yield from List(NODES_PREFIX)
+    return document, RecordCache().decode(entries)
+
+
+def _left(document: RoundDocument, records: Mapping[str, NodeRecord], now: float) -> int:
+    out = kept_out(document, records, now)
+    return len([node for node, it in records.items() if node not in out and it.status not in _OVER])
