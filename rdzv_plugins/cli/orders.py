@@ -1,4 +1,4 @@
-"""Commands that steer a run: drain, restart, exclude, include, excluded."""
+"""Commands that steer a run: drain, restart, resize, exclude, include, excluded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rdzv_plugins.protocol.effects import Effects
     from rdzv_plugins.protocol.orders import Given
 
-__all__ = ["drain", "exclude", "excluded", "include", "restart"]
+__all__ = ["drain", "exclude", "excluded", "include", "resize", "restart"]
 
 # Who rings the leader's bell.
 _GIVER = "rdzv"
@@ -85,6 +85,26 @@ def restart(
         typer.echo(f"restarted run '{run_id}': round {number + 1} begins")
     else:
         typer.echo(f"run '{run_id}' is between two rounds: round {number} forms already")
+
+
+def resize(
+    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    conf: ConfOption = "",
+) -> None:  # fmt: skip
+    """Let in the nodes that wait, now: whatever grow, min_uptime and resize_interval say."""
+    from rdzv_plugins.protocol import orders
+    from rdzv_plugins.protocol.documents import Names, Phase
+
+    access = Access(backend, endpoint, conf)
+    given = _give(access, run_id, orders.resize(_GIVER))
+    assert given.document is not None
+    if not given.nodes:
+        typer.echo(f"no node waits for a place in run '{run_id}'")
+    elif given.document.phase is not Phase.RUNNING:
+        typer.echo(f"run '{run_id}' is between two rounds: round {given.document.round} forms")
+    else:
+        waiting = Names().plus(given.nodes)
+        typer.echo(f"run '{run_id}' lets in who waits, if there is room: {waiting}")
 
 
 def exclude(

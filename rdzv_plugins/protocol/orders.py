@@ -1,4 +1,4 @@
-"""What people order a run to do: take nodes out, and begin a new round.
+"""What people order a run to do: take nodes out, let nodes in, begin a new round.
 
 An order stands in the round document; its leader carries it out, and any heir of the leader. So it
 outlives whoever gave it, and needs nobody to run but the nodes themselves.
@@ -26,7 +26,7 @@ from rdzv_plugins.protocol.effects import CompareAndSet, Effects, List, Read, Ri
 from rdzv_plugins.protocol.kept_out import kept_out
 from rdzv_plugins.protocol.record_cache import RecordCache
 
-__all__ = ["Given", "drain", "exclude", "give", "include", "nodes_named", "restart"]
+__all__ = ["Given", "drain", "exclude", "give", "include", "nodes_named", "resize", "restart"]
 
 _OVER = (Status.LEFT, Status.DONE)
 
@@ -102,6 +102,28 @@ def restart(giver: str, why: str) -> Effects[Given]:
 
     after = yield from give(giver, document.incarnation, restarted)
     return Given() if after is None else Given(document=after, left=len(records))
+
+
+def resize(giver: str) -> Effects[Given]:
+    """Let in the nodes that wait, whatever the run's options say; `Given.nodes` are those."""
+    document, records = yield from _look()
+    if document is None:
+        return Given()
+    waiting = [
+        node
+        for node, record in records.items()
+        if record.status in (Status.JOIN, Status.SPARE) and node not in document.ranks
+    ]
+    if not waiting:
+        return Given(document=document)
+
+    def resized(run: RoundDocument) -> RoundDocument:
+        return replace(run, resize=True) if run.phase is Phase.RUNNING else run
+
+    after = yield from give(giver, document.incarnation, resized)
+    if after is None:
+        return Given()
+    return Given(document=after, nodes=tuple(sorted(labels(records, waiting))), left=len(records))
 
 
 def exclude(giver: str, exclusion: Exclusion, now: Callable[[], float]) -> Effects[Given]:

@@ -621,6 +621,8 @@ class Checker:
             self._uptimes.setdefault(after.incarnation, []).append((ran, epoch))
             return
         self._uptimes.pop(after.incarnation, None)
+        if before.resize:
+            return  # A person said so.
         self.checks += 1
         named = track.named_moment > began or any(
             (record := evidence.seen.get(person)) is not None and record.may_grow
@@ -659,6 +661,7 @@ class Checker:
         orders = {
             "drained": before.drained,
             "restart": before.restart,
+            "resize": before.resize,
             "excluded": before.excluded,
         }
         if before.closed or replace(after, **orders) != before:

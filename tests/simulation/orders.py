@@ -97,6 +97,11 @@ def _restart(world: World) -> Generator[effects.Effect[Any], Any, object]:
     return orders.restart("rdzv", "restarted by the command rdzv restart")
 
 
+def _resize(world: World) -> Generator[effects.Effect[Any], Any, object]:
+    world.note("somebody lets in who waits")
+    return orders.resize("rdzv")
+
+
 def _exclude(world: World) -> Generator[effects.Effect[Any], Any, object] | None:
     host = _somebody(world)
     if host is None:
@@ -127,6 +132,7 @@ def now(world: World) -> float:
 ORDERS: dict[str, Callable[[World], Generator[effects.Effect[Any], Any, object] | None]] = {
     "drain": _drain,
     "restart": _restart,
+    "resize": _resize,
     "exclude": _exclude,
     "include": _include,
 }

@@ -84,7 +84,7 @@ KINDS = {
 AT_ONCE = ("many crash at once", "many are late at once")
 """Kinds that befall a large part of a large world; runs of few hosts have none of them."""
 
-ORDERS = ("drain", "drain", "restart", "exclude", "exclude", "include")
+ORDERS = ("drain", "drain", "restart", "resize", "exclude", "exclude", "include")
 """Kinds of orders from people, each as often as it is named."""
 
 _MOST_KINDS = 6

@@ -26,7 +26,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.kept_out import describe
 from rdzv_plugins.protocol.member import decide, remarks
-from rdzv_plugins.protocol.orders import Given, drain, exclude, include, restart
+from rdzv_plugins.protocol.orders import Given, drain, exclude, include, resize, restart
 from rdzv_plugins.protocol.rules import (
     Action,
     AwaitExclusions,
@@ -387,6 +387,19 @@ class TestTheCommands:
         assert store.give(restart("rdzv", "why")).document == FORMING
         assert store.document == FORMING
         assert store.client.get(BELL_KEY) is None
+
+    def test_resize_lets_in_who_waits(self) -> None:
+        store = Commands()
+        store.client.put(NODES_PREFIX + "n9", record("n9", Status.SPARE).encode())
+        assert store.give(resize("rdzv")).nodes == ("n4[1]", "n9[1]")
+        assert store.document == replace(NOW, resize=True)
+        assert store.client.get(BELL_KEY) is not None
+
+    def test_resize_leaves_a_run_alone_for_which_nobody_waits(self) -> None:
+        store = Commands()
+        store.client.delete(NODES_PREFIX + "n4")
+        assert store.give(resize("rdzv")).nodes == ()
+        assert store.document == NOW
 
     def test_exclude_replaces_what_stands_for_the_host(self) -> None:
         store = Commands()
