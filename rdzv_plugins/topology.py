@@ -5,6 +5,7 @@ A domain has one or more levels with "/" between them, the widest first: ``spine
 
 from __future__ import annotations
 
+import ctypes
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -79,7 +80,7 @@ def _of_nvlink() -> str | None:
         for number in range(pynvml.nvmlDeviceGetCount()):
             info = pynvml.c_nvmlGpuFabricInfoV_t()
             device = pynvml.nvmlDeviceGetHandleByIndex(number)
-            pynvml.nvmlDeviceGetGpuFabricInfoV(device, info)
+            pynvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info))
             # As bytes: older versions declare it as a string, which would end at a zero.
             field = type(info).clusterUuid
             cluster = bytes(info)[field.offset : field.offset + field.size][:16]

@@ -387,8 +387,10 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     # Once a node is done, newcomers no longer restart the others.
     present = without(document.participants, gone)
     sizes = Sizes.of(view.rules)
-    size = 0 if done else world_size([*present, *newcomers], records, sizes)
-    grows = bool(newcomers) and size > len(present)
+    size = 0
+    if newcomers and not done:
+        size = world_size([*present, *newcomers], records, sizes)
+    grows = size > len(present)
     room = sizes.most - len(present)
     more = size - len(present)
     held = hold(view, more, room, may_grow(document, records)) if grows else None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.demo.agents import Agent
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
 from rdzv_plugins.worker import CurrentRound
 from tests import Measure
 from tests.integration.stores import KINDS, RunningStore, running
@@ -80,3 +81,46 @@ def test_a_replacement_in_its_rack_takes_the_rank(begin: Begin) -> None:
     killed = run.agents["a"].kill()
     run.await_world("ycbd", after=killed, by_rank=True)
     assert known(run, "y").spares == 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_sixteen_agents_of_four_racks(begin: Begin) -> None:
+    """Their workers import no torch, for the cores are few."""
+    run = begin(
+        nodes="8:16",
+        rank_order="topology",
+        last_call_timeout=60,
+        keep_alive_interval=3,
+        script=("--module", "tests.integration.worker"),
+    )
+    for number in range(16):
+        run.start(f"n{number}", f"127.0.1.{number + 1}", {"domain": f"s/r{number % 4}"})
+    before = ranks(run, 0)
+    assert all(before[f"n{number}"] // 4 == number % 4 for number in range(16))
+    for victim in ("n5", "n0"):
+        number = run.round()
+        run.agents[victim].kill()
+        rack = int(victim[1:]) % 4
+        run.start(f"{victim}-again", f"127.0.2.{rack + 1}", {"domain": f"s/r{rack}"})
+        after = ranks(run, number + 1)
+        assert after.pop(f"{victim}-again") == before.pop(victim)
+        assert after == before
+        before = ranks(run, number + 1)
+
+
+def ranks(run: Run, number: int) -> dict[str, int]:
+    """The agents' names and ranks in this round, once it runs."""
+
+    def found() -> dict[str, int] | None:
+        document = run.document()
+        if document is None or (document.round, document.phase) != (number, Phase.RUNNING):
+            return None
+        names = {agent.pid: name for name, agent in run.agents.items()}
+        entries = run.client.list(NODES_PREFIX)
+        return {
+            names[NodeRecord.decode(entries[NODES_PREFIX + node].value).pid]: rank
+            for rank, node in enumerate(document.participants)
+        }
+
+    return run.await_that(found, f"round {number}", 240)

@@ -251,13 +251,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "spares-disturb": Mutant(
         "rule 8: a waiting node restarts a full round",
-        (
-            _in(
-                "leader",
-                "grows = bool(newcomers) and size > len(present)",
-                "grows = bool(newcomers)",
-            ),
-        ),
+        (_in("leader", "    grows = size > len(present)\n", "    grows = bool(newcomers)\n"),),
         seed=2,
     ),
     "newcomers-wait": Mutant(
@@ -571,7 +565,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "done-is-disturbed": Mutant(
         "newcomers restart a round in which a node's workers have succeeded",
-        (_in("leader", "size = 0 if done else ", "size = "),),
+        (_in("leader", "    if newcomers and not done:\n", "    if newcomers:\n"),),
         seed=113,
         focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
     ),
@@ -911,7 +905,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "unit-disturbs": Mutant(
         "node_unit: a newcomer ends a round before a whole unit has come",
-        (_in("leader", "size > len(present)", "size > 0"),),
+        (_in("leader", "    grows = size > len(present)\n", "    grows = size > 0\n"),),
         focus=_UNITS,
     ),
     "torn-segments": Mutant(

@@ -96,7 +96,8 @@ class TestNvml:
         def end() -> None:
             nvml.ended += 1
 
-        def tell(device: int, info: Any) -> None:
+        def tell(device: int, reference: Any) -> None:
+            info = reference._obj
             ctypes.memmove(ctypes.byref(info, type(info).clusterUuid.offset), nvml.uuid, 16)
             # The first GPU is not in the fabric yet.
             info.state, info.status, info.cliqueId = (nvml.state if device else 1), 0, 7
