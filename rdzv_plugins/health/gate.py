@@ -51,6 +51,11 @@ class Gate:
         # Those that did not end when they were given up.
         self._hung: dict[str, _Attempt] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """Of the checks, in their order."""
+        return [check.name for check in self._checks]
+
     def check(self) -> str | None:
         """Why this node is unfit: the check and its reason; None: it is fit.
 

@@ -18,11 +18,14 @@ from typing import Any
 
 import pytest
 
+from rdzv_plugins.cli.check import plan
+from rdzv_plugins.cli.check.job import Job
 from rdzv_plugins.config import Settings
 from rdzv_plugins.health import Gate, disk, gate_of, network, refuse_unknown_checks
 from rdzv_plugins.health.checks import CallCheck, CannotRunError, last_line
 from rdzv_plugins.health.command import CommandCheck
 from rdzv_plugins.health.gpu import GpuCheck
+from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.testing.harness import until
 
 SECONDS = 20.0
@@ -517,6 +520,46 @@ class TestGpu:
         monkeypatch.setitem(sys.modules, "pynvml", None)
         with pytest.raises(CannotRunError, match=r"pip install 'rdzv-plugins\[gpu\]'"):
             GpuCheck()()
+
+
+class TestRdzvCheck:
+    """What `rdzv check` says of this node."""
+
+    def findings(self, **conf: str) -> list[Finding]:
+        conf["heartbeat_timeout"] = "0.2"
+        made = plan.carry_out(Job.of("redis", "", conf_of(conf), "", "", "", ""))
+        found = []
+        for finding in made:
+            found.append(finding)
+            if finding.what == "store":
+                break  # There is none.
+        return [it for it in found if it.what in ("health", "options")]
+
+    def test_without_checks_there_is_no_line(self) -> None:
+        assert [it.what for it in self.findings()] == ["options"]
+
+    def test_a_fit_node(self, tmp_path: Path) -> None:
+        _, found = self.findings(checks="disk+network", check_disk=str(tmp_path))
+        assert (found.mark, found.found) == (Mark.OK, "this node is fit: disk, network")
+
+    def test_an_unfit_node(self) -> None:
+        _, found = self.findings(check_command="false")
+        assert found.mark is Mark.FAILED
+        assert found.found == "this node is unfit: false: exited with 1, and printed nothing"
+
+    def test_a_check_that_cannot_run(self) -> None:
+        _, found = self.findings(check_command="/no/such/program", check_fails_open="true")
+        assert found.mark is Mark.WARNING
+        assert "the check 'program' cannot run" in found.found
+
+    def test_a_check_that_nobody_has(self) -> None:
+        found = self.findings(checks="disc")[0]
+        assert found.mark is Mark.FAILED
+        assert "did you mean 'disk'?" in found.found
+
+
+def conf_of(options: dict[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in options.items())
 
 
 def test_a_reason_is_one_line_of_text() -> None:

@@ -18,6 +18,7 @@ from rdzv_plugins.config import (
     unknown_variables,
     without_effect,
 )
+from rdzv_plugins.health import refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.protocol.choice import Sizes
@@ -62,7 +63,11 @@ def check(job: Job) -> Generator[Finding, None, Chosen | None]:
             check_settings(settings)
         except ValueError as error:
             of_handler.append(("handler", str(error)))
-    elif job.nnodes is not None:
+    try:
+        refuse_unknown_checks(settings)
+    except ValueError as error:
+        of_handler.append(("checks", str(error)))
+    if settings.handler != "torch" and job.nnodes is not None:
         try:
             Sizes(*job.nnodes, settings.node_unit, settings.segment).refuse_if_impossible()
         except ValueError as error:

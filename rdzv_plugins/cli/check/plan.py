@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from rdzv_plugins.cli.check import address, options, run, store
+from rdzv_plugins.cli.check import address, health, options, run, store
 from rdzv_plugins.cli.check.job import Job
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.stores import open_run
@@ -23,6 +23,7 @@ def carry_out(job: Job) -> Iterator[Finding]:
         advice = "mend the options first"
         yield Finding(Mark.UNKNOWN, "store", "not checked, for its options are wrong", advice)
         return
+    yield from health.check(chosen.settings)
     open = partial(
         open_run,
         chosen.client,
