@@ -245,7 +245,7 @@ class Track:
         last_rounds: the last round that it was given, by incarnation.
         member: the incarnation in which it was last given a round.
         done: namings of rounds in which its workers succeeded, as its record says, and the epoch.
-        evicted: a round goes on without it, that was not to wait for it any longer.
+        evicted: this round of an incarnation goes on without it, and was not to wait for it.
         named_moment: when its workers last said that newcomers may come.
         unfit_after, fit_after: its beats when its check failed first and when it passed again; what
             it wrote in between says that it is unfit. None: it is fit.
@@ -273,7 +273,7 @@ class Track:
     done: dict[str, int] = field(default_factory=dict)
     world: World | None = None
     lease_lost: bool = False
-    evicted: bool = False
+    evicted: tuple[str, int] | None = None
     named_moment: float = -1.0
     unfit_after: list[int] = field(default_factory=list)
     fit_after: list[int] = field(default_factory=list)
@@ -372,7 +372,11 @@ class Checker:
 
     def beat_arrived(self, node: str, record: NodeRecord, epoch: int) -> None:
         track, now = self._tracks[node], self._now()
-        if record.is_unfit != track.was_unfit(record.beat) and not track.gave_up:
+        said = track.was_unfit(record.beat)
+        # A record may be under way while its check passes.
+        if record.is_unfit and not said:
+            said = track.was_unfit(record.beat - 1)
+        if record.is_unfit != said and not track.gave_up:
             raise InvariantError("health", f"{node} wrote {record}")
         late = bool(track.beats) and record.beat <= track.beats[-1]
         if not late:
@@ -472,7 +476,10 @@ class Checker:
         self._given.add(world)
         track.last_rounds[document.incarnation] = document.round
         track.member = document.incarnation
-        track.world, track.awaits, track.evicted = world, None, False
+        track.world, track.awaits = world, None
+        incarnation, round_ = track.evicted or ("", 0)
+        if incarnation != document.incarnation or round_ <= document.round:
+            track.evicted = None  # It is in a later round, or in another run.
         self._judge_lease(track)
         for other, theirs in self._tracks.items():
             if theirs.world is None or theirs.world == world:
@@ -781,7 +788,7 @@ class Checker:
             raise InvariantError("health", f"{node} waited for {_names(waited)}: {show(after)}")
         for person in evicted:
             if person in self._tracks:
-                self._tracks[person].evicted = True
+                self._tracks[person].evicted = after.incarnation, after.round
         evicted -= self._ordered_out(before)
         if not evicted:
             return

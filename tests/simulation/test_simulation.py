@@ -93,6 +93,8 @@ FOUND = (
     (59003741, _AT_ONCE, "a closer whose tombstone took long swept the keys of another run"),
     (59003763, _AT_ONCE, "a node of another run counts as lost where the roster is lost"),
     (60003632, _AT_ONCE, "three closers die at once and leave a damaged document: a limit"),
+    (65003205, Focus(), "a record was under way while the check of its node passed"),
+    (65004234, Focus(), "a node was given its round just after it had been drained"),
 )
 
 
