@@ -208,9 +208,10 @@ def _take_part(view: View, document: RoundDocument) -> Action | None:
     rules = view.rules
     if (document.min_nodes, document.max_nodes) != (rules.min_nodes, rules.max_nodes):
         return _on_mismatch(view, document)
-    # A node that asked for a round of another run since then has the rank to confirm again.
+    # A node that asked for a round of another run since then has the rank to confirm again. One
+    # that confirmed it is in the round, also if the store has lost the shard that says so.
     runs = view.record.status is Status.RUN
-    confirmed = runs and view.me in document.ranks and view.record.world_id == document.world_id
+    confirmed = runs and view.record.world_id == document.world_id
     if view.me in document.ranks and not confirmed:
         action = _on_rank(view, document)
         if action is not None:

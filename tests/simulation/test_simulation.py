@@ -94,6 +94,7 @@ FOUND = (
     (59003763, _AT_ONCE, "a node of another run counts as lost where the roster is lost"),
     (60003632, _AT_ONCE, "three closers die at once and leave a damaged document: a limit"),
     (65003205, Focus(), "a record was under way while the check of its node passed"),
+    (63602633, Focus(), "a node whose shard was lost did not know that it had confirmed its rank"),
     (65004234, Focus(), "a node was given its round just after it had been drained"),
 )
 

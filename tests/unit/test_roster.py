@@ -17,6 +17,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
+from rdzv_plugins.protocol.member import decide
 from rdzv_plugins.protocol.roster import (
     ROSTER_PREFIX,
     apart,
@@ -25,11 +26,12 @@ from rdzv_plugins.protocol.roster import (
     ranks_in,
     shard_key,
 )
+from rdzv_plugins.protocol.rules import SetRecord, Start, Wait
 from tests import replace
 
 from .life import RULES as PAIR
 from .life import Life, Time, archive, finish, stored
-from .views import document, record
+from .views import as_named, document, record, running, view
 
 IDS = st.lists(st.text(max_size=4), unique=True, min_size=1, max_size=40).map(tuple)
 
@@ -247,3 +249,20 @@ def test_a_large_run_is_closed_without_its_names_in_a_store_that_forgot(time: Ti
     life.carry_out(closing)
     assert stored(life).closed
     assert (stored(life).participants, stored(life).size) == ((), 129)
+
+
+@pytest.mark.parametrize("phase", [Phase.CONFIRMING, Phase.RUNNING])
+def test_who_has_confirmed_its_rank_needs_no_shard_to_know_it(phase: Phase) -> None:
+    """The store lost it, and shows the document: asking for another round would end this one."""
+    whole = document(phase)
+    small, _ = apart(whole, 1)
+    assert small.roster is not None
+    me = running("n2", whole)
+    confirmed = as_named(whole)
+    for shards in (small.roster, replace(small.roster, ranks={})):
+        seen = replace(small, roster=shards)
+        action = decide(view(me, seen, confirmed=confirmed))
+        assert isinstance(action, Wait if phase is Phase.CONFIRMING else Start)
+    # Who has not is told to ask.
+    other = replace(me, world_id="4-another")
+    assert isinstance(decide(view(other, small, confirmed=None)), SetRecord)
