@@ -571,7 +571,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nobody-closes-what-is-done": Mutant(
         "nodes that are done wait in torch's exit barrier for lost nodes",
-        (_in("leader", "    if done and done == set", "    if not gone and done == set"),),
+        (_in("leader", "    if done and done >= set", "    if not gone and done == set"),),
         seed=792,
     ),
     "one-lease-for-all": Mutant(

@@ -412,6 +412,17 @@ class TestDone:
         everybody |= {name: self.wide(one) for name, one in self.done("n1").items()}
         assert lead() == Close(now, Outcome.SUCCEEDED, "its workers succeeded")
 
+    def test_also_if_an_heir_took_one_for_lost_that_is_done(self) -> None:
+        """It could not know: it took the lead before it had read the record."""
+        now = replace(self.NOW, lost=("n1", "n2", "n3"), leader="n4")
+        everybody = self.done("n1") | {name: running(name, now) for name in ("n2", "n3")}
+        everybody = {name: self.wide(one) for name, one in everybody.items()}
+        heir = everybody["n4"] = self.wide(record("n4", Status.SPARE))
+        rules = replace(RULES, max_nodes=4, restart_on_loss=False)
+        silent = dict.fromkeys(("n1", "n2", "n3"), 9.0)
+        action = decide(view(heir, now, everybody, silent=silent, rules=rules))
+        assert action == Close(now, Outcome.SUCCEEDED, "its workers succeeded")
+
     def test_when_all_are_done_the_run_is_closed(self) -> None:
         """Else a store that forgot who had come to torch's exit barrier holds them up for 300 s."""
         everybody = self.done("n1") | self.done("n2") | self.done("n3")
