@@ -9,7 +9,8 @@ The rule for a node whose workers failed in a round of this package's handler:
 1. The node is alone in its round: the failure is its own.
 2. ``num_nodes_waiting()`` says that the round is over: a peer was lost, left or restarts. The
    failure follows from that and does not count; the workers start again in the next round.
-3. The run was closed: a peer ended the job. This node ends too, with its failure.
+3. The run was closed: a peer ended the job. This node ends too, with its failure; or with status 93
+   where the run was closed for ``no_progress_rounds``.
 4. Otherwise the node waits. It reports in the round's store that its workers failed. The node that
    reported first names the cause as soon as all other nodes have reported too (a lost node never
    reports), or, if peers hang in a collective, after the time within which a loss would show. The
@@ -117,6 +118,8 @@ class RunAgent(LocalElasticAgent):
             while True:
                 # In this order: closing the run may show as a change, too.
                 changed = handler.num_nodes_waiting() > 0
+                if changed and handler.made_no_progress:
+                    return False  # The loop asks for a round, and the agent ends with 93.
                 if handler.is_closed():
                     # No restart: joining again would only replace torch's report of the failure.
                     self._remaining_restarts = 0

@@ -359,6 +359,12 @@ class StoreRendezvousHandler(RendezvousHandler):
             entry = self._client.get(STATE_KEY)
             return entry is not None and RoundDocument.decode(entry.value).closed
 
+    @property
+    def made_no_progress(self) -> bool:
+        """Whether the run was closed for ``no_progress_rounds``, as far as this node has read."""
+        latest = self._node.latest
+        return latest is not None and latest.outcome is Outcome.NO_PROGRESS
+
     def set_closed(self) -> None:
         """Close the run for all nodes; raises `RendezvousConnectionError` after close_timeout.
 

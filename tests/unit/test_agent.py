@@ -34,7 +34,7 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     Version,
 )
-from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument
+from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.harness import until
 
@@ -288,6 +288,21 @@ def test_a_peer_that_closes_the_run_ends_the_others_with_their_failure(fleet: Ru
     assert until(fleet.someone_failed, 10)
     peer.handler.set_closed()
     assert node.end().is_failed()
+
+
+def test_a_run_without_progress_ends_the_agents_with_93(fleet: Run) -> None:
+    """Also one whose workers failed, and which has not asked for the next round yet."""
+    script, fail = fails_with_two(fleet)
+    node = fleet.node(script, lease=LONG, nodes=(2, 2), max_restarts=3)
+    peer = fleet.peer(lease=LONG, nodes=(2, 2))
+    peer.thread.join(10)
+    fail()
+    assert until(fleet.someone_failed, 10)
+    latest = peer.handler._node.latest
+    peer.handler._close(latest, Outcome.NO_PROGRESS, "no progress", may_close=lambda _: True)
+    with pytest.raises(SystemExit) as ended:
+        node.end()
+    assert ended.value.code == 93
 
 
 def test_time_without_the_store_is_not_counted(fleet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
