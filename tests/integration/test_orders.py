@@ -68,7 +68,8 @@ def test_a_drained_agent_ends_and_the_others_go_on(
     # From the checkpoint on.
     assert 10 <= world.resumed <= before.last_step
     row = last_cause(run, store)
-    assert row["reason"] == f"drained {label}"
+    # A peer's worker may have failed before its agent was told.
+    assert f"drained {label}" in str(row["reason"])
     assert [it["name"] for it in row["drained"]] == [label]  # type: ignore[attr-defined]
     assert "this node was drained" in agent.log.read_text()
     # A new agent at its place is another node.

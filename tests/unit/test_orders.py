@@ -187,7 +187,7 @@ class TestExclusion:
     def test_the_sentence_of_the_run_names_two_and_counts_the_rest(self) -> None:
         many = tuple(Exclusion(f"n{n}") for n in range(4, 8))
         text = str(diagnose(replace(NOW, excluded=many), all_running(NOW)))
-        assert text.endswith("n4 excluded; n5 excluded; 2 more excluded")
+        assert text.endswith("n4 excluded; n5 excluded; 2 more kept out")
 
     def test_it_does_not_count_as_one_that_waits(self) -> None:
         ran = document(Phase.RUNNING, participants=("n1", "n2"), excluded=(Exclusion("n3"),))
