@@ -106,6 +106,11 @@ class Settings:
                                     no_progress_uptime and were not ended for newcomers, the run is
                                     closed and torchrun exits with 93; 0: never
     no_progress_uptime      60      seconds; see no_progress_rounds
+    quarantine_after        0       a host that ends so many rounds within quarantine_window by its
+                                    loss or its workers' failure is kept out for a time, if enough
+                                    other nodes are there; 0: never
+    quarantine_window       3600    seconds; also the longest quarantine: the first takes a tenth of
+                                    it, each further one of a host twice as long
     rank_order              natural natural (by address, node2 before node10), stable (nodes of the
                                     last round keep their order, new nodes follow), hint (by
                                     the option ``rank``) or topology (by the option ``domain``)
@@ -171,6 +176,8 @@ class Settings:
     resize_interval: float = option(0.0, least=0, of_run=True)
     no_progress_rounds: int = option(0, least=0, of_run=True)
     no_progress_uptime: float = option(60.0, least=0, of_run=True)
+    quarantine_after: int = option(0, least=0, of_run=True)
+    quarantine_window: float = option(3600.0, least=1, of_run=True)
     rank_order: str = option(
         "natural", choices=("natural", "stable", "hint", "topology"), of_run=True
     )

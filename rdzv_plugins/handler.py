@@ -764,6 +764,8 @@ def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
         resize_interval=settings.resize_interval,
         no_progress_rounds=settings.no_progress_rounds,
         no_progress_uptime=settings.no_progress_uptime,
+        quarantine_after=settings.quarantine_after,
+        quarantine_window=settings.quarantine_window,
         rank_order=settings.rank_order,
         node_unit=settings.node_unit,
         segment=settings.segment,

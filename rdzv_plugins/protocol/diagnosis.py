@@ -164,7 +164,7 @@ def diagnose(
 
 
 def _with_exclusions(found: Diagnosis, document: RoundDocument, now: float) -> Diagnosis:
-    if document.closed or not document.excluded:
+    if document.closed or not (document.excluded or document.quarantined):
         return found
     return replace(found, excluded=summary(document, now))
 

@@ -32,6 +32,7 @@ __all__ = [
     "RoundDocument",
     "Shards",
     "Status",
+    "Strikes",
     "digest_of",
     "labels",
     "store_prefix",
@@ -242,6 +243,22 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
         return self.until is None or now < self.until
 
 
+class Strikes(msgspec.Struct, frozen=True, array_like=True):
+    """What counts against a host.
+
+    Attributes:
+        host: the address that its nodes use.
+        times: when rounds began whose predecessors it had ended, in seconds since the epoch.
+        served: how often it has been in quarantine.
+        served_until: when the last quarantine ends.
+    """
+
+    host: str
+    times: tuple[float, ...] = ()
+    served: int = 0
+    served_until: float = 0.0
+
+
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Many nodes in rank order, which stand apart from the document that counts on them.
 
@@ -287,6 +304,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         short_rounds: how many of the last rounds in a row ran for less than ``no_progress_uptime``.
         drained: nodes that are to be in no later round of this incarnation.
         excluded: hosts that are kept out for a time.
+        quarantined: hosts that the leader keeps out for a time, since they end round after round.
+        strikes: what counts against hosts, where quarantine is on.
         restart: a person asks for a new round, for this reason; empty: nobody does.
         schema: the first number is not written: a later one is a field without a default.
     """
@@ -316,6 +335,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     short_rounds: int = 0
     drained: tuple[str, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
+    quarantined: tuple[Exclusion, ...] = ()
+    strikes: tuple[Strikes, ...] = ()
     restart: str = ""
 
     @property

@@ -20,6 +20,7 @@ __all__ = [
     "as_data",
     "carried_over",
     "describe",
+    "describe_held",
     "exclusion_of",
     "in_force",
     "kept_out",
@@ -42,13 +43,14 @@ _DRAINED_KEPT = 64
 
 
 def in_force(document: RoundDocument, now: float) -> dict[str, Exclusion]:
-    """The exclusions that hold at this time, by host; seconds since the epoch."""
-    return {it.host: it for it in document.excluded if it.holds(now)}
+    """The exclusions and quarantines that hold at this time, by host; seconds since the epoch."""
+    both = (*document.quarantined, *document.excluded)
+    return {it.host: it for it in both if it.holds(now)}
 
 
 def exclusion_of(document: RoundDocument, host: str, now: float) -> Exclusion | None:
     """The exclusion of a host that holds at this time."""
-    return in_force(document, now).get(host) if document.excluded else None
+    return in_force(document, now).get(host)
 
 
 def kept_out(
@@ -92,7 +94,8 @@ def naming(
     drained = [node for node in nodes if node in document.drained]
     excluded = [node for node in nodes if node not in document.drained]
     hosts = in_force(document, now)
-    found = {hosts[records[node].address].why for node in excluded if node in records}
+    held = [hosts[records[node].address] for node in excluded if node in records]
+    found = {f"quarantined, {it.why}" if it in document.quarantined else it.why for it in held}
     reasons = [cause.why, *sorted(found)]
     cause = cause.plus(drained=labels(records, drained), excluded=labels(records, excluded))
     return _because(cause, reasons)
@@ -102,16 +105,19 @@ def _because(cause: Cause, reasons: Iterable[str]) -> Cause:
     return replace(cause, why=", ".join(dict.fromkeys(filter(None, reasons))))
 
 
-def pruned(
-    document: RoundDocument, records: Mapping[str, NodeRecord], now: float
-) -> tuple[tuple[str, ...], tuple[Exclusion, ...]]:
-    """The drained nodes and the exclusions that still have to stand in the document."""
+def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: float) -> RoundDocument:
+    """The document without what is over: exclusions, and most of the drained nodes."""
     drained = document.drained
     if len(drained) > _DRAINED_KEPT:
         old = drained[:-_DRAINED_KEPT]
         alive = (node for node in old if node in records and not _has_ended(records[node]))
         drained = (*alive, *drained[-_DRAINED_KEPT:])
-    return drained, tuple(it for it in document.excluded if it.holds(now))
+    return replace(
+        document,
+        drained=drained,
+        excluded=tuple(it for it in document.excluded if it.holds(now)),
+        quarantined=tuple(it for it in document.quarantined if it.holds(now)),
+    )
 
 
 def _has_ended(record: NodeRecord) -> bool:
@@ -122,7 +128,7 @@ def until_the_first_ends(
     document: RoundDocument, records: Mapping[str, NodeRecord], now: float
 ) -> float | None:
     """Seconds until the first exclusion ends for which a node waits; None: there is none."""
-    if not document.excluded:
+    if not (document.excluded or document.quarantined):
         return None
     hosts = {
         record.address
@@ -137,8 +143,8 @@ def until_the_first_ends(
     return max(0.0, min(ends)) if ends else None
 
 
-def describe(exclusion: Exclusion, now: float) -> str:
-    """For people: "node-9 excluded until 14:00 UTC: ECC errors"."""
+def describe(exclusion: Exclusion, now: float, done: str = "excluded") -> str:
+    """For people: "node-9 excluded until 14:00 UTC: ECC errors"; ``done`` is the participle."""
     until = ""
     if exclusion.until is not None:
         try:
@@ -149,7 +155,13 @@ def describe(exclusion: Exclusion, now: float) -> str:
             shape = "%H:%M UTC" if exclusion.until - now < _DAY else "%Y-%m-%d %H:%M UTC"
             until = f" until {at.strftime(shape)}"
     why = f": {exclusion.why}" if exclusion.why else ""
-    return f"{exclusion.host} excluded{until}{why}"
+    return f"{exclusion.host} {done}{until}{why}"
+
+
+def describe_held(document: RoundDocument, exclusion: Exclusion, now: float) -> str:
+    """The same; a quarantine of this document is called so."""
+    quarantine = exclusion in document.quarantined
+    return describe(exclusion, now, "quarantined" if quarantine else "excluded")
 
 
 def why_kept_out(document: RoundDocument, node: str, record: NodeRecord | None, now: float) -> str:
@@ -157,7 +169,7 @@ def why_kept_out(document: RoundDocument, node: str, record: NodeRecord | None, 
     if node in document.drained:
         return "drained"
     exclusion = exclusion_of(document, record.address, now) if record is not None else None
-    return describe(exclusion, now) if exclusion is not None else ""
+    return describe_held(document, exclusion, now) if exclusion is not None else ""
 
 
 def as_data(exclusion: Exclusion) -> dict[str, str | float | None]:
@@ -167,7 +179,7 @@ def as_data(exclusion: Exclusion) -> dict[str, str | float | None]:
 
 def summary(document: RoundDocument, now: float) -> str:
     """The exclusions that hold, for the sentence of a run; empty: there are none."""
-    found = [describe(it, now) for it in in_force(document, now).values()]
+    found = [describe_held(document, it, now) for it in in_force(document, now).values()]
     more = len(found) - _SHOWN
-    rest = [f"{more} more excluded"] if more > 0 else []
+    rest = [f"{more} more kept out"] if more > 0 else []
     return "; ".join((*found[:_SHOWN], *rest))

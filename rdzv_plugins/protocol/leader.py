@@ -28,6 +28,7 @@ from rdzv_plugins.protocol.kept_out import (
     pruned,
     until_the_first_ends,
 )
+from rdzv_plugins.protocol.quarantine import counted, let_in, quarantined
 from rdzv_plugins.protocol.ranks import old_places, order_ranks
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
 from rdzv_plugins.protocol.rules import (
@@ -108,14 +109,14 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         if not has_rejoined(document, records.get(node), document.round - 1)
     ]
     gone = [node for node in awaited if _is_gone(view, node, records.get(node))]
-    ready = {
+    asks = {
         node
         for node in live
         if fits(records[node], document)
         and records[node].status in (Status.JOIN, Status.SPARE)
         and node not in awaited
-        and node not in out
     }
+    ready = asks.difference(out)
     sizes = Sizes.of(rules)
     size = world_size(ready, records, sizes)
     enough = size > 0
@@ -138,12 +139,19 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
     if size < sizes.most or not enough:
         if gone:  # Then it may wait for replacements.
             return Write(_amend(document, records, gone))
+        if not enough:
+            let = let_in(document, records, asks, ready, rules, view.wall)
+            if let is not None:
+                return Write(let)
         left = last_call(rules, document) - (view.enough_for or 0.0)
         if not enough or left > 0:
             return Wait(left if enough else None, enough)
     if first and view.carried is None:
         return AwaitExclusions()
-    return Write(_name_participants(view, document, records, ready))
+    named = _name_participants(view, document, records, ready)
+    after = quarantined(document, named.cause, records, ready, rules, view.wall)
+    # Decide again without them.
+    return Write(named if after == document else after)
 
 
 def _lead_without_roster(
@@ -320,13 +328,11 @@ def _name_participants(
         and record.status is Status.RUN
         and _is_live(view, node, record)
     )
-    drained, excluded = pruned(document, records, view.wall)
+    document = pruned(document, records, view.wall)
     places = old_places(document, records) if rules.rank_order == "topology" else None
     return replace(
         document,
         phase=Phase.CONFIRMING,
-        drained=drained,
-        excluded=excluded,
         participants=order_ranks(chosen, records, document.previous, rules.rank_order, places),
         previous=(),
         evicted=still_run,
@@ -358,6 +364,7 @@ def _lead_confirming(
     if missing:
         return Wait(_until_lease(view, document.participants))
     master = records[document.participants[0]].master
+    document = counted(document, view.rules, view.wall)
     return Write(replace(document, phase=Phase.RUNNING, ran=world_id, master=master))
 
 

@@ -26,7 +26,7 @@ from rdzv_plugins.protocol.documents import (
     labels,
 )
 from rdzv_plugins.protocol.growth import holds_newcomers
-from rdzv_plugins.protocol.kept_out import describe, exclusion_of, with_orders_of
+from rdzv_plugins.protocol.kept_out import describe_held, exclusion_of, with_orders_of
 from rdzv_plugins.protocol.leader import fits, lead, next_round, without
 from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rules import (
@@ -408,7 +408,8 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         text = "this node was drained: the others go on without it, its agent ends with status 0"
         yield "drained", document.incarnation, text
     elif exclusion is not None:
-        text = f"{describe(exclusion, view.wall)}; this node waits meanwhile"
+        told = describe_held(document, exclusion, view.wall)
+        text = f"{told}; this node waits meanwhile"
         yield "excluded", (document.incarnation, exclusion), text
     if waits_for_a_living_round(view) and view.leader is not None and exclusion is None:
         why = "which is full"

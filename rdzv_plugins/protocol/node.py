@@ -506,7 +506,9 @@ class Node:
     def _act(self, action: rules.Action) -> Effects[None]:
         match action:
             case rules.Write(document):
-                if document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0:
+                first = document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0
+                # Not once it has confirmed, and takes the lead only then: its TCPStore is open.
+                if first and self.record.world_id != document.world_id:
                     yield from self._begin_to_open_master(document.world_id)
                 yield from self._write(document)
             case rules.Abdicate(document, fails):

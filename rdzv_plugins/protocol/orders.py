@@ -148,14 +148,19 @@ def exclude(giver: str, exclusion: Exclusion, now: Callable[[], float]) -> Effec
 
 
 def include(giver: str, host: str) -> Effects[Given]:
-    """Take the exclusion of a host back; `Given.nodes` has the host if it was excluded."""
+    """Take an exclusion or a quarantine back; `Given.nodes` has the host if there was one."""
     document, records = yield from _look()
     if document is None:
         return Given()
-    was = any(it.host == host for it in document.excluded)
+    was = any(it.host == host for it in (*document.excluded, *document.quarantined))
 
     def included(run: RoundDocument) -> RoundDocument:
-        return replace(run, excluded=_others(run, host))
+        return replace(
+            run,
+            excluded=_others(run, host),
+            quarantined=tuple(it for it in run.quarantined if it.host != host),
+            strikes=tuple(it for it in run.strikes if it.host != host),
+        )
 
     after = yield from give(giver, document.incarnation, included)
     return Given(document=after, nodes=(host,) if was else (), left=len(records))

@@ -125,6 +125,10 @@ INVARIANTS = {
     "in the document that it was decided on, where the exclusion had not ended on any clock; nor a "
     "first round with one that was excluded before the run was founded, unless the store lost "
     "data, or the exclusions could not be read for a lease",
+    "quarantine": "a host is put into quarantine only if the causes of `quarantine_after` rounds "
+    "within `quarantine_window`, the one that forms among them, name a node of it as lost or "
+    "failed, and for no longer than the window; a round that could have the minimum of nodes with "
+    "those in quarantine does form (see: gets going)",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
@@ -348,6 +352,7 @@ class Checker:
         # Who was drained in an incarnation, and in which epoch.
         self._drained: dict[tuple[str, str], int] = {}
         self._founded: dict[str, float] = {}
+        self._blamed: dict[tuple[str, str], list[float]] = {}
         self.excused = 0
         """Pairs of hosts that the amnesia exception let run different worlds."""
         self.checks = 0
@@ -549,6 +554,10 @@ class Checker:
             # A round that the store had lost comes back; its cause knows of none that ran since.
             self._last_ran.pop(after.incarnation, None)
         self._stood.add(image)
+        if before is not None:
+            self._judge_quarantine(node, before, after)
+        if after.phase is Phase.RUNNING and (before is None or before.phase is not after.phase):
+            self._blame(after)
         if after.phase is Phase.FORMING:
             self._forming.setdefault((after.incarnation, after.round), self._now())
         world = world_of(after)
@@ -670,6 +679,8 @@ class Checker:
             "restart": before.restart,
             "resize": before.resize,
             "excluded": before.excluded,
+            "quarantined": before.quarantined,
+            "strikes": before.strikes,
         }
         if before.closed or replace(after, **orders) != before:
             raise InvariantError("orders", f"{before} became {after}")
@@ -680,6 +691,30 @@ class Checker:
     def kept_out(self, document: RoundDocument) -> list[str]:
         """Participants of this round that no round should have."""
         return sorted({*document.participants} & self._ordered_out(document))
+
+    def _judge_quarantine(self, node: str, before: RoundDocument, after: RoundDocument) -> None:
+        was = {it.host: it for it in before.quarantined}
+        for it in after.quarantined:
+            if was.get(it.host) == it:
+                continue
+            self.checks += 1
+            longest = EPOCH + self._now() + SKEW + self._rules.quarantine_window
+            ended = [
+                at
+                for at in self._blamed.get((after.incarnation, it.host), [])
+                if self._now() - at < self._rules.quarantine_window + 2 * SKEW
+            ]
+            if len(ended) + 1 < self._rules.quarantine_after or (it.until or longest) > longest:
+                raise InvariantError(
+                    "quarantine", f"{node} keeps out {it} in {show(after)}, it ended {len(ended)}"
+                )
+
+    def _blame(self, runs: RoundDocument) -> None:
+        """Note whose hosts ended the round before this one, as its cause says."""
+        hosts = {label.rpartition("[")[0] for label in (*runs.cause.lost.first,
+                                                       *runs.cause.failed.first)}  # fmt: skip
+        for host in hosts:
+            self._blamed.setdefault((runs.incarnation, host), []).append(self._now())
 
     def _judge_kept_out(
         self, node: str, before: RoundDocument, after: RoundDocument, epoch: int
@@ -692,7 +727,7 @@ class Checker:
             ):
                 raise InvariantError("drained", f"{node} wrote {show(after)}, {person} was drained")
         now = EPOCH + self._now() + SKEW
-        hosts = {it.host for it in before.excluded if it.holds(now)}
+        hosts = {it.host for it in (*before.excluded, *before.quarantined) if it.holds(now)}
         if out := [it for it in after.participants if self._tracks[it].address in hosts]:
             raise InvariantError("excluded", f"{node} wrote {show(after)}, {out} are excluded")
 
@@ -802,7 +837,8 @@ class Checker:
     def _ordered_out(self, document: RoundDocument) -> set[str]:
         """Whom nobody waits for, since people took them out; whatever the clocks of hosts say."""
         now = EPOCH + self._now() - SKEW
-        hosts = {it.host for it in document.excluded if it.holds(now)}
+        held = (*document.excluded, *document.quarantined)
+        hosts = {it.host for it in held if it.holds(now)}
         return {*document.drained} | {
             node for node, track in self._tracks.items() if track.address in hosts
         }
@@ -1155,6 +1191,8 @@ def _image(document: RoundDocument) -> RoundDocument:
         drained=(),
         excluded=(),
         restart="",
+        quarantined=(),
+        strikes=(),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rdzv_plugins.protocol import choice, growth, kept_out, ranks, roster
+from rdzv_plugins.protocol import choice, growth, kept_out, quarantine, ranks, roster
 from rdzv_plugins.protocol.node import Node
 
 from .plan import EVERYTHING, UNSTEERED, Fault, Focus
@@ -30,6 +30,7 @@ _MODULES = (
     "choice",
     "growth",
     "kept_out",
+    "quarantine",
     "leader",
     "member",
     "observer",
@@ -66,6 +67,11 @@ class Mutant:
 
 _UNFIT = Focus(settings={"unfit": 0.5, "checks_restarts": True})
 
+# Where hosts end round after round.
+_FLAPS = Focus(
+    kinds=("worker failure", "crash, then restart as a newcomer"),
+    settings={"quarantine_after": 2, "quarantine_window": 30.0},
+)
 # Where people give orders.
 _DRAINS, _EXCLUDES = (
     Focus(settings={"orders": tuple(Fault(3.0 * n, kind) for n, kind in enumerate(kinds, 1))})
@@ -616,13 +622,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "drained-joins-again": Mutant(
         "a leader names a drained node that asks for a round",
-        (
-            _in(
-                "leader",
-                "        and node not in awaited\n        and node not in out\n",
-                "        and node not in awaited\n",
-            ),
-        ),
+        (_in("leader", "    ready = asks.difference(out)\n", "    ready = asks\n"),),
         seed=8,
         focus=_DRAINS,
     ),
@@ -645,13 +645,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "excluded-for-ever": Mutant(
         "a leader takes an exclusion that has ended for one that holds",
-        (
-            _in(
-                "kept_out",
-                " for it in document.excluded if it.holds(now)}",
-                " for it in document.excluded}",
-            ),
-        ),
+        (_in("kept_out", " for it in both if it.holds(now)}", " for it in both}"),),
         focus=_EXCLUDES,
     ),
     "does-not-look-back": Mutant(
@@ -662,15 +656,29 @@ MUTANTS: dict[str, Mutant] = {
             kinds=("close, then resubmit", "kill all, then resubmit"), settings=_EXCLUDES.settings
         ),
     ),
+    "quarantine-starves": Mutant(
+        "hosts stay in quarantine though the run cannot have the minimum of nodes without them",
+        (_in("leader", "            if let is not None:", "            if False:"),),
+        seed=6,
+        focus=Focus(
+            kinds=_FLAPS.kinds,
+            settings={
+                "nodes": 3,
+                "min_nodes": 3,
+                "max_nodes": 3,
+                "quarantine_after": 1,
+                "quarantine_window": 10000.0,
+            },
+        ),
+    ),
+    "quarantined-at-once": Mutant(
+        "a host is put into quarantine the first time that it ends a round",
+        (_in("quarantine", "len(times) < rules.quarantine_after:", "False:"),),
+        focus=_FLAPS,
+    ),
     "deaf-to-restart": Mutant(
         "a leader does not restart a round that runs when people ask for it",
-        (
-            _in(
-                "leader",
-                "    ordered = bool(out or document.restart)\n",
-                "    ordered = bool(out)\n",
-            ),
-        ),
+        (_in("leader", "    if rejoined or ordered or", "    if rejoined or out or"),),
         seed=19,
         focus=_DRAINS,
     ),
@@ -1063,7 +1071,7 @@ def build(name: str) -> type[Node]:
         tidy_up=cleanup.tidy_up,
     )
     for loaded in modules.values():
-        for real in (roster, ranks, choice, growth, kept_out):
+        for real in (roster, ranks, choice, growth, kept_out, quarantine):
             own = modules[real.__name__.rpartition(".")[2]]
             for public in loaded.__dict__.keys() & {*real.__all__}:
                 setattr(loaded, public, getattr(own, public))

@@ -145,6 +145,7 @@ UNSTEERED: Mapping[str, Any] = {
     "domains": (),
     "unfit": 0.0,
     "orders": (),
+    "quarantine_after": 0,
 }
 """Settings without policies and without orders from people."""
 
@@ -303,7 +304,16 @@ class Plan:
 
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
-    return _with_orders(_with_checks(_placed(_paced(plan))))
+    return _with_quarantine(_with_orders(_with_checks(_placed(_paced(plan)))))
+
+
+def _with_quarantine(plan: Plan) -> Plan:
+    chance = random.Random(f"quarantine of {plan.seed}")
+    if chance.random() < 0.8:
+        return plan
+    after, window = chance.choice((1, 1, 2, 3)), chance.choice((5.0, 10.0, 30.0))
+    rules = replace(plan.rules, quarantine_after=after, quarantine_window=window)
+    return replace(plan, rules=rules)
 
 
 def _with_orders(plan: Plan) -> Plan:

@@ -84,6 +84,8 @@ def bound(plan: Plan) -> float:
     # Joins that cannot succeed end meanwhile: first the short ones, then those of the nodes started
     # in their places.
     ends = 2 * SKEW + 20.0 if plan.orders else 0.0
+    if plan.rules.quarantine_after:
+        ends += 2 * SKEW + 2 * plan.rules.quarantine_window
     return settling(plan) + (plan.join_timeout + plan.long_join) / plan.rates[0] + ends
 
 
@@ -180,10 +182,10 @@ class World:
         ]
         return hosts if any(host.grey != "lists" for host in hosts) else []
 
-    def _is_excluded(self, host: Host) -> bool:
-        """Whether the clock of some host may say so."""
+    def _is_excluded(self, host: Host, more: tuple[Exclusion, ...] = ()) -> bool:
+        """Whether the clock of some host may say so; a quarantine ends where it must."""
         document = self.document
-        held = document.excluded if document is not None else ()
+        held = (*(document.excluded if document is not None else ()), *more)
         now = EPOCH + self.kernel.now
         return any(it.host == host.address and it.holds(now - 2 * SKEW) for it in held)
 
@@ -526,7 +528,7 @@ class World:
         rules = self.plan.rules
         pace = max(rules.last_call, rules.min_uptime, rules.resize_interval) / self.plan.rates[0]
         lets_in = _LET_IN + pace
-        for it in document.excluded:
+        for it in (*document.excluded, *document.quarantined):
             if it.host in hosts and it.until is not None and now < it.until + 2 * SKEW + lets_in:
                 return f"{it} ends, or has just ended"
         if document.restart:
@@ -551,7 +553,7 @@ class World:
         if dead:
             return f"{' '.join(dead)} is dead in {show(document)}"
         done = [node for node in present if by_id[node].succeeded]
-        alive = [host for host in alive if not self._is_excluded(host)]
+        alive = [host for host in alive if not self._is_excluded(host, document.quarantined)]
         could = largest([host.domain for host in alive], self.plan.rules)
         if could > len(present) and self.plan.rules.grow == "now" and not done:
             return f"there is room for spares in {show(document)}"

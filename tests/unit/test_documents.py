@@ -20,6 +20,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Shards,
     Status,
+    Strikes,
 )
 from tests import replace
 
@@ -69,6 +70,11 @@ EXCLUSIONS = st.lists(
     st.builds(Exclusion, TEXT, st.none() | st.integers(0, 1 << 40).map(float), TEXT), max_size=3
 ).map(tuple)
 
+SECONDS = st.integers(0, 1 << 40).map(float)
+STRIKES = st.lists(
+    st.builds(Strikes, TEXT, st.lists(SECONDS, max_size=3).map(tuple), NUMBERS, SECONDS), max_size=3
+).map(tuple)
+
 
 @st.composite
 def documents(draw: st.DrawFn) -> RoundDocument:
@@ -102,6 +108,8 @@ def documents(draw: st.DrawFn) -> RoundDocument:
         drained=draw(PEOPLE),
         excluded=draw(EXCLUSIONS),
         restart=draw(TEXT),
+        quarantined=draw(EXCLUSIONS),
+        strikes=draw(STRIKES),
     )
 
 

@@ -187,7 +187,7 @@ class TestExclusion:
     def test_the_sentence_of_the_run_names_two_and_counts_the_rest(self) -> None:
         many = tuple(Exclusion(f"n{n}") for n in range(4, 8))
         text = str(diagnose(replace(NOW, excluded=many), all_running(NOW)))
-        assert text.endswith("n4 excluded; n5 excluded; 2 more excluded")
+        assert text.endswith("n4 excluded; n5 excluded; 2 more kept out")
 
     def test_it_does_not_count_as_one_that_waits(self) -> None:
         ran = document(Phase.RUNNING, participants=("n1", "n2"), excluded=(Exclusion("n3"),))
@@ -442,3 +442,23 @@ def test_a_drained_node_ends_and_the_other_goes_on() -> None:
     assert stored(other).participants == ("n2",)
     assert stored(other).reason == "drained n1[1]"
     assert "this node was drained" in leader.told[-1]
+
+
+def test_rank_0_that_takes_the_lead_after_it_confirmed_keeps_its_tcpstore() -> None:
+    """A second one would close the first, whose address the others were given."""
+    server, time = MemoryServer(), Time()
+    rules = replace(PAIR, min_nodes=2, max_nodes=2)
+    first, leader = (Life(name, server, time, rules) for name in ("n1", "n2"))
+    while stored(leader).phase is not Phase.CONFIRMING if leader.client.get(STATE_KEY) else True:
+        leader.go()
+        first.go() if leader.client.get(STATE_KEY) else None
+        if isinstance(leader.request, effects.Rest):
+            leader.wake()
+    first.go()
+    assert first.node.record.status is Status.RUN
+    assert stored(first).phase is Phase.CONFIRMING
+    leader.carry_out(leader.node.farewell())
+    opened = first.log.count("OpenMaster")
+    while stored(first).leader != "n1":
+        first.wake()
+    assert first.log.count("OpenMaster") == opened

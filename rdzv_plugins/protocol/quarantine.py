@@ -1,0 +1,143 @@
+"""Quarantine: a host that ends round after round is kept out for a growing time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from msgspec.structs import replace
+
+from rdzv_plugins.protocol.choice import Sizes, world_size
+from rdzv_plugins.protocol.documents import (
+    Cause,
+    Exclusion,
+    Names,
+    NodeRecord,
+    RoundDocument,
+    Strikes,
+)
+from rdzv_plugins.protocol.kept_out import in_force
+from rdzv_plugins.protocol.rules import Rules
+
+__all__ = ["counted", "let_in", "quarantined"]
+
+# The first quarantine of a host is this share of the window, each further one twice as long.
+_FIRST_SHARE = 0.1
+_MOST_DOUBLINGS = 10
+
+# A document keeps the strikes of so many hosts, the last ones.
+_HOSTS_KEPT = 32
+
+
+def blamed(cause: Cause) -> list[str]:
+    """The hosts because of which a round ended early.
+
+    Those of lost nodes; else the host whose workers failed. Where the workers of several failed,
+    one failure may have caused the others, and nobody is blamed.
+    """
+    if lost := _hosts(cause.lost):
+        return lost
+    failed = _hosts(cause.failed)
+    return failed if len(failed) == 1 else []
+
+
+def _hosts(names: Names) -> list[str]:
+    # A node without a record goes by its id, which tells no host.
+    hosts = (label.rpartition("[")[0] for label in names.first)
+    return list(dict.fromkeys(filter(None, hosts)))
+
+
+def counted(document: RoundDocument, rules: Rules, now: float) -> RoundDocument:
+    """A round that begins to run, with a strike for each host that ended the one before it."""
+    if not rules.quarantine_after:
+        return document
+    held = in_force(document, now)
+    strikes = {it.host: it for it in document.strikes if _matters(it, rules, now)}
+    for host in blamed(document.cause):
+        if host not in held:
+            was = strikes.pop(host, Strikes(host))
+            times = (*_recent(was, rules, now), now)[-rules.quarantine_after :]
+            strikes[host] = replace(was, times=times)
+    return replace(document, strikes=tuple(strikes.values())[-_HOSTS_KEPT:])
+
+
+def quarantined(
+    document: RoundDocument,
+    cause: Cause,
+    records: Mapping[str, NodeRecord],
+    ready: Collection[str],
+    rules: Rules,
+    now: float,
+) -> RoundDocument:
+    """The forming round with those hosts in quarantine that have ended too many rounds.
+
+    Never so that fewer nodes than a round needs are left of those that are ready.
+
+    Args:
+        cause: why the round forms, as it is known now that it is about to be named.
+    """
+    if not rules.quarantine_after:
+        return document
+    held, known = in_force(document, now), {it.host: it for it in document.strikes}
+    left, sizes = list(ready), Sizes.of(rules)
+    for host in blamed(cause):
+        was = known.get(host, Strikes(host))
+        times = (*_recent(was, rules, now), now)
+        others = [node for node in left if records[node].address != host]
+        if host in held or len(times) < rules.quarantine_after:
+            continue
+        if len(others) < len(left) and not world_size(others, records, sizes):
+            continue
+        left, served = others, was.served + 1
+        seconds = rules.quarantine_window * _FIRST_SHARE * 2.0 ** min(was.served, _MOST_DOUBLINGS)
+        until = now + min(seconds, rules.quarantine_window)
+        why = f"{len(times)} rounds ended because of it within {max(1.0, now - times[0]):.0f} s"
+        known[host] = Strikes(host, (), served, until)
+        document = replace(
+            document,
+            quarantined=(*_but(document.quarantined, [host]), Exclusion(host, until, why)),
+            strikes=tuple(known.values())[-_HOSTS_KEPT:],
+        )
+    return document
+
+
+def let_in(
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    asks: Iterable[str],
+    ready: Iterable[str],
+    rules: Rules,
+    now: float,
+) -> RoundDocument | None:
+    """The forming round with hosts let in that it cannot do without; None: that would not help.
+
+    The quarantine that would end first ends first.
+
+    Args:
+        asks: live nodes that ask for the round; those that are kept out too.
+        ready: those of them that are not.
+    """
+    nodes, sizes, freed = [*ready], Sizes.of(rules), list[str]()
+    barred = {it.host for it in document.excluded if it.holds(now)}
+    asks = [node for node in asks if node not in document.drained]
+    for it in sorted(document.quarantined, key=lambda held: held.until or 0.0):
+        of_host = [node for node in asks if records[node].address == it.host]
+        if it.host in barred or not of_host or not it.holds(now):
+            continue
+        nodes += of_host
+        freed.append(it.host)
+        if world_size(nodes, records, sizes):
+            return replace(document, quarantined=_but(document.quarantined, freed))
+    return None
+
+
+def _but(held: tuple[Exclusion, ...], hosts: Collection[str]) -> tuple[Exclusion, ...]:
+    return tuple(it for it in held if it.host not in hosts)
+
+
+def _recent(strikes: Strikes, rules: Rules, now: float) -> tuple[float, ...]:
+    return tuple(at for at in strikes.times if now - at < rules.quarantine_window)
+
+
+def _matters(strikes: Strikes, rules: Rules, now: float) -> bool:
+    last = max((strikes.served_until, *strikes.times))
+    return now - last < rules.quarantine_window
