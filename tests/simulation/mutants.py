@@ -272,7 +272,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "failure-unseen": Mutant(
         "a participant that joins again does not restart the round of the others",
-        (_in("leader", "    if rejoined or (lost and", "    if (lost and"),),
+        (_in("leader", "    if rejoined or ordered or", "    if ordered or"),),
         seed=24,
     ),
     "no-window-after-outage": Mutant(
@@ -441,7 +441,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "confirming-blind": Mutant(
         "the leader waits for a participant that dies while the round is being confirmed",
-        (_in("leader", "    if lost or rejoined:\n", "    if rejoined:\n"),),
+        (_in("leader", "    if lost or rejoined or out:\n", "    if rejoined or out:\n"),),
         seed=38,
     ),
     "mixed-nodes": Mutant(
