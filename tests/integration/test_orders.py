@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,40 @@ def test_the_next_run_of_the_id_keeps_the_host_out_until_the_time_is_over(
     first = run.await_world("b")
     assert "127.0.0.1 excluded until " in run.agents["a"].log.read_text()
     run.await_world("ab", after=first.last_step_at, by_rank=True)
+
+
+# Steps of the demo's training are some 50 ms apart.
+_SAME_TRAINING = 0.5
+_FLAPS_EVERY, _WATCHED = 10.0, 90.0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
+@pytest.mark.parametrize("quarantine_after", [0, 3])
+def test_a_host_that_flaps_does_not_keep_the_others_from_training(
+    store: RunningStore, begin: Begin, quarantine_after: int, record_property: Measure
+) -> None:
+    """Killed every ten seconds; the first three times all go on at once without it."""
+    options = {"quarantine_after": quarantine_after, "quarantine_window": 600}
+    run = begin(nodes="2:3", max_restarts=100, **options)
+    run.begin("ab")
+    began = time.monotonic()
+    flaps = 0
+    while time.monotonic() < began + _WATCHED:
+        flaps += 1
+        agent, until = run.start_at(f"flap{flaps}", 3), time.monotonic() + _FLAPS_EVERY
+        run.await_that(lambda until=until: time.monotonic() > until, "its end", 60)  # type: ignore[misc]
+        agent.kill()
+    ended = time.monotonic()
+    run.read_events()
+    steps = [it.at for it in run.events if it.event == "step" and it.node == "a"]
+    steps = [at for at in steps if began <= at <= ended]
+    gaps = [later - earlier for earlier, later in pairwise(steps)]
+    share = sum(gap for gap in gaps if gap < _SAME_TRAINING) / (ended - began)
+    record_property("share of time in steps", f"{share:.0%}, {flaps} flaps")
+    log = run.agents["a"].log.read_text()
+    if quarantine_after:
+        assert "127.0.0.3 quarantined until " in rdzv(run, store, "status")
+        assert log.count("forms: lost 127.0.0.3") <= 3
+        assert share > 0.5
