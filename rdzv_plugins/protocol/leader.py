@@ -72,6 +72,8 @@ def lead(view: View, document: RoundDocument) -> Action:
         return _lead_without_roster(view, document, records)
     if (doubt := _doubt(view, document, records)) is not None:
         return doubt
+    if view.carried and (after := carried_over(document, view.carried)) != document:
+        return Write(after)
     if document.phase is Phase.FORMING:
         action = _lead_forming(view, document, records)
     elif document.phase is Phase.CONFIRMING:
@@ -97,9 +99,6 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
     live = {node for node, record in records.items() if _is_live(view, node, record)}
     if (ahead := _ahead_of(document, records, live)) is not None:
         return Write(ahead)
-    first = document.round == 0
-    if first and view.carried and (after := carried_over(document, view.carried)) != document:
-        return Write(after)
     out = kept_out(document, records, view.wall)
     if ordered := [node for node in document.previous if node in out]:
         return Write(_leave_out(view, document, records, ordered))
@@ -146,7 +145,7 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         left = last_call(rules, document) - (view.enough_for or 0.0)
         if not enough or left > 0:
             return Wait(left if enough else None, enough)
-    if first and view.carried is None:
+    if document.round == 0 and view.fetches:
         return AwaitExclusions()
     named = _name_participants(view, document, records, ready)
     after = quarantined(document, named.cause, records, ready, rules, view.wall)

@@ -57,7 +57,8 @@ __all__ = ["Node"]
 # A TCPStore opens within a few milliseconds, unless name resolution hangs.
 _MASTER_SECONDS = 0.05
 
-# As long does a leader wait for the exclusions before it looks after the rest.
+# A leader for whom nobody has rung the bell for so long has time to read the exclusions; as long
+# does it wait for them before it looks after the rest.
 _EXCLUSIONS_SECONDS = 0.05
 
 _PAUSES = (Rest, Park)
@@ -469,6 +470,7 @@ class Node:
         now, seen = self._clock(), self._seen
         document = seen.document
         leader = document.leader if document and document.leader else ""
+        looks_back = document is not None and self._fetches_for(document)
         return rules.View(
             me=self.id,
             rules=self._rules,
@@ -500,7 +502,8 @@ class Node:
             share=self._share,
             fresh=self._fresh,
             wall=self._wall(),
-            carried=self._carried if document and self._fetches_for(document) else None,
+            carried=self._carried if looks_back else None,
+            fetches=looks_back and self._carried is None,
         )
 
     def _act(self, action: rules.Action) -> Effects[None]:
@@ -580,10 +583,20 @@ class Node:
         return self._fetching is not None and self._fetching[0] == document.incarnation
 
     def _begin_to_fetch(self, document: RoundDocument) -> Effects[None]:
-        """Read whom this run must not name, from before it; the nodes join meanwhile."""
         self._fetching, self._carried = (document.incarnation, self._clock()), None
         self._fetched, self._fetch_due = None, self._clock()
         yield from FetchExclusions(document.incarnation, 0.0)
+
+    def _look_back(self, document: RoundDocument) -> Effects[None]:
+        """Read whom earlier runs have excluded, once: this leader has nothing else to do.
+
+        A round that forms within milliseconds is not held up by it: who should not be in it is
+        taken out later.
+        """
+        if not self._fetches_for(document):
+            yield from self._begin_to_fetch(document)
+        elif self._carried is None and self._clock() >= self._fetch_due:
+            yield from FetchExclusions(document.incarnation, 0.0)
 
     def _take_exclusions(self) -> Effects[None]:
         assert self._fetched is not None
@@ -722,10 +735,7 @@ class Node:
             self._member = replace(member, participants=before.participants, roster=None)
         if document.phase is Phase.CONFIRMING:
             self._gathered = Durations(gathering=waited[0], last_call=waited[1])
-        first = document.round == 0 and document.phase is Phase.FORMING
-        if first and document.leader == self.id and not self._fetches_for(document):
-            yield from self._begin_to_fetch(document)
-        elif document.excluded:
+        if document.excluded:
             self._carried = ()  # They stand in the document now.
         if document.incarnation == self._fresh:
             self._fresh = self._new_incarnation()  # In case this node founds another run.
@@ -789,9 +799,15 @@ class Node:
         if self._joining:
             timeout = min(timeout, max(0.0, self._join_deadline - self._clock()))
         if leads:
+            document = seen.document
+            assert document is not None
+            if document.phase is Phase.FORMING and not self._fetches_for(document):
+                timeout = min(timeout, _EXCLUSIONS_SECONDS)
             bell = yield from Park(BELL_KEY, self._bell, timeout)
             if bell is not None:
                 self._bell = bell.version
+            elif document.phase is not Phase.CONFIRMING:
+                yield from self._look_back(document)
             seen.read_again(records=True)
             return
         entry = yield from Park(STATE_KEY, seen.token, timeout)

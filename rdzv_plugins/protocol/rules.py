@@ -134,7 +134,8 @@ class View:
         share: this node's random share of an interval, in [0, 1).
         fresh: an incarnation, should this node found a run.
         wall: the time on this host's wall clock, in seconds since the epoch; exclusions end by it.
-        carried: the exclusions that outlive runs, for the leader of a first round; None: not read.
+        carried: the exclusions that outlive runs, for a leader; None: not read.
+        fetches: they are being read.
     """
 
     me: str
@@ -168,6 +169,7 @@ class View:
     fresh: str
     wall: float
     carried: tuple[Exclusion, ...] | None
+    fetches: bool
 
     @property
     def own(self) -> str | None:

@@ -122,9 +122,9 @@ INVARIANTS = {
     "drained": "no round is named, or begins to run, that has a node which was drained in the "
     "document that it was decided on, or ever in that incarnation, unless the store lost data",
     "excluded": "no round is named, or begins to run, that has a node of a host which was excluded "
-    "in the document that it was decided on, where the exclusion had not ended on any clock; nor a "
-    "first round with one that was excluded before the run was founded, unless the store lost "
-    "data, or the exclusions could not be read for a lease",
+    "in the document that it was decided on, where the exclusion had not ended on any clock; nor "
+    "does a run stand still with one that was excluded before it was founded, unless the store "
+    "lost data, or the exclusions could not be read for a lease",
     "quarantine": "a host is put into quarantine only if the causes of `quarantine_after` rounds "
     "within `quarantine_window`, the one that forms among them, name a node of it as lost or "
     "failed, and for no longer than the window; a round that could have the minimum of nodes with "
@@ -512,6 +512,7 @@ class Checker:
         """A compare-and-set of the document was done; the node may not know it yet."""
         self.checks += 1
         track = self._tracks[node]
+        self._founded.setdefault(after.incarnation, self._now())
         if after.closed:
             self._judge_closing(node, track, before, after, epoch)
             self._stood.add(_image(after))
@@ -731,19 +732,14 @@ class Checker:
         if out := [it for it in after.participants if self._tracks[it].address in hosts]:
             raise InvariantError("excluded", f"{node} wrote {show(after)}, {out} are excluded")
 
-    def founded(
-        self,
-        after: RoundDocument,
-        exclusions: Collection[tuple[float, Exclusion]],
-    ) -> None:
-        """The document was written while these exclusions outlived runs, each since its time."""
-        began = self._founded.setdefault(after.incarnation, self._now())
-        if after.round or after.phase is not Phase.CONFIRMING:
-            return
+    def excluded_before(
+        self, document: RoundDocument, exclusions: Collection[tuple[float, Exclusion]]
+    ) -> list[str]:
+        """Participants whom these exclusions keep out; each is older than the run."""
+        began = self._founded.get(document.incarnation, 0.0)
         now = EPOCH + self._now() + SKEW
         hosts = {it.host for since, it in exclusions if since < began and it.holds(now)}
-        if out := [it for it in after.participants if self._tracks[it].address in hosts]:
-            raise InvariantError("excluded", f"the first {show(after)}, {out} were excluded before")
+        return [it for it in document.participants if self._tracks[it].address in hosts]
 
     def _judge_closing(
         self,

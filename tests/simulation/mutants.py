@@ -650,7 +650,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "does-not-look-back": Mutant(
         "who founds a run names nodes that were excluded from the run before it",
-        (_in("leader", "    if first and view.carried and", "    if False and"),),
+        (_in("leader", "    if view.carried and (after", "    if False and (after"),),
         seed=284,
         focus=Focus(
             kinds=("close, then resubmit", "kill all, then resubmit"), settings=_EXCLUDES.settings

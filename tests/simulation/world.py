@@ -333,8 +333,6 @@ class World:
         self.note(f"{host.id} writes {show(after)} ({after.reason})")
         self.rounds += after.phase is Phase.RUNNING
         self.checker.wrote(host.id, was, after, evidence, self.store.epoch)
-        if not self.injected["told: exclusions"] and not self.store.epoch:
-            self.checker.founded(after, self.exclusions.values())
         if self.plan.ambush and self._ambushes and self.chance.random() < _AMBUSHED:
             soon = self.kernel.now + self.chance.uniform(0, 4 * self.plan.latency)
             if soon < QUIET_AFTER:
@@ -537,6 +535,9 @@ class World:
             return f"{' '.join(kept)} is kept out of {show(document)}, and in it"
         if document.lost and self.plan.rules.restart_on_loss:
             return f"{show(document)} goes on"
+        out = self.checker.excluded_before(document, self.exclusions.values())
+        if out and not self.injected["told: exclusions"] and not self.store.epoch:
+            return f"{' '.join(out)} was excluded before {show(document)}"
         present = {node for node in document.participants if node not in document.lost}
         by_id = {host.id: host for host in self.hosts}
         for host in alive:

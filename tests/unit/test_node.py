@@ -61,7 +61,7 @@ def test_a_participant_starts_a_round_that_was_over_before_it_saw_it_run(
 def test_the_founder_leads_and_hears_of_joins_by_the_bell(server: MemoryServer, time: Time) -> None:
     leader = Life("n1", server, time, RULES)
     assert leader.go() == [
-        "PutRecord", "Read state", "CompareAndSet state", "FetchExclusions", "Register",
+        "PutRecord", "Read state", "CompareAndSet state", "Register",
         "List nodes/",
         "Park bell", "List nodes/", "Read state",
     ]  # fmt: skip

@@ -39,6 +39,7 @@ from rdzv_plugins.protocol.rules import (
 )
 from tests import replace
 
+from .crowd import Crowd
 from .life import NAMESPACE, Life, Time, archive, finish, stored
 from .life import RULES as PAIR
 from .views import RUN, all_running, document, joining, record, running, view, written
@@ -210,9 +211,9 @@ class TestTheFirstRound:
         archive(server).exclude(Exclusion("n2", time.now + 60.0), time.now)
         rules = replace(PAIR, min_nodes=1, max_nodes=2)
         founder, other = (Life(name, server, time, rules) for name in ("n1", "n2"))
-        for _ in range(5):
-            founder.go()
-            other.go()
+        founder.go()
+        other.go()
+        founder.wake()  # Nobody has rung for some milliseconds.
         assert stored(founder).participants == ("n1",)
         assert [it.host for it in stored(founder).excluded] == ["n2"]
         time.now += 60.0
@@ -220,16 +221,28 @@ class TestTheFirstRound:
         assert stored(founder).phase is Phase.FORMING
         assert stored(founder).reason == "n2[1] joined"
 
-    def test_no_rank_is_given_before_that_is_known(self) -> None:
+    def test_no_rank_is_given_while_that_is_read(self) -> None:
         everybody = joining("n1", "n2", "n3")
         first = document(Phase.FORMING, round_=0)
-        assert decide(view(record("n1"), first, everybody, carried=None)) == AwaitExclusions()
-        later = replace(first, round=1)
-        assert written(decide(view(record("n1"), later, everybody, carried=None))).participants
+        reads = view(record("n1"), first, everybody, carried=None, fetches=True)
+        assert decide(reads) == AwaitExclusions()
+        later = replace(reads, document=replace(first, round=1))
+        assert written(decide(later)).participants
+
+    def test_a_round_that_forms_at_once_does_not_wait_for_it(self) -> None:
+        """Who should not be in it is taken out as soon as its leader has time."""
+        crowd = Crowd()
+        archive(crowd.server).exclude(Exclusion("n2"), 0.0)
+        one, two = (crowd.join(name, PAIR) for name in ("n1", "n2"))
+        crowd.play_until(lambda: bool(one.given and two.given), 0.04)
+        crowd.play_until(lambda: crowd.document.round == 1, 3 * PAIR.interval)
+        assert [it.host for it in crowd.document.excluded] == ["n2"]
+        assert crowd.document.reason == "excluded n2[1]"
 
     def test_what_cannot_be_read_for_a_lease_is_done_without(self) -> None:
         server, time = MemoryServer(), Time()
-        life = Unanswered("n1", server, time, replace(PAIR, min_nodes=1, max_nodes=1))
+        rules = replace(PAIR, min_nodes=1, max_nodes=2, last_call=0.5)
+        life = Unanswered("n1", server, time, rules)
         life.go()
         began = time.now
         while stored(life).phase is Phase.FORMING:
