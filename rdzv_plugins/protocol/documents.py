@@ -146,6 +146,11 @@ class Names(msgspec.Struct, frozen=True, array_like=True):
         shown = ", ".join(self.first[:_NAMES_SHOWN])
         return f"{shown} and {hidden} more" if hidden > 0 else shown
 
+    @property
+    def count(self) -> int:
+        """How many nodes."""
+        return len(self.first) + self.more
+
     def plus(self, labels: Iterable[str]) -> Names:
         """These and others."""
         fresh = sorted(set(labels) - set(self.first))
@@ -219,7 +224,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def _reasons(self) -> str:
-        if len(self.left.first) + self.left.more == 1 and self.unfit:
+        if self.left.count == 1 and self.unfit:
             return f" ({self.unfit[0][1]})"
         why = "; ".join(f"{label}: {reason}" for label, reason in self.unfit)
         return f" ({why})" if why else ""

@@ -58,14 +58,19 @@ def holds_newcomers(rules: Rules) -> bool:
     return paced or rules.node_unit > 1 or rules.segment > 1
 
 
-def last_call(rules: Rules, document: RoundDocument) -> float:
+def last_call(rules: Rules, document: RoundDocument, size: int = 0) -> float:
     """Seconds that a forming round with enough nodes waits for more. Rule 17.
 
-    A restart waits only for replacements. Those who are new were gathered while the last round ran.
+    A restart waits only for replacements, until it is as large as the last round. Those who are new
+    were gathered while that ran.
+
+    Args:
+        size: how many nodes the round would have now.
     """
     if document.round == 0:
         return rules.last_call
     cause = document.cause
-    if not (cause.lost or cause.left or cause.evicted):
+    gone = cause.lost.count + cause.left.count + cause.evicted.count
+    if gone == 0 or size >= len(document.previous) + gone:
         return 0.0
     return rules.last_call if rules.replacement is None else rules.replacement

@@ -121,7 +121,7 @@ def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: floa
 
 
 def _has_ended(record: NodeRecord) -> bool:
-    return record.status in (Status.LEFT, Status.DONE)
+    return record.status in (Status.LEFT, Status.DONE) and not record.is_unfit
 
 
 def until_the_first_ends(

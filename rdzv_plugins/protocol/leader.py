@@ -142,7 +142,7 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
             let = let_in(document, records, asks, ready, rules, view.wall)
             if let is not None:
                 return Write(let)
-        left = last_call(rules, document) - (view.enough_for or 0.0)
+        left = last_call(rules, document, size) - (view.enough_for or 0.0)
         if not enough or left > 0:
             return Wait(left if enough else None, enough)
     if document.round == 0 and view.fetches:

@@ -149,7 +149,8 @@ def _stay_out(view: View) -> Action:
         return Wait() if asked else AskTombstone(latest.incarnation)
     if document.leader == view.me and not document.closed:
         return Abdicate(replace(document, leader=None), fails=False)
-    return Wait()
+    # It may never be fit again, to ask for a round and hear of it then.
+    return Fail(Failure.DRAINED) if view.me in document.drained else Wait()
 
 
 def _on_closed(view: View) -> Action:

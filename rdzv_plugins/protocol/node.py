@@ -696,6 +696,8 @@ class Node:
                     self.record = replace(self.record, status=Status.LEFT, unfit="")
                     yield from self._clear_away()
                 else:
+                    if outcome.failure is Failure.DRAINED:
+                        self.record = replace(self.record, unfit="")
                     yield from self._leave()
             except (RendezvousConnectionError, RendezvousStateError):
                 # The others wait for this node's lease; its agent is told all the same.

@@ -58,7 +58,8 @@ def nodes_named(name: str, records: Mapping[str, NodeRecord]) -> list[str]:
     return [
         node
         for node, record in records.items()
-        if name in (node, record.label, record.address) and record.status not in _OVER
+        if name in (node, record.label, record.address)
+        and (record.status not in _OVER or record.is_unfit)
     ]
 
 

@@ -19,9 +19,10 @@ def natural_key(record: NodeRecord) -> tuple[_Key, int]:
     return _natural(record.address), record.pid
 
 
-def domain_key(domain: str | None) -> tuple[bool, tuple[_Key, ...]]:
+def domain_key(domain: str | None) -> tuple[bool, tuple[tuple[_Key, str], ...]]:
     """Sort key of a domain, level by level; who has none comes last."""
-    return domain is None, tuple(map(_natural, (domain or "").split("/")))
+    # The name besides its numbers: rack7 and rack07 are two.
+    return domain is None, tuple((_natural(level), level) for level in (domain or "").split("/"))
 
 
 def _natural(name: str) -> _Key:

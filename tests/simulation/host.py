@@ -302,7 +302,7 @@ class Host:
         if self.agent is not Agent.JOINING:
             if self.agent is Agent.IDLE and not outcome.error:
                 return  # It gave the join up meanwhile.
-            ends = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
+            ends = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED, Failure.DRAINED)
             world.checker.gave_up(self.id)
             if not (self.agent is Agent.UNFIT and ends):
                 world.violated("join ends", f"{self.id} was given {outcome}, it had not asked")
@@ -324,7 +324,7 @@ class Host:
         world.join_failed(self, outcome.failure)
         self._set(Agent.IDLE)
         again = world.chance.random() < world.plan.rejoins
-        over = (Failure.CLOSED, Failure.SPARE_CLOSED, Failure.MISMATCH, Failure.DRAINED)
+        over = (Failure.CLOSED, Failure.SPARE_CLOSED, Failure.DRAINED, Failure.MISMATCH)
         if outcome.failure in over:
             again = False
         if world.network.quiet and (outcome.error or outcome.failure == Failure.TIMEOUT):

@@ -377,11 +377,13 @@ class Checker:
 
     def beat_arrived(self, node: str, record: NodeRecord, epoch: int) -> None:
         track, now = self._tracks[node], self._now()
+        drained = any(it == node for _, it in self._drained)
+        gave_up = track.gave_up or (drained and record.status is Status.LEFT)
         said = track.was_unfit(record.beat)
         # A record may be under way while its check passes.
         if record.is_unfit and not said:
             said = track.was_unfit(record.beat - 1)
-        if record.is_unfit != said and not track.gave_up:
+        if record.is_unfit != said and not gave_up:
             raise InvariantError("health", f"{node} wrote {record}")
         late = bool(track.beats) and record.beat <= track.beats[-1]
         if not late:
@@ -596,7 +598,7 @@ class Checker:
                 and before.phase is Phase.FORMING
                 and before.round == after.round
                 and len(after.participants) < most(self._rules)
-                and formed < self._last_call(after) / track.rate - _ROUNDING
+                and formed < self._last_call(before, after) / track.rate - _ROUNDING
             ):
                 raise InvariantError(
                     "size", f"after {formed:.3f} s without a last call, {show(after)}"
@@ -604,11 +606,14 @@ class Checker:
         if after.phase is Phase.RUNNING:
             self._check_running(before, after, epoch)
 
-    def _last_call(self, named: RoundDocument) -> float:
+    def _last_call(self, before: RoundDocument, named: RoundDocument) -> float:
         """Seconds that a round waits for more nodes than the minimum."""
         rules, cause = self._rules, named.cause
         if named.round == 0:
             return rules.last_call
+        gone = (before.cause.lost, before.cause.left, before.cause.evicted)
+        if len(named.participants) >= len(before.previous) + sum(it.count for it in gone):
+            return 0.0  # Each is replaced.
         if not (cause.lost or cause.left or cause.evicted):
             return 0.0
         return rules.last_call if rules.replacement is None else rules.replacement

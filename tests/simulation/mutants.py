@@ -1025,7 +1025,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "growth",
-                "    if not (cause.lost or cause.left or cause.evicted):\n",
+                "    if gone == 0 or size >= len(document.previous) + gone:\n",
                 "    if True:\n",
             ),
         ),

@@ -325,7 +325,7 @@ class TestForming:
         assert self.lead("n1 n2", enough_for=99.0) == Wait(None, False)
 
     def test_a_unit_waits_for_the_last_call(self) -> None:
-        after_a_loss = replace(self.NOW, cause=Cause(lost=Names(("n9[1]",))))
+        after_a_loss = replace(self.NOW, cause=Cause(lost=Names(("n9[1]",), more=3)))
         assert self.lead("n1 n2 n3 n4", now=after_a_loss) == Wait(5.0, True)
         named = written(self.lead("n1 n2 n3 n4", enough_for=5.0))
         assert (named.participants, named.waiting) == (("n1", "n2", "n3"), 1)

@@ -123,6 +123,12 @@ class TestTheLastCall:
         assert last_call(replace(self.RULES, replacement=2.0), now) == 2.0
         assert last_call(replace(self.RULES, replacement=0.0), now) == 0.0
 
+    def test_one_waits_no_longer_once_each_is_replaced(self) -> None:
+        """Such as by an agent that its supervisor started again before the lease was over."""
+        now = replace(self.named(3, lost=("n1[1]",), left=("n2[1]",)), previous=("n3", "n4"))
+        assert last_call(self.RULES, now, 3) == 30.0
+        assert last_call(self.RULES, now, 4) == 0.0
+
     def test_it_runs_while_the_round_trains(self) -> None:
         here = leads(newcomers=1)
         held = hold(here, newcomers=1, room=2, permitted=False)

@@ -101,6 +101,10 @@ class TestTopology:
         order = order_ranks(records, records, (), "topology")
         assert order == ("c1", "c2", "a1", "a2", "b1", "b2")
 
+    def test_domains_whose_numbers_are_equal_are_two(self) -> None:
+        records = placed(n1="rack7/a", n2="rack07/b", n3="rack7/c")
+        assert order_ranks(records, records, (), "topology") == ("n2", "n1", "n3")
+
     def test_places_are_told_by_the_records_also_of_who_is_gone(self) -> None:
         last = views.document(Phase.RUNNING, participants=("n3", "n1", "n2"))
         forming = views.document(

@@ -19,6 +19,7 @@ from rdzv_plugins.protocol.documents import (
     Phase,
     Status,
 )
+from rdzv_plugins.protocol.orders import give, nodes_named
 from rdzv_plugins.protocol.rules import Failure, Rules
 from tests import replace
 
@@ -244,6 +245,23 @@ class TestWhatIsTold:
         assert len(cause.unfit) == 4
 
 
+class TestWhenItIsDrained:
+    def test_it_ends_though_it_asks_for_no_round(self, crowd: Crowd) -> None:
+        a, b, c = crowd.begin(RULES_OF_3, "a", "b", "c")
+        turn_unfit(c)
+        crowd.play_until(lambda: len(a.given) == 2 == len(b.given), 10.0)
+        crowd.play(3.0)
+        assert nodes_named("c", {"c": seen(crowd, c)}) == ["c"]
+        work = give("x", crowd.document.incarnation, lambda it: replace(it, drained=("c",)))
+        a.carry_out(work)
+        crowd.play_until(lambda: bool(c.failed), 5.0)
+        assert [it.failure for _, it in c.failed] == [Failure.DRAINED]
+        assert (seen(crowd, c).status, seen(crowd, c).unfit) == (Status.LEFT, "")
+        crowd.play(5.0)
+        assert len(c.failed) == 1
+        assert len(a.given) == 2, "a round ended for it"
+
+
 class TestWhenTheRunEnds:
     def test_who_was_in_it_ends_as_a_spare_does(self, crowd: Crowd) -> None:
         a, _, c = crowd.begin(RULES_OF_3, "a", "b", "c")
@@ -349,6 +367,12 @@ class TestOneNode:
         entry = life.client.get(NODES_PREFIX + "a")
         assert entry is not None
         assert b"unfit" not in entry.value
+
+
+def seen(crowd: Crowd, member: Member) -> NodeRecord:
+    found = record(crowd, member)
+    assert found is not None
+    return found
 
 
 def has_more(member: Member, rounds: int) -> bool:
