@@ -472,9 +472,10 @@ def next_round(
     short_rounds = document.short_rounds
     ordered = bool(out or document.restart)
     if document.phase is Phase.RUNNING and view.rules.no_progress_rounds and not ordered:
+        short = view.longest_uptime < view.rules.no_progress_uptime
+        # One that ended for newcomers alone counts neither against the run nor for it.
         only_grows = cause == Cause(joined=cause.joined)
-        short = view.longest_uptime < view.rules.no_progress_uptime and not only_grows
-        short_rounds = short_rounds + 1 if short else 0
+        short_rounds = short_rounds + (not only_grows) if short else 0
     if document.restart:
         cause = replace(cause, note="; ".join(filter(None, (cause.note, document.restart))))
     return replace(

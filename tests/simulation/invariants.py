@@ -642,7 +642,8 @@ class Checker:
         if again or after.cause != Cause(joined=joined):
             self._uptimes.setdefault(after.incarnation, []).append((ran, epoch))
             return
-        self._uptimes.pop(after.incarnation, None)
+        if ran >= rules.no_progress_uptime / SLOWEST + _ROUNDING:
+            self._uptimes.setdefault(after.incarnation, []).append((ran, epoch))
         if before.resize:
             return  # A person said so.
         self.checks += 1

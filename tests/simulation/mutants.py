@@ -1033,7 +1033,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "gives-up-too-soon": Mutant(
         "rule 18: only rounds that ran for less than no_progress_uptime count against a run",
-        (_in("leader", "short_rounds = short_rounds + 1 if short else 0", "short_rounds += 1"),),
+        (_in("leader", "short_rounds + (not only_grows) if short else 0", "short_rounds + 1"),),
         focus=_grows(no_progress_rounds=2, no_progress_uptime=0.5),
     ),
 }

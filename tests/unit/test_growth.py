@@ -151,8 +151,9 @@ class TestProgress:
         assert self.after(self.CAUSE, 60.0) == 0
         assert self.after(self.CAUSE, math.inf) == 0
 
-    def test_so_does_one_that_ended_for_newcomers(self) -> None:
-        assert self.after(Cause(joined=Names(("n3[1]",))), 1.0) == 0
+    def test_one_that_ended_for_newcomers_does_not_count(self) -> None:
+        assert self.after(Cause(joined=Names(("n3[1]",))), 1.0) == 1
+        assert self.after(Cause(joined=Names(("n3[1]",))), 60.0) == 0
 
     def test_at_the_limit_the_run_is_closed(self) -> None:
         now = document(Phase.FORMING, max_nodes=4, short_rounds=3, cause=self.CAUSE)
