@@ -649,11 +649,16 @@ MUTANTS: dict[str, Mutant] = {
         focus=_EXCLUDES,
     ),
     "does-not-look-back": Mutant(
-        "who founds a run names nodes that were excluded from the run before it",
+        "a run keeps nodes that were excluded from the run before it",
         (_in("leader", "    if view.carried and (after", "    if False and (after"),),
-        seed=284,
+        seed=33,
         focus=Focus(
-            kinds=("close, then resubmit", "kill all, then resubmit"), settings=_EXCLUDES.settings
+            kinds=("close, then resubmit",),
+            settings={
+                "orders": tuple(Fault(at, "exclude") for at in (1.0, 2.0, 3.0, 4.0, 6.0)),
+                "sweep_after": 1.0,
+                "ambush": None,
+            },
         ),
     ),
     "quarantine-starves": Mutant(
