@@ -136,7 +136,9 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
             return Write(_amend(document, records, gone))
         return Wait(_until_lease(view, unsure), enough)
     if size < sizes.most or not enough:
-        if gone:  # Then it may wait for replacements.
+        # Also of those that had asked for this round: then it may wait for replacements.
+        gone = [node for node in document.previous if _is_gone(view, node, records.get(node))]
+        if gone:
             return Write(_amend(document, records, gone))
         if not enough:
             let = let_in(document, records, asks, ready, rules, view.wall)

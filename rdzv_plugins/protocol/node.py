@@ -355,6 +355,8 @@ class Node:
             yield from self._tell_what_it_asked_for()
         if self._joining and isinstance(action, rules.Wait):
             yield from self._tell_what_it_waits_for(view)
+        if self._join_ordered and isinstance(action, rules.Start | rules.Fail):
+            return  # It answers a join that was given up meanwhile; another one was ordered.
         yield from self._act(action)
 
     def _tell_what_it_asked_for(self) -> Effects[None]:

@@ -311,7 +311,7 @@ MUTANTS: dict[str, Mutant] = {
     "no-grace-at-first-sight": Mutant(
         "rule 11: a node that is first seen after an outage gets no extra lease",
         (_in("failure_detector", "max(now, self._grace_ends)", "now"),),
-        seed=1435,
+        seed=70000263,
         focus=Focus(kinds=("outage", "outage", "newcomer", "leave", "crash", "slow store")),
     ),
     "no-window-at-takeover": Mutant(

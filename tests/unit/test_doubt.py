@@ -6,7 +6,13 @@ import pytest
 
 from rdzv_plugins.kv import Entry
 from rdzv_plugins.protocol.diagnosis import of_node
-from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase, Status
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+)
 from rdzv_plugins.protocol.effects import List, Read
 from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.member import decide
@@ -114,13 +120,18 @@ class TestWhileARoundForms:
         Phase.FORMING, previous=NAMES[:12], min_nodes=2, max_nodes=30, leader="n1", round_=5
     )
 
-    def lead(self, silent: dict[str, float], forgiven: dict[str, float] | None = None) -> Action:
+    def lead(
+        self,
+        silent: dict[str, float],
+        forgiven: dict[str, float] | None = None,
+        forming: RoundDocument = FORMING,
+    ) -> Action:
         records = {name: wide(it) for name, it in joining(*NAMES, round_=4).items()}
         mine = replace(RULES, max_nodes=30)
         return decide(
             view(
                 records["n1"],
-                self.FORMING,
+                forming,
                 records,
                 silent=silent,
                 forgiven=forgiven,
@@ -142,9 +153,11 @@ class TestWhileARoundForms:
 
     def test_it_completes_when_their_second_lease_is_over(self) -> None:
         silent, forgiven = dict.fromkeys(MANY, 6.0), dict.fromkeys(MANY, 3.0)
-        after = written(self.lead(silent=silent, forgiven=forgiven))
+        amended = written(self.lead(silent=silent, forgiven=forgiven))
+        assert {*amended.previous} == {*NAMES[:12]} - {*MANY}
+        assert len(amended.cause.lost.first) == len(MANY)
+        after = written(self.lead(silent=silent, forgiven=forgiven, forming=amended))
         assert set(after.participants) == set(NAMES) - set(MANY)
-        assert len(after.cause.lost.first) == len(MANY)
 
 
 class TestTheDetector:
