@@ -518,17 +518,6 @@ MUTANTS: dict[str, Mutant] = {
         ),
         seed=14,
     ),
-    "closes-without-the-lead": Mutant(
-        "rule 14: a spare that lost the lead because the store lost data closes the run",
-        (
-            _in(
-                "node",
-                "may_close=lambda now: now.leader == self.id,",
-                "may_close=lambda _: True,",
-            ),
-        ),
-        seed=4008719,
-    ),
     "anybody-closes": Mutant(
         "rule 14: a node that was replaced closes the run of the others",
         (
@@ -826,18 +815,6 @@ MUTANTS: dict[str, Mutant] = {
         "a leader whose store lost the shards waits for no node to write its record again",
         (_in("leader", "    if view.confirmed_silence(MISSING) < lease:\n", "    if False:\n"),),
         seed=51000179,
-        focus=_APART,
-    ),
-    "one-look-at-a-shard": Mutant(
-        "a node that did not find the shard with its rank does not look again",
-        (
-            _in(
-                "observer",
-                "return document is not None and any(it.ranks is None for it in document.rosters)",
-                "return False",
-            ),
-        ),
-        seed=62011349,
         focus=_APART,
     ),
     "shards-written-once": Mutant(

@@ -16,6 +16,7 @@ from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
+    STATE_KEY,
     NodeRecord,
     Outcome,
     Phase,
@@ -243,6 +244,26 @@ def test_another_run_with_the_id_keeps_its_keys(server: MemoryServer, time: Time
     closing = close_run("n1", NEVER_SEEN, Outcome.CLOSED, "done", 60.0, may_close=lambda _: True)
     assert "Expire" not in closer.carry_out(slowly(closing))
     assert stored(newcomer).leader == "n2"
+
+
+def test_who_lost_the_lead_does_not_close_the_run(server: MemoryServer, time: Time) -> None:
+    """All its nodes are done, as the last leader saw it; the next one may know better."""
+    leader, joiner = Life("n1", server, time, RULES), Life("n2", server, time, RULES)
+    leader.go()
+    finish(leader, joiner)
+    joiner.node.report_done()
+    joiner.send(None)
+    joiner.go()
+    leader.node.report_done()
+    leader.send(None)
+    for _ in range(20):
+        if leader.node.closing:
+            break
+        leader.answer()
+    assert leader.node.closing
+    leader.client.put(STATE_KEY, replace(stored(leader), leader="n2").encode())
+    leader.go()
+    assert stored(leader).phase is Phase.RUNNING
 
 
 def test_a_closed_run_is_not_closed_twice(server: MemoryServer, time: Time) -> None:

@@ -138,6 +138,21 @@ def test_the_shards_stand_before_the_document_that_names_them(time: Time) -> Non
     assert leader.log[naming + 1] == f"CompareAndSet {STATE_KEY}"
 
 
+def test_a_node_looks_again_for_a_shard_that_it_did_not_find(time: Time) -> None:
+    """A store may show the document before the shards that were written before it."""
+    leader, joiner = pair(time, MemoryServer())
+    joiner.go()
+    leader.go()
+    shards = {key: it.value for key, it in leader.client.list(ROSTER_PREFIX).items()}
+    leader.client.delete_many([*shards])
+    joiner.go()
+    assert not joiner.node.record.world_id
+    for key, value in shards.items():
+        leader.client.put(key, value)
+    joiner.wake()
+    assert joiner.node.record.world_id == stored(leader).world_id
+
+
 def test_a_leader_writes_lost_shards_again(time: Time) -> None:
     """One that took over: who led before knows all nodes, and writes them with the document."""
     server = MemoryServer()
