@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -106,7 +107,10 @@ def test_an_excluded_host_waits_until_it_is_included(
     without = run.await_world("ac", by_rank=True)
     assert "excluded 127.0.0.2[" in str(last_cause(run, store)["reason"])
     status = rdzv(run, store, "status")
-    assert ": running round 1, 2 of 1..3 nodes; 127.0.0.2 excluded until " in status
+    # The workers of the others may have failed when those of the excluded node ended.
+    assert re.search(
+        r": running round \d+, 2 of 1\.\.3 nodes; 127\.0\.0\.2 excluded until ", status
+    )
     assert "ECC errors" in rdzv(run, store, "excluded")
     log = run.agents["b"].log
     run.await_that(lambda: "; this node waits meanwhile" in log.read_text(), "its warning", 10)

@@ -115,6 +115,7 @@ CALM = Focus(
         "unacknowledged": 0.0,
         "late": 0.0,
         "ambush": None,
+        **UNSTEERED,
     },
 )
 """Large worlds in which nothing fails but many hosts at once."""
