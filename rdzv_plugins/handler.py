@@ -589,9 +589,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         run = f"run '{self._run_id}'"
         latest = self._node.latest
         match outcome.failure:
-            case Failure.CLOSED | Failure.SPARE_CLOSED if (
-                latest is not None and latest.outcome is Outcome.NO_PROGRESS
-            ):
+            case Failure.CLOSED | Failure.SPARE_CLOSED if self.made_no_progress:
                 return SystemExit(_NO_PROGRESS)
             case Failure.SPARE_CLOSED if latest is None or latest.outcome is not Outcome.FAILED:
                 return SystemExit(0)

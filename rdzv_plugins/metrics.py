@@ -230,7 +230,7 @@ def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]
 
 def state(record: NodeRecord, *, lost: bool) -> str:
     """In which of `STATES` a node is that has this record."""
-    gone = record.status in (Status.LEFT, Status.DONE)
+    gone = record.is_over
     return "lost" if lost and not gone else _STATES[record.status]
 
 

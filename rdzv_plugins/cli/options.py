@@ -27,6 +27,7 @@ __all__ = [
     "EndpointOption",
     "JsonOption",
     "RunOption",
+    "no_run",
     "parse_conf",
     "plain_console",
     "print_json",
@@ -117,6 +118,14 @@ def parse_conf(conf: str) -> dict[str, str]:
         if not value.strip():
             raise ValueError(f"--rdzv-conf: the option '{name.strip()}' has no value")
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def no_run(client: KeyValueClient, run_id: str) -> ValueError:
+    """The error where no run of this package's handler stands under the id."""
+    from rdzv_plugins.inspection import is_torchs
+
+    only = " of handler=rdzv, only one of handler=torch" if is_torchs(client) else ""
+    return ValueError(f"there is no run '{run_id}'{only}")
 
 
 def plain_console() -> Console:

@@ -14,6 +14,7 @@ from rdzv_plugins.cli.options import (
     EndpointOption,
     JsonOption,
     RunOption,
+    no_run,
     plain_console,
     print_json,
 )
@@ -246,18 +247,16 @@ def _give(access: Access, run_id: str, work: Effects[Given]) -> Given:
     with access.connect(run_id) as client:
         given = carry_out(client, access.archive(run_id), work, tell=lambda _: None)
         if given.document is None:
-            raise ValueError(_why_not(client, run_id))
+            raise _why_not(client, run_id)
     return given
 
 
-def _why_not(client: KeyValueClient, run_id: str) -> str:
-    from rdzv_plugins.inspection import is_torchs
+def _why_not(client: KeyValueClient, run_id: str) -> ValueError:
     from rdzv_plugins.protocol.documents import STATE_KEY
 
     if client.get(STATE_KEY) is not None:
-        return f"run '{run_id}' is closed"
-    only = " of handler=rdzv, only one of handler=torch" if is_torchs(client) else ""
-    return f"there is no run '{run_id}'{only}"
+        return ValueError(f"run '{run_id}' is closed")
+    return no_run(client, run_id)
 
 
 def _warn_if_short(given: Given) -> None:

@@ -16,6 +16,7 @@ from rdzv_plugins.cli.options import (
     EndpointOption,
     JsonOption,
     RunOption,
+    no_run,
     plain_console,
     print_json,
 )
@@ -157,7 +158,6 @@ def close(
 ) -> None:  # fmt: skip
     """Close a run: the current round trains to its end, and no further round forms."""
     from rdzv_plugins.driver import carry_out
-    from rdzv_plugins.inspection import is_torchs
     from rdzv_plugins.protocol.cleanup import close_run
     from rdzv_plugins.protocol.documents import STATE_KEY, Outcome
 
@@ -165,8 +165,7 @@ def close(
     with access.connect(run_id) as client:
         entry = client.get(STATE_KEY)
         if entry is None:
-            only = " of handler=rdzv, only one of handler=torch" if is_torchs(client) else ""
-            raise ValueError(f"there is no run '{run_id}'{only}")
+            raise no_run(client, run_id)
         ttl = access.settings.sweep_after
         why = "closed by the command rdzv close"
         work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close=lambda _: True)

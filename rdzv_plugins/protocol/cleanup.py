@@ -16,7 +16,6 @@ from rdzv_plugins.protocol.documents import (
     Outcome,
     Phase,
     RoundDocument,
-    Status,
 )
 from rdzv_plugins.protocol.effects import (
     CompareAndSet,
@@ -173,13 +172,8 @@ def tidy_up(
     dead = [
         node
         for node, record in records.items()
-        if node not in runs.ranks
-        and (is_silent(node) or (_is_over(record) and not record.is_unfit))
+        if node not in runs.ranks and (is_silent(node) or record.has_ended)
     ]
     old = (*outdated, *(NODES_PREFIX + node for node in dead))
     if old:
         yield from Drop(old)
-
-
-def _is_over(record: NodeRecord) -> bool:
-    return record.status in (Status.LEFT, Status.DONE)

@@ -277,9 +277,7 @@ def _of_the_round(
     waiting = [
         node
         for node, record in live.items()
-        if record.status in (Status.JOIN, Status.SPARE)
-        and fits(record, document)
-        and node not in out
+        if record.asks and fits(record, document) and node not in out
     ]
     match document.phase:
         case Phase.FORMING:

@@ -504,6 +504,21 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         return f"{self.address}[{self.pid}]"
 
     @property
+    def asks(self) -> bool:
+        """Whether it asks for a round."""
+        return self.status in (Status.JOIN, Status.SPARE)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no round is to wait for it: it is in none, or its workers succeeded."""
+        return self.status in (Status.LEFT, Status.DONE)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over for good: it does not try again either."""
+        return self.is_over and not self.is_unfit
+
+    @property
     def is_unfit(self) -> bool:
         """Whether it is in no round and asks for none until its check passes, or it gives up."""
         return self.status is Status.LEFT and self.unfit != ""

@@ -12,7 +12,6 @@ from rdzv_plugins.protocol.documents import (
     Exclusion,
     NodeRecord,
     RoundDocument,
-    Status,
     labels,
 )
 
@@ -30,6 +29,7 @@ __all__ = [
     "until_the_first_ends",
     "why_kept_out",
     "with_orders_of",
+    "without_hosts",
 ]
 
 _NOBODY: frozenset[str] = frozenset()
@@ -46,6 +46,11 @@ def in_force(document: RoundDocument, now: float) -> dict[str, Exclusion]:
     """The exclusions and quarantines that hold at this time, by host; seconds since the epoch."""
     both = (*document.quarantined, *document.excluded)
     return {it.host: it for it in both if it.holds(now)}
+
+
+def without_hosts(held: Iterable[Exclusion], hosts: Collection[str]) -> tuple[Exclusion, ...]:
+    """Exclusions or quarantines but for those of some hosts."""
+    return tuple(it for it in held if it.host not in hosts)
 
 
 def exclusion_of(document: RoundDocument, host: str, now: float) -> Exclusion | None:
@@ -110,7 +115,7 @@ def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: floa
     drained = document.drained
     if len(drained) > _DRAINED_KEPT:
         old = drained[:-_DRAINED_KEPT]
-        alive = (node for node in old if node in records and not _has_ended(records[node]))
+        alive = (node for node in old if node in records and not records[node].has_ended)
         drained = (*alive, *drained[-_DRAINED_KEPT:])
     return replace(
         document,
@@ -118,10 +123,6 @@ def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: floa
         excluded=tuple(it for it in document.excluded if it.holds(now)),
         quarantined=tuple(it for it in document.quarantined if it.holds(now)),
     )
-
-
-def _has_ended(record: NodeRecord) -> bool:
-    return record.status in (Status.LEFT, Status.DONE) and not record.is_unfit
 
 
 def until_the_first_ends(
@@ -133,7 +134,7 @@ def until_the_first_ends(
     hosts = {
         record.address
         for node, record in records.items()
-        if record.status in (Status.JOIN, Status.SPARE) and node not in document.drained
+        if record.asks and node not in document.drained
     }
     ends = [
         it.until - now

@@ -111,9 +111,7 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
     asks = {
         node
         for node in live
-        if fits(records[node], document)
-        and records[node].status in (Status.JOIN, Status.SPARE)
-        and node not in awaited
+        if fits(records[node], document) and records[node].asks and node not in awaited
     }
     ready = asks.difference(out)
     sizes = Sizes.of(rules)
@@ -229,7 +227,7 @@ def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
 
 
 def _said_so(record: NodeRecord | None) -> bool:
-    return record is not None and record.status in (Status.LEFT, Status.DONE)
+    return record is not None and record.is_over
 
 
 def doubted(view: View, records: Mapping[str, NodeRecord]) -> list[str]:
@@ -348,7 +346,8 @@ def _name_participants(
 def _lead_confirming(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> Action:
-    lost, rejoined, out = _changes(view, document, records)
+    kept = kept_out(document, records, view.wall)
+    lost, rejoined, out = _changes(view, document, records, kept)
     if lost or rejoined or out:
         # This round never ran: keep the cause of the round before it.
         cause = _amended(document.cause, records, lost)
@@ -370,8 +369,8 @@ def _lead_confirming(
 
 
 def _lead_running(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
-    lost, rejoined, out = _changes(view, document, records)
     kept = kept_out(document, records, view.wall)
+    lost, rejoined, out = _changes(view, document, records, kept)
     newcomers = [
         node
         for node, record in records.items()
@@ -379,7 +378,7 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         and node not in kept
         and _is_live(view, node, record)
         and fits(record, document)
-        and record.status in (Status.JOIN, Status.SPARE)
+        and record.asks
     ]
     # A node that was only cut off, and was not replaced, never stopped running.
     back = {
@@ -435,10 +434,9 @@ def may_grow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> bool
 
 
 def _changes(
-    view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
+    view: View, document: RoundDocument, records: Mapping[str, NodeRecord], kept: Collection[str]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Participants that are newly gone, that ask to join again, and that people took out."""
-    kept = kept_out(document, records, view.wall)
+    """Participants that are newly gone, that ask to join again, and that are to be kept out."""
     out = [
         node
         for node in document.participants
@@ -522,7 +520,7 @@ def _is_done(document: RoundDocument, record: NodeRecord | None) -> bool:
 
 def has_rejoined(document: RoundDocument, record: NodeRecord | None, ended_round: int) -> bool:
     """Whether the node asked to join after ``ended_round``; an earlier request does not count."""
-    if record is None or record.status not in (Status.JOIN, Status.SPARE):
+    if record is None or not record.asks:
         return False
     return _round_in(document, record) >= ended_round
 

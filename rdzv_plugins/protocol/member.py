@@ -19,7 +19,6 @@ from rdzv_plugins.protocol.choice import Sizes
 from rdzv_plugins.protocol.documents import (
     Cause,
     Names,
-    NodeRecord,
     Phase,
     RoundDocument,
     Status,
@@ -222,7 +221,7 @@ def _take_part(view: View, document: RoundDocument) -> Action | None:
 
 def _on_rank(view: View, document: RoundDocument) -> Action | None:
     """What a node does that has a rank and has not confirmed it."""
-    if _wants_in(view.record) and _last_round(view, document) >= document.round:
+    if view.record.asks and _last_round(view, document) >= document.round:
         return None  # It asks for a later round.
     given = view.given.get(document.incarnation, -1)
     if given >= document.round:
@@ -239,7 +238,7 @@ def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
     record, last = view.record, _last_round(view, document)
     if document.phase is Phase.FORMING and view.me in document.old_ranks:
         # It had a rank in a round that never ran, or that it never saw: say that it is not in it.
-        if not _wants_in(record) or last < document.round - 1:
+        if not record.asks or last < document.round - 1:
             round_ = max(last, document.round - 1)
             return SetRecord(Status.JOIN, document.incarnation, round_)
     elif record.status is Status.RUN and not confirmed:
@@ -256,10 +255,6 @@ def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
 def is_full(document: RoundDocument, rules: Rules) -> bool:
     """Whether the round has as many nodes as it can have."""
     return document.size - len(document.lost) >= Sizes.of(rules).most
-
-
-def _wants_in(record: NodeRecord) -> bool:
-    return record.status in (Status.JOIN, Status.SPARE)
 
 
 def _last_round(view: View, document: RoundDocument) -> int:

@@ -19,16 +19,13 @@ from rdzv_plugins.protocol.documents import (
     NodeRecord,
     Phase,
     RoundDocument,
-    Status,
     labels,
 )
 from rdzv_plugins.protocol.effects import CompareAndSet, Effects, List, Read, Ring
-from rdzv_plugins.protocol.kept_out import kept_out
+from rdzv_plugins.protocol.kept_out import kept_out, without_hosts
 from rdzv_plugins.protocol.record_cache import RecordCache
 
 __all__ = ["Given", "drain", "exclude", "give", "include", "nodes_named", "resize", "restart"]
-
-_OVER = (Status.LEFT, Status.DONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +55,7 @@ def nodes_named(name: str, records: Mapping[str, NodeRecord]) -> list[str]:
     return [
         node
         for node, record in records.items()
-        if name in (node, record.label, record.address)
-        and (record.status not in _OVER or record.is_unfit)
+        if name in (node, record.label, record.address) and not record.has_ended
     ]
 
 
@@ -111,9 +107,7 @@ def resize(giver: str) -> Effects[Given]:
     if document is None:
         return Given()
     waiting = [
-        node
-        for node, record in records.items()
-        if record.status in (Status.JOIN, Status.SPARE) and node not in document.ranks
+        node for node, record in records.items() if record.asks and node not in document.ranks
     ]
     if not waiting:
         return Given(document=document)
@@ -138,7 +132,7 @@ def exclude(giver: str, exclusion: Exclusion, now: Callable[[], float]) -> Effec
         return Given()
 
     def excluded(run: RoundDocument) -> RoundDocument:
-        return replace(run, excluded=(*_others(run, exclusion.host), exclusion))
+        return replace(run, excluded=(*without_hosts(run.excluded, [exclusion.host]), exclusion))
 
     after = yield from give(giver, document.incarnation, excluded)
     if after is None:
@@ -158,17 +152,13 @@ def include(giver: str, host: str) -> Effects[Given]:
     def included(run: RoundDocument) -> RoundDocument:
         return replace(
             run,
-            excluded=_others(run, host),
-            quarantined=tuple(it for it in run.quarantined if it.host != host),
+            excluded=without_hosts(run.excluded, [host]),
+            quarantined=without_hosts(run.quarantined, [host]),
             strikes=tuple(it for it in run.strikes if it.host != host),
         )
 
     after = yield from give(giver, document.incarnation, included)
     return Given(document=after, nodes=(host,) if was else (), left=len(records))
-
-
-def _others(document: RoundDocument, host: str) -> tuple[Exclusion, ...]:
-    return tuple(it for it in document.excluded if it.host != host)
 
 
 def give(
@@ -206,4 +196,4 @@ def _look() -> Effects[tuple[RoundDocument | None, dict[str, NodeRecord]]]:
 
 def _left(document: RoundDocument, records: Mapping[str, NodeRecord], now: float) -> int:
     out = kept_out(document, records, now)
-    return len([node for node, it in records.items() if node not in out and it.status not in _OVER])
+    return len([node for node, it in records.items() if node not in out and not it.is_over])

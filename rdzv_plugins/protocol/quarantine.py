@@ -15,7 +15,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Strikes,
 )
-from rdzv_plugins.protocol.kept_out import in_force
+from rdzv_plugins.protocol.kept_out import in_force, without_hosts
 from rdzv_plugins.protocol.rules import Rules
 
 __all__ = ["counted", "let_in", "quarantined"]
@@ -94,7 +94,7 @@ def quarantined(
         known[host] = Strikes(host, (), served, until)
         document = replace(
             document,
-            quarantined=(*_but(document.quarantined, [host]), Exclusion(host, until, why)),
+            quarantined=(*without_hosts(document.quarantined, [host]), Exclusion(host, until, why)),
             strikes=tuple(known.values())[-_HOSTS_KEPT:],
         )
     return document
@@ -126,12 +126,8 @@ def let_in(
         nodes += of_host
         freed.append(it.host)
         if world_size(nodes, records, sizes):
-            return replace(document, quarantined=_but(document.quarantined, freed))
+            return replace(document, quarantined=without_hosts(document.quarantined, freed))
     return None
-
-
-def _but(held: tuple[Exclusion, ...], hosts: Collection[str]) -> tuple[Exclusion, ...]:
-    return tuple(it for it in held if it.host not in hosts)
 
 
 def _recent(strikes: Strikes, rules: Rules, now: float) -> tuple[float, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.integration.stores import KINDS, Kind, RunningStore, running
+from tests.integration.torchrun import Begin, runs
 
 
 @pytest.fixture(scope="session", params=KINDS, ids=lambda kind: kind.name)
@@ -24,6 +26,13 @@ def store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
     name = getattr(request, "param", "redis")
     with running(next(kind for kind in KINDS if kind.name == name)) as started:
         yield started
+
+
+@pytest.fixture
+def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
+    """Makes a run of torchrun's agents on the store."""
+    with runs(store, tmp_path) as make:
+        yield make
 
 
 @pytest.fixture

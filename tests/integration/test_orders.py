@@ -7,24 +7,15 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from tests import Measure
 from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import Begin, Run, runs
+from tests.integration.torchrun import Begin, Run
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture
-def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
-    """Makes a run of torchrun's agents on the store."""
-    with runs(store, tmp_path) as make:
-        yield make
 
 
 def rdzv(run: Run, store: RunningStore, command: str, *arguments: str) -> str:

@@ -12,16 +12,10 @@ from rdzv_plugins.demo.agents import Agent
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
 from rdzv_plugins.worker import CurrentRound
 from tests import Measure
-from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.stores import RunningStore
 from tests.integration.torchrun import Begin, Pause, Run, runs
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[RunningStore]:
-    with running(next(kind for kind in KINDS if kind.name == "redis")) as started:
-        yield started
 
 
 @pytest.fixture

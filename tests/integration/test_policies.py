@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests import Measure
-from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import Begin, runs
+from tests.integration.stores import every_store
+from tests.integration.torchrun import Begin
 
 pytestmark = pytest.mark.timeout(240)
 
 LAST_CALL = 15.0
-
-
-@pytest.fixture
-def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
-    """Makes a run of torchrun's agents on the store."""
-    with runs(store, tmp_path) as make:
-        yield make
 
 
 @every_store

@@ -7,27 +7,18 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from rdzv_plugins.protocol.documents import STATE_KEY
 from tests import Measure
 from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import LEASE, PATIENCE, Begin, Pause, runs
+from tests.integration.torchrun import LEASE, PATIENCE, Begin, Pause
 
 pytestmark = pytest.mark.timeout(240)
 
 # Above all that was measured on a busy machine (4.5 s), below what a second lease would cost.
 SECOND_LEASE = 2 * LEASE - 0.3
-
-
-@pytest.fixture
-def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
-    """Makes a run of torchrun's agents on the store."""
-    with runs(store, tmp_path) as make:
-        yield make
 
 
 @every_store

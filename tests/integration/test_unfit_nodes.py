@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,9 @@ import pytest
 
 from tests import Measure
 from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import Begin, Pause, Run, runs
+from tests.integration.torchrun import Begin, Pause, Run
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture
-def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
-    """Makes a run of torchrun's agents on the store."""
-    with runs(store, tmp_path) as make:
-        yield make
 
 
 class Check:

@@ -957,7 +957,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "leader",
-                "    return record is not None and record.status in (Status.LEFT, Status.DONE)\n",
+                "    return record is not None and record.is_over\n",
                 "    return record is not None and not record.unfit and (\n"
                 "        record.status in (Status.LEFT, Status.DONE)\n"
                 "    )\n",

@@ -65,6 +65,8 @@ class _Module:
         self._nodes = [*ast.walk(ast.parse(code))]
         functions = [it for it in self._nodes if isinstance(it, ast.FunctionDef)]
         self._functions = {it.name: it for it in functions}
+        imports = [it for it in self._nodes if isinstance(it, ast.ImportFrom)]
+        self._imported = {name.name for it in imports for name in it.names}
         # The innermost comes last.
         self._scopes = sorted(functions, key=lambda it: it.lineno)
 
@@ -76,7 +78,7 @@ class _Module:
                     yield from self._told_by_call(_name(function), first, more)
                 case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[first, *_])):
                     # A class that is chosen at run time.
-                    if name.islower() and name not in self._functions:
+                    if name.islower() and name not in {*self._functions, *self._imported}:
                         yield first
                 case ast.FunctionDef(name="remarks"):
                     yield from self._told_by_remarks(node)
