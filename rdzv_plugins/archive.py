@@ -38,6 +38,8 @@ EXCLUDED = "!excluded"
 _ALL_RUNS = "!all"
 # An exclusion without an end is forgotten so long after the last order of its kind under a prefix.
 _LONGEST_EXCLUSION = 365 * 24 * 3600.0
+# Nothing is left in the store so long after the last exclusion was taken back.
+_AFTER_THE_LAST = 60.0
 
 # A node that was away for less finds the tombstone of its run.
 _TOMBSTONE_SECONDS = 7 * 24 * 3600.0
@@ -199,13 +201,14 @@ class Archive:
                 held = _hold(change(_hold(_excluded(entry), now)), now)
                 value, expected = msgspec.json.encode(held), entry.version if entry else None
                 entry, written = client.compare_and_set(key, value, expected)
-            kept = {it: _hold(_excluded(entry), now) for it, entry in client.list("").items()}
-            client.delete_many([it for it, held in kept.items() if not held])
-            ends = [it.until for held in kept.values() for it in held]
-            longest = max(
-                (_LONGEST_EXCLUSION if it is None else it - now for it in ends), default=0
-            )
-            client.expire(longest)
+            seen, entries = None, client.list("")
+            # Again if another changed them meanwhile: its deadline may have come before this one.
+            while seen != (seen := {it: entry.version for it, entry in entries.items()}):
+                kept = (it for entry in entries.values() for it in _hold(_excluded(entry), now))
+                ends = [_LONGEST_EXCLUSION if it.until is None else it.until - now for it in kept]
+                # Not at once: another may write one at this moment.
+                client.expire(max(ends, default=_AFTER_THE_LAST))
+                entries = client.list("")
 
     def _enlist(self, client: KeyValueClient, record: RoundRecord, at: datetime) -> None:
         if record.phase is Phase.RUNNING:

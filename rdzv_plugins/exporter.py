@@ -58,8 +58,8 @@ EXPORTED = (
         name="rdzv_nodes",
         kind=Kind.GAUGE,
         labels=("run", "state"),
-        text="nodes of the run by state: joined (they ask for a round), running, spare, done, left"
-        " or lost",
+        text="nodes of the run by state: joined (they ask for a round), running, spare, done, left,"
+        " unfit (its check failed; it tries again) or lost",
     ),
     Metric(
         name="rdzv_nodes_waiting",

@@ -59,7 +59,7 @@ T = TypeVar("T")
 CAUSES = (*round_record.CAUSES, "other")
 """The values of the label ``cause``: the fields of `documents.Cause`; "other": it names no node."""
 
-STATES = ("joined", "running", "spare", "done", "left", "lost")
+STATES = ("joined", "running", "spare", "done", "left", "unfit", "lost")
 """The values of the label ``state``: what a node's record says; "lost": its lease has run out."""
 
 _STATES = dict(zip(Status, ("joined", "running", "spare", "done", "left"), strict=True))
@@ -145,8 +145,8 @@ METRICS = (
         name="rdzv_nodes",
         kind=Kind.GAUGE,
         labels=("state",),
-        text="nodes of the run by state: joined (they ask for a round), running, spare, done, left"
-        " or lost; only from the node that leads",
+        text="nodes of the run by state: joined (they ask for a round), running, spare, done, left,"
+        " unfit (its check failed; it tries again) or lost; only from the node that leads",
     ),
     Metric(
         name="rdzv_nodes_waiting",
@@ -230,8 +230,9 @@ def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]
 
 def state(record: NodeRecord, *, lost: bool) -> str:
     """In which of `STATES` a node is that has this record."""
-    gone = record.is_over
-    return "lost" if lost and not gone else _STATES[record.status]
+    if lost and not record.has_ended:
+        return "lost"
+    return "unfit" if record.is_unfit else _STATES[record.status]
 
 
 def causes_of(round_: Cause | round_record.RoundRecord) -> Sequence[str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rdzv_plugins.kv import KeyValueClient
+    from rdzv_plugins.protocol.documents import Exclusion
     from rdzv_plugins.protocol.effects import Effects
     from rdzv_plugins.protocol.orders import Given
 
@@ -82,6 +83,11 @@ def restart(
     given = _give(access, run_id, orders.restart(_GIVER, reason))
     assert given.document is not None
     number = given.document.round
+    if given.done:
+        raise ValueError(
+            f"run '{run_id}' is about to end: the workers of {', '.join(given.done)} succeeded, "
+            "and would run again; nobody was restarted"
+        )
     if given.document.phase is Phase.RUNNING:
         typer.echo(f"restarted run '{run_id}': round {number + 1} begins")
     else:
@@ -173,7 +179,7 @@ def excluded(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     as_json: JsonOption = False, all_runs: AllRunsOption = False,
 ) -> None:  # fmt: skip
-    """List the hosts that are excluded from a run id, until when and why."""
+    """List the hosts that are excluded from a run id, or quarantined, until when and why."""
     from datetime import UTC, datetime
 
     from rich.table import Table
@@ -185,6 +191,7 @@ def excluded(
     _check_run(run_id, all_runs)
     archive = access.archive(run_id)
     found = {it.host: (it, "all runs") for it in archive.exclusions(now, True)}
+    quarantined: tuple[Exclusion, ...] = ()
     if not all_runs:
         found |= {it.host: (it, run_id) for it in archive.exclusions(now, False)}
         with access.connect(run_id) as client:
@@ -193,15 +200,17 @@ def excluded(
         if document is not None and not document.closed:
             held = in_force(document, now)
             found |= {host: (it, run_id) for host, it in held.items() if host not in found}
-    table = Table("host", "until (UTC)", "from", "why")
+            quarantined = document.quarantined
+    table = Table("host", "kept out by", "until (UTC)", "from", "why")
     for it, whose in found.values():
+        by = "quarantine" if it in quarantined else "exclusion"
         if as_json:
-            print_json({"schema": 1, **as_data(it), "from": whose})
+            print_json({"schema": 1, **as_data(it), "from": whose, "by": by})
             continue
         until = "rdzv include"
         if it.until is not None:
             until = datetime.fromtimestamp(it.until, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(it.host, until, whose, it.why)
+        table.add_row(it.host, by, until, whose, it.why)
     if not as_json:
         plain_console().print(table if found else "no host is excluded", soft_wrap=not found)
 

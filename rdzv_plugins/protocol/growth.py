@@ -36,10 +36,12 @@ def hold(view: View, newcomers: int, room: int, permitted: bool) -> Hold | None:
         room: for how many the round has room at most.
         permitted: workers have said that now is a good moment.
     """
-    rules = view.rules
-    if view.document is not None and view.document.resize:
+    rules, document = view.rules, view.document
+    if document is not None and document.resize:
         return None
-    if rules.grow == "never" or (rules.grow == "checkpoint" and not permitted):
+    # With restart_on_loss=false a lost node stays one of the round: its replacement is no growth.
+    grows = document is None or not document.lost
+    if grows and (rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)):
         return Hold(f"grow={rules.grow}")
     limits = [
         (rules.min_uptime - view.uptime, "to min_uptime"),

@@ -83,6 +83,7 @@ def with_orders_of(document: RoundDocument, stored: RoundDocument) -> RoundDocum
         carried_over(replace(document, excluded=stored.excluded), document.excluded),
         drained=(*document.drained, *fresh),
         restart=document.restart or stored.restart,
+        resize=document.resize or stored.resize,
     )
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "doubted",
     "fits",
     "has_rejoined",
+    "is_done",
     "lead",
     "may_grow",
     "next_round",
@@ -390,7 +391,7 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         and (node == view.me or view.moved(node))
     }
     gone = {*lost, *document.lost} - {*rejoined, *back} - {*out}
-    done = {node for node in document.participants if _is_done(document, records.get(node))}
+    done = {node for node in document.participants if is_done(document, records.get(node))}
     # Once a node is done, newcomers no longer restart the others.
     present = without(document.participants, gone)
     sizes = Sizes.of(view.rules)
@@ -401,7 +402,8 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     room = sizes.most - len(present)
     more = size - len(present)
     held = hold(view, more, room, may_grow(document, records)) if grows else None
-    ordered = bool(out or document.restart)
+    # What is done is not done again: a restart would wait for those nodes in vain.
+    ordered = bool(out or (document.restart and not done))
     if rejoined or ordered or (lost and view.rules.restart_on_loss) or (grows and held is None):
         cause = _amended(Cause(), records, gone).plus(
             failed=[records[node].label for node in rejoined if records[node].failed],
@@ -422,8 +424,9 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         return Close(document, Outcome.SUCCEEDED, "its workers succeeded")
     if done and newcomers and not document.finishing:
         return Write(replace(document, finishing=True))
-    if document.resize:
-        return Write(replace(document, resize=False))  # The moment is over; nobody waits.
+    if document.resize or document.restart:
+        # The moment is over: nobody waits, or a node is done.
+        return Write(replace(document, resize=False, restart=""))
     until = [_until_lease(view, present), held.seconds if held is not None else None]
     return Wait(min((it for it in until if it is not None), default=None), enough=grows)
 
@@ -440,7 +443,7 @@ def _changes(
     out = [
         node
         for node in document.participants
-        if node in kept and not view.is_silent(node) and not _is_done(document, records.get(node))
+        if node in kept and not view.is_silent(node) and not is_done(document, records.get(node))
     ]
     lost = [
         node
@@ -448,7 +451,7 @@ def _changes(
         if node not in document.lost
         and node not in out
         and _is_gone(view, node, records.get(node))
-        and not _is_done(document, records.get(node))
+        and not is_done(document, records.get(node))
     ]
     rejoined = [
         node
@@ -511,7 +514,7 @@ def _is_gone(view: View, node: str, record: NodeRecord | None) -> bool:
     return view.confirmed_silence(node) >= view.patience(node)
 
 
-def _is_done(document: RoundDocument, record: NodeRecord | None) -> bool:
+def is_done(document: RoundDocument, record: NodeRecord | None) -> bool:
     """Whether the node's workers succeeded in this round; the node may have ended since."""
     if record is None or record.status is not Status.DONE:
         return False

@@ -23,6 +23,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import CompareAndSet, Effects, List, Read, Ring
 from rdzv_plugins.protocol.kept_out import kept_out, without_hosts
+from rdzv_plugins.protocol.leader import is_done
 from rdzv_plugins.protocol.record_cache import RecordCache
 
 __all__ = ["Given", "drain", "exclude", "give", "include", "nodes_named", "resize", "restart"]
@@ -36,12 +37,14 @@ class Given:
         document: with the order; None: there is no such run, or it is closed.
         nodes: whom it is about, by their labels.
         unknown: names that no node of the run has.
+        done: the nodes for whose sake nothing was changed, since their workers succeeded.
         left: how many nodes remain that could be in a round, as far as their records tell.
     """
 
     document: RoundDocument | None = None
     nodes: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()
     left: int = 0
 
     @property
@@ -89,10 +92,12 @@ def drain(giver: str, names: Collection[str], now: Callable[[], float]) -> Effec
 
 
 def restart(giver: str, why: str) -> Effects[Given]:
-    """Begin a new round, unless one forms already; ``why`` is for people."""
+    """Begin a new round, unless one forms already, or a node is done; ``why`` is for people."""
     document, records = yield from _look()
     if document is None:
         return Given()
+    if done := [node for node, it in records.items() if is_done(document, it)]:
+        return Given(document=document, done=tuple(sorted(labels(records, done))))
 
     def restarted(run: RoundDocument) -> RoundDocument:
         return replace(run, restart=why) if run.phase is Phase.RUNNING else run

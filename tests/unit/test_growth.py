@@ -76,6 +76,15 @@ class TestWhenNewcomersAreLetIn:
         here = leads(grow="never", min_uptime=60.0, silent={"n2": 9.0})
         assert grows(here)
 
+    def test_who_replaces_a_lost_node_is_no_growth(self) -> None:
+        """With restart_on_loss=false the round went on without it."""
+        lost = replace(NOW, lost=("n2",))
+        here = leads(
+            now=lost, grow="never", restart_on_loss=False, silent={"n2": 9.0}, enough_for=5.0
+        )
+        assert grows(here)
+        assert not grows(replace(here, enough_for=4.9))
+
 
 class TestWhatIsSaid:
     @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from rdzv_plugins.metrics import CAUSES, METRICS, STATES, Kind, Measured, Metric
 from rdzv_plugins.protocol.documents import Cause, Phase, Status
 from rdzv_plugins.testing.threads import Background
 from rdzv_plugins.torch_compat import events
+from tests import replace
 from tests.unit.handlers import LEASE, Site
 from tests.unit.handlers import site as make_site
 from tests.unit.test_store_client import DictClient
@@ -452,7 +453,8 @@ class TestTheTable:
         fields = [name for name in Cause.__struct_fields__ if name not in others]
         assert [*CAUSES[:-1]] == fields
         shown = [state(record("n", status), lost=False) for status in Status]
-        assert shown == [*STATES[:-1]]
+        unfit = replace(record("n", Status.LEFT), unfit="disk: full")
+        assert [*shown, state(unfit, lost=False), state(unfit, lost=True)] == [*STATES]
         assert {state(record("n", status), lost=True) for status in Status} == {
             "lost", "done", "left",
         }  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -105,6 +106,11 @@ class TestTheLeader:
         after = written(lead(replace(NOW, restart=why), {}))
         assert (after.round, after.previous) == (5, ("n1", "n2", "n3"))
         assert (after.reason, after.restart) == (why, "")
+
+    def test_what_a_node_has_done_is_not_started_again(self) -> None:
+        done = replace(running("n3", NOW), status=Status.DONE)
+        asked = replace(NOW, restart="restarted")
+        assert written(lead(asked, {"n3": done})) == NOW
 
     def test_a_restart_does_not_hide_what_else_happens(self) -> None:
         after = written(lead(replace(NOW, restart="restarted"), {"n3": record("n3", Status.LEFT)}))
@@ -263,6 +269,21 @@ class Unanswered(Life):
         return super()._perform(request)
 
 
+class Interrupted(Archive):
+    """Another command runs between this one's look at all exclusions and the deadline it sets."""
+
+    def __init__(self, server: MemoryServer, other: Callable[[], None]) -> None:
+        others = [other]
+
+        class Client(MemoryClient):
+            def expire(self, seconds: float) -> None:
+                if others:
+                    others.pop()()
+                super().expire(seconds)
+
+        super().__init__(partial(Client, server), NAMESPACE, history_ttl=3600.0)
+
+
 class TestTheArchive:
     def test_the_next_run_of_the_id_finds_it_and_no_other(self) -> None:
         server = MemoryServer()
@@ -294,7 +315,16 @@ class TestTheArchive:
         assert not kept.include("n4", 0.0)
         assert kept.include("n3", 0.0)
         assert kept.exclusions(0.0) == ()
-        assert MemoryClient(server, EXCLUDED_KEYS).list("") == {}
+        assert 0 < server.deadlines[EXCLUDED_KEYS] - monotonic() <= 60, "nothing is left then"
+
+    def test_two_commands_at_once_lose_nothing(self) -> None:
+        """The other one comes where this one looks for how long all must be kept."""
+        server = MemoryServer()
+        other = archive(server)
+        kept = Interrupted(server, lambda: other.exclude(Exclusion("n4", 9000.0), 0.0))
+        kept.exclude(BAD, 0.0)
+        assert {it.host for it in kept.exclusions(0.0)} == {"n3", "n4"}
+        assert server.deadlines[EXCLUDED_KEYS] - monotonic() > 8000
 
     def test_what_another_version_wrote_excludes_nobody(self) -> None:
         server = MemoryServer()
@@ -394,6 +424,13 @@ class TestTheCommands:
         store.give(restart("rdzv", "why"))
         assert store.document == replace(NOW, restart="why")
         assert store.client.get(BELL_KEY) is not None
+
+    def test_no_restart_once_a_node_is_done(self) -> None:
+        store = Commands()
+        done = replace(running("n2", NOW), status=Status.DONE)
+        store.client.put(NODES_PREFIX + "n2", done.encode())
+        assert store.give(restart("rdzv", "why")).done == ("n2[1]",)
+        assert store.document == NOW
 
     def test_no_restart_while_a_round_forms(self) -> None:
         store = Commands(FORMING)

@@ -27,6 +27,7 @@ EXPLAINS_ITSELF = (
     "there is no run '…'",
     "run '…' is closed",
     "run '…' has no node '…': nobody was drained",
+    "run '…' is about to end: the workers of … succeeded, and would run again",
     "--why: longer than … characters",
     "--for: '…' is no time such as 90s, 30m, 1h or 2d, up to 365d",
     "name a run, or all with --all-runs",
