@@ -269,7 +269,7 @@ MUTANTS: dict[str, Mutant] = {
     "loss-unseen": Mutant(
         "rule 9: the loss of a participant does not restart the round",
         (_in("leader", " or (lost and view.rules.restart_on_loss)", ""),),
-        seed=255,
+        seed=329,
     ),
     "failure-unseen": Mutant(
         "a participant that joins again does not restart the round of the others",
@@ -296,7 +296,7 @@ MUTANTS: dict[str, Mutant] = {
                 "self.liveness.restart(now)",
             ),
         ),
-        seed=37,
+        seed=43,
     ),
     "repeated-requests": Mutant(
         "rule 11: an outage through which a client repeated a request is none",
@@ -307,7 +307,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if trouble and away > self._rules.outage:\n",
             ),
         ),
-        seed=31000201,
+        seed=31000613,
     ),
     "no-grace-at-first-sight": Mutant(
         "rule 11: a node that is first seen after an outage gets no extra lease",
@@ -365,7 +365,7 @@ MUTANTS: dict[str, Mutant] = {
     "newcomer-rules": Mutant(
         "rule 12: a node accepts a document that is older than the one it remembers",
         (_in("member", "    return document.place < latest.place\n", "    return False\n"),),
-        seed=121,
+        seed=131,
         focus=Focus(
             kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
         ),
@@ -381,7 +381,7 @@ MUTANTS: dict[str, Mutant] = {
             # Else it restarts, needlessly, and so comes back.
             _in("member", " or document.world_id != member.world_id:\n", ":\n"),
         ),
-        seed=121,
+        seed=131,
         focus=Focus(
             kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
         ),
@@ -419,7 +419,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in("leader", "or record.world_id != world_id", "or record.round != document.round"),
         ),
-        seed=1026,
+        seed=1188,
     ),
     "closed-reopens": Mutant(
         "rule 14: a closed run continues",
@@ -466,7 +466,7 @@ MUTANTS: dict[str, Mutant] = {
     "lost-for-good": Mutant(
         "a participant that returns to a round that continued without it stays lost",
         (_in("leader", "- {*rejoined, *back}", "- {*rejoined}"),),
-        seed=50,
+        seed=61,
     ),
     "silent-failure": Mutant(
         "a failed join is not reported to the agent while the store is unreachable",
@@ -478,7 +478,7 @@ MUTANTS: dict[str, Mutant] = {
                 "            except ZeroDivisionError:\n                # The others",
             ),
         ),
-        seed=268,
+        seed=292,
     ),
     "missed-round": Mutant(
         "if a round ended before a participant saw it run, the participant never starts it",
@@ -500,12 +500,12 @@ MUTANTS: dict[str, Mutant] = {
                 "    if False:\n",
             ),
         ),
-        seed=291,
+        seed=355,
     ),
     "no-tombstone": Mutant(
         "the node that closes a run writes no tombstone",
         (_in("cleanup", "yield from PutTombstone(closed)", "pass"),),
-        seed=170,
+        seed=216,
         focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
     "older-run-wins": Mutant(
@@ -517,7 +517,7 @@ MUTANTS: dict[str, Mutant] = {
                 " and False",
             ),
         ),
-        seed=14,
+        seed=23,
     ),
     "anybody-closes": Mutant(
         "rule 14: a node that was replaced closes the run of the others",
@@ -528,7 +528,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if False:\n",
             ),
         ),
-        seed=108,
+        seed=478,
         focus=Focus(
             kinds=("partition", "partition", "close", "close", "crash"),
             settings={"rates": (1.0, 1.0), "lease": 2.0},
@@ -537,7 +537,7 @@ MUTANTS: dict[str, Mutant] = {
     "closes-any-run": Mutant(
         "rule 14: a node closes any run of its id, also another incarnation",
         (_in("cleanup", "not document.is_of(latest)):\n", "False):\n"),),
-        seed=269,
+        seed=273,
         focus=Focus(
             kinds=("amnesia", "partition", "close", "close"),
             settings={"rates": (1.0, 1.0), "lease": 6.0, "poll": 0.5},
@@ -562,7 +562,7 @@ MUTANTS: dict[str, Mutant] = {
     "done-is-disturbed": Mutant(
         "newcomers restart a round in which a node's workers have succeeded",
         (_in("leader", "    if newcomers and not done:\n", "    if newcomers:\n"),),
-        seed=113,
+        seed=191,
         focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
     ),
     "nobody-closes-what-is-done": Mutant(
@@ -590,7 +590,7 @@ MUTANTS: dict[str, Mutant] = {
                 "late = False",
             ),
         ),
-        seed=24,
+        seed=45,
         focus=Focus(kinds=("leave", "workers succeed", "worker failure"), settings={"late": 0.3}),
     ),
     "stray-founds-at-once": Mutant(
@@ -613,7 +613,7 @@ MUTANTS: dict[str, Mutant] = {
     "drained-joins-again": Mutant(
         "a leader names a drained node that asks for a round",
         (_in("leader", "    ready = asks.difference(out)\n", "    ready = asks\n"),),
-        seed=8,
+        seed=14,
         focus=_DRAINS,
     ),
     "drained-stays": Mutant(
@@ -654,7 +654,7 @@ MUTANTS: dict[str, Mutant] = {
     "quarantine-starves": Mutant(
         "hosts stay in quarantine though the run cannot have the minimum of nodes without them",
         (_in("leader", "            if let is not None:", "            if False:"),),
-        seed=6,
+        seed=10,
         focus=Focus(
             kinds=_FLAPS.kinds,
             settings={
@@ -674,7 +674,7 @@ MUTANTS: dict[str, Mutant] = {
     "deaf-to-restart": Mutant(
         "a leader does not restart a round that runs when people ask for it",
         (_in("leader", "    if rejoined or ordered or", "    if rejoined or out or"),),
-        seed=19,
+        seed=20,
         focus=_DRAINS,
     ),
     "never-evicted": Mutant(
@@ -702,7 +702,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        self._join_ordered = True\n",
             ),
         ),
-        seed=5778,
+        seed=6239,
     ),
     "join-goes-on": Mutant(
         "an abandoned join still takes a rank",
@@ -730,7 +730,7 @@ MUTANTS: dict[str, Mutant] = {
     "zombie-leaves-its-record": Mutant(
         "a node that learns of its run's end does not delete the record that it has written since",
         (_in("node", "                if ended is not None:\n", "                if False:\n"),),
-        seed=170,
+        seed=322,
         focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
     ),
     "old-master-is-taken": Mutant(
@@ -742,7 +742,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if True:\n",
             ),
         ),
-        seed=1009,
+        seed=1636,
     ),
     "one-tombstone-at-a-time": Mutant(
         "a node that was in two runs asks for their tombstones in turn, forever",
@@ -753,7 +753,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        self.asked_tombstones = frozenset({incarnation})\n",
             ),
         ),
-        seed=183,
+        seed=224,
         focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
     ),
     "cause-forgotten": Mutant(
@@ -798,7 +798,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        return False\n",
             ),
         ),
-        seed=197,
+        seed=315,
     ),
     "no-digest": Mutant(
         "nodes are taken for those of a round though not all of them were found",
@@ -809,13 +809,13 @@ MUTANTS: dict[str, Mutant] = {
                 "bool(nodes)",
             ),
         ),
-        seed=51000179,
+        seed=51000230,
         focus=_APART,
     ),
     "missing-is-lost": Mutant(
         "a leader whose store lost the shards waits for no node to write its record again",
         (_in("leader", "    if view.confirmed_silence(MISSING) < lease:\n", "    if False:\n"),),
-        seed=51000179,
+        seed=51000190,
         focus=_APART,
     ),
     "shards-written-once": Mutant(
@@ -833,13 +833,13 @@ MUTANTS: dict[str, Mutant] = {
     "decides-before-an-outage": Mutant(
         "what a leader decided before an outage is written after it, once the shards are",
         (_in("node", "        if seen.outages != outages:\n", "        if False:\n"),),
-        seed=52000337,
+        seed=52003284,
         focus=_APART,
     ),
     "roster-of-no-one": Mutant(
         "a node with other --nnodes takes a run over whose nodes it has not found",
         (_in("member", "    if not document.is_whole:\n", "    if False:\n"),),
-        seed=51000814,
+        seed=51000886,
         focus=Focus(
             kinds=("newcomer with other --nnodes", "crash", "partition", "fail-over"),
             settings=_APART.settings,
