@@ -44,7 +44,7 @@ def last_cause(run: Run, store: RunningStore) -> dict[str, object]:
 
 
 @every_store
-@pytest.mark.parametrize("who", ["leader", "another"])
+@pytest.mark.parametrize("who", ["leader", pytest.param("another", marks=pytest.mark.soak)])
 def test_a_drained_agent_ends_and_the_others_go_on(
     begin: Begin, store: RunningStore, who: str, record_property: Measure
 ) -> None:
@@ -111,6 +111,7 @@ def test_an_excluded_host_waits_until_it_is_included(
     assert "no host is excluded" in rdzv(run, store, "excluded")
 
 
+@pytest.mark.soak
 @every_store
 def test_the_next_run_of_the_id_keeps_the_host_out_until_the_time_is_over(
     begin: Begin, store: RunningStore
@@ -137,8 +138,11 @@ _FLAPS_EVERY, _WATCHED = 10.0, 90.0
 def test_a_host_that_flaps_does_not_keep_the_others_from_training(
     store: RunningStore, begin: Begin, quarantine_after: int, record_property: Measure
 ) -> None:
-    """Killed every ten seconds; the first three times all go on at once without it."""
-    options = {"quarantine_after": quarantine_after, "quarantine_window": 600}
+    """Killed every ten seconds; the first three times all go on at once without it.
+
+    The first quarantine, a tenth of the window, is longer than the watch.
+    """
+    options = {"quarantine_after": quarantine_after, "quarantine_window": 1200}
     run = begin(nodes="2:3", max_restarts=100, **options)
     run.begin("ab")
     began = time.monotonic()
