@@ -122,6 +122,9 @@ class Settings:
     node_unit               1       a round has a multiple of so many nodes; the rest wait as spares
     segment                 1       a round has whole segments of so many nodes of one domain; the
                                     rest wait as spares
+    network_check           false   a round runs once its nodes, each with one other, have exchanged
+                                    4 MiB each way, and all have reached rank 0's MASTER_PORT; a
+                                    node that fails with several others is left out; see policies.md
     rejoin_timeout          600     seconds that a round waits for a live node of the last round
                                     before it starts without that node; a tenth of this if the
                                     other nodes fill the round; at most 0.8 x join_timeout
@@ -157,8 +160,8 @@ class Settings:
                                     application has set it up (extra ``otel``)
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
                                     this backend; it has no metrics_port and otel, and none of the
-                                    options from restart_on_loss to segment and from check_command
-                                    to check_disk_free)
+                                    options from restart_on_loss to network_check and from
+                                    check_command to check_disk_free)
     ======================= ======= ===============================================================
     """
 
@@ -185,6 +188,7 @@ class Settings:
     domain: str | None = option(None)
     node_unit: int = option(1, least=1, of_run=True)
     segment: int = option(1, least=1, of_run=True)
+    network_check: bool = option(False, of_run=True)
     rejoin_timeout: float = option(600.0, least=0.001)
     closed_ttl: float = option(60.0, least=0)
     abandoned_ttl: float = option(3600.0, least=1)

@@ -63,6 +63,8 @@ class Driver:
             use.
         run_id: after which the threads are named.
         watchers: of the node's effects.
+        dial: carries out a dial of another node, and returns the seconds that it took; called in a
+            thread of its own. None: no node asks for that.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Driver:
         open_master: Callable[[str], str],
         run_id: str,
         watchers: Sequence[Watcher] = (),
+        dial: Callable[[effects.DialPeer], float] | None = None,
     ) -> None:
         self._node = node
         self._watchers = watchers
@@ -85,6 +88,8 @@ class Driver:
         # The last one, and those of earlier rounds that still hang in name resolution.
         self._openers: list[_Opener] = []
         self._fetcher: _Opener | None = None
+        self._dial = dial
+        self._dialler: _Opener | None = None
         # For the archive: since when it is to be written, when it was so, and what.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._noting: threading.Thread | None = None
@@ -235,6 +240,8 @@ class Driver:
                 return self._open_master_within(world_id, seconds)
             case effects.FetchExclusions(incarnation, seconds):
                 return self._fetch_within(incarnation, seconds)
+            case effects.DialPeer():
+                return self._dial_within(request)
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):
@@ -334,6 +341,27 @@ class Driver:
         if fetcher.late.is_set():
             self._nudge_until(self._has_taken_up, 1)
 
+    def _dial_within(self, request: effects.DialPeer) -> None:
+        dialler = self._dialler
+        if dialler is None or dialler.world_id != request.attempt:
+            name = f"{self._name}-network"
+            dialler = _Opener(request.attempt, lambda it: self._dial_in_a_thread(it, request), name)
+            self._dialler = dialler
+        if not dialler.tried.wait(request.seconds):
+            dialler.late.set()
+
+    def _dial_in_a_thread(self, dialler: _Opener, request: effects.DialPeer) -> None:
+        try:
+            assert self._dial is not None
+            seconds = self._dial(request)
+        except Exception as error:
+            self._node.peer_dialled(request.attempt, 0.0, error)
+        else:
+            self._node.peer_dialled(request.attempt, seconds, None)
+        dialler.tried.set()
+        if dialler.late.is_set():
+            self._nudge_until(self._has_taken_up, 1)
+
     def _deliver(self, outcome: effects.Outcome) -> None:
         self._outcomes.put(outcome)
 
@@ -356,10 +384,10 @@ class Driver:
 
 
 class _Opener:
-    """A thread that opens a TCPStore for a world, or reads the exclusions for a run.
+    """A thread that opens a TCPStore for a world, reads a run's exclusions, or dials another node.
 
     Attributes:
-        world_id: of the world, or the run's incarnation.
+        world_id: of the world, the run's incarnation, or the attempt.
         tried: set when that is done, or cannot be.
         late: set when the node no longer waits for it.
     """

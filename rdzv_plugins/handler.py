@@ -45,6 +45,7 @@ from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings, option_names, without_effect
 from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.endpoint import redact
+from rdzv_plugins.exchange import Answering, dial, exchange
 from rdzv_plugins.health import gate_of, refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.retry import retry, store_is_away
@@ -137,6 +138,12 @@ class StoreRendezvousHandler(RendezvousHandler):
         if rules.grow == "checkpoint":
             self._moments = tempfile.TemporaryDirectory(prefix="rdzv-")
         self._pid = os.getpid()
+        node_id = secrets.token_hex(8)
+        self._answering: Answering | None = None
+        if rules.network_check and rules.max_nodes > 1:
+            self._answering = Answering(node_id, address, f"rdzv-{run_id}-answers")
+        # Seconds of pauses since it was last in a round, and the next, where it is cut off.
+        self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
         record = NodeRecord(
             address=address,
             pid=os.getpid(),
@@ -150,9 +157,10 @@ class StoreRendezvousHandler(RendezvousHandler):
             hint=settings.rank,
             policy=settings.policy,
             domain=settings.domain if rules.minds_domains else None,
+            port=self._answering.port if self._answering is not None else 0,
         )
         self._node = Node(
-            secrets.token_hex(8),
+            node_id,
             record,
             rules,
             settings.join_timeout,
@@ -171,7 +179,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._client = client = self._report.measured(client)
             self._watchers.append(self._report.watch)
         self._driver = Driver(
-            self._node, client, archive, self._open_master, run_id, self._watchers
+            self._node, client, archive, self._open_master, run_id, self._watchers, self._dial
         )
         self._ending = threading.Lock()
         self._ended = False
@@ -266,10 +274,14 @@ class StoreRendezvousHandler(RendezvousHandler):
         # An agent that asks again without having been told to has workers that failed.
         failed = self._store is not None and not self._was_told
         outcome = self._driver.join(failed, waited)
+        while outcome.failure is Failure.CUT_OFF and not self._ended:
+            self._stay_cut_off(self._node.record.unfit)
+            outcome = self._driver.join(failed, waited + self._cut_off_for)
         self._was_told = False
         self._refuse(outcome)
         document = self._last = outcome.document
         assert document is not None
+        self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
         self._servers = {
             world_id: server
             for world_id, server in self._servers.items()
@@ -298,7 +310,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         restarts = self._node.in_round
         if self._gate is None or (restarts and self._settings.check_at != "restart"):
             return 0.0
-        patience, run = self._settings.join_timeout, f"run '{self._run_id}'"
+        patience = self._settings.join_timeout
         waited, pause, told = 0.0, _FIRST_PAUSE, ""
         while (reason := self._gate.check()) is not None:
             exits = self._settings.on_unhealthy == "exit"
@@ -312,18 +324,39 @@ class StoreRendezvousHandler(RendezvousHandler):
             outcome = self._driver.stay_out(reason, 0.0 if gives_up else pause)
             if outcome is not None:
                 self._refuse(outcome)
-            if exits:
-                self._raise(RendezvousError(f"{run}: this node is unfit, and exits: {reason}"))
             if gives_up:
-                self._raise(
-                    RendezvousTimeoutError(
-                        f"{run}: this node was unfit for join_timeout ({patience:g} s): {reason}"
-                    )
-                )
+                self._raise(self._gives_up(reason))
             waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
         if waited:
             self._log.info("this node is fit again: its checks pass")
         return waited
+
+    def _stay_cut_off(self, reason: str) -> None:
+        """Wait before this node asks again, whose network check failed; the others know why."""
+        patience, pause = self._settings.join_timeout, self._next_pause
+        exits = self._settings.on_unhealthy == "exit"
+        gives_up = exits or self._cut_off_for + pause > patience
+        if not gives_up:
+            left = patience - self._cut_off_for
+            self._log.warning(
+                f"this node is unfit, since others do not reach it, or it does not reach them: "
+                f"{reason}; it asks again in {pause:g} s, and so on for {left:g} s"
+            )
+        outcome = self._driver.stay_out(reason, 0.0 if gives_up else pause)
+        if outcome is not None:
+            self._refuse(outcome)
+        if gives_up:
+            self._raise(self._gives_up(reason))
+        self._cut_off_for += pause
+        self._next_pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _gives_up(self, reason: str) -> Exception:
+        run, patience = f"run '{self._run_id}'", self._settings.join_timeout
+        if self._settings.on_unhealthy == "exit":
+            return RendezvousError(f"{run}: this node is unfit, and exits: {reason}")
+        return RendezvousTimeoutError(
+            f"{run}: this node was unfit for join_timeout ({patience:g} s): {reason}"
+        )
 
     def _rank_0(self) -> tuple[str, int] | None:
         """Where rank 0 of this node's last round listens, if the run still counts on it.
@@ -513,6 +546,8 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _release(self) -> None:
         self._client.close()
+        if self._answering is not None:
+            self._answering.close(_STOP_SECONDS)
         self._driver.await_openers(_STOP_SECONDS)
         self._servers.clear()
         take_back(self._handed_down)
@@ -564,6 +599,17 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"cannot open a TCPStore ({error})") from error
         self._servers[world_id] = server
         return f"{self._address}:{server.port}"
+
+    def _dial(self, request: effects.DialPeer) -> float:
+        """Dial another node for the network check; called in a thread, returns the seconds."""
+        if request.exchanges:
+            return exchange(request.node, request.endpoint, request.limit)
+        try:
+            return dial(request.endpoint, request.limit)
+        except ConnectionRefusedError:
+            if self.use_agent_store:
+                raise
+            return 0.0  # A worker opens that port later; its host has answered.
 
     def _check_address(self) -> None:
         """Find out whether the others will reach this host at its address.
@@ -767,6 +813,7 @@ def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
         rank_order=settings.rank_order,
         node_unit=settings.node_unit,
         segment=settings.segment,
+        network_check=settings.network_check,
         request=settings.heartbeat_timeout,
         # Sooner than the nodes that wait for it time out.
         rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),

@@ -15,7 +15,7 @@ What a driver owes a node:
 - `effects.Park` and `effects.Rest` end early when an order arrives (`Node.order_join`,
   `Node.order_withdrawal`, `Node.report_done`), and may end early at any time.
 - The clock is monotonic, in seconds, and is compared with no other host's.
-- `effects.OpenMaster` does not hold up the effects that follow it: see there.
+- `effects.OpenMaster` and `effects.DialPeer` do not hold up what follows them: see there.
 - `effects.FinishJoin` releases whoever ordered the join. Nothing else ends a join.
 
 What a node owes its driver:
@@ -31,6 +31,7 @@ Where a rule is: `member` decides for every node, `leader` for the node that lea
 functions of a `rules.View`. `observer` keeps what a node has read and since when,
 `failure_detector` judges by it who is alive, `record_cache` holds the records of all nodes, `ranks`
 orders the participants, `roster` keeps those of a large round in shards, `cleanup` ends a run and
-tidies up, `diagnosis` says in a sentence what a run does and waits for, `documents` is what stands
-in the store. docs/design.md has the rules by their numbers, and why they are so.
+tidies up, `network_check` finds out what a node reaches and `links` what that means for a round,
+`diagnosis` says in a sentence what a run does and waits for, `documents` is what stands in the
+store. docs/design.md has the rules by their numbers, and why they are so.
 """

@@ -28,6 +28,7 @@ from rdzv_plugins.protocol.leader import (
     rejoin_patience,
     without,
 )
+from rdzv_plugins.protocol.links import slow, told
 from rdzv_plugins.protocol.rules import View
 
 __all__ = ["Diagnosis", "Pace", "diagnose", "of_node"]
@@ -51,6 +52,7 @@ class Diagnosis:
         doubted: how many are late all at once, so that each has one more lease.
         unfit: nodes that ask for no round since their check failed, each with the reason.
         excluded: which hosts are kept out, until when and why.
+        network: between whom no data pass, or pass slowly.
         seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
         limit: what follows the seconds, such as "to join_timeout".
     """
@@ -62,6 +64,7 @@ class Diagnosis:
     doubted: int = 0
     unfit: Names = _NOBODY
     excluded: str = ""
+    network: str = ""
     seconds: float | None = None
     limit: str = ""
 
@@ -81,6 +84,7 @@ class Diagnosis:
             else "",
             f"unfit: {self.unfit}" if self.unfit else "",
             self.excluded,
+            self.network,
         ]
         return "; ".join(part for part in parts if part)
 
@@ -98,6 +102,7 @@ class Diagnosis:
             left=self.left.plus(left),
             unfit=self.unfit,
             excluded=self.excluded,
+            network=self.network,
         )
 
 
@@ -244,7 +249,9 @@ def _with_records(
     }
     unfit = _unfit(records, is_silent)
     found = _of_the_round(document, records, live, unfit, is_silent, times, sizes)
-    return replace(found, unfit=_reasons(records, unfit))
+    late = slow(document, records) if document.phase is Phase.RUNNING else ""
+    network = "; ".join(filter(None, (told(document, records), late)))
+    return replace(found, unfit=_reasons(records, unfit), network=network)
 
 
 def _unfit(records: Mapping[str, NodeRecord], is_silent: Callable[[str], bool]) -> Collection[str]:

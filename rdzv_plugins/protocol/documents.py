@@ -25,6 +25,8 @@ __all__ = [
     "Cause",
     "CorruptDocumentError",
     "Exclusion",
+    "Faults",
+    "Found",
     "Names",
     "NodeRecord",
     "Outcome",
@@ -58,6 +60,7 @@ _SHORT = {
     "interval": "every",
     "incarnation": "in",
     "world_id": "world",
+    "found": "net",
 }
 
 # How many names a cause keeps, and how many of them a sentence shows.
@@ -176,6 +179,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         failed: their workers failed, and their agents asked for another round.
         joined: they are new.
         evicted: they live, but did not ask for the round in time.
+        apart: pairs of nodes between which no data passed.
         unfit: why some of those that left did: their check failed. By label, of a few.
         held: they were in the last round, and are left over from whole units and segments.
         drained: a person took them out for good.
@@ -189,6 +193,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: Names = Names()
     joined: Names = Names()
     evicted: Names = Names()
+    apart: Names = Names()
     unfit: tuple[tuple[str, str], ...] = ()
     held: Names = Names()
     drained: Names = Names()
@@ -202,6 +207,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             f"{self.left} left{self._reasons}" if self.left else "",
             f"{self.failed} joined again (its workers failed)" if self.failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
+            f"no data passed between {self.apart}" if self.apart else "",
             f"drained {self.drained}" if self.drained else "",
             f"excluded {self.excluded}" + (f": {self.why}" if self.why else "")
             if self.excluded
@@ -264,6 +270,44 @@ class Strikes(msgspec.Struct, frozen=True, array_like=True):
     served_until: float = 0.0
 
 
+class Found(msgspec.Struct, frozen=True, array_like=True):
+    """What a node found out about the network while it confirmed its rank.
+
+    Attributes:
+        partner: with which node it was to exchange data; empty: with none.
+        seconds: how long that took.
+        why: why it failed; empty: it did not.
+        first: rank 0, if this node has dialled it.
+        unreached: why that failed; empty: it did not.
+    """
+
+    partner: str = ""
+    seconds: float = 0.0
+    why: str = ""
+    first: str = ""
+    unreached: str = ""
+
+
+class Faults(msgspec.Struct, frozen=True, array_like=True):
+    """What the network check has found since a round last ran, or of the one that runs.
+
+    Attributes:
+        links: pairs of nodes between which no data passed.
+        rounds: how many rounds in a row did not run because of that.
+        out: nodes that failed with several others, and why they are unfit: they are to say so.
+        hosts: nodes that others could not dial as rank 0.
+    """
+
+    links: tuple[tuple[str, str], ...] = ()
+    rounds: int = 0
+    out: tuple[tuple[str, str], ...] = ()
+    hosts: tuple[str, ...] = ()
+
+    def why_out(self, node: str) -> str:
+        """Why the node is unfit; empty: it is not among those."""
+        return dict(self.out).get(node, "")
+
+
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Many nodes in rank order, which stand apart from the document that counts on them.
 
@@ -312,6 +356,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         quarantined: hosts that the leader keeps out for a time, since they end round after round.
         strikes: what counts against hosts, where quarantine is on.
         restart: a person asks for a new round, for this reason; empty: nobody does.
+        faults: what the network check has found.
         schema: the first number is not written: a later one is a field without a default.
     """
 
@@ -343,6 +388,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     quarantined: tuple[Exclusion, ...] = ()
     strikes: tuple[Strikes, ...] = ()
     restart: str = ""
+    faults: Faults = Faults()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -472,6 +518,10 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         unfit: why it asks for no round: its check failed. It beats as long as it tries again.
         policy: the options of the run that are not at their defaults, as text.
         domain: where it is, by levels with "/" between them; only where the run minds that.
+        port: where it answers the network checks of others; 0: nowhere.
+        found: what its own network check came to in the round of ``world_id``.
+        suspect: the last round that named it did not run because of its network: no running round
+            is ended for it.
         schema: as the document's; a node of another version disturbs no round of this one.
     """
 
@@ -496,6 +546,9 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     unfit: str = ""
     policy: str = ""
     domain: str | None = None
+    port: int = 0
+    found: Found | None = None
+    suspect: bool = False
     schema: Literal[2] = 2
 
     @property

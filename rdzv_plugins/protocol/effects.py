@@ -16,6 +16,7 @@ from rdzv_plugins.protocol.rules import Failure
 __all__ = [
     "LOCAL",
     "CompareAndSet",
+    "DialPeer",
     "Drop",
     "DropStores",
     "Effect",
@@ -148,6 +149,30 @@ class FetchExclusions(Effect[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class DialPeer(Effect[None]):
+    """Connect to another node, unless this attempt has begun already, and exchange data with it.
+
+    Answered when that is done, or cannot be, but after ``seconds`` at the latest. The driver calls
+    `Node.peer_dialled` then; if that comes after the answer, the driver also ends the node's `Park`
+    or `Rest`.
+
+    Attributes:
+        attempt: tells it from others.
+        node: the other one; it answers nobody who does not know this.
+        endpoint: its ``address:port``.
+        exchanges: some megabytes each way; False: the connection is all, to rank 0's TCPStore.
+        limit: seconds after which it has failed.
+    """
+
+    attempt: str
+    node: str
+    endpoint: str
+    exchanges: bool
+    limit: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class DropStores(Effect[None]):
     """Delete the c10d stores of other incarnations, and of this one's rounds before that one."""
 
@@ -190,8 +215,8 @@ class Tell(Effect[None]):
     ``about`` tells kinds of lines apart. A normal life has ``joined``, ``waiting`` (for what),
     ``forming`` (why the next round), ``round`` (which rank) and ``closed`` (by whom). The others
     are warnings: ``lost`` (why the next round), ``doubt`` (why not yet), ``spare``, ``settings``,
-    ``evicted``, ``unfit``, ``drained``, ``excluded``, ``exclusions`` (cannot be read), ``master``
-    and ``tombstone``.
+    ``evicted``, ``unfit``, ``drained``, ``excluded``, ``exclusions`` (cannot be read), ``master``,
+    ``network`` (who cannot reach whom), ``slow`` (whose exchange of data was) and ``tombstone``.
     """
 
     about: str
@@ -236,5 +261,5 @@ class FinishJoin(Effect[None]):
     outcome: Outcome
 
 
-LOCAL = (Rest, OpenMaster, FetchExclusions, Register, Tell, FinishJoin)
+LOCAL = (Rest, OpenMaster, FetchExclusions, DialPeer, Register, Tell, FinishJoin)
 """The effects that ask nothing of the store: that they succeed says nothing of it."""

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from rdzv_plugins.protocol.choice import Sizes, choose, world_size
 from rdzv_plugins.protocol.documents import (
     Cause,
+    Faults,
     NodeRecord,
     Outcome,
     Phase,
@@ -28,6 +29,7 @@ from rdzv_plugins.protocol.kept_out import (
     pruned,
     until_the_first_ends,
 )
+from rdzv_plugins.protocol.links import able_to_host, judge, naming_links, pause
 from rdzv_plugins.protocol.quarantine import counted, let_in, quarantined
 from rdzv_plugins.protocol.ranks import old_places, order_ranks
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
@@ -52,6 +54,7 @@ __all__ = [
     "may_grow",
     "next_round",
     "rejoin_patience",
+    "unconfirmed",
     "without",
 ]
 
@@ -329,11 +332,12 @@ def _name_participants(
         and _is_live(view, node, record)
     )
     document = pruned(document, records, view.wall)
+    hosts = able_to_host(document, records)
     places = old_places(document, records) if rules.rank_order == "topology" else None
     return replace(
         document,
         phase=Phase.CONFIRMING,
-        participants=order_ranks(chosen, records, document.previous, rules.rank_order, places),
+        participants=order_ranks(chosen, hosts, document.previous, rules.rank_order, places),
         previous=(),
         evicted=still_run,
         waiting=len(ready) - len(chosen),
@@ -341,7 +345,20 @@ def _name_participants(
         grew=document.round if {*chosen} - old else document.grew,
         ran=None,
         master=None,
+        faults=replace(document.faults, out=()),
     )
+
+
+def unconfirmed(document: RoundDocument, records: Mapping[str, NodeRecord]) -> list[str]:
+    """The participants that have not confirmed their rank."""
+    world_id = document.world_id
+    return [
+        node
+        for node in document.participants
+        if (record := records.get(node)) is None
+        or record.status is not Status.RUN
+        or record.world_id != world_id
+    ]
 
 
 def _lead_confirming(
@@ -354,19 +371,18 @@ def _lead_confirming(
         cause = _amended(document.cause, records, lost)
         cause = naming(cause, document, records, out, view.wall)
         return Write(next_round(view, document, lost, 0, cause, out))
-    world_id = document.world_id
-    missing = [
-        node
-        for node in document.participants
-        if (record := records.get(node)) is None
-        or record.status is not Status.RUN
-        or record.world_id != world_id
-    ]
-    if missing:
+    if unconfirmed(document, records):
         return Wait(_until_lease(view, document.participants))
+    judged = judge(document, records, view.rules)
+    if not judged.runs:
+        if (left := pause(judged.faults, view.rules) - view.document_age) > 0:
+            return Wait(left)
+        cause = naming_links(document.cause, judged.failed, records)
+        return Write(replace(next_round(view, document, (), 0, cause), faults=judged.faults))
     master = records[document.participants[0]].master
     document = counted(document, view.rules, view.wall)
-    return Write(replace(document, phase=Phase.RUNNING, ran=world_id, master=master))
+    world_id, faults = document.world_id, judged.faults
+    return Write(replace(document, phase=Phase.RUNNING, ran=world_id, master=master, faults=faults))
 
 
 def _lead_running(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> Action:
@@ -380,6 +396,8 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         and _is_live(view, node, record)
         and fits(record, document)
         and record.asks
+        # It comes in when a round forms anyway.
+        and (document.resize or not record.suspect)
     ]
     # A node that was only cut off, and was not replaced, never stopped running.
     back = {
@@ -496,6 +514,7 @@ def next_round(
         resize=False,
         short_rounds=short_rounds,
         restart="",
+        faults=document.faults if document.phase is Phase.CONFIRMING else Faults(),
     )
 
 

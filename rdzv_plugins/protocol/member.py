@@ -26,7 +26,8 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.growth import holds_newcomers
 from rdzv_plugins.protocol.kept_out import describe_held, exclusion_of, with_orders_of
-from rdzv_plugins.protocol.leader import fits, lead, next_round, without
+from rdzv_plugins.protocol.leader import fits, lead, next_round, unconfirmed, without
+from rdzv_plugins.protocol.links import judge, remark, slow
 from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rules import (
     Abdicate,
@@ -236,6 +237,9 @@ def _on_rank(view: View, document: RoundDocument) -> Action | None:
 def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
     """What a node does that has no rank to confirm: say that it waits, and for what."""
     record, last = view.record, _last_round(view, document)
+    judged = record.status is Status.RUN and last == document.round - 1
+    if document.phase is Phase.FORMING and judged and document.faults.why_out(view.me):
+        return Fail(Failure.CUT_OFF)
     if document.phase is Phase.FORMING and view.me in document.old_ranks:
         # It had a rank in a round that never ran, or that it never saw: say that it is not in it.
         if not record.asks or last < document.round - 1:
@@ -245,7 +249,7 @@ def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
         return SetRecord(Status.JOIN, record.incarnation, record.round)
     excluded = exclusion_of(document, record.address, view.wall) is not None
     no_room = is_full(document, view.rules) or document.finishing or excluded
-    no_room = no_room or holds_newcomers(view.rules)
+    no_room = no_room or holds_newcomers(view.rules) or record.suspect
     no_room = no_room and view.me not in document.ranks
     if record.status is Status.JOIN and document.phase is Phase.RUNNING and no_room:
         return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
@@ -411,6 +415,8 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         why = "which is full"
         if document.finishing:
             why = "whose workers are about to end"
+        elif view.record.suspect:
+            why = "which is not ended for a node that failed its network check"
         elif not is_full(document, rules):
             why = f"which lets newcomers in later ({view.record.policy})"
         yield (
@@ -427,6 +433,8 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
             this_round,
             f"round {number} goes on without this node: its agent did not ask for it in time",
         )
+    if document.leader == view.me and view.records is not None and document.is_whole:
+        yield from _remarks_on_the_network(view, document)
     if document.leader == view.me:
         for record in (view.records or {}).values():
             if record.is_unfit and record.label != view.record.label:
@@ -447,3 +455,18 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
                     f"{record.label} has {record.policy or 'no policy'} in --rdzv-conf, this node "
                     f"{view.record.policy or 'none'}: set them alike, for the leader's count",
                 )
+
+
+def _remarks_on_the_network(
+    view: View, document: RoundDocument
+) -> Iterator[tuple[str, object, str]]:
+    this_round = document.incarnation, document.round
+    records = {**(view.records or {}), view.me: view.record}
+    runs = document.phase is Phase.RUNNING
+    if document.phase is Phase.CONFIRMING and not unconfirmed(document, records):
+        if not judge(document, records, view.rules).runs:
+            yield "network", this_round, remark(document, records, runs=False)
+    elif runs and document.faults.links:
+        yield "network", this_round, remark(document, records, runs=True)
+    if runs and (late := slow(document, records)):
+        yield "slow", this_round, f"round {document.round}: {late}"

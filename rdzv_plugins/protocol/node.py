@@ -22,6 +22,7 @@ from rdzv_plugins.protocol.documents import (
     STATE_KEY,
     CorruptDocumentError,
     Exclusion,
+    Found,
     NodeRecord,
     Phase,
     RoundDocument,
@@ -47,6 +48,7 @@ from rdzv_plugins.protocol.effects import (
     Ring,
     Tell,
 )
+from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.roster import apart, shards_of
 from rdzv_plugins.protocol.round_record import Durations, record_of
@@ -60,6 +62,9 @@ _MASTER_SECONDS = 0.05
 # A leader for whom nobody has rung the bell for so long has time to read the exclusions; as long
 # does it wait for them before it looks after the rest.
 _EXCLUSIONS_SECONDS = 0.05
+
+# Who waits for rank 0 to open its TCPStore looks at the document as often.
+_LOOK_SECONDS = 1.0
 
 _PAUSES = (Rest, Park)
 
@@ -152,6 +157,9 @@ class Node:
         self._fetching: tuple[str, float] | None = None
         self._fetch_due = 0.0
         self._fetched: tuple[tuple[Exclusion, ...], Exception | None] | None = None
+        self._network = NetworkCheck(node_id, rules.lease, clock)
+        # It was found to be cut off, and was given no round since.
+        self._suspect = False
         self._told: set[tuple[str, object]] = set()
         self._pace = diagnosis.Pace(clock())
         # What to tell once the record that asks for a round has been written.
@@ -167,7 +175,8 @@ class Node:
         """Whether an order or a report has not been taken up yet."""
         orders = self._join_ordered, self._withdraw_ordered
         reports = self._done_reported, self._growth_allowed, self._unfit_reported is not None
-        return any(orders) or any(reports) or self._fetched is not None
+        found = self._fetched is not None or self._network.reported
+        return any(orders) or any(reports) or found
 
     @property
     def latest(self) -> RoundDocument | None:
@@ -249,6 +258,10 @@ class Node:
         if fetching is not None and fetching[0] == incarnation:
             self._fetched = found, error
 
+    def peer_dialled(self, attempt: str, seconds: float, error: Exception | None) -> None:
+        """Answer `DialPeer`: how long it took, or why it failed."""
+        self._network.report(attempt, seconds, error)
+
     def run(self) -> Effects[None]:
         """Live until the driver stops driving."""
         failures = 0
@@ -324,6 +337,7 @@ class Node:
             yield from self._leave()
         if self._fetched is not None:
             yield from self._take_exclusions()
+        self._network.take_up()
         seen = self._seen
         if self._beats and not seen.closed:
             yield from self._keep_alive()
@@ -401,6 +415,7 @@ class Node:
                 failed=self._failed,
                 may_grow=False,
                 unfit="",
+                suspect=self._suspect,
             )
             self._news = self._what_it_asks_for()
             self._fresh = self._new_incarnation()
@@ -530,7 +545,7 @@ class Node:
             case rules.Confirm(document, is_master):
                 yield from self._confirm(document, is_master)
             case rules.Start(document):
-                self._member = document
+                self._member, self._suspect = document, False
                 self._given[document.incarnation] = document.round
                 place = f"rank {document.ranks[self.id]} of {document.size}"
                 text = f"round {document.round}: {place}, MASTER {document.master}"
@@ -634,6 +649,11 @@ class Node:
             master = yield from self._open_master(document.world_id)
             if master is None:
                 return
+        found: Found | None = None
+        if self._rules.network_check and document.size > 1:
+            found = yield from self._check_network(document)
+            if found is None:
+                return
         self._opening = None
         self._seen.confirm(document)
         self.record = replace(
@@ -646,8 +666,24 @@ class Node:
             master=master,
             failed=False,
             may_grow=False,
+            found=found,
         )
         self._record_due = self._ring = True
+
+    def _check_network(self, document: RoundDocument) -> Effects[Found | None]:
+        """What this node found out about its links; None: nothing yet, decide again."""
+        found = yield from self._network.run(document)
+        if found is not None or self.ordered:
+            return found
+        leads, awaits = document.leader == self.id, self._network.awaits
+        if awaits is None or leads:
+            # A leader hears the bell once rank 0 has confirmed.
+            yield from self._park(None if awaits else self._network.seconds_left, leads)
+        else:
+            until_beat = max(0.0, self._next_beat - self._clock())
+            yield from Park(*awaits, min(_LOOK_SECONDS, until_beat))
+            self._seen.read_again(document=True)
+        return None
 
     def _begin_to_open_master(self, world_id: str) -> Effects[None]:
         self._opening, self._opened = (world_id, self._clock()), None
@@ -700,6 +736,10 @@ class Node:
                 else:
                     if outcome.failure is Failure.DRAINED:
                         self.record = replace(self.record, unfit="")
+                    elif outcome.failure is Failure.CUT_OFF and self.document is not None:
+                        self._suspect = True
+                        why = self.document.faults.why_out(self.id)
+                        self.record = replace(self.record, unfit=why)
                     yield from self._leave()
             except (RendezvousConnectionError, RendezvousStateError):
                 # The others wait for this node's lease; its agent is told all the same.

@@ -61,6 +61,7 @@ class Rules:
             many each.
         node_unit: the number of nodes of a round is a multiple of it.
         segment: a round takes whole segments of so many nodes of one domain.
+        network_check: a round runs once its nodes have exchanged data, and have reached rank 0.
     """
 
     min_nodes: int
@@ -85,6 +86,7 @@ class Rules:
     inline: int = INLINE
     node_unit: int = 1
     segment: int = 1
+    network_check: bool = False
 
     @property
     def minds_domains(self) -> bool:
@@ -201,6 +203,8 @@ class Failure(StrEnum):
     """The run was closed while this node waited as a spare."""
     DRAINED = "drained"
     """A person took this node out of the run."""
+    CUT_OFF = "cut off"
+    """This node failed the network check with several others, and is unfit."""
     MISMATCH = "mismatch"
     """The run was started with other ``--nnodes``."""
     TIMEOUT = "timeout"

@@ -13,7 +13,7 @@ from .plan import FASTEST, SLOWEST
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["FAULTS", "end_faults"]
+__all__ = ["FAULTS", "end_faults", "part"]
 
 
 def _victim(world: World) -> Host | None:
@@ -296,6 +296,35 @@ def _resubmit(world: World, share: float) -> None:
         world.start()
 
 
+def part(world: World, kind: str) -> None:
+    """Something happens to the network between hosts."""
+    chance, network = world.links, world.network
+    alive = [host for host in world.hosts if host.alive]
+    if len(alive) < 2:
+        return
+    seconds = chance.choice((1.0, 5.0, 30.0))
+    one, other = chance.sample(alive, 2)
+    world.inject(f"link: {kind}")
+    if kind == "bad link":
+        link = frozenset((one.id, other.id))
+        world.note(f"the link between {one.id} and {other.id} is bad for {seconds} s")
+        network.bad_links.add(link)
+        world.kernel.after(seconds, _mend_link, world, link)
+    else:
+        world.note(f"{one.id} is {kind} for its peers for {seconds} s")
+        one.link = kind
+        world.kernel.after(seconds, _mend, one)
+
+
+def _mend(host: Host) -> None:
+    host.link = ""
+
+
+def _mend_link(world: World, link: frozenset[str]) -> None:
+    if not (world.network.quiet and world.plan.one_stays_bad):
+        world.network.bad_links.discard(link)
+
+
 def _duration(world: World) -> float:
     return world.chance.choice((0.2, 1.0, 3.0, 8.0)) * world.chance.uniform(0.5, 1.5)
 
@@ -305,9 +334,12 @@ def end_faults(world: World) -> None:
     world.note("-- the faults stop --")
     network = world.network
     network.down, network.slow, network.quiet = False, 0.0, True
+    stays = world.plan.one_stays_bad
+    network.bad_links = {*sorted(network.bad_links, key=sorted)[:1]} if stays else set()
     low, high = world.plan.rates
     for host in world.hosts:
         host.cut_off = False
+        host.link = ""
         if host.grey != "lists" or not world.plan.stays_grey:
             host.grey = ""
         if host.alive and host.foreign:

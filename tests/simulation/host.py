@@ -91,6 +91,8 @@ class Host:
         self._stalled_at: float | None = None
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.cut_off = False
+        self.link = ""
+        """To other hosts it is "cut off", "unreachable", "hidden" as rank 0, or "slow"."""
         # Of its own source, so that all else is as it would be without orders.
         self._skew = random.Random(f"wall clock of {node_id}").uniform(-SKEW, SKEW)
         record = NodeRecord(
@@ -105,6 +107,7 @@ class Host:
             lease=rules.lease,
             hint=chance.choice((None, chance.randrange(8))),
             domain=world.domain(address),
+            port=1 if rules.network_check else 0,
         )
         self.domain = record.domain
         self.track = world.checker.host(
@@ -136,7 +139,8 @@ class Host:
         self._round: RoundDocument | None = None
         self._polling = False
         self._masters = 0
-        self._opening = self._fetching = "", 0.0
+        self._opening = self._fetching = self._dialling = "", 0.0
+        self._pause = 1.0
         self._nudges = False
         self._close_until = 0.0
         self._closes = False
@@ -313,6 +317,7 @@ class Host:
             if rank != document.ranks.get(self.id):
                 world.violated("agreement", f"{self.id} takes rank {rank} of {show(document)}")
             self._set(Agent.EXCHANGING)
+            self._pause = 1.0
             self._round, self._all_done = document, False
             self._masters_seen(document)
             world.checker.given(self.id, document)
@@ -322,6 +327,10 @@ class Host:
         world.note(f"{self.id}: its join failed: {outcome.failure or outcome.error}")
         world.checker.stopped(self.id, self.node.record.beat)
         world.join_failed(self, outcome.failure)
+        if outcome.failure is Failure.CUT_OFF:
+            self._set(Agent.UNFIT)
+            world.kernel.after(0.0, self._stay_cut_off, self._shift)
+            return
         self._set(Agent.IDLE)
         again = world.chance.random() < world.plan.rejoins
         over = (Failure.CLOSED, Failure.SPARE_CLOSED, Failure.DRAINED, Failure.MISMATCH)
@@ -473,6 +482,24 @@ class Host:
             return
         wakes = self.clock.real(pause)
         world.kernel.after(wakes, self._check_again, self._shift, failed, pause, waited)
+
+    def _stay_cut_off(self, shift: int) -> None:
+        """What `StoreRendezvousHandler` does with a node whose network check failed."""
+        if shift != self._shift or self._is_late(self._stay_cut_off, shift):
+            return
+        world = self.world
+        self.node.report_unfit(self.node.record.unfit)
+        self._nudge()
+        if world.plan.exits_unfit:
+            self.shut_down(error=True)
+            world.ended_without_a_round(self, Failure.TIMEOUT)
+            return
+        world.kernel.after(self.clock.real(self._pause), self._ask_once_more, shift)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _ask_once_more(self, shift: int) -> None:
+        if shift == self._shift and not self._is_late(self._ask_once_more, shift):
+            self._order_join()
 
     def _check_again(self, shift: int, failed: bool, pause: float, waited: float) -> None:
         if shift != self._shift or self._is_late(self._check_again, shift, failed, pause, waited):
@@ -642,6 +669,8 @@ class Host:
             self._open_master(turn, request)
         elif isinstance(request, effects.FetchExclusions):
             self._fetch(turn, request)
+        elif isinstance(request, effects.DialPeer):
+            self._dial(turn, request)
         elif isinstance(request, effects.Park):
             if self.node.ordered:
                 world.kernel.after(0.001, self.receive, turn, None)
@@ -685,6 +714,33 @@ class Host:
         self, world_id: str, address: str | None, error: Exception | None, nudge: bool
     ) -> None:
         self.node.master_opened(world_id, address, error)
+        if nudge:
+            self._nudge()
+
+    def _dial(self, turn: int, request: effects.DialPeer) -> None:
+        """In a thread of its own, as `_open_master`."""
+        world, now = self.world, self.world.kernel.now
+        if not self.rules.network_check:
+            world.violated("network", f"{self.id} dials {request}, and has no such option")
+        waits = self.clock.real(request.seconds)
+        if self._dialling[0] != request.attempt:
+            seconds, error = world.network.dial(self, request)
+            document = self.node.document
+            assert document is not None
+            self._dialling = request.attempt, now + seconds
+            world.kernel.after(seconds, self._dialled, request, world.whole(document),
+                               seconds * self.clock.rate, error, seconds > waits)  # fmt: skip
+        ends = min(self._dialling[1], now + waits)
+        world.kernel.at(max(ends, now + 0.0001) + 1e-6, self.receive, turn, None)
+
+    def _dialled(self, request: effects.DialPeer, document: RoundDocument, seconds: float,
+                 error: Exception | None, nudge: bool) -> None:  # fmt: skip
+        if self._is_late(self._dialled, request, document, seconds, error, nudge):
+            return
+        self.world.checker.dialled(
+            self.id, document, request.node, request.exchanges, error is None
+        )
+        self.node.peer_dialled(request.attempt, seconds, error)
         if nudge:
             self._nudge()
 
@@ -875,6 +931,7 @@ _LOCAL = (
     effects.Rest
     | effects.OpenMaster
     | effects.FetchExclusions
+    | effects.DialPeer
     | effects.Register
     | effects.Tell
     | effects.FinishJoin

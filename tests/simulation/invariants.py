@@ -50,6 +50,7 @@ from typing import TypeAlias
 from rdzv_plugins.protocol.documents import (
     Cause,
     Exclusion,
+    Faults,
     NodeRecord,
     Outcome,
     Phase,
@@ -129,6 +130,12 @@ INVARIANTS = {
     "within `quarantine_window`, the one that forms among them, name a node of it as lost or "
     "failed, and for no longer than the window; a round that could have the minimum of nodes with "
     "those in quarantine does form (see: gets going)",
+    "network": "with `network_check`, no round begins to run in which a node that knows rank 0 has "
+    "not reached it, or in which a participant failed with two others; the same nodes are paired "
+    "differently in the next round; only who failed with two others is told to be unfit, and is "
+    "named again only after its agent has heard; a rank 0 that nobody reached is not rank 0 of the "
+    "next round, unless no other can be; no running round is ended for nodes alone that were cut "
+    "off; without it nobody dials, and the document says nothing of links",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
@@ -254,6 +261,8 @@ class Track:
         unfit_after, fit_after: its beats when its check failed first and when it passed again; what
             it wrote in between says that it is unfit. None: it is fit.
         gave_up: it hears that the run is closed, and says that it leaves.
+        checks: it checks its network.
+        out_at: its beat when it was last told to be unfit.
         held_up: unfit nodes for which its round waits, since it leads.
     """
 
@@ -282,6 +291,8 @@ class Track:
     unfit_after: list[int] = field(default_factory=list)
     fit_after: list[int] = field(default_factory=list)
     gave_up: bool = False
+    checks: bool = False
+    out_at: int = -1
     held_up: _HeldUp | None = None
 
     @property
@@ -353,6 +364,12 @@ class Checker:
         self._drained: dict[tuple[str, str], int] = {}
         self._founded: dict[str, float] = {}
         self._blamed: dict[tuple[str, str], list[float]] = {}
+        # Of each round who has dialled whom, whether with data, and whether that passed once; whom
+        # a node dialled last; between whom a dial ever failed; rank 0 of the round before.
+        self._dials: dict[World, dict[tuple[str, str, bool], bool]] = {}
+        self._partners: dict[str, tuple[World, str]] = {}
+        self._failing: dict[str, set[tuple[str, str]]] = {}
+        self._unreached: dict[tuple[str, int], str] = {}
         self.excused = 0
         """Pairs of hosts that the amnesia exception let run different worlds."""
         self.checks = 0
@@ -368,7 +385,80 @@ class Checker:
     ) -> Track:
         nodes = rules.min_nodes, rules.max_nodes
         track = self._tracks[node] = Track(label, address, rate, nodes, rules.lease, domain)
+        track.checks = rules.network_check
         return track
+
+    def dialled(
+        self, node: str, document: RoundDocument, peer: str, exchanges: bool, passed: bool
+    ) -> None:
+        """A node has dialled another in the round that it confirms."""
+        self.checks += 1
+        dials = self._dials.setdefault(world_of(document), {})
+        dials[node, peer, exchanges] = passed or dials.get((node, peer, exchanges), False)
+        if not passed:
+            failing = self._failing.setdefault(document.incarnation, set())
+            failing |= {(node, peer), (peer, node)}
+        if not exchanges or not 2 < document.size <= self._rules.inline:
+            return
+        last = self._partners.get(node)
+        self._partners[node] = world_of(document), peer
+        if last == ((document.incarnation, document.round - 1, document.participants), peer):
+            raise InvariantError("network", f"{node} dials {peer} once more in {show(document)}")
+
+    def _judge_network(
+        self, node: str, before: RoundDocument, after: RoundDocument, evidence: Evidence
+    ) -> None:
+        """What a leader made of what the nodes had found."""
+        if not self._rules.network_check and after.faults != Faults():
+            raise InvariantError("network", f"{node} wrote {after}")
+        if not self._tracks[node].checks:
+            return
+        dials, first = self._dials.get(world_of(before), {}), (*before.participants, "")[0]
+        confirms = before.phase is Phase.CONFIRMING
+        if confirms and after.phase is Phase.RUNNING:
+            self._judge_links(node, after, dials)
+        if confirms and after.phase is Phase.FORMING and after.faults.rounds > before.faults.rounds:
+            self.checks += 1
+            for person, _ in after.faults.out:
+                self._tracks[person].out_at = self._tracks[person].beats[-1]
+                failed = self._failing.get(after.incarnation, set())
+                if len({other for one, other in failed if one == person}) < 2:
+                    raise InvariantError("network", f"{person} is out in {show(after)}")
+            out = {person for person, _ in after.faults.out}
+            tried = [ok for (one, peer, data), ok in dials.items()
+                     if peer == first and not data and one not in out]  # fmt: skip
+            if tried and not any(tried) and first not in out:
+                self._unreached[after.incarnation, after.round] = first
+        if after.phase is Phase.CONFIRMING and before.phase is Phase.FORMING:
+            for person in after.participants:
+                track = self._tracks[person]
+                if person in dict(before.faults.out) and track.stopped_at < track.out_at:
+                    raise InvariantError("network", f"{person}, who is out, is in {show(after)}")
+            first = after.participants[0]
+            could = any(
+                it not in before.faults.hosts and (it == node or evidence.seen[it].hosts)
+                for it in after.participants
+            )
+            if could and self._unreached.get((after.incarnation, after.round)) == first:
+                raise InvariantError("network", f"nobody reached {first}: {show(after)}")
+
+    def _judge_links(
+        self, node: str, after: RoundDocument, dials: Mapping[tuple[str, str, bool], bool]
+    ) -> None:
+        self.checks += 1
+        first = after.participants[0]
+        if len(after.participants) <= self._rules.inline:
+            for person in after.participants[1:]:
+                if self._tracks[person].checks and not dials.get((person, first, False)):
+                    raise InvariantError(
+                        "network", f"{person} did not reach {first}: {show(after)}"
+                    )
+        failed = Counter[str]()
+        links = {frozenset((one, other)) for (one, other, _), ok in dials.items() if not ok}
+        for link in links:
+            failed.update(link)
+        if bad := [it for it, times in failed.items() if times > 1]:
+            raise InvariantError("network", f"{node} lets {_names(bad)} run in {show(after)}")
 
     def ended(self, world: World) -> Outcome | None:
         """How the run of this world was closed; None: it was not."""
@@ -379,6 +469,9 @@ class Checker:
         track, now = self._tracks[node], self._now()
         drained = any(it == node for _, it in self._drained)
         gave_up = track.gave_up or (drained and record.status is Status.LEFT)
+        if record.unfit.startswith("network: ") and not track.is_unfit:
+            # Its node has heard so before its agent does.
+            self.unfit(node, record.beat - 1)
         said = track.was_unfit(record.beat)
         # A record may be under way while its check passes.
         if record.is_unfit and not said:
@@ -559,6 +652,8 @@ class Checker:
         self._stood.add(image)
         if before is not None:
             self._judge_quarantine(node, before, after)
+        if is_new and before is not None:
+            self._judge_network(node, before, after, evidence)
         if after.phase is Phase.RUNNING and (before is None or before.phase is not after.phase):
             self._blame(after)
         if after.phase is Phase.FORMING:
@@ -646,6 +741,9 @@ class Checker:
             self._uptimes.setdefault(after.incarnation, []).append((ran, epoch))
         if before.resize:
             return  # A person said so.
+        suspects = {it.label for it in evidence.seen.values() if it.suspect}
+        if not joined.more and suspects.issuperset(joined.first):
+            raise InvariantError("network", f"{node} wrote {show(after)} for {joined} alone")
         self.checks += 1
         named = track.named_moment > began or any(
             (record := evidence.seen.get(person)) is not None and record.may_grow

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rdzv_plugins.protocol import choice, growth, kept_out, quarantine, ranks, roster
+from rdzv_plugins.protocol import (
+    choice,
+    growth,
+    kept_out,
+    links,
+    network_check,
+    quarantine,
+    ranks,
+    roster,
+)
 from rdzv_plugins.protocol.node import Node
 
 from .plan import EVERYTHING, UNSTEERED, Fault, Focus
@@ -31,6 +40,8 @@ _MODULES = (
     "growth",
     "kept_out",
     "quarantine",
+    "links",
+    "network_check",
     "leader",
     "member",
     "observer",
@@ -64,6 +75,18 @@ class Mutant:
         """``focus``; as when most of these seeds were found where it does not say otherwise."""
         return replace(self.focus, settings={"inline": 128, **UNSTEERED, **self.focus.settings})
 
+
+_WITH_NAMES_OF_THEIR_OWN = (
+    roster,
+    ranks,
+    choice,
+    growth,
+    kept_out,
+    quarantine,
+    links,
+    network_check,
+)
+"""Modules whose public names others import."""
 
 _UNFIT = Focus(settings={"unfit": 0.5, "checks_restarts": True})
 
@@ -1037,7 +1060,7 @@ def build(name: str) -> type[Node]:
                     )
                 source = source.replace(edit.old, edit.new)
         modules[module] = _load(f"mutant_{name}_{module}".replace("-", "_"), source)
-    for name in ("fits", "lead", "next_round", "without"):
+    for name in ("fits", "lead", "next_round", "unconfirmed", "without"):
         setattr(modules["member"], name, getattr(modules["leader"], name))
     observer, node = modules["observer"], modules["node"]
     observer.__dict__.update(
@@ -1054,7 +1077,7 @@ def build(name: str) -> type[Node]:
         tidy_up=cleanup.tidy_up,
     )
     for loaded in modules.values():
-        for real in (roster, ranks, choice, growth, kept_out, quarantine):
+        for real in _WITH_NAMES_OF_THEIR_OWN:
             own = modules[real.__name__.rpartition(".")[2]]
             for public in loaded.__dict__.keys() & {*real.__all__}:
                 setattr(loaded, public, getattr(own, public))

@@ -27,6 +27,8 @@ class Network:
     def __init__(self, world: World) -> None:
         self._world = world
         self.down = False
+        # Pairs of hosts between which no data pass.
+        self.bad_links: set[frozenset[str]] = set()
         self.slow = 0.0
         self.quiet = False
 
@@ -156,3 +158,30 @@ class Network:
 
     def _is_cut_off(self, host: Host) -> bool:
         return self.down or host.cut_off
+
+    def dial(self, host: Host, request: effects.DialPeer) -> tuple[float, Exception | None]:
+        """How long a dial of another host takes, and why it fails."""
+        world, chance = self._world, self._world.links
+        limit = host.clock.real(request.limit)
+        other = next((it for it in world.hosts if it.id == request.node), None)
+        if (why := self._between(host, other, request)) is not None:
+            return (limit if why == "no answer" else chance.choice((_REFUSED, limit))), OSError(why)
+        slow = other is not None and "slow" in (host.link, other.link)
+        return (0.3 * limit if slow else chance.uniform(0.001, 0.1)), None
+
+    def _between(self, host: Host, other: Host | None, request: effects.DialPeer) -> str | None:
+        """Why this dial fails; None: it does not."""
+        if other is None or not other.alive:
+            return "refused"
+        if other.stalls and request.exchanges:
+            return "no answer"
+        why = ""
+        if "cut off" in (host.link, other.link):
+            why = "cut off"
+        elif other.link == "unreachable" or (other.link == "hidden" and not request.exchanges):
+            why = other.link
+        elif frozenset((host.id, other.id)) in self.bad_links:
+            why = "bad link"
+        if why:
+            self._world.inject(f"dial failed: {why}")
+        return why or None

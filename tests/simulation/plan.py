@@ -21,6 +21,7 @@ __all__ = [
     "EVERYTHING",
     "FASTEST",
     "KINDS",
+    "LINKS",
     "LONGEST_PAUSE",
     "ORDERS",
     "OTHER_SETTINGS",
@@ -87,6 +88,9 @@ AT_ONCE = ("many crash at once", "many are late at once")
 ORDERS = ("drain", "drain", "restart", "resize", "exclude", "exclude", "include")
 """Kinds of orders from people, each as often as it is named."""
 
+LINKS = ("cut off", "cut off", "unreachable", "hidden", "bad link", "bad link", "slow")
+"""Kinds of faults between hosts, each as often as it is named."""
+
 _MOST_KINDS = 6
 _AMBUSHES = (
     "crash",
@@ -146,6 +150,8 @@ UNSTEERED: Mapping[str, Any] = {
     "unfit": 0.0,
     "orders": (),
     "quarantine_after": 0,
+    "network_check": False,
+    "links": (),
 }
 """Settings without policies and without orders from people."""
 
@@ -182,6 +188,9 @@ class Plan:
         checks_restarts: nodes that were in a round are checked too.
         exits_unfit: a node whose check failed ends, and another is started in its place.
         orders: what people order, and when.
+        links: what befalls the network between hosts, and when.
+        one_stays_bad: one link stays bad when the faults stop.
+        without_check: chance that a host has no network check in a run that has it.
         ending: how the run ends once it stands still: "succeeds", "fails", or "is left".
     """
 
@@ -219,6 +228,9 @@ class Plan:
     checks_restarts: bool = False
     exits_unfit: bool = False
     orders: tuple[Fault, ...] = ()
+    links: tuple[Fault, ...] = ()
+    one_stays_bad: bool = False
+    without_check: float = 0.0
 
     @property
     def long_join(self) -> float:
@@ -304,7 +316,24 @@ class Plan:
 
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
-    return _with_quarantine(_with_orders(_with_checks(_placed(_paced(plan)))))
+    return _with_links(_with_quarantine(_with_orders(_with_checks(_placed(_paced(plan))))))
+
+
+def _with_links(plan: Plan) -> Plan:
+    chance = random.Random(f"network of {plan.seed}")
+    if chance.random() < 0.8:
+        return plan
+    given = (
+        Fault(chance.choice((0.0, chance.uniform(0.0, QUIET_AFTER - 0.5))), chance.choice(LINKS))
+        for _ in range(chance.randint(1, 5))
+    )
+    return replace(
+        plan,
+        rules=replace(plan.rules, network_check=True),
+        links=tuple(sorted(given, key=lambda fault: fault.at)),
+        one_stays_bad=plan.rules.min_nodes > 2 and chance.random() < 0.5,
+        without_check=chance.choice((0.0, 0.0, 0.2)),
+    )
 
 
 def _with_quarantine(plan: Plan) -> Plan:
@@ -386,6 +415,9 @@ def settling(plan: Plan) -> float:
     settling = (8 * longest + pace) / plan.rates[0] + 2 * plan.stop + 10
     if any(fault.kind == "wedged agent" for fault in plan.faults):
         settling += plan.rules.rejoin / plan.rates[0]
+    if rules.network_check:
+        # Some rounds that do not run, each for as long as a dial takes that fails, with pauses.
+        settling += (10 * longest + 2 * LONGEST_PAUSE) / plan.rates[0]
     if plan.unfit:
         settling += 2 * LONGEST_PAUSE / plan.rates[0]
     return settling

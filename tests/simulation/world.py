@@ -22,7 +22,7 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.roster import complete
 from rdzv_plugins.protocol.rules import Failure, Rules
 
-from .faults import FAULTS, end_faults
+from .faults import FAULTS, end_faults, part
 from .host import Agent, Host
 from .invariants import Checker, Evidence, InvariantError, show, world_of
 from .kernel import Kernel
@@ -99,6 +99,8 @@ class World:
         self.health = random.Random(f"checks of {plan.seed}")
         # Of who gives orders; its own source, so that all else is as it would be without.
         self.person = random.Random(f"orders given in {plan.seed}")
+        # Of the network between hosts.
+        self.links = random.Random(f"links in {plan.seed}")
         self.kernel = Kernel()
         self.store = Store(
             lambda: self.kernel.now, self.kernel.at, plan.staleness > 0, _has(plan, "fail-over")
@@ -222,6 +224,8 @@ class World:
             factor = chance.choice(OTHER_SETTINGS)
             own = replace(own, interval=factor * own.interval, lease=factor * own.lease)
             self.inject("other settings")
+        if plan_without := self.plan.without_check:
+            own = replace(own, network_check=self.links.random() >= plan_without)
         foreign = " with other --nnodes" if rules else ""
         self.note(f"{name} starts{foreign}, a beat every {own.interval} s")
         self.hosts.append(Host(self, name, address or f"host{self.started}", own))
@@ -359,6 +363,8 @@ class World:
             kernel.at(at, self._name_the_moment, at)
         for order in plan.orders:
             kernel.at(order.at, give, self, order.kind)
+        for fault in plan.links:
+            kernel.at(fault.at, part, self, fault.kind)
         kernel.run(QUIET_AFTER)
         end_faults(self)
         settled = self._stand_still(bound(plan) + self._held_up())
@@ -555,6 +561,8 @@ class World:
             return f"{' '.join(dead)} is dead in {show(document)}"
         done = [node for node in present if by_id[node].succeeded]
         alive = [host for host in alive if not self._is_excluded(host, document.quarantined)]
+        # No round is ended for who was cut off; it comes in with the next one.
+        alive = [host for host in alive if host.id in present or not host.node.record.suspect]
         could = largest([host.domain for host in alive], self.plan.rules)
         if could > len(present) and self.plan.rules.grow == "now" and not done:
             return f"there is room for spares in {show(document)}"

@@ -20,7 +20,13 @@ __all__ = ["Crowd", "Member"]
 
 _REQUEST = 0.001
 
-_AT_ONCE = effects.FinishJoin | effects.Tell | effects.OpenMaster | effects.FetchExclusions
+_AT_ONCE = (
+    effects.FinishJoin
+    | effects.Tell
+    | effects.OpenMaster
+    | effects.FetchExclusions
+    | effects.DialPeer
+)
 
 
 class Member(Life):

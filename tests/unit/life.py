@@ -43,6 +43,7 @@ class Life:
         fails: which requests fail besides.
         told, said: the lines of its log: warnings, and others.
         master: what opening a TCPStore comes to; None: it never ends.
+        dials: what a dial of another node comes to: seconds, or why it failed; None: it never ends.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Life:
         self.fails: Callable[[effects.Effect[Any]], bool] = lambda request: False
         self.last_word_fails: Exception | None = None
         self.master: str | Exception | None = "host:1"
+        self.dials: Callable[[effects.DialPeer], float | Exception | None] = lambda request: 0.01
         self.log: list[str] = []
         self.told: list[str] = []
         self.said: list[str] = []
@@ -69,6 +71,7 @@ class Life:
             address=name, pid=1, beat=0, status=Status.JOIN, round=-1,
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
             interval=rules.interval, lease=rules.lease, domain=domain,
+            port=4711 if rules.network_check else 0,
         )  # fmt: skip
         self.node = Node(name, record, rules, 60.0, time, random.Random(seed), wall=time)
         self.node.order_join()
@@ -146,6 +149,13 @@ class Life:
                     return self.node.master_opened(world_id, None, self.master)
                 if self.master is not None:
                     self.node.master_opened(world_id, self.master, None)
+                return None
+            case effects.DialPeer(attempt):
+                took = self.dials(request)
+                if isinstance(took, Exception):
+                    self.node.peer_dialled(attempt, 0.0, took)
+                elif took is not None:
+                    self.node.peer_dialled(attempt, took, None)
                 return None
         leaves = isinstance(request, effects.PutRecord) and request.record.status is Status.LEFT
         if leaves and self.last_word_fails:

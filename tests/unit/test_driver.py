@@ -119,6 +119,7 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     effects.Rest: (effects.Rest(0.001), []),
     effects.OpenMaster: (effects.OpenMaster("1-world_id", 0.05), ["open"]),
     effects.FetchExclusions: (effects.FetchExclusions("the-run", 0.05), ["get_many", "close"]),
+    effects.DialPeer: (effects.DialPeer("1-world_id 1", "n2", "host:1", True, 1.0, 0.05), ["dial"]),
     effects.DropStores: (effects.DropStores("the-run", 1), ["list", "delete_many"]),
     effects.Expire: (effects.Expire(60.0), ["expire"]),
     effects.PutTombstone: (effects.PutTombstone(RUNNING), ["put", "expire", "list", "close"]),
@@ -144,7 +145,11 @@ def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
         noted.append("open")
         return "host:1"
 
-    return Driver(node, client, archive(noted), open_master, "test")
+    def dial(request: effects.DialPeer) -> float:
+        noted.append("dial")
+        return 0.1
+
+    return Driver(node, client, archive(noted), open_master, "test", dial=dial)
 
 
 def test_every_request_is_carried_out() -> None:

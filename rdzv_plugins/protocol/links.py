@@ -1,0 +1,233 @@
+"""The network check: who exchanges data with whom, which links failed, and whose fault it is.
+
+While a round confirms, each node dials one other node, and all dial rank 0. A node finds out what
+failed, and its record says so with its confirmation; the leader decides by the records of all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from rdzv_plugins.protocol.documents import (
+    Cause,
+    Faults,
+    Found,
+    NodeRecord,
+    RoundDocument,
+    labels,
+)
+from rdzv_plugins.protocol.rules import Rules
+
+__all__ = [
+    "Judgement",
+    "able_to_host",
+    "judge",
+    "naming_links",
+    "partner_in",
+    "pause",
+    "remark",
+    "slow",
+    "told",
+]
+
+# So many rounds in a row may not run because of links that fail for the first time.
+_MOST_ROUNDS = 4
+# A node that has failed with so many others is at fault.
+_SEVERAL = 2
+
+# What a document keeps, of very many.
+_LINKS_KEPT, _OUT_KEPT = 64, 32
+
+# Who takes more than twice the median is slow, but not one that takes no time at all.
+_SLOW, _LEAST_SECONDS = 2.0, 0.05
+
+_SHOWN = 3
+_MOST_DOUBLINGS = 10
+
+Link = tuple[str, str]
+
+
+def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:
+    """Whom a node dials: each one is dialled by one other, in the next round by another.
+
+    Args:
+        ranks: of those that are known: all, or in a large round those of one shard.
+    """
+    ring = sorted(ranks, key=ranks.__getitem__)
+    if me not in ranks or len(ring) < 2:
+        return None
+    step = 1 + round_ % (len(ring) - 1)
+    return ring[(ring.index(me) + step) % len(ring)]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What becomes of a round that all its participants have confirmed.
+
+    Attributes:
+        runs: it may run; else another one is to form.
+        faults: what its document, or that of the next round, is to say.
+        failed: the links that failed in it.
+    """
+
+    runs: bool
+    faults: Faults
+    failed: tuple[Link, ...] = ()
+
+
+def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rules) -> Judgement:
+    """Whether the round may run, by what its participants have found.
+
+    It may not while a participant could not dial rank 0, or failed with several others; nor where
+    a link fails for the first time, since another pairing tells more about its two ends. A link
+    that fails once more, between nodes that are well otherwise, holds nobody up.
+    """
+    if not rules.network_check:
+        return Judgement(True, Faults())
+    was, first = document.faults, document.participants[0]
+    found = {node: records[node].found or Found() for node in document.participants}
+    failed = [_link(node, it.partner) for node, it in found.items() if it.why]
+    cut = [node for node, it in found.items() if it.unreached]
+    failed = list(dict.fromkeys([*failed, *(_link(node, first) for node in cut)]))
+    if not failed:
+        return Judgement(True, Faults())
+    passed = {_link(node, it.partner) for node, it in found.items() if it.partner and not it.why}
+    passed |= {_link(node, it.first) for node, it in found.items() if it.first and not it.unreached}
+    here = {*document.participants}
+    known = [link for link in was.links if link not in passed and here.issuperset(link)]
+    fresh = [link for link in failed if link not in known]
+    links = [*known, *fresh]
+    out = _at_fault(links, failed, was.rounds > 0)
+    if not (cut or out) and (not fresh or was.rounds >= _MOST_ROUNDS):
+        return Judgement(True, Faults(links=tuple(failed[-_LINKS_KEPT:])), tuple(failed))
+    hosts, left = (
+        was.hosts,
+        {node: it for node, it in found.items() if node not in out and it.first},
+    )
+    blind = [node for node, it in left.items() if it.unreached]
+    if blind and first not in out and (not out or len(blind) == len(left)):
+        # Who cannot dial this rank 0 cannot be dialled by it either, as a rule.
+        both = blind if len(blind) < len(left) else ()
+        hosts = tuple(dict.fromkeys((*hosts, first, *both)))
+        if here <= {*hosts}:
+            hosts = (first,)  # Each has had its turn.
+    others = [link for link in links if not {*link} & out.keys()]
+    faults = Faults(
+        links=tuple(others[-_LINKS_KEPT:]),
+        rounds=was.rounds + 1,
+        out=tuple((node, _reason(of, records)) for node, of in out.items())[:_OUT_KEPT],
+        hosts=hosts[-_LINKS_KEPT:],
+    )
+    return Judgement(False, faults, tuple(failed))
+
+
+def _link(one: str, other: str) -> Link:
+    return (one, other) if one < other else (other, one)
+
+
+def _at_fault(links: Sequence[Link], failed: Sequence[Link], sure: bool) -> dict[str, list[str]]:
+    """Who failed with several others, and with whom: the fewest nodes that explain the links.
+
+    Where two of them failed with each other, and with as many, each may be the one that is well;
+    the next pairing tells, and by then (``sure``) somebody has to be.
+    """
+    now = {node for link in failed for node in link}
+    left, out = [*links], dict[str, list[str]]()
+    while True:
+        counts = Counter(node for link in left for node in link)
+        most = max((times for node, times in counts.items() if node in now), default=0)
+        if most < _SEVERAL:
+            return out
+        top = {node for node in now if counts[node] == most}
+        if not sure and any(top.issuperset(link) for link in left):
+            return out
+        node = max(top)
+        out[node] = [other for link in left if node in link for other in link if other != node]
+        left = [link for link in left if node not in link]
+
+
+def _reason(others: Sequence[str], records: Mapping[str, NodeRecord]) -> str:
+    return f"network: no data passed between this node and {_listed(labels(records, others))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def pause(faults: Faults, rules: Rules) -> float:
+    """Seconds before the next round after one that must not run: what failed may fail at once."""
+    if faults.rounds < 2:
+        return 0.0
+    return min(rules.interval * 2.0 ** min(faults.rounds - 2, _MOST_DOUBLINGS), rules.lease)
+
+
+def able_to_host(
+    document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> Mapping[str, NodeRecord]:
+    """The records by which ranks are given: who could not be dialled as rank 0 is not to be it."""
+    hosts = (node for node in document.faults.hosts if node in records)
+    return {**records, **{node: replace(records[node], hosts=False) for node in hosts}}
+
+
+def naming_links(cause: Cause, links: Sequence[Link], records: Mapping[str, NodeRecord]) -> Cause:
+    """The cause with the links that failed."""
+    return cause.plus(apart=_pairs(links, records))
+
+
+def _pairs(links: Sequence[Link], records: Mapping[str, NodeRecord]) -> list[str]:
+    return [" and ".join(labels(records, link)) for link in links]
+
+
+def told(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
+    """What of the network a sentence says of a run; empty: nothing."""
+    if not document.faults.links:
+        return ""
+    return f"no data passes between {_listed(_pairs(document.faults.links, records))}"
+
+
+def remark(document: RoundDocument, records: Mapping[str, NodeRecord], runs: bool) -> str:
+    """Which links failed in a round, each against which endpoint, and what to do."""
+    found = [(records[node].label, it) for node, it in _findings(document, records)]
+    said = [f"{label} could not exchange data with {it.why}" for label, it in found if it.why]
+    said += [f"{label} could not dial {it.unreached}" for label, it in found if it.unreached]
+    what = "runs all the same" if runs else "does not run"
+    return (
+        f"round {document.round} {what}: {'; '.join(said[:_SHOWN])}"
+        f"{f' and {len(said) - _SHOWN} more' if len(said) > _SHOWN else ''}. Check the network and "
+        "the firewalls between these hosts, and their --local-addr"
+    )
+
+
+def slow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
+    """Whose exchange of data took over twice the median; empty: nobody's."""
+    found = [(node, it) for node, it in _findings(document, records) if it.partner and not it.why]
+    if len(found) < 3:
+        return ""
+    usual = sorted(it.seconds for _, it in found)[len(found) // 2]
+    late = [(node, it) for node, it in found if it.seconds > max(_SLOW * usual, _LEAST_SECONDS)]
+    if not late:
+        return ""
+    late.sort(key=lambda pair: -pair[1].seconds)
+    said = [
+        f"{' and '.join(labels(records, (node, it.partner)))} in {it.seconds:.2f} s"
+        for node, it in late
+    ]
+    return f"slow exchange of data between {_listed(said)}, the median is {usual:.2f} s"
+
+
+def _findings(
+    document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> list[tuple[str, Found]]:
+    """What participants have found in this round, as far as their records are known."""
+    return [
+        (node, record.found)
+        for node in document.participants
+        if (record := records.get(node)) is not None
+        and record.found is not None
+        and record.world_id == document.world_id
+    ]

@@ -1,0 +1,142 @@
+"""A node's part in the network check, while it confirms a rank: what it dials and finds.
+
+See `links` for what the leader makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec.structs import replace
+
+from rdzv_plugins.kv import Version
+from rdzv_plugins.protocol.documents import NODES_PREFIX, Found, NodeRecord, RoundDocument
+from rdzv_plugins.protocol.effects import DialPeer, Effects, Read
+from rdzv_plugins.protocol.links import partner_in
+from rdzv_plugins.protocol.record_cache import readable
+from rdzv_plugins.protocol.roster import ranks_in, shard_key
+
+__all__ = ["NetworkCheck"]
+
+# Data are exchanged within that as a rule; a node looks after the rest meanwhile.
+_AT_ONCE_SECONDS = 0.05
+
+_LONGEST_WHY = 120
+
+_Report = tuple[str, float, Exception | None]
+
+
+class NetworkCheck:
+    """One check for each round whose rank this node confirms.
+
+    Args:
+        me: this node's id.
+        limit: seconds after which a dial has failed.
+        clock: the node's monotonic clock, in seconds.
+
+    Attributes:
+        awaits: rank 0's record and its version, where that does not say yet where to dial.
+    """
+
+    def __init__(self, me: str, limit: float, clock: Callable[[], float]) -> None:
+        self._me = me
+        self._limit = limit
+        self._clock = clock
+        self.awaits: tuple[str, Version | None] | None = None
+        # The round of this world_id; with whom, and who is rank 0.
+        self._world_id: str | None = None
+        self._partner: tuple[str, NodeRecord] | None = None
+        self._first: str | None = None
+        self._found = Found()
+        # The dial that goes on, and since when; what was reported of it, and not taken up yet.
+        self._attempts = 0
+        self._dialling: tuple[str, float] | None = None
+        self._report: _Report | None = None
+        self._answer: _Report | None = None
+
+    @property
+    def reported(self) -> bool:
+        """Whether a report has not been taken up yet."""
+        return self._report is not None
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the dial that goes on has failed."""
+        since = self._dialling[1] if self._dialling is not None else self._clock()
+        return max(0.0, since + self._limit - self._clock())
+
+    def report(self, attempt: str, seconds: float, error: Exception | None) -> None:
+        """Answer `DialPeer`; from any thread."""
+        dialling = self._dialling
+        if dialling is not None and dialling[0] == attempt:
+            self._report = attempt, seconds, error
+
+    def take_up(self) -> None:
+        """Take up what was reported."""
+        report, self._report = self._report, None
+        if report is not None:
+            self._answer = report
+
+    def run(self, document: RoundDocument) -> Effects[Found | None]:
+        """What this node has found; None: nothing yet, to be asked again."""
+        self.awaits = None
+        if self._world_id != document.world_id:
+            yield from self._begin(document)
+        if self._partner is not None:
+            partner, record = self._partner
+            answer = yield from self._dial(partner, f"{record.address}:{record.port}", True)
+            if answer is None:
+                return None
+            seconds, why = answer
+            self._partner = None
+            why = f"{record.label} at {why}" if why else ""
+            self._found = replace(self._found, partner=partner, seconds=seconds, why=why)
+        if self._first is not None:
+            key = NODES_PREFIX + self._first
+            entry = yield from Read(key)
+            first = readable(entry)
+            if first is None or first.master is None or first.world_id != document.world_id:
+                self.awaits = key, entry.version if entry is not None else None
+                return None
+            answer = yield from self._dial(self._first, first.master, False)
+            if answer is None:
+                return None
+            why = f"rank 0, {first.label}, at {answer[1]}" if answer[1] else ""
+            self._found = replace(self._found, first=self._first, unreached=why)
+        self._world_id = None  # Should it confirm the same round once more.
+        return self._found
+
+    def _begin(self, document: RoundDocument) -> Effects[None]:
+        ranks: Mapping[str, int] = document.ranks
+        if document.roster is not None:
+            # Those of its shard are enough of them.
+            key = shard_key(document.incarnation, document.roster, self._me)
+            ranks = ranks_in((yield from Read(key))) or {}
+        partner, self._partner = partner_in(ranks, self._me, document.round), None
+        if partner is not None:
+            record = readable((yield from Read(NODES_PREFIX + partner)))
+            # Who has not set the option answers nobody.
+            if record is not None and record.port:
+                self._partner = partner, record
+        others = (node for node, rank in ranks.items() if rank == 0 and node != self._me)
+        self._first = next(others, None)
+        self._found, self._dialling, self._answer = Found(), None, None
+        self._world_id = document.world_id
+
+    def _dial(self, node: str, endpoint: str, exchanges: bool) -> Effects[tuple[float, str] | None]:
+        """The seconds that it took, and against which endpoint and why it failed; None: not yet."""
+        if self._dialling is None:
+            self._attempts += 1
+            attempt = f"{self._world_id} {self._attempts}"
+            self._dialling, self._answer = (attempt, self._clock()), None
+            limit = self._limit
+            yield from DialPeer(attempt, node, endpoint, exchanges, limit, _AT_ONCE_SECONDS)
+            self.take_up()
+        if self._answer is None and self.seconds_left > 0:
+            return None
+        _, seconds, error = self._answer or ("", self._limit, TimeoutError("no answer in time"))
+        self._dialling = self._answer = None
+        why = " ".join(str(error).split())[:_LONGEST_WHY] if error is not None else ""
+        if error is not None:
+            why = f"{endpoint} ({why or type(error).__name__})"
+        return round(seconds, 4), why
