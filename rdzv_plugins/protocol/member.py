@@ -112,8 +112,18 @@ def decide(view: View) -> Action:
         return Abdicate(replace(document, leader=None))
     if view.joining:
         action = _take_part(view, document)
+        if view.checks and isinstance(action, Confirm):
+            # What it waits for may never come: rank 0 may be dead, or the leader.
+            meanwhile = _look_after_the_run(view, document)
+            if isinstance(meanwhile, Wait):
+                return Confirm(action.document, action.is_master, meanwhile.seconds)
+            return meanwhile
         if action is not None:
             return action
+    return _look_after_the_run(view, document)
+
+
+def _look_after_the_run(view: View, document: RoundDocument) -> Action:
     if document.leader == view.me:
         return lead(view, document)
     return _watch_leader(view, document)

@@ -65,6 +65,10 @@ class NetworkCheck:
         since = self._dialling[1] if self._dialling is not None else self._clock()
         return max(0.0, since + self._limit - self._clock())
 
+    def is_of(self, document: RoundDocument) -> bool:
+        """Whether the check of this round goes on."""
+        return self._world_id is not None and self._world_id == document.world_id
+
     def report(self, attempt: str, seconds: float, error: Exception | None) -> None:
         """Answer `DialPeer`; from any thread."""
         dialling = self._dialling

@@ -521,6 +521,7 @@ class Node:
             wall=self._wall(),
             carried=self._carried if looks_back else None,
             fetches=looks_back and self._carried is None,
+            checks=document is not None and self._network.is_of(document),
         )
 
     def _act(self, action: rules.Action) -> Effects[None]:
@@ -542,8 +543,8 @@ class Node:
                     self.record, status=status, incarnation=incarnation, round=round_, master=None
                 )
                 self._record_due, self._ring = True, ring
-            case rules.Confirm(document, is_master):
-                yield from self._confirm(document, is_master)
+            case rules.Confirm(document, is_master, seconds):
+                yield from self._confirm(document, is_master, seconds)
             case rules.Start(document):
                 self._member, self._suspect = document, False
                 self._given[document.incarnation] = document.round
@@ -642,7 +643,9 @@ class Node:
             left = max(0.0, self._fetch_due - self._clock())
             yield from self._wait(left or None, for_exclusions=True)
 
-    def _confirm(self, document: RoundDocument, is_master: bool) -> Effects[None]:
+    def _confirm(
+        self, document: RoundDocument, is_master: bool, seconds: float | None
+    ) -> Effects[None]:
         """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first."""
         master = None
         if is_master:
@@ -651,7 +654,7 @@ class Node:
                 return
         found: Found | None = None
         if self._rules.network_check and document.size > 1:
-            found = yield from self._check_network(document)
+            found = yield from self._check_network(document, seconds)
             if found is None:
                 return
         self._opening = None
@@ -670,19 +673,23 @@ class Node:
         )
         self._record_due = self._ring = True
 
-    def _check_network(self, document: RoundDocument) -> Effects[Found | None]:
+    def _check_network(
+        self, document: RoundDocument, seconds: float | None
+    ) -> Effects[Found | None]:
         """What this node found out about its links; None: nothing yet, decide again."""
         found = yield from self._network.run(document)
         if found is not None or self.ordered:
             return found
         leads, awaits = document.leader == self.id, self._network.awaits
+        patience = self._rules.interval if seconds is None else seconds
         if awaits is None or leads:
             # A leader hears the bell once rank 0 has confirmed.
-            yield from self._park(None if awaits else self._network.seconds_left, leads)
+            left = patience if awaits else min(patience, self._network.seconds_left)
+            yield from self._park(left, leads)
         else:
             until_beat = max(0.0, self._next_beat - self._clock())
-            yield from Park(*awaits, min(_LOOK_SECONDS, until_beat))
-            self._seen.read_again(document=True)
+            yield from Park(*awaits, min(_LOOK_SECONDS, until_beat, patience))
+            self._seen.read_again(document=True, leader=True)
         return None
 
     def _begin_to_open_master(self, world_id: str) -> Effects[None]:

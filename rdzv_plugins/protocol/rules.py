@@ -138,6 +138,7 @@ class View:
         wall: the time on this host's wall clock, in seconds since the epoch; exclusions end by it.
         carried: the exclusions that outlive runs, for a leader; None: not read.
         fetches: they are being read.
+        checks: this node checks its network, and has not confirmed its rank yet.
     """
 
     me: str
@@ -172,6 +173,7 @@ class View:
     wall: float
     carried: tuple[Exclusion, ...] | None
     fetches: bool
+    checks: bool = False
 
     @property
     def own(self) -> str | None:
@@ -230,10 +232,14 @@ class SetRecord:
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first."""
+    """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first.
+
+    ``seconds``: how long this may take before the node decides again; None: there is no limit.
+    """
 
     document: RoundDocument
     is_master: bool
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,7 +365,7 @@ class Checker:
         self._founded: dict[str, float] = {}
         self._blamed: dict[tuple[str, str], list[float]] = {}
         # Of each round who has dialled whom, whether with data, and whether that passed once; whom
-        # a node dialled last; between whom a dial ever failed; rank 0 of the round before.
+        # a node dialled last; between whom one failed, as records say; rank 0 of the round before.
         self._dials: dict[World, dict[tuple[str, str, bool], bool]] = {}
         self._partners: dict[str, tuple[World, str]] = {}
         self._failing: dict[str, set[tuple[str, str]]] = {}
@@ -395,9 +395,6 @@ class Checker:
         self.checks += 1
         dials = self._dials.setdefault(world_of(document), {})
         dials[node, peer, exchanges] = passed or dials.get((node, peer, exchanges), False)
-        if not passed:
-            failing = self._failing.setdefault(document.incarnation, set())
-            failing |= {(node, peer), (peer, node)}
         if not exchanges or not 2 < document.size <= self._rules.inline:
             return
         last = self._partners.get(node)
@@ -469,9 +466,14 @@ class Checker:
         track, now = self._tracks[node], self._now()
         drained = any(it == node for _, it in self._drained)
         gave_up = track.gave_up or (drained and record.status is Status.LEFT)
-        if record.unfit.startswith("network: ") and not track.is_unfit:
+        fresh = record.beat > max(track.fit_after, default=-1)
+        if record.unfit.startswith("network: ") and not track.is_unfit and fresh:
             # Its node has heard so before its agent does.
             self.unfit(node, record.beat - 1)
+        if (found := record.found) is not None:
+            named = (found.partner if found.why else "", found.first if found.unreached else "")
+            failing = self._failing.setdefault(record.incarnation or "", set())
+            failing |= {pair for it in named if it for pair in ((node, it), (it, node))}
         said = track.was_unfit(record.beat)
         # A record may be under way while its check passes.
         if record.is_unfit and not said:

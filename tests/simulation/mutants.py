@@ -107,6 +107,15 @@ _DRAINS, _EXCLUDES = (
 _APART = Focus(settings={"inline": 1})
 
 
+def _parted(*kinds: str, **settings: Any) -> Focus:
+    """Runs that check their network, to which these things happen again and again."""
+    links = tuple(Fault(0.7 * n, kind) for n, kind in enumerate(3 * kinds))
+    return Focus(
+        kinds=("worker failure", "newcomer", "crash, then restart as a newcomer"),
+        settings={"network_check": True, "links": links, **settings},
+    )
+
+
 _GROWS = {"min_nodes": 1, "max_nodes": 12, "last_call": 0.0}
 
 
@@ -1005,6 +1014,83 @@ MUTANTS: dict[str, Mutant] = {
             ),
         ),
         seed=9,
+    ),
+    "links-ignored": Mutant(
+        "network_check: a round runs whatever its nodes have found",
+        (_in("links", "    if not failed:\n", "    if True:\n"),),
+        seed=2,
+        focus=_parted("cut off", "unreachable"),
+    ),
+    "rank-0-undialled": Mutant(
+        "network_check: a node confirms its rank without having dialled rank 0",
+        (_in("network_check", "        if self._first is not None:\n", "        if False:\n"),),
+        focus=_parted("hidden"),
+    ),
+    "rank-0-for-ever": Mutant(
+        "network_check: a rank 0 that nobody reached is rank 0 of the next round too",
+        (_in("leader", "    hosts = able_to_host(document, records)\n", "    hosts = records\n"),),
+        seed=72,
+        focus=_parted("hidden"),
+    ),
+    "one-failure-is-enough": Mutant(
+        "network_check: a node is left out that failed with one other",
+        (_in("links", "_SEVERAL = 2\n", "_SEVERAL = 1\n"),),
+        seed=39,
+        focus=_parted("bad link"),
+    ),
+    "nobody-at-fault": Mutant(
+        "network_check: who failed with several others stays in the round",
+        (_in("links", "_SEVERAL = 2\n", "_SEVERAL = 200\n"),),
+        seed=6,
+        focus=_parted("cut off", "unreachable"),
+    ),
+    "always-the-same-partner": Mutant(
+        "network_check: the next round pairs the same nodes",
+        (_in("links", "    step = 1 + round_ % (len(ring) - 1)\n", "    step = 1\n"),),
+        seed=2,
+        focus=_parted("bad link"),
+    ),
+    "unheard-verdict": Mutant(
+        "network_check: a node that is left out asks again at once",
+        (
+            _in(
+                "member",
+                "    if document.phase is Phase.FORMING and judged and document.faults",
+                "    if False and document.faults",
+            ),
+        ),
+        seed=2,
+        focus=_parted("cut off", "unreachable", "cut off"),
+    ),
+    "ends-rounds-for-the-cut-off": Mutant(
+        "network_check: a running round is ended for a node that was cut off",
+        (
+            _in(
+                "leader",
+                "        and (document.resize or not record.suspect)\n",
+                "",
+            ),
+        ),
+        seed=2,
+        focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=4),
+    ),
+    "one-bad-link-for-ever": Mutant(
+        "network_check: no round runs as long as one link is bad",
+        (_in("links", "(not fresh or was.rounds >= _MOST_ROUNDS)", "False"),),
+        seed=107,
+        focus=_parted("bad link", "bad link", nodes=4, min_nodes=3, one_stays_bad=True),
+    ),
+    "deaf-while-it-checks": Mutant(
+        "network_check: a leader that waits for a rank 0 which is dead finds out nothing",
+        (
+            _in(
+                "member",
+                "        if view.checks and isinstance(action, Confirm):\n",
+                "        if False:\n",
+            ),
+        ),
+        seed=14,
+        focus=_parted("slow"),
     ),
     "ends-rounds-too-soon": Mutant(
         "rule 17: a round runs for min_uptime before it is ended for newcomers",
