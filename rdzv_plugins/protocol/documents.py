@@ -296,12 +296,14 @@ class Faults(msgspec.Struct, frozen=True, array_like=True):
         rounds: how many rounds in a row did not run because of that.
         out: nodes that failed with several others, and why they are unfit: they are to say so.
         hosts: nodes that others could not dial as rank 0.
+        blind: nodes that could not dial rank 0, each with who that was.
     """
 
     links: tuple[tuple[str, str], ...] = ()
     rounds: int = 0
     out: tuple[tuple[str, str], ...] = ()
     hosts: tuple[str, ...] = ()
+    blind: tuple[tuple[str, str], ...] = ()
 
     def why_out(self, node: str) -> str:
         """Why the node is unfit; empty: it is not among those."""

@@ -396,8 +396,6 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
         and _is_live(view, node, record)
         and fits(record, document)
         and record.asks
-        # It comes in when a round forms anyway.
-        and (document.resize or not record.suspect)
     ]
     # A node that was only cut off, and was not replaced, never stopped running.
     back = {
@@ -412,6 +410,9 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     done = {node for node in document.participants if is_done(document, records.get(node))}
     # Once a node is done, newcomers no longer restart the others.
     present = without(document.participants, gone)
+    if present and not document.resize:
+        # Who was cut off comes in when a round forms anyway.
+        newcomers = [node for node in newcomers if not records[node].suspect]
     sizes = Sizes.of(view.rules)
     size = 0
     if newcomers and not done:

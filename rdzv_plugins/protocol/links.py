@@ -6,8 +6,7 @@ failed, and its record says so with its confirmation; the leader decides by the 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -91,63 +90,87 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
     was, first = document.faults, document.participants[0]
     found = {node: records[node].found or Found() for node in document.participants}
     failed = [_link(node, it.partner) for node, it in found.items() if it.why]
-    cut = [node for node, it in found.items() if it.unreached]
-    failed = list(dict.fromkeys([*failed, *(_link(node, first) for node in cut)]))
-    if not failed:
+    failed = list(dict.fromkeys(failed))
+    cut = [(node, first) for node, it in found.items() if it.unreached]
+    if not (failed or cut):
         return Judgement(True, Faults())
     passed = {_link(node, it.partner) for node, it in found.items() if it.partner and not it.why}
-    passed |= {_link(node, it.first) for node, it in found.items() if it.first and not it.unreached}
     here = {*document.participants}
     known = [link for link in was.links if link not in passed and here.issuperset(link)]
     fresh = [link for link in failed if link not in known]
     links = [*known, *fresh]
-    out = _at_fault(links, failed, was.rounds > 0)
+    blind = [pair for pair in was.blind if pair not in cut and here.issuperset(pair)]
+    blind += cut
+    out = _at_fault(links, blind, {it for pair in (*failed, *cut) for it in pair}, was.rounds > 0)
     if not (cut or out) and (not fresh or was.rounds >= _MOST_ROUNDS):
         return Judgement(True, Faults(links=tuple(failed[-_LINKS_KEPT:])), tuple(failed))
-    hosts, left = (
-        was.hosts,
-        {node: it for node, it in found.items() if node not in out and it.first},
-    )
-    blind = [node for node, it in left.items() if it.unreached]
-    if blind and first not in out and (not out or len(blind) == len(left)):
-        # Who cannot dial this rank 0 cannot be dialled by it either, as a rule.
-        both = blind if len(blind) < len(left) else ()
-        hosts = tuple(dict.fromkeys((*hosts, first, *both)))
-        if here <= {*hosts}:
-            hosts = (first,)  # Each has had its turn.
-    others = [link for link in links if not {*link} & out.keys()]
     faults = Faults(
-        links=tuple(others[-_LINKS_KEPT:]),
+        links=_without(out, links)[-_LINKS_KEPT:],
         rounds=was.rounds + 1,
         out=tuple((node, _reason(of, records)) for node, of in out.items())[:_OUT_KEPT],
-        hosts=hosts[-_LINKS_KEPT:],
+        hosts=_not_to_host(document, found, out),
+        blind=_without(out, blind)[-_LINKS_KEPT:],
     )
-    return Judgement(False, faults, tuple(failed))
+    return Judgement(False, faults, tuple(dict.fromkeys((*failed, *(_link(*it) for it in cut)))))
+
+
+def _not_to_host(
+    document: RoundDocument, found: Mapping[str, Found], out: Mapping[str, object]
+) -> tuple[str, ...]:
+    """Who is not to be rank 0 of the next round, since others could not dial it."""
+    hosts, first = document.faults.hosts, document.participants[0]
+    dialled = {node: it.unreached for node, it in found.items() if it.first and node not in out}
+    blind = [node for node, why in dialled.items() if why]
+    nobody = len(blind) == len(dialled)
+    if not blind or first in out or (out and not nobody):
+        return hosts
+    # Who cannot dial this rank 0 cannot be dialled by it either, as a rule.
+    hosts = tuple(dict.fromkeys((*hosts, first, *(() if nobody else blind))))
+    if {*document.participants} <= {*hosts}:
+        hosts = (first,)  # Each has had its turn.
+    return hosts[-_LINKS_KEPT:]
+
+
+def _without(out: Mapping[str, object], pairs: Sequence[Link]) -> tuple[Link, ...]:
+    return tuple(pair for pair in pairs if not {*pair} & out.keys())
 
 
 def _link(one: str, other: str) -> Link:
     return (one, other) if one < other else (other, one)
 
 
-def _at_fault(links: Sequence[Link], failed: Sequence[Link], sure: bool) -> dict[str, list[str]]:
-    """Who failed with several others, and with whom: the fewest nodes that explain the links.
+def _at_fault(
+    links: Sequence[Link], blind: Sequence[Link], now: Collection[str], sure: bool
+) -> dict[str, list[str]]:
+    """Who failed with several others, and with whom: the fewest nodes that explain all.
 
-    Where two of them failed with each other, and with as many, each may be the one that is well;
-    the next pairing tells, and by then (``sure``) somebody has to be.
+    A rank 0 that cannot be dialled may be well otherwise: that counts against who dialled. Where
+    two that failed with each other failed with as many, each may be the one that is well; the next
+    pairing tells, and by then somebody has to be at fault.
+
+    Args:
+        links: pairs of nodes that could not exchange data.
+        blind: nodes that could not dial rank 0, each with who that was.
+        now: the nodes for which something failed in this round.
+        sure: another pairing has been tried.
     """
-    now = {node for link in failed for node in link}
-    left, out = [*links], dict[str, list[str]]()
+    out: dict[str, list[str]] = {}
     while True:
-        counts = Counter(node for link in left for node in link)
-        most = max((times for node, times in counts.items() if node in now), default=0)
+        others: dict[str, set[str]] = {}
+        left = _without(out, links), _without(out, blind)
+        for one, other in left[0]:
+            others.setdefault(one, set()).add(other)
+            others.setdefault(other, set()).add(one)
+        for one, other in left[1]:
+            others.setdefault(one, set()).add(other)
+        most = max((len(of) for node, of in others.items() if node in now), default=0)
         if most < _SEVERAL:
             return out
-        top = {node for node in now if counts[node] == most}
-        if not sure and any(top.issuperset(link) for link in left):
+        top = {node for node, of in others.items() if node in now and len(of) == most}
+        if not sure and any(top.issuperset(pair) for pair in (*left[0], *left[1])):
             return out
         node = max(top)
-        out[node] = [other for link in left if node in link for other in link if other != node]
-        left = [link for link in left if node not in link]
+        out[node] = sorted(others[node])
 
 
 def _reason(others: Sequence[str], records: Mapping[str, NodeRecord]) -> str:
@@ -185,9 +208,14 @@ def _pairs(links: Sequence[Link], records: Mapping[str, NodeRecord]) -> list[str
 
 def told(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
     """What of the network a sentence says of a run; empty: nothing."""
-    if not document.faults.links:
-        return ""
-    return f"no data passes between {_listed(_pairs(document.faults.links, records))}"
+    faults = document.faults
+    parts = [
+        f"no data passes between {_listed(_pairs(faults.links, records))}" if faults.links else "",
+        f"{_listed([' cannot dial '.join(labels(records, it)) for it in faults.blind])} as rank 0"
+        if faults.blind
+        else "",
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def remark(document: RoundDocument, records: Mapping[str, NodeRecord], runs: bool) -> str:

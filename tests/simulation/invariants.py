@@ -744,7 +744,8 @@ class Checker:
         if before.resize:
             return  # A person said so.
         suspects = {it.label for it in evidence.seen.values() if it.suspect}
-        if not joined.more and suspects.issuperset(joined.first):
+        alone = not joined.more and suspects.issuperset(joined.first)
+        if alone and {*before.participants} - {*before.lost}:
             raise InvariantError("network", f"{node} wrote {show(after)} for {joined} alone")
         self.checks += 1
         named = track.named_moment > began or any(

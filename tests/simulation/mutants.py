@@ -1067,8 +1067,8 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "leader",
-                "        and (document.resize or not record.suspect)\n",
-                "",
+                "    if present and not document.resize:\n",
+                "    if False:\n",
             ),
         ),
         seed=2,
