@@ -292,7 +292,7 @@ class Faults(msgspec.Struct, frozen=True, array_like=True):
     """What the network check has found since a round last ran, or of the one that runs.
 
     Attributes:
-        links: pairs of nodes between which no data passed.
+        links: nodes that dialled another and could not exchange data with it, each with that one.
         rounds: how many rounds in a row did not run because of that.
         out: nodes that failed with several others, and why they are unfit: they are to say so.
         hosts: nodes that others could not dial as rank 0.

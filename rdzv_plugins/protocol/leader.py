@@ -117,8 +117,11 @@ def _lead_forming(view: View, document: RoundDocument, records: Mapping[str, Nod
         for node in live
         if fits(records[node], document) and records[node].asks and node not in awaited
     }
-    ready = asks.difference(out)
-    sizes = Sizes.of(rules)
+    ready, sizes = asks.difference(out), Sizes.of(rules)
+    if document.faults.rounds:
+        # Who was cut off is tried again once a round has run, or where the others are too few.
+        well = {node for node in ready if not records[node].suspect}
+        ready = well if world_size(well, records, sizes) else ready
     size = world_size(ready, records, sizes)
     enough = size > 0
     if pending := without(awaited, gone):  # Rule 5.
@@ -332,7 +335,7 @@ def _name_participants(
         and _is_live(view, node, record)
     )
     document = pruned(document, records, view.wall)
-    hosts = able_to_host(document, records)
+    hosts = able_to_host(document, records, chosen)
     places = old_places(document, records) if rules.rank_order == "topology" else None
     return replace(
         document,

@@ -89,19 +89,21 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
         return Judgement(True, Faults())
     was, first = document.faults, document.participants[0]
     found = {node: records[node].found or Found() for node in document.participants}
-    failed = [_link(node, it.partner) for node, it in found.items() if it.why]
-    failed = list(dict.fromkeys(failed))
+    failed = [(node, it.partner) for node, it in found.items() if it.why]
     cut = [(node, first) for node, it in found.items() if it.unreached]
     if not (failed or cut):
         return Judgement(True, Faults())
-    passed = {_link(node, it.partner) for node, it in found.items() if it.partner and not it.why}
+    # Data that pass where the one dials tell nothing of where the other does.
+    passed = {(node, it.partner) for node, it in found.items() if it.partner and not it.why}
     here = {*document.participants}
     known = [link for link in was.links if link not in passed and here.issuperset(link)]
     fresh = [link for link in failed if link not in known]
     links = [*known, *fresh]
     blind = [pair for pair in was.blind if pair not in cut and here.issuperset(pair)]
     blind += cut
-    out = _at_fault(links, blind, {it for pair in (*failed, *cut) for it in pair}, was.rounds > 0)
+    now = {it for pair in (*failed, *cut) for it in pair}
+    suspects = {node for node in here if records[node].suspect}
+    out = _at_fault(links, blind, now, suspects, was.rounds > 0)
     if not (cut or out) and (not fresh or was.rounds >= _MOST_ROUNDS):
         return Judgement(True, Faults(links=tuple(failed[-_LINKS_KEPT:])), tuple(failed))
     faults = Faults(
@@ -111,7 +113,7 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
         hosts=_not_to_host(document, found, out),
         blind=_without(out, blind)[-_LINKS_KEPT:],
     )
-    return Judgement(False, faults, tuple(dict.fromkeys((*failed, *(_link(*it) for it in cut)))))
+    return Judgement(False, faults, tuple(dict.fromkeys((*failed, *cut))))
 
 
 def _not_to_host(
@@ -135,12 +137,12 @@ def _without(out: Mapping[str, object], pairs: Sequence[Link]) -> tuple[Link, ..
     return tuple(pair for pair in pairs if not {*pair} & out.keys())
 
 
-def _link(one: str, other: str) -> Link:
-    return (one, other) if one < other else (other, one)
-
-
 def _at_fault(
-    links: Sequence[Link], blind: Sequence[Link], now: Collection[str], sure: bool
+    links: Sequence[Link],
+    blind: Sequence[Link],
+    now: Collection[str],
+    suspects: Collection[str],
+    sure: bool,
 ) -> dict[str, list[str]]:
     """Who failed with several others, and with whom: the fewest nodes that explain all.
 
@@ -149,9 +151,10 @@ def _at_fault(
     pairing tells, and by then somebody has to be at fault.
 
     Args:
-        links: pairs of nodes that could not exchange data.
+        links: nodes that could not exchange data, each with whom it had dialled.
         blind: nodes that could not dial rank 0, each with who that was.
         now: the nodes for which something failed in this round.
+        suspects: those that were at fault before; one failure more is enough.
         sure: another pairing has been tried.
     """
     out: dict[str, list[str]] = {}
@@ -163,10 +166,11 @@ def _at_fault(
             others.setdefault(other, set()).add(one)
         for one, other in left[1]:
             others.setdefault(one, set()).add(other)
-        most = max((len(of) for node, of in others.items() if node in now), default=0)
+        counts = {node: len(of) + (node in suspects) for node, of in others.items() if node in now}
+        most = max(counts.values(), default=0)
         if most < _SEVERAL:
             return out
-        top = {node for node, of in others.items() if node in now and len(of) == most}
+        top = {node for node, times in counts.items() if times == most}
         if not sure and any(top.issuperset(pair) for pair in (*left[0], *left[1])):
             return out
         node = max(top)
@@ -190,11 +194,17 @@ def pause(faults: Faults, rules: Rules) -> float:
 
 
 def able_to_host(
-    document: RoundDocument, records: Mapping[str, NodeRecord]
+    document: RoundDocument, records: Mapping[str, NodeRecord], chosen: Collection[str]
 ) -> Mapping[str, NodeRecord]:
-    """The records by which ranks are given: who could not be dialled as rank 0 is not to be it."""
-    hosts = (node for node in document.faults.hosts if node in records)
-    return {**records, **{node: replace(records[node], hosts=False) for node in hosts}}
+    """The records by which ranks are given: who could not be dialled as rank 0 is not to be it.
+
+    Where nobody else could open a TCPStore, those try again.
+    """
+    if not document.faults.hosts:
+        return records
+    others = [node for node in chosen if node not in document.faults.hosts]
+    able = [node for node in others if records[node].hosts] or others
+    return {**records, **{node: replace(records[node], hosts=node in able) for node in chosen}}
 
 
 def naming_links(cause: Cause, links: Sequence[Link], records: Mapping[str, NodeRecord]) -> Cause:
@@ -203,7 +213,8 @@ def naming_links(cause: Cause, links: Sequence[Link], records: Mapping[str, Node
 
 
 def _pairs(links: Sequence[Link], records: Mapping[str, NodeRecord]) -> list[str]:
-    return [" and ".join(labels(records, link)) for link in links]
+    pairs = dict.fromkeys(tuple(sorted(link)) for link in links)
+    return [" and ".join(labels(records, pair)) for pair in pairs]
 
 
 def told(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:

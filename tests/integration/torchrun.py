@@ -122,6 +122,10 @@ class Run(Fleet):
             return None
         return RoundDocument.decode(entry.value) if entry else None
 
+    def records(self) -> list[NodeRecord]:
+        """All nodes' own records."""
+        return [NodeRecord.decode(it.value) for it in self.client.list(NODES_PREFIX).values()]
+
     def leader(self) -> Agent:
         """The agent that leads the run; waits until a living one does."""
 

@@ -329,6 +329,7 @@ class Host:
         world.join_failed(self, outcome.failure)
         if outcome.failure is Failure.CUT_OFF:
             self._set(Agent.UNFIT)
+            world.checker.unfit(self.id, self.node.record.beat - 1)
             world.kernel.after(0.0, self._stay_cut_off, self._shift)
             return
         self._set(Agent.IDLE)

@@ -51,6 +51,7 @@ from rdzv_plugins.protocol.documents import (
     Cause,
     Exclusion,
     Faults,
+    Found,
     NodeRecord,
     Outcome,
     Phase,
@@ -131,11 +132,11 @@ INVARIANTS = {
     "failed, and for no longer than the window; a round that could have the minimum of nodes with "
     "those in quarantine does form (see: gets going)",
     "network": "with `network_check`, no round begins to run in which a node that knows rank 0 has "
-    "not reached it, or in which a participant failed with two others; the same nodes are paired "
-    "differently in the next round; only who failed with two others is told to be unfit, and is "
-    "named again only after its agent has heard; a rank 0 that nobody reached is not rank 0 of the "
-    "next round, unless no other can be; no running round is ended for nodes alone that were cut "
-    "off; without it nobody dials, and the document says nothing of links",
+    "not reached it, or in which a participant failed with two others since one last ran; the same "
+    "nodes are paired differently in the next round; only who failed with two others is told to be "
+    "unfit, and is named again only after its agent has heard; a rank 0 that nobody reached is not "
+    "rank 0 of the next round, unless no other can be; no running round is ended for nodes alone "
+    "that were cut off; without it nobody dials, and the document says nothing of links",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
@@ -368,7 +369,11 @@ class Checker:
         # a node dialled last; between whom one failed, as records say; rank 0 of the round before.
         self._dials: dict[World, dict[tuple[str, str, bool], bool]] = {}
         self._partners: dict[str, tuple[World, str]] = {}
-        self._failing: dict[str, set[tuple[str, str]]] = {}
+        # What nodes found in a round of a world_id; since a round last ran, who could not exchange
+        # data with whom it dialled, and in which epoch that is known.
+        self._found: dict[str, dict[str, Found]] = {}
+        self._vain: dict[str, tuple[int, set[tuple[str, str]]]] = {}
+        self._failing: set[tuple[str, str]] = set()
         self._unreached: dict[tuple[str, int], str] = {}
         self.excused = 0
         """Pairs of hosts that the amnesia exception let run different worlds."""
@@ -403,7 +408,11 @@ class Checker:
             raise InvariantError("network", f"{node} dials {peer} once more in {show(document)}")
 
     def _judge_network(
-        self, node: str, before: RoundDocument, after: RoundDocument, evidence: Evidence
+        self,
+        node: str,
+        before: RoundDocument,
+        after: RoundDocument,
+        epoch: int,
     ) -> None:
         """What a leader made of what the nodes had found."""
         if not self._rules.network_check and after.faults != Faults():
@@ -412,14 +421,17 @@ class Checker:
             return
         dials, first = self._dials.get(world_of(before), {}), (*before.participants, "")[0]
         confirms = before.phase is Phase.CONFIRMING
+        judged = after.faults.rounds > before.faults.rounds
+        if confirms and (after.phase is Phase.RUNNING or judged):
+            self._note_vain(node, before, after, epoch)
         if confirms and after.phase is Phase.RUNNING:
             self._judge_links(node, after, dials)
         if confirms and after.phase is Phase.FORMING and after.faults.rounds > before.faults.rounds:
             self.checks += 1
             for person, _ in after.faults.out:
                 self._tracks[person].out_at = self._tracks[person].beats[-1]
-                failed = self._failing.get(after.incarnation, set())
-                if len({other for one, other in failed if one == person}) < 2:
+                # One failure more is enough for who was at fault before, in another run too.
+                if len({other for one, other in self._failing if one == person}) < 2:
                     raise InvariantError("network", f"{person} is out in {show(after)}")
             out = {person for person, _ in after.faults.out}
             tried = [ok for (one, peer, data), ok in dials.items()
@@ -432,12 +444,34 @@ class Checker:
                 if person in dict(before.faults.out) and track.stopped_at < track.out_at:
                     raise InvariantError("network", f"{person}, who is out, is in {show(after)}")
             first = after.participants[0]
-            could = any(
-                it not in before.faults.hosts and (it == node or evidence.seen[it].hosts)
-                for it in after.participants
-            )
+            could = {*after.participants} - {*before.faults.hosts}
             if could and self._unreached.get((after.incarnation, after.round)) == first:
                 raise InvariantError("network", f"nobody reached {first}: {show(after)}")
+
+    def _note_vain(
+        self, node: str, before: RoundDocument, after: RoundDocument, epoch: int
+    ) -> None:
+        """Who fails with one after the other does not stay, though its own dials may pass."""
+        known, vain = self._vain.get(after.incarnation, (epoch, set()))
+        found = self._found.get(before.world_id, {})
+        tried = {(it, of.partner): bool(of.why) for it, of in found.items() if of.partner}
+        here = {*before.participants}
+        vain = {pair for pair in vain if here.issuperset(pair) and known == epoch}
+        vain = {pair for pair in vain if tried.get(pair, True)}
+        vain |= {pair for pair, failed in tried.items() if failed and here.issuperset(pair)}
+        now = {it for pair, failed in tried.items() if failed for it in pair}
+        if after.phase is Phase.RUNNING:
+            self.checks += 1
+            for person in now:
+                others = {it for pair in vain if person in pair for it in pair} - {person}
+                if len(others) > 1:
+                    raise InvariantError(
+                        "network", f"{person} failed with {_names(others)}: {show(after)}"
+                    )
+            vain = set()
+        out = {person for person, _ in after.faults.out}
+        vain = {pair for pair in vain if out.isdisjoint(pair)}
+        self._vain[after.incarnation] = epoch, vain
 
     def _judge_links(
         self, node: str, after: RoundDocument, dials: Mapping[tuple[str, str, bool], bool]
@@ -467,13 +501,14 @@ class Checker:
         drained = any(it == node for _, it in self._drained)
         gave_up = track.gave_up or (drained and record.status is Status.LEFT)
         fresh = record.beat > max(track.fit_after, default=-1)
-        if record.unfit.startswith("network: ") and not track.is_unfit and fresh:
-            # Its node has heard so before its agent does.
+        if record.unfit.startswith("network: ") and fresh:
+            # Its node has heard so before its agent does, and may have said so twice.
             self.unfit(node, record.beat - 1)
+            track.unfit_after[-1] = min(track.unfit_after[-1], record.beat - 1)
         if (found := record.found) is not None:
+            self._found.setdefault(record.world_id or "", {})[node] = found
             named = (found.partner if found.why else "", found.first if found.unreached else "")
-            failing = self._failing.setdefault(record.incarnation or "", set())
-            failing |= {pair for it in named if it for pair in ((node, it), (it, node))}
+            self._failing |= {pair for it in named if it for pair in ((node, it), (it, node))}
         said = track.was_unfit(record.beat)
         # A record may be under way while its check passes.
         if record.is_unfit and not said:
@@ -655,7 +690,7 @@ class Checker:
         if before is not None:
             self._judge_quarantine(node, before, after)
         if is_new and before is not None:
-            self._judge_network(node, before, after, evidence)
+            self._judge_network(node, before, after, epoch)
         if after.phase is Phase.RUNNING and (before is None or before.phase is not after.phase):
             self._blame(after)
         if after.phase is Phase.FORMING:

@@ -1028,7 +1028,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "rank-0-for-ever": Mutant(
         "network_check: a rank 0 that nobody reached is rank 0 of the next round too",
-        (_in("leader", "    hosts = able_to_host(document, records)\n", "    hosts = records\n"),),
+        (
+            _in(
+                "leader",
+                "    hosts = able_to_host(document, records, chosen)\n",
+                "    hosts = records\n",
+            ),
+        ),
         seed=72,
         focus=_parted("hidden"),
     ),
@@ -1049,6 +1055,17 @@ MUTANTS: dict[str, Mutant] = {
         (_in("links", "    step = 1 + round_ % (len(ring) - 1)\n", "    step = 1\n"),),
         seed=2,
         focus=_parted("bad link"),
+    ),
+    "one-way-speaks-for-both": Mutant(
+        "network_check: a dial that fails is forgotten once the other one has dialled",
+        (
+            _in(
+                "links",
+                "if link not in passed and here",
+                "if link not in passed and link[::-1] not in passed and here",
+            ),
+        ),
+        focus=_parted("unreachable", nodes=3, min_nodes=3, max_nodes=3),
     ),
     "unheard-verdict": Mutant(
         "network_check: a node that is left out asks again at once",

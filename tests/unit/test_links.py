@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rdzv_plugins.protocol import links
 from rdzv_plugins.protocol.documents import Faults, Found, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.protocol.links import Judgement, judge, partner_in, pause, slow
@@ -102,6 +104,17 @@ class TestJudgement:
         judged = judge(of, records_of(of, blind="n3"), CHECKS)
         assert [node for node, _ in judged.faults.out] == ["n3"]
 
+    @pytest.mark.parametrize("size", [3, 4, 5])
+    def test_that_its_own_dials_pass_does_not_speak_for_it(self, size: int) -> None:
+        of = a_round(size)
+        for _ in range(size):
+            judged = judge(of, records_of(of, blind=f"n{size - 1}"), CHECKS)
+            if judged.faults.out:
+                break
+            of = after(of, judged)
+        assert [node for node, _ in judged.faults.out] == [f"n{size - 1}"]
+        assert of.round <= 5
+
     def test_one_bad_link_costs_a_round_and_then_holds_nobody_up(self) -> None:
         """Also where the pairing meets it again."""
         of = a_round(3)
@@ -109,7 +122,12 @@ class TestJudgement:
         assert (judged.runs, judged.faults.out) == (False, ())
         of = after(of, judged)
         judged = judge(of, records_of(of, ("n1", "n2")), CHECKS)
-        assert judged == Judgement(True, Faults(links=(("n1", "n2"),)), (("n1", "n2"),))
+        # Now the other one has dialled.
+        assert (judged.runs, judged.faults.out) == (False, ())
+        of = after(of, judged)
+        judged = judge(of, records_of(of, ("n1", "n2")), CHECKS)
+        assert (judged.runs, len(judged.failed)) == (True, 1)
+        assert judged.faults == Faults(links=judged.failed)
 
     def test_a_link_that_is_well_again_is_forgotten(self) -> None:
         of = a_round(3, Faults(links=(("n1", "n2"),), rounds=1))
@@ -140,6 +158,12 @@ class TestJudgement:
         of = after(of, judged)
         assert len(judge(of, records_of(of, *bad), CHECKS).faults.out) == 1
 
+    def test_one_that_was_at_fault_before_is_so_at_its_next_failure(self) -> None:
+        of = a_round(5)
+        found = records_of(of, blind="n3")
+        found["n3"] = replace(found["n3"], suspect=True)
+        assert [node for node, _ in judge(of, found, CHECKS).faults.out] == ["n3"]
+
 
 class TestRankZero:
     def hidden(self, of: RoundDocument, *who: str) -> dict[str, NodeRecord]:
@@ -154,7 +178,12 @@ class TestRankZero:
         of = a_round(2)
         judged = judge(of, self.hidden(of, "n1"), CHECKS)
         assert (judged.runs, judged.faults.hosts) == (False, ("n0",))
-        able = links.able_to_host(after(of, judged), records_of(of))
+        found = records_of(of)
+        able = links.able_to_host(after(of, judged), found, of.participants)
+        assert [able[node].hosts for node in of.participants] == [False, True]
+        # The other one could not open a TCPStore before; now it is to try again.
+        found["n1"] = replace(found["n1"], hosts=False)
+        able = links.able_to_host(after(of, judged), found, of.participants)
         assert [able[node].hosts for node in of.participants] == [False, True]
 
     def test_one_that_some_cannot_dial_gives_way_to_one_that_all_may(self) -> None:
