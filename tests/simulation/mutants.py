@@ -1017,7 +1017,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "links-ignored": Mutant(
         "network_check: a round runs whatever its nodes have found",
-        (_in("links", "    if not failed:\n", "    if True:\n"),),
+        (_in("links", "    if not (failed or cut):\n", "    if True:\n"),),
         seed=2,
         focus=_parted("cut off", "unreachable"),
     ),
@@ -1047,7 +1047,7 @@ MUTANTS: dict[str, Mutant] = {
     "nobody-at-fault": Mutant(
         "network_check: who failed with several others stays in the round",
         (_in("links", "_SEVERAL = 2\n", "_SEVERAL = 200\n"),),
-        seed=6,
+        seed=61,
         focus=_parted("cut off", "unreachable"),
     ),
     "always-the-same-partner": Mutant(
@@ -1065,6 +1065,7 @@ MUTANTS: dict[str, Mutant] = {
                 "if link not in passed and link[::-1] not in passed and here",
             ),
         ),
+        seed=2,
         focus=_parted("unreachable", nodes=3, min_nodes=3, max_nodes=3),
     ),
     "unheard-verdict": Mutant(
