@@ -136,7 +136,8 @@ INVARIANTS = {
     "nodes are paired differently in the next round; only who failed with two others is told to be "
     "unfit, and is named again only after its agent has heard; a rank 0 that nobody reached is not "
     "rank 0 of the next round, unless no other can be; no running round is ended for nodes alone "
-    "that were cut off; without it nobody dials, and the document says nothing of links",
+    "that were cut off, and none that forms after one that did not run has one of them, if the "
+    "others are enough; without it nobody dials, and the document says nothing of links",
     "done": "newcomers restart no round in which a participant is done, as far as the leader's "
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
@@ -448,6 +449,18 @@ class Checker:
             if could and self._unreached.get((after.incarnation, after.round)) == first:
                 raise InvariantError("network", f"nobody reached {first}: {show(after)}")
 
+    def _judge_suspects(
+        self, before: RoundDocument, after: RoundDocument, evidence: Evidence
+    ) -> None:
+        """Who was cut off is in no round after one that did not run, if the others are enough."""
+        if after.phase is not Phase.CONFIRMING or not before.faults.rounds:
+            return
+        people = after.participants
+        well = [it for it in people if (of := evidence.seen.get(it)) is None or not of.suspect]
+        enough = largest([self._tracks[it].domain for it in well], self._rules)
+        if len(well) < len(people) and enough and before.phase is Phase.FORMING:
+            raise InvariantError("network", f"{_names({*people} - {*well})} is in {show(after)}")
+
     def _note_vain(
         self, node: str, before: RoundDocument, after: RoundDocument, epoch: int
     ) -> None:
@@ -691,6 +704,7 @@ class Checker:
             self._judge_quarantine(node, before, after)
         if is_new and before is not None:
             self._judge_network(node, before, after, epoch)
+            self._judge_suspects(before, after, evidence)
         if after.phase is Phase.RUNNING and (before is None or before.phase is not after.phase):
             self._blame(after)
         if after.phase is Phase.FORMING:

@@ -1092,6 +1092,11 @@ MUTANTS: dict[str, Mutant] = {
         seed=2,
         focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=4),
     ),
+    "tries-the-cut-off-at-once": Mutant(
+        "network_check: a round that forms takes a node that was cut off, without need",
+        (_in("leader", "    if document.faults.rounds:\n", "    if False:\n"),),
+        focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=5),
+    ),
     "one-bad-link-for-ever": Mutant(
         "network_check: no round runs as long as one link is bad",
         (_in("links", "(not fresh or was.rounds >= _MOST_ROUNDS)", "False"),),
