@@ -38,7 +38,7 @@ def test_a_node_that_its_peers_cannot_reach_is_left_out(
     assert re.search(rf"{SWALLOWED}\[\d+\] left \(network: no data passed between", seen["cause"])
     says = "this node is unfit, since others do not reach it, or it does not reach them: network: "
     assert any(says in line for line in seen["logs"]["c"]), seen["logs"]["c"]
-    told = [line for name in "ab" for line in seen["logs"][name] if "does not run" in line]
+    told = [line for name in "abc" for line in seen["logs"][name] if "does not run" in line]
     assert any(f"could not exchange data with {SWALLOWED}[" in line for line in told), told
 
 

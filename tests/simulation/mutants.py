@@ -1095,6 +1095,7 @@ MUTANTS: dict[str, Mutant] = {
     "tries-the-cut-off-at-once": Mutant(
         "network_check: a round that forms takes a node that was cut off, without need",
         (_in("leader", "    if document.faults.rounds:\n", "    if False:\n"),),
+        seed=2,
         focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=5),
     ),
     "one-bad-link-for-ever": Mutant(
