@@ -120,7 +120,7 @@ INVARIANTS = {
     "it as one that was waited for, and does not list the nodes five times more while its round "
     "waits for it, unless a request failed or the store was away",
     "orders": "an order from people changes nothing of the document but the orders in it; an order "
-    "to restart is carried out",
+    "to restart is carried out, unless a participant is done",
     "drained": "no round is named, or begins to run, that has a node which was drained in the "
     "document that it was decided on, or ever in that incarnation, unless the store lost data",
     "excluded": "no round is named, or begins to run, that has a node of a host which was excluded "
@@ -702,6 +702,7 @@ class Checker:
         self._stood.add(image)
         if before is not None:
             self._judge_quarantine(node, before, after)
+            self._judge_restart(node, before, after, evidence)
         if is_new and before is not None:
             self._judge_network(node, before, after, epoch)
             self._judge_suspects(before, after, evidence)
@@ -1046,6 +1047,17 @@ class Checker:
         ordered = before.restart or cause.drained or cause.excluded
         if restarts and not (again or ordered or cause.lost or cause.left or cause.failed):
             raise InvariantError("done", f"{node} wrote {show(after)}, and {_names(done)} are done")
+
+    def _judge_restart(
+        self, node: str, before: RoundDocument, after: RoundDocument, evidence: Evidence
+    ) -> None:
+        """An order to restart is dropped only where a node is done."""
+        if not before.restart or after.restart or world_of(after) != world_of(before):
+            return
+        if before.phase is not Phase.RUNNING or after.phase is not Phase.RUNNING:
+            return
+        if not any(record.status is Status.DONE for record in evidence.seen.values()):
+            raise InvariantError("orders", f"{node} does not restart {show(after)}")
 
     def _judge_places(
         self, before: RoundDocument | None, after: RoundDocument, evidence: Evidence

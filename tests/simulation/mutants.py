@@ -469,8 +469,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-confirmation": Mutant(
         "a round runs before its participants have confirmed it",
-        (_in("leader", "    if missing:\n", "    if False:\n"),),
-        seed=2,
+        (
+            _in(
+                "leader",
+                "    if unconfirmed(document, records):\n",
+                "    if document.participants[0] in unconfirmed(document, records):\n",
+            ),
+        ),
+        seed=3,
     ),
     "confirming-blind": Mutant(
         "the leader waits for a participant that dies while the round is being confirmed",
@@ -644,7 +650,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "drained-joins-again": Mutant(
         "a leader names a drained node that asks for a round",
-        (_in("leader", "    ready = asks.difference(out)\n", "    ready = asks\n"),),
+        (_in("leader", "    ready, sizes = asks.difference(out),", "    ready, sizes = asks,"),),
         seed=14,
         focus=_DRAINS,
     ),
@@ -886,7 +892,7 @@ MUTANTS: dict[str, Mutant] = {
                 "with_rank(document, node_id, {})",
             ),
         ),
-        seed=51001270,
+        seed=51003980,
         focus=_APART,
     ),
     "no-doubt": Mutant(
@@ -918,7 +924,7 @@ MUTANTS: dict[str, Mutant] = {
     "heirs-doubt-again": Mutant(
         "a leader that followed a silent one doubts those that fell silent with it once more",
         (_in("observer", "        if self._outlived is not None:\n", "        if False:\n"),),
-        seed=121,
+        seed=414,
         focus=CALM,
     ),
     "odd-worlds": Mutant(
@@ -995,7 +1001,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    )\n",
             ),
         ),
-        seed=83000000,
+        seed=83000001,
         focus=_UNFIT,
     ),
     "joins-unfit": Mutant(
@@ -1013,7 +1019,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if seen.closed:\n",
             ),
         ),
-        seed=9,
+        seed=12,
     ),
     "links-ignored": Mutant(
         "network_check: a round runs whatever its nodes have found",
