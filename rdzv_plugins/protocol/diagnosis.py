@@ -204,8 +204,8 @@ def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Di
         now=view.wall,
     )
     records = {**view.records, view.me: view.record}
-    permitted = may_grow(document, records)
-    times = replace(times, hold=lambda wait, room: hold(view, wait, room, permitted))
+    permitted, lost = may_grow(document, records), bool(document.lost)
+    times = replace(times, hold=lambda wait, room: hold(view, wait, room, permitted, lost))
     sizes = Sizes.of(rules)
     found = _with_records(document, records, view.is_silent, times, sizes)
     return replace(found, doubted=len(doubted(view, records)))

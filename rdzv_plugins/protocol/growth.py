@@ -28,20 +28,22 @@ class Hold:
     limit: str = ""
 
 
-def hold(view: View, newcomers: int, room: int, permitted: bool) -> Hold | None:
+def hold(
+    view: View, newcomers: int, room: int, permitted: bool, replaces: bool = False
+) -> Hold | None:
     """What keeps the leader from ending the round for newcomers; None: nothing. Rule 17.
 
     Args:
         newcomers: how many would be let in.
         room: for how many the round has room at most.
         permitted: workers have said that now is a good moment.
+        replaces: the round goes on without lost nodes (restart_on_loss=false).
     """
-    rules, document = view.rules, view.document
-    if document is not None and document.resize:
+    rules = view.rules
+    if view.document is not None and view.document.resize:
         return None
-    # With restart_on_loss=false a lost node stays one of the round: its replacement is no growth.
-    grows = document is None or not document.lost
-    if grows and (rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)):
+    held = rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)
+    if held and not replaces:
         return Hold(f"grow={rules.grow}")
     limits = [
         (rules.min_uptime - view.uptime, "to min_uptime"),

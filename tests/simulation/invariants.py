@@ -105,8 +105,8 @@ INVARIANTS = {
     "document within two leases and three intervals, on the slowest clock, and one round later at "
     "most",
     "causes": "the cause of a running round names each participant of the last round that is "
-    "missing, as lost, left, evicted, left over, drained or excluded; exceptions: the node is "
-    "done, or the store lost data",
+    "missing, as lost, left, evicted, left over, drained, excluded or one of two between which no "
+    "data passed; exceptions: the node is done, or the store lost data",
     "unit": "a round has a multiple of `node_unit` nodes",
     "segment": "a round has a multiple of `segment` nodes of each domain, and none without one",
     "undisturbed": "where `node_unit` or `segment` is set, newcomers alone end a round only if "
@@ -359,7 +359,7 @@ class Checker:
         self._ended: dict[str, _Ended] = {}
         # When each world was first written as running, and the last one with newcomers was named.
         self._running: dict[World, float] = {}
-        self._grew: dict[str, float] = {}
+        self._grew: dict[tuple[str, int], float] = {}
         # Of each incarnation, how long its rounds ran, but for those that ended for newcomers.
         self._uptimes: dict[str, list[tuple[float, int]]] = {}
         # Who was drained in an incarnation, and in which epoch.
@@ -776,7 +776,8 @@ class Checker:
     ) -> None:
         rules, now = self._rules, self._now()
         if after.phase is Phase.CONFIRMING and {*after.participants} - {*before.previous}:
-            self._grew[after.incarnation] = now
+            # A round that the store had lost may come back, beside another of its number.
+            self._grew.setdefault((after.incarnation, after.round), now)
         if before.phase is not Phase.RUNNING or after.round == before.round:
             return
         began = self._running.get(world_of(before), 0.0)
@@ -803,7 +804,7 @@ class Checker:
             for person in before.participants
         )
         fills = after.waiting >= most(rules) - len(before.participants)
-        grew = now - self._grew.get(after.incarnation, 0.0)
+        grew = now - self._grew.get((before.incarnation, before.grew), 0.0)
         for least, passed, option in (
             (rules.min_uptime, ran, "min_uptime"),
             (0.0 if named or fills else rules.last_call, ran, "last_call"),
@@ -1154,10 +1155,13 @@ class Checker:
         if last is None or when != epoch:
             return
         cause = after.cause
+        cut_off = {label for pair in cause.apart.first for label in pair.split(" and ")}
         for person in last.participants:
             track = self._tracks[person]
             if person in after.ranks or last.world_id in track.done:
                 continue
+            if track.label in cut_off or cause.apart.more:
+                continue  # No data passed: it waits until another round forms.
             by_people = cause.drained, cause.excluded
             named = (cause.lost, cause.left, cause.evicted, cause.held, *by_people)
             # One whose record was forgotten has no other name.

@@ -96,6 +96,9 @@ FOUND = (
     (65003205, Focus(), "a record was under way while the check of its node passed"),
     (63602633, Focus(), "a node whose shard was lost did not know that it had confirmed its rank"),
     (65004234, Focus(), "a node was given its round just after it had been drained"),
+    (93002403, Focus(), "newcomers replaced a node that was back already, against grow=never"),
+    (93002648, Focus(), "a lost round came back beside one of its number that grew later"),
+    (93006472, Focus(), "who is cut off asks again, and waits: the links name it"),
 )
 
 
