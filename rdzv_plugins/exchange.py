@@ -149,6 +149,9 @@ class Answering:
     def close(self, seconds: float = 2.0) -> None:
         """End the thread; after ``seconds`` it is left to end by itself."""
         self._ends.set()
+        with suppress(OSError):
+            # Ends the thread's wait.
+            self._server.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
@@ -167,8 +170,13 @@ class Answering:
                 self._drop(selector, client)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        with suppress(OSError):
+        try:
             line, _ = self._server.accept()
+        except OSError:
+            # This process may have no descriptor left: do not ask again at once.
+            self._ends.wait(_LOOK_SECONDS)
+            return
+        with suppress(OSError):
             line.setblocking(False)
             if len(self._clients) >= _MOST_CLIENTS:
                 # Strangers first, then who has been here for longest.

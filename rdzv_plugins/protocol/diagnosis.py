@@ -28,7 +28,7 @@ from rdzv_plugins.protocol.leader import (
     rejoin_patience,
     without,
 )
-from rdzv_plugins.protocol.links import slow, told
+from rdzv_plugins.protocol.links import own_findings, slow, told
 from rdzv_plugins.protocol.rules import View
 
 __all__ = ["Diagnosis", "Pace", "diagnose", "of_node"]
@@ -181,7 +181,10 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
         return Diagnosis(does=f"this node does not join: {view.record.unfit}")
     if document is None:
         return Diagnosis(does="waiting for a first round", seconds=join_left, limit=_TO_JOIN)
-    return _with_exclusions(_of_node(view, document, join_left), document, view.wall)
+    found = _of_node(view, document, join_left)
+    if not found.network:
+        found = replace(found, network=own_findings(view.record))
+    return _with_exclusions(found, document, view.wall)
 
 
 def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Diagnosis:

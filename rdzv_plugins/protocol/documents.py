@@ -20,6 +20,7 @@ from rdzv_plugins.kv import RendezvousStateError
 __all__ = [
     "BELL_KEY",
     "NODES_PREFIX",
+    "NO_FAULTS",
     "STATE_KEY",
     "STORE_PREFIX",
     "Cause",
@@ -157,17 +158,19 @@ class Names(msgspec.Struct, frozen=True, array_like=True):
     def plus(self, labels: Iterable[str]) -> Names:
         """These and others."""
         fresh = sorted(set(labels) - set(self.first))
+        if not fresh:
+            return self
         room = _NAMES_KEPT - len(self.first)
         return Names((*self.first, *fresh[:room]), self.more + max(0, len(fresh) - room))
 
     def and_more(self, nodes: int) -> Names:
         """These and others whose labels nobody knows."""
-        return Names(self.first, self.more + nodes)
+        return Names(self.first, self.more + nodes) if nodes else self
 
     def without(self, labels: Collection[str]) -> Names:
         """These but for some of the first."""
         kept = tuple(label for label in self.first if label not in labels)
-        return Names(kept, self.more)
+        return Names(kept, self.more) if kept != self.first else self
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -179,7 +182,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         failed: their workers failed, and their agents asked for another round.
         joined: they are new.
         evicted: they live, but did not ask for the round in time.
-        apart: pairs of nodes between which no data passed.
+        apart: pairs of nodes of which one could not exchange data with the other, or dial it.
         unfit: why some of those that left did: their check failed. By label, of a few.
         held: they were in the last round, and are left over from whole units and segments.
         drained: a person took them out for good.
@@ -207,7 +210,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             f"{self.left} left{self._reasons}" if self.left else "",
             f"{self.failed} joined again (its workers failed)" if self.failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
-            f"no data passed between {self.apart}" if self.apart else "",
+            f"no connection between {self.apart}" if self.apart else "",
             f"drained {self.drained}" if self.drained else "",
             f"excluded {self.excluded}" + (f": {self.why}" if self.why else "")
             if self.excluded
@@ -310,6 +313,10 @@ class Faults(msgspec.Struct, frozen=True, array_like=True):
         return dict(self.out).get(node, "")
 
 
+NO_FAULTS = Faults()
+"""The default of `RoundDocument.faults`: of a structure, only this very object is not written."""
+
+
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Many nodes in rank order, which stand apart from the document that counts on them.
 
@@ -390,7 +397,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     quarantined: tuple[Exclusion, ...] = ()
     strikes: tuple[Strikes, ...] = ()
     restart: str = ""
-    faults: Faults = Faults()
+    faults: Faults = NO_FAULTS
 
     @property
     def place(self) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from rdzv_plugins.protocol.choice import Sizes, choose, world_size
 from rdzv_plugins.protocol.documents import (
     Cause,
-    Faults,
     NodeRecord,
     Outcome,
     Phase,
@@ -29,7 +28,13 @@ from rdzv_plugins.protocol.kept_out import (
     pruned,
     until_the_first_ends,
 )
-from rdzv_plugins.protocol.links import able_to_host, judge, naming_links, pause
+from rdzv_plugins.protocol.links import (
+    able_to_host,
+    judge,
+    naming_links,
+    pause,
+    still_not_to_host,
+)
 from rdzv_plugins.protocol.quarantine import counted, let_in, quarantined
 from rdzv_plugins.protocol.ranks import old_places, order_ranks
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
@@ -348,7 +353,7 @@ def _name_participants(
         grew=document.round if {*chosen} - old else document.grew,
         ran=None,
         master=None,
-        faults=replace(document.faults, out=()),
+        faults=replace(document.faults, out=()) if document.faults.out else document.faults,
     )
 
 
@@ -519,7 +524,9 @@ def next_round(
         resize=False,
         short_rounds=short_rounds,
         restart="",
-        faults=document.faults if document.phase is Phase.CONFIRMING else Faults(),
+        faults=document.faults
+        if document.phase is Phase.CONFIRMING
+        else still_not_to_host(document.faults),
     )
 
 

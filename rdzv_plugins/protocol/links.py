@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import (
+    NO_FAULTS,
     Cause,
     Faults,
     Found,
@@ -26,10 +27,12 @@ __all__ = [
     "able_to_host",
     "judge",
     "naming_links",
+    "own_findings",
     "partner_in",
     "pause",
     "remark",
     "slow",
+    "still_not_to_host",
     "told",
 ]
 
@@ -85,14 +88,13 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
     a link fails for the first time, since another pairing tells more about its two ends. A link
     that fails once more, between nodes that are well otherwise, holds nobody up.
     """
-    if not rules.network_check:
-        return Judgement(True, Faults())
     was, first = document.faults, document.participants[0]
-    found = {node: records[node].found or Found() for node in document.participants}
+    # By what they have found, not by this node's options: all may have set them but the leader.
+    found = {node: it for node in document.participants if (it := records[node].found)}
     failed = [(node, it.partner) for node, it in found.items() if it.why]
     cut = [(node, first) for node, it in found.items() if it.unreached]
     if not (failed or cut):
-        return Judgement(True, Faults())
+        return Judgement(True, still_not_to_host(was))
     # Data that pass where the one dials tell nothing of where the other does.
     passed = {(node, it.partner) for node, it in found.items() if it.partner and not it.why}
     here = {*document.participants}
@@ -105,7 +107,8 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
     suspects = {node for node in here if records[node].suspect}
     out = _at_fault(links, blind, now, suspects, was.rounds > 0)
     if not (cut or out) and (not fresh or was.rounds >= _MOST_ROUNDS):
-        return Judgement(True, Faults(links=tuple(failed[-_LINKS_KEPT:])), tuple(failed))
+        kept = Faults(links=tuple(failed[-_LINKS_KEPT:]), hosts=was.hosts)
+        return Judgement(True, kept, tuple(failed))
     faults = Faults(
         links=_without(out, links)[-_LINKS_KEPT:],
         rounds=was.rounds + 1,
@@ -131,6 +134,11 @@ def _not_to_host(
     if {*document.participants} <= {*hosts}:
         hosts = (first,)  # Each has had its turn.
     return hosts[-_LINKS_KEPT:]
+
+
+def still_not_to_host(faults: Faults) -> Faults:
+    """What the next round is to know of one that runs."""
+    return Faults(hosts=faults.hosts) if faults.hosts else NO_FAULTS
 
 
 def _without(out: Mapping[str, object], pairs: Sequence[Link]) -> tuple[Link, ...]:
@@ -232,14 +240,24 @@ def told(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
 def remark(document: RoundDocument, records: Mapping[str, NodeRecord], runs: bool) -> str:
     """Which links failed in a round, each against which endpoint, and what to do."""
     found = [(records[node].label, it) for node, it in _findings(document, records)]
-    said = [f"{label} could not exchange data with {it.why}" for label, it in found if it.why]
-    said += [f"{label} could not dial {it.unreached}" for label, it in found if it.unreached]
+    said = [text for label, it in found for text in _failures(label, it)]
     what = "runs all the same" if runs else "does not run"
     return (
         f"round {document.round} {what}: {'; '.join(said[:_SHOWN])}"
         f"{f' and {len(said) - _SHOWN} more' if len(said) > _SHOWN else ''}. Check the network and "
         "the firewalls between these hosts, and their --local-addr"
     )
+
+
+def own_findings(record: NodeRecord) -> str:
+    """What a node could not reach when it last confirmed a rank, for its own log; or empty."""
+    found = record.found
+    return "; ".join(_failures("this node", found)) if found is not None else ""
+
+
+def _failures(label: str, found: Found) -> list[str]:
+    said = [f"{label} could not exchange data with {found.why}"] if found.why else []
+    return said + ([f"{label} could not dial {found.unreached}"] if found.unreached else [])
 
 
 def slow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:

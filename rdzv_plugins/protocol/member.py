@@ -27,7 +27,7 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.protocol.growth import holds_newcomers
 from rdzv_plugins.protocol.kept_out import describe_held, exclusion_of, with_orders_of
 from rdzv_plugins.protocol.leader import fits, lead, next_round, unconfirmed, without
-from rdzv_plugins.protocol.links import judge, remark, slow
+from rdzv_plugins.protocol.links import judge, own_findings, remark, slow
 from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rules import (
     Abdicate,
@@ -445,6 +445,8 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         )
     if document.leader == view.me and view.records is not None and document.is_whole:
         yield from _remarks_on_the_network(view, document)
+    elif said := own_findings(view.record):
+        yield "network", view.record.world_id, f"the network check of this node failed: {said}"
     if document.leader == view.me:
         for record in (view.records or {}).values():
             if record.is_unfit and record.label != view.record.label:

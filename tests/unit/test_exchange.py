@@ -123,3 +123,11 @@ def test_nobody_listens() -> None:
         dial(f"127.0.0.1:{port}", 5)
     with pytest.raises(ConnectionError):
         exchange("the-node", f"127.0.0.1:{port}", 5)
+
+
+def test_it_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges, "_LOOK_SECONDS", 60.0)
+    server = Answering("the-node", "127.0.0.1", NAME, SIZE)
+    until(lambda: NAME in {thread.name for thread in threading.enumerate()}, 10.0)
+    server.close(seconds=10.0)
+    assert NAME not in {thread.name for thread in threading.enumerate()}

@@ -78,7 +78,21 @@ class TestJudgement:
 
     def test_without_the_option_nobody_is_judged(self) -> None:
         of = a_round(3)
-        assert judge(of, records_of(of, cut="n2"), RULES) == Judgement(True, Faults())
+        judged = judge(of, {node: running(node, of) for node in of.participants}, RULES)
+        assert judged == Judgement(True, Faults())
+        assert b"faults" not in replace(of, faults=judged.faults).encode()
+
+    def test_a_leader_without_the_option_judges_by_what_the_others_found(self) -> None:
+        of = a_round(4)
+        found = records_of(of, cut="n2")
+        found["n0"] = replace(found["n0"], found=None)
+        assert not judge(of, found, RULES).runs
+        assert judge(of, found, RULES) == judge(of, found, CHECKS)
+
+    def test_who_cannot_be_dialled_as_rank_0_is_known_as_long_as_the_run(self) -> None:
+        of = a_round(3, Faults(hosts=("n2",), rounds=1))
+        judged = judge(of, records_of(of), CHECKS)
+        assert judged == Judgement(True, Faults(hosts=("n2",)))
 
     def test_who_has_no_such_option_counts_as_passed(self) -> None:
         of = a_round(3)

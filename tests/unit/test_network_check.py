@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 
 from rdzv_plugins.kv import MemoryServer
 from rdzv_plugins.protocol import diagnosis, effects
-from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase, Status
+from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Phase, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.orders import resize
 from rdzv_plugins.protocol.rules import Failure, Rules
@@ -91,6 +91,12 @@ class TestDials:
             logs.append(len(a.log) + len(b.log))
             if not option:
                 assert (record(b).found, record(b).port) == (None, 0)
+                a.join_again()
+                a.go()
+                entry = a.client.get(STATE_KEY)
+                assert entry is not None
+                assert b'"faults"' not in entry.value
+                assert b'"lost"' not in entry.value
         assert logs[0] < logs[1]
 
     def test_one_node_alone_dials_nobody(self) -> None:
@@ -147,6 +153,8 @@ class TestCutOff:
         assert record(out).is_unfit
         assert f"{cut}[1] left ({why})" in crowd.document.reason
         assert any("does not run" in line for it in members for line in it.told)
+        own = "the network check of this node failed: this node could not "
+        assert any(own in line for it in members for line in it.told)
 
     def test_it_comes_in_with_the_next_round_and_ends_none(self, crowd: Crowd) -> None:
         a, b, c = self.begin(crowd, "c")
