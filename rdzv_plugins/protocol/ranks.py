@@ -41,7 +41,7 @@ def order_ranks(
     records: Mapping[str, NodeRecord],
     previous: Sequence[str],
     rank_order: str,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, float] | None = None,
 ) -> tuple[str, ...]:
     """The ids in rank order.
 
@@ -79,24 +79,27 @@ def by_domain(
     return found
 
 
-def old_places(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Mapping[str, int]:
-    """The rank that each node had in the round before the one that forms.
+def old_places(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Mapping[str, float]:
+    """The place of each node in the round before the one that forms: its rank, or between two.
 
     The records tell it, also of nodes that are gone: theirs stay in the store until the next round
-    runs. Where the last round never ran, only the order of those is known that are still counted
-    on. Nodes on which the run counts besides, since the store forgot them, follow the others.
+    runs. Of a node whose record the store has lost only the order is known in which the run counts
+    on it; where the last round never ran, that is so of all.
     """
     known = {
         node: record.rank
         for node, record in records.items()
         if record.rank is not None and document.ran is not None and record.world_id == document.ran
     }
-    after = max(known.values(), default=-1) + 1
-    return {node: after + place for node, place in document.old_ranks.items()} | known
+    places: dict[str, float] = {**known}
+    last, step = -1.0, 1 / (len(document.old_ranks) + 1)
+    for node in sorted(document.old_ranks, key=document.old_ranks.__getitem__):
+        last = places.setdefault(node, last + step)
+    return places
 
 
 def _in_their_domains(
-    natural: Sequence[str], records: Mapping[str, NodeRecord], places: Mapping[str, int]
+    natural: Sequence[str], records: Mapping[str, NodeRecord], places: Mapping[str, float]
 ) -> list[str]:
     """Domain by domain; survivors where they were, newcomers in the places of who is gone."""
     chosen = {*natural}

@@ -99,6 +99,7 @@ FOUND = (
     (93002403, Focus(), "newcomers replaced a node that was back already, against grow=never"),
     (93002648, Focus(), "a lost round came back beside one of its number that grew later"),
     (93006472, Focus(), "who is cut off asks again, and waits: the links name it"),
+    (95002577, Focus(), "nodes whose records were lost twice followed the others of their rack"),
 )
 
 
