@@ -133,7 +133,7 @@ _FLAPS_EVERY, _WATCHED = 10.0, 90.0
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("store", ["redis"], indirect=True)
+@pytest.mark.parametrize("store", ["redis", "etcd-v3"], indirect=True)
 @pytest.mark.parametrize("quarantine_after", [0, 3])
 def test_a_host_that_flaps_does_not_keep_the_others_from_training(
     store: RunningStore, begin: Begin, quarantine_after: int, record_property: Measure

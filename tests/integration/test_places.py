@@ -79,6 +79,7 @@ def test_a_replacement_in_its_rack_takes_the_rank(begin: Begin) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("store", ["redis", "etcd-v3"], indirect=True)
 def test_sixteen_agents_of_four_racks(begin: Begin) -> None:
     """Their workers import no torch, for the cores are few."""
     run = begin(
