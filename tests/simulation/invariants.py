@@ -848,8 +848,9 @@ class Checker:
         self._stood.add(_image(after))
 
     def kept_out(self, document: RoundDocument) -> list[str]:
-        """Participants of this round that no round should have."""
-        return sorted({*document.participants} & self._ordered_out(document))
+        """Participants of this round that no round should have; one that is done stays in it."""
+        out = {*document.participants} & self._ordered_out(document)
+        return sorted(it for it in out if document.world_id not in self._tracks[it].done)
 
     def _judge_quarantine(self, node: str, before: RoundDocument, after: RoundDocument) -> None:
         was = {it.host: it for it in before.quarantined}
@@ -978,7 +979,14 @@ class Checker:
         for person in evicted:
             if person in self._tracks:
                 self._tracks[person].evicted = after.incarnation, after.round
-        evicted -= self._ordered_out(before)
+        # An exclusion may end while the request is repeated that acts on it.
+        hosts = {it.host for it in (*before.excluded, *before.quarantined)}
+        evicted -= self._ordered_out(before) | {
+            person
+            for person in evicted & self._tracks.keys()
+            if (track_of := self._tracks[person]).address in hosts
+            and track_of.label in after.cause.excluded
+        }
         if not evicted:
             return
         began = self._forming.get((after.incarnation, after.round), self._now())

@@ -100,6 +100,8 @@ FOUND = (
     (93002648, Focus(), "a lost round came back beside one of its number that grew later"),
     (93006472, Focus(), "who is cut off asks again, and waits: the links name it"),
     (95002577, Focus(), "nodes whose records were lost twice followed the others of their rack"),
+    (96019498, Focus(), "an exclusion ended while the request was repeated that acted on it"),
+    (96019685, Focus(), "the host of a node that was done was excluded: it stays in the round"),
 )
 
 
