@@ -375,7 +375,7 @@ class Checker:
         self._found: dict[str, dict[str, Found]] = {}
         self._vain: dict[str, tuple[int, set[tuple[str, str]]]] = {}
         self._failing: set[tuple[str, str]] = set()
-        self._unreached: dict[tuple[str, int], str] = {}
+        self._unreached: dict[tuple[str, int], tuple[str, int]] = {}
         self.excused = 0
         """Pairs of hosts that the amnesia exception let run different worlds."""
         self.checks = 0
@@ -438,7 +438,7 @@ class Checker:
             tried = [ok for (one, peer, data), ok in dials.items()
                      if peer == first and not data and one not in out]  # fmt: skip
             if tried and not any(tried) and first not in out:
-                self._unreached[after.incarnation, after.round] = first
+                self._unreached[after.incarnation, after.round] = first, epoch
         if after.phase is Phase.CONFIRMING and before.phase is Phase.FORMING:
             for person in after.participants:
                 track = self._tracks[person]
@@ -446,7 +446,7 @@ class Checker:
                     raise InvariantError("network", f"{person}, who is out, is in {show(after)}")
             first = after.participants[0]
             could = {*after.participants} - {*before.faults.hosts}
-            if could and self._unreached.get((after.incarnation, after.round)) == first:
+            if could and self._unreached.get((after.incarnation, after.round)) == (first, epoch):
                 raise InvariantError("network", f"nobody reached {first}: {show(after)}")
 
     def _judge_suspects(
