@@ -977,6 +977,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
         ),
         focus=_TOPOLOGY,
+        seed=93,
     ),
     "places-forgotten": Mutant(
         "rank_order=topology: survivors are in their natural order",
