@@ -53,6 +53,12 @@ def begin(case: str) -> None:
     os.write(1, b"%d at %s\n" % (os.getpid(), case.encode()))
 
 
+def await_the_signal() -> None:
+    # In short sleeps: a signal that comes just before a sleep begins is handled after it.
+    for _ in range(1200):
+        time.sleep(0.05)
+
+
 def poll(handler: StoreRendezvousHandler, case: str) -> NoReturn:
     install_torchs_handlers()
     handler.num_nodes_waiting()
@@ -77,7 +83,7 @@ def released(handler: StoreRendezvousHandler) -> None:
     handler.next_rendezvous()
     install_torchs_handlers()
     begin("released")
-    time.sleep(60)
+    await_the_signal()
 
 
 def saving(handler: StoreRendezvousHandler) -> None:
@@ -95,7 +101,7 @@ def saving_at_once(handler: StoreRendezvousHandler) -> None:
     install_torchs_handlers()
     try:
         begin("unpolled")
-        time.sleep(60)
+        await_the_signal()
     except SignalException:
         time.sleep(SAVING)
         raise
@@ -124,14 +130,14 @@ def with_a_handler_of_its_own(handler: StoreRendezvousHandler) -> None:
     handler.next_rendezvous()
     handler.num_nodes_waiting()
     begin("own")
-    time.sleep(60)
+    await_the_signal()
 
 
 def joining_in_a_thread(handler: StoreRendezvousHandler) -> None:
     Background(handler.next_rendezvous).result(30)
     handler.num_nodes_waiting()
     begin("thread")
-    time.sleep(60)
+    await_the_signal()
 
 
 def forking(handler: StoreRendezvousHandler) -> None:
@@ -142,7 +148,7 @@ def forking(handler: StoreRendezvousHandler) -> None:
 
     def wait_for_the_signal() -> None:
         os.write(ready, b"x")
-        time.sleep(60)
+        await_the_signal()
 
     lives: list[Callable[[], object]] = [
         sys.exit,
