@@ -85,11 +85,9 @@ class Driver:
         self._log = RunLog(log, run_id, node)
         self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
-        # The last one, and those of earlier rounds that still hang in name resolution.
-        self._openers: list[_Opener] = []
-        self._fetcher: _Opener | None = None
+        # The last of each kind, and earlier ones that still hang, as in name resolution.
+        self._asides: list[_Aside] = []
         self._dial = dial
-        self._dialler: _Opener | None = None
         # For the archive: since when it is to be written, when it was so, and what.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._noting: threading.Thread | None = None
@@ -176,16 +174,17 @@ class Driver:
         if self._noting is not None:
             self._noting.join(max(0.0, deadline - time.monotonic()))
 
-    def await_openers(self, seconds: float) -> None:
+    def await_masters(self, seconds: float) -> None:
         """Wait until no TCPStore is being opened; what takes longer, the end of the process awaits.
 
         TCPStore's C++ aborts the process if the interpreter ends first.
         """
         deadline = time.monotonic() + seconds
-        for opener in self._openers:
-            opener.thread.join(max(0.0, deadline - time.monotonic()))
-            if opener.thread.is_alive():
-                atexit.register(opener.thread.join, _LONGEST_LOOK_UP)
+        for aside in self._asides:
+            if aside.what == "master":
+                aside.thread.join(max(0.0, deadline - time.monotonic()))
+                if aside.thread.is_alive():
+                    atexit.register(aside.thread.join, _LONGEST_LOOK_UP)
 
     def _has_taken_up(self) -> bool:
         return self._stopping.is_set() or not self._node.ordered
@@ -236,12 +235,19 @@ class Driver:
         match request:
             case effects.FinishJoin(outcome):
                 return self._deliver(outcome)
-            case effects.OpenMaster(world_id, seconds):
-                return self._open_master_within(world_id, seconds)
-            case effects.FetchExclusions(incarnation, seconds):
-                return self._fetch_within(incarnation, seconds)
-            case effects.DialPeer():
-                return self._dial_within(request)
+            case effects.OpenMaster(world, seconds):
+                node = self._node
+                return self._beside(
+                    "master",
+                    world,
+                    seconds,
+                    lambda: self._open(world),
+                    is_taken_up=lambda: node.record.world_id == world,
+                )
+            case effects.FetchExclusions(run, seconds):
+                return self._beside("exclusions", run, seconds, lambda: self._fetch(run))
+            case effects.DialPeer(attempt=attempt, seconds=seconds) as dial:
+                return self._beside("network", attempt, seconds, lambda: self._dial_peer(dial))
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):
@@ -302,65 +308,52 @@ class Driver:
                 if finding.mark is Mark.WARNING and finding.what in _MAY_LOSE_THE_RUN:
                     self._log.warning(f"{self._client.name}: {finding.line}")
 
-    def _open_master_within(self, world_id: str, seconds: float) -> None:
-        opener = self._openers[-1] if self._openers else None
-        if opener is None or opener.world_id != world_id or opener.tried.is_set():
-            opener = _Opener(world_id, self._open_in_a_thread, f"{self._name}-master")
-            self._openers = [*(it for it in self._openers if it.thread.is_alive()), opener]
-        if seconds and not opener.tried.wait(seconds):
-            opener.late.set()
+    def _beside(
+        self,
+        what: str,
+        key: str,
+        seconds: float,
+        work: Callable[[], None],
+        is_taken_up: Callable[[], bool] | None = None,
+    ) -> None:
+        """Have ``work`` done in a thread of its own, unless that goes on; wait for it so long.
 
-    def _open_in_a_thread(self, opener: _Opener) -> None:
-        world_id = opener.world_id
+        If it takes longer, its thread ends the node's wait once it is done. ``work`` raises
+        nothing: it tells the node what came of it.
+        """
+        mine = next((it for it in reversed(self._asides) if it.what == what), None)
+        if mine is None or mine.key != key or mine.done.is_set():
+
+            def run(aside: _Aside) -> None:
+                work()
+                aside.done.set()
+                if aside.late.is_set():
+                    taken_up = is_taken_up or self._has_taken_up
+                    self._nudge_until(lambda: self._stopping.is_set() or taken_up(), 1)
+
+            mine = _Aside(what, key, run, f"{self._name}-{what}")
+            self._asides = [*(it for it in self._asides if it.thread.is_alive()), mine]
+        if seconds and not mine.done.wait(seconds):
+            mine.late.set()
+
+    def _open(self, world_id: str) -> None:
         try:
             self._node.master_opened(world_id, self._open_master(world_id), None)
         except Exception as error:
             self._node.master_opened(world_id, None, error)
-        opener.tried.set()
-        if opener.late.is_set():
-            self._nudge_until(
-                lambda: self._stopping.is_set() or self._node.record.world_id == world_id, 1
-            )
 
-    def _fetch_within(self, incarnation: str, seconds: float) -> None:
-        fetcher = self._fetcher
-        if fetcher is None or fetcher.world_id != incarnation or fetcher.tried.is_set():
-            name = f"{self._name}-exclusions"
-            fetcher = self._fetcher = _Opener(incarnation, self._fetch_in_a_thread, name)
-        if seconds and not fetcher.tried.wait(seconds):
-            fetcher.late.set()
-
-    def _fetch_in_a_thread(self, fetcher: _Opener) -> None:
+    def _fetch(self, incarnation: str) -> None:
         try:
-            found = self._archive.exclusions(time.time())
+            self._node.exclusions_read(incarnation, self._archive.exclusions(time.time()), None)
         except Exception as error:
-            self._node.exclusions_read(fetcher.world_id, (), error)
-        else:
-            self._node.exclusions_read(fetcher.world_id, found, None)
-        fetcher.tried.set()
-        if fetcher.late.is_set():
-            self._nudge_until(self._has_taken_up, 1)
+            self._node.exclusions_read(incarnation, (), error)
 
-    def _dial_within(self, request: effects.DialPeer) -> None:
-        dialler = self._dialler
-        if dialler is None or dialler.world_id != request.attempt:
-            name = f"{self._name}-network"
-            dialler = _Opener(request.attempt, lambda it: self._dial_in_a_thread(it, request), name)
-            self._dialler = dialler
-        if not dialler.tried.wait(request.seconds):
-            dialler.late.set()
-
-    def _dial_in_a_thread(self, dialler: _Opener, request: effects.DialPeer) -> None:
+    def _dial_peer(self, request: effects.DialPeer) -> None:
         try:
             assert self._dial is not None
-            seconds = self._dial(request)
+            self._node.peer_dialled(request.attempt, self._dial(request), None)
         except Exception as error:
             self._node.peer_dialled(request.attempt, 0.0, error)
-        else:
-            self._node.peer_dialled(request.attempt, seconds, None)
-        dialler.tried.set()
-        if dialler.late.is_set():
-            self._nudge_until(self._has_taken_up, 1)
 
     def _deliver(self, outcome: effects.Outcome) -> None:
         self._outcomes.put(outcome)
@@ -383,18 +376,19 @@ class Driver:
         self._outage_since = None
 
 
-class _Opener:
-    """A thread that opens a TCPStore for a world, reads a run's exclusions, or dials another node.
+class _Aside:
+    """What a thread of its own does beside the one that beats.
 
     Attributes:
-        world_id: of the world, the run's incarnation, or the attempt.
-        tried: set when that is done, or cannot be.
+        what: the kind of work; the last one of a kind is the one that the node asked for.
+        key: of the work: a TCPStore's world, the run whose exclusions are read, a dial's attempt.
+        done: set when it is done, or has failed.
         late: set when the node no longer waits for it.
     """
 
-    def __init__(self, world_id: str, work: Callable[[_Opener], None], name: str) -> None:
-        self.world_id = world_id
-        self.tried, self.late = threading.Event(), threading.Event()
+    def __init__(self, what: str, key: str, work: Callable[[_Aside], None], name: str) -> None:
+        self.what, self.key = what, key
+        self.done, self.late = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
         self.thread.start()
 

@@ -310,22 +310,16 @@ class StoreRendezvousHandler(RendezvousHandler):
         restarts = self._node.in_round
         if self._gate is None or (restarts and self._settings.check_at != "restart"):
             return 0.0
-        patience = self._settings.join_timeout
         waited, pause, told = 0.0, _FIRST_PAUSE, ""
         while (reason := self._gate.check()) is not None:
-            exits = self._settings.on_unhealthy == "exit"
-            gives_up = exits or waited + pause > patience
-            if reason != told and not gives_up:
+            left = self._settings.join_timeout - waited
+            if reason != told and self._tries_again(waited + pause):
                 self._log.warning(
                     f"this node is unfit and does not join: {reason}; its checks run again in "
-                    f"{pause:g} s, and so on for {patience - waited:g} s"
+                    f"{pause:g} s, and so on for {left:g} s"
                 )
                 told = reason
-            outcome = self._driver.stay_out(reason, 0.0 if gives_up else pause)
-            if outcome is not None:
-                self._refuse(outcome)
-            if gives_up:
-                self._raise(self._gives_up(reason))
+            self._stay_out(reason, waited, pause)
             waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
         if waited:
             self._log.info("this node is fit again: its checks pass")
@@ -333,22 +327,29 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _stay_cut_off(self, reason: str) -> None:
         """Wait before this node asks again, whose network check failed; the others know why."""
-        patience, pause = self._settings.join_timeout, self._next_pause
-        exits = self._settings.on_unhealthy == "exit"
-        gives_up = exits or self._cut_off_for + pause > patience
-        if not gives_up:
-            left = patience - self._cut_off_for
+        waited, pause = self._cut_off_for, self._next_pause
+        left = self._settings.join_timeout - waited
+        if self._tries_again(waited + pause):
             self._log.warning(
                 f"this node is unfit, since others do not reach it, or it does not reach them: "
                 f"{reason}; it asks again in {pause:g} s, and so on for {left:g} s"
             )
-        outcome = self._driver.stay_out(reason, 0.0 if gives_up else pause)
+        self._stay_out(reason, waited, pause)
+        self._cut_off_for, self._next_pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
+
+    def _tries_again(self, seconds: float) -> bool:
+        """Whether a node that will have been unfit for so long is to try again then."""
+        settings = self._settings
+        return settings.on_unhealthy != "exit" and seconds <= settings.join_timeout
+
+    def _stay_out(self, reason: str, waited: float, pause: float) -> None:
+        """Ask for no round for ``pause`` seconds; raises if this node does not try again then."""
+        tries_again = self._tries_again(waited + pause)
+        outcome = self._driver.stay_out(reason, pause if tries_again else 0.0)
         if outcome is not None:
             self._refuse(outcome)
-        if gives_up:
+        if not tries_again:
             self._raise(self._gives_up(reason))
-        self._cut_off_for += pause
-        self._next_pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _gives_up(self, reason: str) -> Exception:
         run, patience = f"run '{self._run_id}'", self._settings.join_timeout
@@ -548,7 +549,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._client.close()
         if self._answering is not None:
             self._answering.close(_STOP_SECONDS)
-        self._driver.await_openers(_STOP_SECONDS)
+        self._driver.await_masters(_STOP_SECONDS)
         self._servers.clear()
         take_back(self._handed_down)
         if self._moments is not None:

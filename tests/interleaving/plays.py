@@ -242,7 +242,7 @@ class Play:
         for agent in self.agents:
             made = agent.handler
             assert not made._driver.running, f"the thread of {agent.name} lives on"
-            assert not any(opener.thread.is_alive() for opener in made._driver._openers)
+            assert not any(aside.thread.is_alive() for aside in made._driver._asides)
             assert made._gone.is_set()
             assert agent.farewells <= 1, f"{agent.name} said farewell {agent.farewells} times"
             found = client.get(NODES_PREFIX + made._node.id)

@@ -291,10 +291,10 @@ def test_the_end_of_the_process_awaits_each_tcpstore_that_still_opens(
     monkeypatch.setattr(atexit, "register", lambda *what: awaited.append(what))
     for world_id in ("1-world", "2-world"):
         driver._perform(effects.OpenMaster(world_id, 0.0))
-    driver.await_openers(0.01)
+    driver.await_masters(0.01)
     found.set()
     assert len(awaited) == 2
     for join, seconds in awaited:
         join(seconds)
-    driver.await_openers(0.0)
+    driver.await_masters(0.0)
     assert len(awaited) == 2

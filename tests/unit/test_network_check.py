@@ -141,6 +141,15 @@ class TestCutOff:
         part(crowd, *cut)
         return members
 
+    def come_back(self, crowd: Crowd) -> tuple[Member, Member, Member]:
+        """Two run; the third was cut off, can be reached again, and asks."""
+        a, b, c = self.begin(crowd, "c")
+        crowd.play_until(lambda: bool(a.given and b.given), 60)
+        sits_out(c)
+        part(crowd)
+        c.ask()
+        return a, b, c
+
     @pytest.mark.parametrize("cut", ["a", "b", "c"])
     def test_the_others_run_without_it(self, crowd: Crowd, cut: str) -> None:
         members = self.begin(crowd, cut)
@@ -157,11 +166,7 @@ class TestCutOff:
         assert any(own in line for it in members for line in it.told)
 
     def test_it_comes_in_with_the_next_round_and_ends_none(self, crowd: Crowd) -> None:
-        a, b, c = self.begin(crowd, "c")
-        crowd.play_until(lambda: bool(a.given and b.given), 60)
-        sits_out(c)
-        part(crowd)
-        c.ask()
+        a, _, c = self.come_back(crowd)
         crowd.play(20.0)
         assert (len(a.given), record(c).status) == (1, Status.SPARE)
         assert any("not ended for a node that failed its network check" in it for it in c.told)
@@ -173,11 +178,7 @@ class TestCutOff:
         assert not record(c).suspect
 
     def test_a_person_lets_it_in_at_once(self, crowd: Crowd) -> None:
-        a, b, c = self.begin(crowd, "c")
-        crowd.play_until(lambda: bool(a.given and b.given), 60)
-        sits_out(c)
-        part(crowd)
-        c.ask()
+        a, _, c = self.come_back(crowd)
         crowd.play(5.0)
         a.carry_out(resize("rdzv"))
         crowd.play_until(lambda: bool(c.given), 30)
