@@ -131,6 +131,9 @@ class Worker:
         if self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Wait for the end of a process that was killed."""
         self._process.join()
         self.pipe.close()
 
@@ -174,10 +177,13 @@ class Crowd:
         worker.share -= 1
         worker.send("leave")
 
-    def kill(self, worker: Worker) -> None:
-        """SIGKILL a process; its nodes are lost."""
-        self.workers.remove(worker)
-        worker.kill()
+    def kill(self, workers: Sequence[Worker]) -> None:
+        """SIGKILL processes, all at once; their nodes are lost."""
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.end()
+            self.workers.remove(worker)
 
     def settle(self, workers: Sequence[Worker], seconds: float) -> World | None:
         """Wait until all nodes of these processes are in one round; None: not within ``seconds``.
@@ -206,9 +212,7 @@ class Crowd:
 
     def close(self) -> None:
         """Kill all processes."""
-        for worker in self.workers:
-            worker.kill()
-        self.workers = []
+        self.kill([*self.workers])
 
     def _await_ready(self, workers: Iterable[Worker]) -> None:
         for worker in workers:

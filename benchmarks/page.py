@@ -134,8 +134,9 @@ def _life(results: Results) -> list[str]:
     text = (
         "A round runs; the agents ask for changes ten times a second, as torch's do. Seconds until "
         "all are in the next round: *grow* from the call of one more node, *leave* from a node's "
-        "SIGTERM, the others from the end of the lease of what was killed by SIGKILL. These can be "
-        "negative: the last heartbeat was sent before SIGKILL. *lose a third* kills a third of the "
+        "SIGTERM, the others from the end of the lease of what was killed by SIGKILL, at a random "
+        "moment between two heartbeats. These can be negative: the last heartbeat was sent before "
+        "SIGKILL. *lose a third* kills a third of the "
         "nodes at once, not the leader. *rounds* is how many rounds formed after that loss."
     )
     rows = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import time
 import uuid
@@ -157,9 +158,10 @@ def life(
     """What befalls a run, one after the other; by scenario, those of `LIFE` that came to an end.
 
     One more joins; a node leaves and says so; a node is killed; the leader is; a third of the nodes
-    are at once, the leader not among them. A loss is measured from the end of the lease: the time
-    from SIGKILL until the last node has its rank in the next round, less the lease. It can be
-    negative, because the last heartbeat was sent before SIGKILL.
+    are at once, the leader not among them. Nodes are killed at a random moment between two of their
+    heartbeats. A loss is measured from the end of the lease: the time from SIGKILL until the last
+    node has its rank in the next round, less the lease. It can be negative, because the last
+    heartbeat was sent before SIGKILL.
     """
     third = nodes // 3
     least = nodes - 2 - third
@@ -171,19 +173,25 @@ def life(
     }
     run = target.run(least, nodes + 1, **config)
     found: dict[str, Sample] = {}
-    with contextlib.closing(Crowd(run, [1, 1, 1, third, *shares(least, processes)])) as crowd:
-        first, newcomer, one, many, *others = crowd.workers
-        members = [first, one, many, *others]
+    # As many nodes a process as the others have.
+    shares_of_many = shares(third, max(1, processes // 2))
+    sizes = [1, 1, 1, *shares_of_many, *shares(least, processes)]
+    with contextlib.closing(Crowd(run, sizes)) as crowd:
+        first, newcomer, one, *more = crowd.workers
+        many, others = more[: len(shares_of_many)], more[len(shares_of_many) :]
+        members = [first, one, *many, *others]
         crowd.watch(crowd.workers)
         # The first to come leads.
         crowd.join([first])
         _await_records(target, run, 1, limit)
-        crowd.join([one, many, *others])
+        crowd.join([one, *many, *others])
         world = crowd.settle(members, limit)
         lease = _LEASE_ATTEMPTS * interval
         for scenario in LIFE:
             if world is None:
                 return found
+            if scenario.startswith("lose"):
+                time.sleep(random.uniform(0, interval))
             before, began = crowd.joins(), time.monotonic()
             match scenario:
                 case "grow":
@@ -192,11 +200,11 @@ def life(
                 case "leave":
                     crowd.leave(others[0])
                 case _:
-                    lost = {"lose one": one, "lose a third": many}.get(scenario, first)
+                    lost = {"lose one": [one], "lose a third": many}.get(scenario, [first])
                     leads = [members[it] for it in world.leads]
                     if scenario == "lose the leader" and leads != [first]:
                         return found  # The lead has moved: there was more load than beats bore.
-                    members.remove(lost)
+                    members = [it for it in members if it not in lost]
                     crowd.kill(lost)
             world = crowd.settle(members, limit + lease)
             if world is not None:

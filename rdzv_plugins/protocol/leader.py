@@ -263,7 +263,7 @@ def _ahead_of(
     document: RoundDocument, records: Mapping[str, NodeRecord], live: Iterable[str]
 ) -> RoundDocument | None:
     """The document with the rounds and nodes that its writer, after an amnesia, did not know of."""
-    runs = [node for node in live if records[node].status is Status.RUN]
+    runs = [node for node in live if _may_run(document, records[node])]
     strays = sorted({*runs} - {*document.previous, *document.evicted})
     highest = max((_round_in(document, records[node]) for node in live), default=-1)
     if strays or highest >= document.round:
@@ -273,6 +273,16 @@ def _ahead_of(
             previous=(*document.previous, *strays),
         )
     return None
+
+
+def _may_run(document: RoundDocument, record: NodeRecord) -> bool:
+    """Whether the node may run in a round that nobody has ended.
+
+    It does not in one before the last of this run, which was formed without it: it was lost, and
+    the leader that knew may be so too.
+    """
+    ended = record.incarnation == document.incarnation and record.round < document.round - 1
+    return record.status is Status.RUN and not ended
 
 
 def _evict(

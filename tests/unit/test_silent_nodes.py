@@ -265,3 +265,22 @@ def test_who_is_connected_again_later_than_others_costs_no_restart(late: str) ->
     crowd.play(120.0)
     assert [len(member.given) for member in members] == [1, 1, 1]
     assert crowd.document.round == 0
+
+
+class TestTwoDeaths:
+    def test_nobody_waits_for_the_first_again_if_the_leader_dies_before_it_has_tidied_up(
+        self,
+    ) -> None:
+        crowd = Crowd()
+        leader, victim, *others = crowd.begin(rules(1, 4), "n0", "n1", "n2", "n3")
+        crowd.play(60.0)
+        victim.crash()
+        crowd.play_until(lambda: crowd.document.phase is Phase.FORMING, 2 * NOTICED)
+        while crowd.document.phase is not Phase.RUNNING:
+            crowd.play(0.0005)
+        leader.crash()
+        before = crowd.document.round
+        crowd.play_until(
+            lambda: crowd.document.round > before and crowd.document.phase is Phase.RUNNING, NOTICED
+        )
+        assert set(crowd.document.participants) == {other.node.id for other in others}
