@@ -26,7 +26,7 @@ test: .venv/installed servers lint ## Install the test dependencies and run all 
 	@echo "==> running the tests"
 	@$(PYTEST) --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 
-unit: .venv/installed ## Run the tests that need no server
+unit: .venv/installed ## Run the quick tests: no servers, hardly any threads
 	@$(PYTEST) --numprocesses 4 --dist worksteal tests/unit
 
 test-store: .venv/installed servers ## Run the tests of one store [STORE=redis]
@@ -72,7 +72,7 @@ servers: ## Install the servers for the integration tests (Debian, without Docke
 	@scripts/install-servers
 
 test-oldest: servers ## Run the tests on the oldest versions that pyproject.toml allows
-	@scripts/test-oldest "$(PYTHON)" tests/unit tests/integration
+	@scripts/test-oldest "$(PYTHON)" tests/unit tests/handlers tests/integration
 
 test-compose: .venv/installed ## Run the conformance tests against docker-compose.yml
 	@scripts/test-compose

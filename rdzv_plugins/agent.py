@@ -77,7 +77,7 @@ _KILLED = b"killed"
 class RunAgent(LocalElasticAgent):
     """torch's agent, with the rule of this module for this package's handler.
 
-    It uses private names of torch; ``tests/unit/test_agent.py`` fails when torch changes them.
+    It uses private names of torch; ``tests/handlers/test_agent.py`` fails when torch changes them.
     torch has no public way to exclude a failure from the count, so this class overrides
     `_monitor_workers`, which the agent's loop calls.
     """

@@ -7,7 +7,7 @@ answers the waiting reads itself. The agents reach their loops, find that the me
 changed, and ask for the next round.
 
 The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, and not public;
-`tests/unit/test_agent_store.py` runs torch's agent against them.
+`tests/handlers/test_agent_store.py` runs torch's agent against them.
 """
 
 from __future__ import annotations

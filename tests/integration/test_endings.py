@@ -1,6 +1,6 @@
 """Who may end a run, and what a run that ended leaves to the next: real handlers on every store.
 
-`tests/unit/test_handlers.py` has more of these, on the in-memory store.
+`tests/handlers/test_handlers.py` has more of these, on the in-memory store.
 """
 
 from __future__ import annotations

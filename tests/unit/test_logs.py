@@ -23,9 +23,9 @@ from rdzv_plugins.protocol.member import remarks
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from tests import replace
+from tests.handlers.site import Site
+from tests.handlers.site import site as make_site
 from tests.unit.crowd import Crowd
-from tests.unit.handlers import Site
-from tests.unit.handlers import site as make_site
 from tests.unit.life import RULES, Life, Time, finish
 from tests.unit.views import all_running, document, record, view
 

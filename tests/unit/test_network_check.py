@@ -17,9 +17,9 @@ from rdzv_plugins.protocol.orders import resize
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.testing.threads import Background
 from tests import replace
+from tests.handlers.site import Site, site
 
 from .crowd import Crowd, Member
-from .handlers import Site, site
 from .life import Life, Time, finish, stored
 
 RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=0.2, network_check=True)

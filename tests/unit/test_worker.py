@@ -17,8 +17,7 @@ from rdzv_plugins.protocol.documents import Status
 from rdzv_plugins.testing.threads import Background
 from rdzv_plugins.worker import VARIABLE, CurrentRound, current, hand_down, take_back
 from tests import replace
-
-from .handlers import Site, site
+from tests.handlers.site import Site, site
 
 NOW = CurrentRound(
     run_id="run", round=3, world_id="3-abc", cause="n2[7] left", spares=1, domain="r7"

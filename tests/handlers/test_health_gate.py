@@ -21,9 +21,8 @@ from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.inspection import Condition, Inspection, settle
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.testing.threads import Background
-
-from .handlers import LEASE, Site
-from .handlers import site as make_site
+from tests.handlers.site import LEASE, Site
+from tests.handlers.site import site as make_site
 
 BAD = "sh: GPU 3 is hot"
 

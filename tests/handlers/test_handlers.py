@@ -35,9 +35,8 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.testing.threads import Background
-
-from .handlers import LEASE, Site
-from .handlers import site as make_site
+from tests.handlers.site import LEASE, Site
+from tests.handlers.site import site as make_site
 
 
 @pytest.fixture

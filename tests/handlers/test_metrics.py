@@ -34,8 +34,8 @@ from rdzv_plugins.protocol.documents import Cause, Phase, Status
 from rdzv_plugins.testing.threads import Background
 from rdzv_plugins.torch_compat import events
 from tests import replace
-from tests.unit.handlers import LEASE, Site
-from tests.unit.handlers import site as make_site
+from tests.handlers.site import LEASE, Site
+from tests.handlers.site import site as make_site
 from tests.unit.test_store_client import DictClient
 from tests.unit.views import record
 

@@ -26,8 +26,8 @@ from rdzv_plugins import handler as handler_module
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
-from tests.unit.handlers import Site
-from tests.unit.handlers import site as make_site
+from tests.handlers.site import Site
+from tests.handlers.site import site as make_site
 
 LOGGER = logging.getLogger("torchelastic-events-dynamic_rendezvous")
 

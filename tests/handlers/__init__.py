@@ -1,0 +1,1 @@
+"""Real handlers, with their threads and their waits, over the in-memory store: no server."""
