@@ -52,7 +52,7 @@ class Diagnosis:
         doubted: how many are late all at once, so that each has one more lease.
         unfit: nodes that ask for no round since their check failed, each with the reason.
         excluded: which hosts are kept out, until when and why.
-        network: between whom no data pass, or pass slowly.
+        network: between whom no data pass, or pass slowly; or that this node finds that out.
         seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
         limit: what follows the seconds, such as "to join_timeout".
     """
@@ -183,7 +183,8 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
         return Diagnosis(does="waiting for a first round", seconds=join_left, limit=_TO_JOIN)
     found = _of_node(view, document, join_left)
     if not found.network:
-        found = replace(found, network=own_findings(view.record))
+        checks = "this node checks its network" if view.checks else ""
+        found = replace(found, network=checks or own_findings(view.record))
     return _with_exclusions(found, document, view.wall)
 
 

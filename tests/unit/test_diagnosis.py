@@ -255,6 +255,11 @@ class TestAnotherNode:
         text = str(of_node(view(running("n2", CONFIRMING), CONFIRMING), 60.0))
         assert text == "confirming round 4, 3 of 2..3 nodes; 60 s to join_timeout"
 
+    def test_who_checks_its_network_says_so(self) -> None:
+        here = replace(view(running("n2", CONFIRMING), CONFIRMING), checks=True)
+        text = "confirming round 4, 3 of 2..3 nodes; this node checks its network"
+        assert str(of_node(here, 60.0)) == f"{text}; 60 s to join_timeout"
+
     def test_a_round_that_runs_without_it(self) -> None:
         text = str(of_node(view(record("n4"), RUNNING, leader=record("n1")), 60.0))
         assert text == (
