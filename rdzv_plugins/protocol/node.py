@@ -255,7 +255,9 @@ class Node:
     ) -> None:
         """Answer `FetchExclusions`: what was found, or why nothing could be read."""
         fetching = self._fetching
-        if fetching is not None and fetching[0] == incarnation:
+        # What is read again is older than what people have said since.
+        known = self._carried is not None
+        if fetching is not None and fetching[0] == incarnation and not known:
             self._fetched = found, error
 
     def peer_dialled(self, attempt: str, seconds: float, error: Exception | None) -> None:
@@ -613,7 +615,7 @@ class Node:
         """
         if not self._fetches_for(document):
             yield from self._begin_to_fetch(document)
-        elif self._carried is None and self._clock() >= self._fetch_due:
+        elif self._carried is None and self._fetched is None and self._clock() >= self._fetch_due:
             yield from FetchExclusions(document.incarnation, 0.0)
 
     def _take_exclusions(self) -> Effects[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -314,6 +315,43 @@ def test_a_cleaned_run_that_was_closed_can_begin_anew(
         client.put("key", b"new")
         past = began + 4 - time.monotonic()
         assert not until(lambda: client.get("key") is None, past), "the old deadline was kept"
+
+
+def test_a_host_is_excluded_from_all_runs_and_included_again(
+    server: servers.LocalServer, run_id: str
+) -> None:
+    host, where = "10.0.0.9", ("-e", server.endpoint, "-c", f"prefix={run_id}")
+
+    def held() -> list[list[str]]:
+        shown = [invoke("status", "-i", name, *where, "--json") for name in ("one", "two")]
+        return [[it["host"] for it in json.loads(of.stdout)["excluded"]] for of in shown]
+
+    def listed() -> set[str]:
+        rows = invoke("list", *where, "--json").stdout.splitlines()
+        return {json.loads(row)["run"] for row in rows}
+
+    handlers = form(server, "one", prefix=run_id)
+    assert until(lambda: listed() == {"one"}, 20)
+    said = invoke("exclude", host, "--all-runs", "--for", "1h", "--why", "ECC errors", *where)
+    assert said.exit_code == 0, said.stderr
+    assert re.fullmatch(rf"{host} excluded until .* UTC: ECC errors; from all runs\n", said.stdout)
+    # A run that begins later has it from its leader, once that has time to read it.
+    handlers += form(server, "two", prefix=run_id)
+    assert until(lambda: held() == [[host], [host]], 20), held()
+
+    (row,) = invoke("excluded", "-i", "two", *where, "--json").stdout.splitlines()
+    data = json.loads(row)
+    assert (data["host"], data["from"], data["by"]) == (host, "all runs", "exclusion")
+    assert data["why"] == "ECC errors"
+
+    assert until(lambda: listed() == {"one", "two"}, 20)
+    said = invoke("include", host, "--all-runs", *where)
+    assert (said.exit_code, said.stdout) == (0, f"{host} may join all runs again\n")
+    assert held() == [[], []]
+    said = invoke("include", host, "--all-runs", *where)
+    assert str(said.exception) == f"'{host}' is not excluded from all runs: see rdzv excluded"
+    for handler in handlers:
+        handler.shutdown()
 
 
 def test_the_console_leaves_addresses_as_they_are() -> None:

@@ -259,13 +259,32 @@ class TestTheFirstRound:
         assert PAIR.lease <= time.now - began <= PAIR.lease + 2 * PAIR.interval
         assert "it cannot be read which hosts are excluded: away; none is" in life.told
 
+    def test_one_that_is_taken_back_stays_so_where_it_was_read_late(self) -> None:
+        life = Unanswered("n1", MemoryServer(), Time(), replace(PAIR, min_nodes=1, max_nodes=1))
+        life.go()
+        life.wake()
+        for _ in range(4):
+            while life.asked:
+                life.asked.pop()
+                life.node.exclusions_read(stored(life).incarnation, (Exclusion("n9"),), None)
+            life.wake()
+        assert [it.host for it in stored(life).excluded] == ["n9"]
+        life.carry_out(include("rdzv", "n9"))
+        life.go()
+        life.wake()
+        assert stored(life).excluded == ()
+
 
 class Unanswered(Life):
-    """Nobody answers what is excluded."""
+    """Nobody answers what is excluded; ``asked`` has who asked."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.asked: list[effects.FetchExclusions] = []
+        super().__init__(*arguments)
 
     def _perform(self, request: effects.Effect[Any]) -> Any:
         if isinstance(request, effects.FetchExclusions):
-            return None
+            return self.asked.append(request)
         return super()._perform(request)
 
 
