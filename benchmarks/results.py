@@ -115,10 +115,11 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 def machine() -> Machine:
     """This one, now."""
+    kernel = platform.release().partition("-")[0]
     return Machine(
         cores=os.cpu_count() or 0,
         processor=_line("/proc/cpuinfo", "model name"),
-        kernel=f"{platform.system()} {platform.release()} {platform.machine()}",
+        kernel=f"{platform.system()} {kernel} {platform.machine()}",
         memory_gb=round(int(_line("/proc/meminfo", "MemTotal").split()[0]) / 1e6),
         load=round(os.getloadavg()[0], 1),
         commit=_commit(),
