@@ -279,25 +279,26 @@ def test_with_peers_that_hang_a_failure_is_ones_own_after_the_lease(fleet: Run) 
     assert fleet.closed()
 
 
-def test_a_peer_that_closes_the_run_ends_the_others_with_their_failure(fleet: Run) -> None:
+def failed_beside_a_peer(fleet: Run) -> tuple[Node, Peer]:
+    """A node whose workers failed in a round with a peer that goes on."""
     script, fail = fails_with_two(fleet)
     node = fleet.node(script, lease=LONG, nodes=(2, 2), max_restarts=3)
     peer = fleet.peer(lease=LONG, nodes=(2, 2))
     peer.thread.join(10)
     fail()
     assert until(fleet.someone_failed, 10)
+    return node, peer
+
+
+def test_a_peer_that_closes_the_run_ends_the_others_with_their_failure(fleet: Run) -> None:
+    node, peer = failed_beside_a_peer(fleet)
     peer.handler.set_closed()
     assert node.end().is_failed()
 
 
 def test_a_run_without_progress_ends_the_agents_with_93(fleet: Run) -> None:
     """Also one whose workers failed, and which has not asked for the next round yet."""
-    script, fail = fails_with_two(fleet)
-    node = fleet.node(script, lease=LONG, nodes=(2, 2), max_restarts=3)
-    peer = fleet.peer(lease=LONG, nodes=(2, 2))
-    peer.thread.join(10)
-    fail()
-    assert until(fleet.someone_failed, 10)
+    node, peer = failed_beside_a_peer(fleet)
     latest = peer.handler._node.latest
     peer.handler._close(latest, Outcome.NO_PROGRESS, "no progress", may_close=lambda _: True)
     with pytest.raises(SystemExit) as ended:
