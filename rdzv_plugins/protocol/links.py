@@ -104,8 +104,7 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
     blind = [pair for pair in was.blind if pair not in cut and here.issuperset(pair)]
     blind += cut
     now = {it for pair in (*failed, *cut) for it in pair}
-    suspects = {node for node in here if records[node].suspect}
-    out = _at_fault(links, blind, now, suspects, was.rounds > 0)
+    out = _at_fault(links, blind, now, was.rounds > 0)
     if not (cut or out) and (not fresh or was.rounds >= _MOST_ROUNDS):
         kept = Faults(links=tuple(failed[-_LINKS_KEPT:]), hosts=was.hosts)
         return Judgement(True, kept, tuple(failed))
@@ -146,11 +145,7 @@ def _without(out: Mapping[str, object], pairs: Sequence[Link]) -> tuple[Link, ..
 
 
 def _at_fault(
-    links: Sequence[Link],
-    blind: Sequence[Link],
-    now: Collection[str],
-    suspects: Collection[str],
-    sure: bool,
+    links: Sequence[Link], blind: Sequence[Link], now: Collection[str], sure: bool
 ) -> dict[str, list[str]]:
     """Who failed with several others, and with whom: the fewest nodes that explain all.
 
@@ -162,7 +157,6 @@ def _at_fault(
         links: nodes that could not exchange data, each with whom it had dialled.
         blind: nodes that could not dial rank 0, each with who that was.
         now: the nodes for which something failed in this round.
-        suspects: those that were at fault before; one failure more is enough.
         sure: another pairing has been tried.
     """
     out: dict[str, list[str]] = {}
@@ -174,7 +168,7 @@ def _at_fault(
             others.setdefault(other, set()).add(one)
         for one, other in left[1]:
             others.setdefault(one, set()).add(other)
-        counts = {node: len(of) + (node in suspects) for node, of in others.items() if node in now}
+        counts = {node: len(of) for node, of in others.items() if node in now}
         most = max(counts.values(), default=0)
         if most < _SEVERAL:
             return out

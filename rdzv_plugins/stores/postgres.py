@@ -213,6 +213,10 @@ class UnconnectedError(psycopg.OperationalError):
     """No host accepted a connection: no request was sent."""
 
 
+class LateError(UnconnectedError, TimeoutError):
+    """No host accepted a connection in time: an earlier attempt may tell why."""
+
+
 class Connection(psycopg.Connection[tuple[Any, ...]]):
     """A connection whose requests end at ``limit``; psycopg's own requests wait forever.
 
@@ -464,18 +468,20 @@ class Client(StoreClient):
         attempts: list[Any] = conninfo_attempts(self._server)
         # Try the last known primary first.
         attempts.sort(key=lambda it: (it.get("host"), it.get("port")) != self._host)
-        failures: list[str] = []
+        failures: list[Exception] = []
         for number, attempt in enumerate(attempts):
             try:
                 share = limit.seconds / (len(attempts) - number)
                 conninfo = make_conninfo("", **attempt)
                 db = Connection.open(conninfo, _sooner(limit, share), self.timeout)
             except (psycopg.OperationalError, TimeoutError) as error:
-                failures.append(_said(error))
+                failures.append(error)
             else:
                 self._host = attempt.get("host"), attempt.get("port")
                 return db
-        raise UnconnectedError("; ".join(failures))
+        late = all(isinstance(error, TimeoutError) for error in failures)
+        kind = LateError if late else UnconnectedError
+        raise kind("; ".join(map(_said, failures)))
 
 
 def _await(fd: int, want: Wait, limit: Limit) -> Ready:

@@ -20,6 +20,7 @@ from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.servers import LocalServer, Security, ServerError, start
 from rdzv_plugins.servers.postgres import Postgres
 from rdzv_plugins.stores import open_client
+from rdzv_plugins.stores.postgres import Connection
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import Background
@@ -121,14 +122,35 @@ def test_what_is_wrong_is_told(store: RunningStore, admin: psycopg.Connection[An
     admin.execute("CREATE TABLE other (id int)")
     assert "has a table other with another schema" in refusal(configured(store, table="other"))
     admin.execute("CREATE ROLE few LOGIN CONNECTION LIMIT 0")
-    told = refusal(at(store, user="few"), 1.0)
-    assert "had no connection left for 1 s" in told
+    told = refusal(at(store, user="few"), 2.0)
+    assert "had no connection left for 2 s" in told
     admin.execute("CREATE ROLE outsider LOGIN")
     admin.execute("CREATE DATABASE closed")
     admin.execute("REVOKE CONNECT ON DATABASE closed FROM public")
     assert "CONNECT on the database" in refusal(at(store, user="outsider", database="closed"))
     tls = configured(store, tls="true")
     assert "server has TLS enabled" in refusal(tls)
+
+
+def test_what_the_server_said_is_told_if_it_falls_silent(
+    store: RunningStore, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last attempt of a request ends at its limit; that tells nobody why."""
+    admin.execute("CREATE ROLE limited LOGIN CONNECTION LIMIT 0")
+    with Proxy(store.address) as proxy:
+        connect = Connection.open
+
+        def open_once(*arguments: Any) -> Connection:
+            try:
+                return connect(*arguments)
+            except psycopg.OperationalError:
+                proxy.black_hole()
+                raise
+
+        monkeypatch.setattr(Connection, "open", open_once)
+        endpoint = f"postgresql://limited@127.0.0.1:{proxy.address[1]}/postgres"
+        told = refusal(replace(store, endpoint=endpoint), 2.0)
+    assert "had no connection left for 2 s (" in told
 
 
 @pytest.mark.parametrize(
@@ -267,6 +289,7 @@ def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
 CROWDED = """
 import os, resource, sys
 from rdzv_plugins.stores import open_client
+from rdzv_plugins.stores.postgres import Connection
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]

@@ -102,6 +102,7 @@ FOUND = (
     (95002577, Focus(), "nodes whose records were lost twice followed the others of their rack"),
     (96019498, Focus(), "an exclusion ended while the request was repeated that acted on it"),
     (96019685, Focus(), "the host of a node that was done was excluded: it stays in the round"),
+    (98403179, Focus(), "one link of a node that had been cut off kept a run from ever running"),
     (97002974, Focus(), "the store lost with all else that nobody reached rank 0"),
 )
 

@@ -172,11 +172,16 @@ class TestJudgement:
         of = after(of, judged)
         assert len(judge(of, records_of(of, *bad), CHECKS).faults.out) == 1
 
-    def test_one_that_was_at_fault_before_is_so_at_its_next_failure(self) -> None:
-        of = a_round(5)
-        found = records_of(of, blind="n3")
-        found["n3"] = replace(found["n3"], suspect=True)
-        assert [node for node, _ in judge(of, found, CHECKS).faults.out] == ["n3"]
+    def test_one_that_was_at_fault_before_may_have_one_bad_link(self) -> None:
+        """Else a round that needs it never runs."""
+        of, runs = a_round(3), []
+        while len(runs) < 3:
+            found = records_of(of, ("n1", "n2"))
+            found["n1"] = replace(found["n1"], suspect=True)
+            judged = judge(of, found, CHECKS)
+            runs.append(judged.runs)
+            of = after(of, judged)
+        assert runs == [False, False, True]
 
 
 class TestRankZero:
