@@ -174,7 +174,7 @@ class TestJudgement:
 
     def test_one_that_was_at_fault_before_may_have_one_bad_link(self) -> None:
         """Else a round that needs it never runs."""
-        of, runs = a_round(3), []
+        of, runs = a_round(3), list[bool]()
         while len(runs) < 3:
             found = records_of(of, ("n1", "n2"))
             found["n1"] = replace(found["n1"], suspect=True)
