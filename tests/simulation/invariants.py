@@ -1131,6 +1131,8 @@ class Checker:
             if other not in before.ranks and record.status in (Status.JOIN, Status.SPARE)
         ]
         here = [self._tracks[it].domain for it in {*before.participants, *newcomers, node}]
+        # A run that strays have founded has their --nnodes.
+        rules = replace(rules, min_nodes=before.min_nodes, max_nodes=before.max_nodes)
         if largest(here, rules) <= len(before.participants):
             raise InvariantError("undisturbed", f"{show(before)} became {show(after)}")
 
@@ -1367,6 +1369,7 @@ def _image(document: RoundDocument) -> RoundDocument:
         drained=(),
         excluded=(),
         restart="",
+        resize=False,
         quarantined=(),
         strikes=(),
     )

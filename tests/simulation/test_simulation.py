@@ -103,6 +103,8 @@ FOUND = (
     (96019498, Focus(), "an exclusion ended while the request was repeated that acted on it"),
     (96019685, Focus(), "the host of a node that was done was excluded: it stays in the round"),
     (98403179, Focus(), "one link of a node that had been cut off kept a run from ever running"),
+    (98608117, Focus(), "a round was written back with an order to let newcomers in"),
+    (98608442, Focus(), "a run of strays grew by a segment, to their --nnodes"),
     (97002974, Focus(), "the store lost with all else that nobody reached rank 0"),
 )
 
