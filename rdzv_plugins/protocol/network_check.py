@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import Version
+from rdzv_plugins.kv import Entry, Version
 from rdzv_plugins.protocol.documents import NODES_PREFIX, Found, NodeRecord, RoundDocument
 from rdzv_plugins.protocol.effects import DialPeer, Effects, Read
 from rdzv_plugins.protocol.links import partner_in
-from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.roster import ranks_in, shard_key
 
 __all__ = ["NetworkCheck"]
@@ -33,15 +32,23 @@ class NetworkCheck:
         me: this node's id.
         limit: seconds after which a dial has failed.
         clock: the node's monotonic clock, in seconds.
+        read_record: `Observer.read_record`: what is read here is known to the whole node.
 
     Attributes:
         awaits: rank 0's record and its version, where that does not say yet where to dial.
     """
 
-    def __init__(self, me: str, limit: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        me: str,
+        limit: float,
+        clock: Callable[[], float],
+        read_record: Callable[[str], Effects[tuple[Entry | None, NodeRecord | None]]],
+    ) -> None:
         self._me = me
         self._limit = limit
         self._clock = clock
+        self._read_record = read_record
         self.awaits: tuple[str, Version | None] | None = None
         # The round of this world_id; with whom, and who is rank 0.
         self._world_id: str | None = None
@@ -96,11 +103,10 @@ class NetworkCheck:
             why = f"{record.label} at {why}" if why else ""
             self._found = replace(self._found, partner=partner, seconds=seconds, why=why)
         if self._first is not None:
-            key = NODES_PREFIX + self._first
-            entry = yield from Read(key)
-            first = readable(entry)
+            entry, first = yield from self._read_record(self._first)
             if first is None or first.master is None or first.world_id != document.world_id:
-                self.awaits = key, entry.version if entry is not None else None
+                version = entry.version if entry is not None else None
+                self.awaits = NODES_PREFIX + self._first, version
                 return None
             answer = yield from self._dial(self._first, first.master, False)
             if answer is None:
@@ -118,7 +124,7 @@ class NetworkCheck:
             ranks = ranks_in((yield from Read(key))) or {}
         partner, self._partner = partner_in(ranks, self._me, document.round), None
         if partner is not None:
-            record = readable((yield from Read(NODES_PREFIX + partner)))
+            _, record = yield from self._read_record(partner)
             # Who has not set the option answers nobody.
             if record is not None and record.port:
                 self._partner = partner, record

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
+from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError, Version
 from rdzv_plugins.protocol import diagnosis, member, rules
 from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
 from rdzv_plugins.protocol.documents import (
@@ -157,7 +157,7 @@ class Node:
         self._fetching: tuple[str, float] | None = None
         self._fetch_due = 0.0
         self._fetched: tuple[tuple[Exclusion, ...], Exception | None] | None = None
-        self._network = NetworkCheck(node_id, rules.lease, clock)
+        self._network = NetworkCheck(node_id, rules.lease, clock, self._seen.read_record)
         # It was found to be cut off, and was given no round since.
         self._suspect = False
         self._told: set[tuple[str, object]] = set()
@@ -279,7 +279,7 @@ class Node:
         """Announce that this node leaves; driven once, after `run` has been stopped. Rule 10."""
         yield from self._leave()
         # A last beat that was delayed on its way may be applied after the farewell.
-        entry: Entry | None = yield from self._seen.read_record(self.id)
+        entry, _ = yield from self._seen.read_record(self.id)
         if entry is None or entry.value != self.record.encode():
             yield from self._leave()
         if self.record.unfit and self.latest is None:

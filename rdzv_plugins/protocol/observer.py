@@ -348,9 +348,13 @@ class Observer:
                 self.latest = replace(run, phase=Phase.CLOSED, outcome=outcome, expires=True)
                 return
 
-    def read_record(self, node: str) -> Effects[Entry | None]:
+    def read_record(self, node: str) -> Effects[tuple[Entry | None, NodeRecord | None]]:
+        """What stands there, and the record; no later listing goes back behind that."""
         entry = yield from Read(NODES_PREFIX + node)
-        return entry
+        record = readable(entry)
+        if entry is not None and record is not None:
+            self._listing.remember(node, entry.version, record)
+        return entry, record
 
     def observe(self) -> Effects[None]:
         """Read what is due: the document, then all records as the leader, else the leader's."""
@@ -372,11 +376,8 @@ class Observer:
     def _look_at_the_leader(self, leader: str) -> Effects[None]:
         self._leader_due = False
         asked = self._clock()
-        entry = yield from self.read_record(leader)
-        record = readable(entry)
+        _, record = yield from self.read_record(leader)
         self._leader_is = leader
-        if entry is not None and record is not None:
-            self._listing.remember(leader, entry.version, record)
         # A record that is missing, or older than the last one, tells nothing new.
         if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record

@@ -105,6 +105,8 @@ FOUND = (
     (98403179, Focus(), "one link of a node that had been cut off kept a run from ever running"),
     (98608117, Focus(), "a round was written back with an order to let newcomers in"),
     (98608442, Focus(), "a run of strays grew by a segment, to their --nnodes"),
+    (98710154, Focus(), "a leader forgot what its network check had read of a node: it lives"),
+    (98711003, Focus(), "a leader forgot what its network check had read of a node: it left"),
     (97002974, Focus(), "the store lost with all else that nobody reached rank 0"),
 )
 
