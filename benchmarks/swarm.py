@@ -5,10 +5,11 @@ is driven in a greenlet. `driver.perform` carries out its requests, as in a real
 store's own client, which is not changed either: it sends the same requests. Where the client would
 wait for its socket, the greenlet gives way to asyncio's event loop.
 
-What the swarm leaves out: threads and their switches; a handler's second connection; the
-TCPStore of rank 0, whose address is made up; the history of runs; torch, its agent and its workers.
-All nodes share one processor, which one node of a real job has for itself: a round takes longer
-here than on 10,000 hosts. What the server and the leader do is the same.
+What the swarm leaves out: threads and their switches; a handler's second connection, so that each
+beat on Redis ends the node's wait for a change and begins another; the TCPStore of rank 0, whose
+address is made up; the history of runs; torch, its agent and its workers. All nodes share one
+processor, which one node of a real job has for itself: a round takes longer here than on 10,000
+hosts. What the server and the leader do is the same while a round forms.
 """
 
 from __future__ import annotations
@@ -362,6 +363,18 @@ class _GivesWay(StoreClient):
 
     def _return_wake(self, wake: Wake) -> None:
         pass
+
+    # Redis only: a wait that goes on over beats would need the second connection.
+
+    def _begin_to_park(self, key: str, after: str, limit: Limit) -> Any:
+        return self._base._begin_to_park(key, after, limit, limit.seconds)
+
+    def _is_answered(self, key: str, parked: Any, limit: Limit) -> Any:
+        return self._base._is_answered(key, parked, Limit(parked.until, limit.wake))
+
+    @property
+    def _base(self) -> Any:
+        return super()
 
 
 class _Wake(Wake):

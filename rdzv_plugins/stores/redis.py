@@ -24,7 +24,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -52,8 +52,11 @@ __all__ = ["Client", "Options"]
 
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
-# A parked read is renewed this often, in seconds, to detect a dropped stream (FLUSHALL).
-_LONGEST_PARK = 5.0
+# A parked read is renewed this often, in seconds: a server that has vanished says nothing.
+_LONGEST_PARK = 30.0
+
+# A node waits for one key, and sometimes for another; each such wait holds a connection.
+_MOST_PARKED = 2
 
 # The most keys whose last id a client remembers.
 _MOST_IDS = 1000
@@ -78,10 +81,11 @@ _RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hel
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
 # KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" is the
-# counter, "=<key>" is "<number>-<tag> <value>", "!<key>" marks a key with a waiter. The tag is the
-# stamp of the write, in decimal. "<number>-<tag>" is also the write's id in the stream: numbers
-# only grow, because the counter starts at the server's time in microseconds. A stream only passes a
-# value to waiters: it expires by itself.
+# counter, "#e" where it began, which tells a hash from a later one, "=<key>" is
+# "<number>-<tag> <value>", "!<key>" marks a key with a waiter. The tag is the write's stamp, in
+# decimal. "<number>-<tag>" is also the write's id in the stream: numbers only grow, because the
+# counter starts at the server's time in microseconds. A stream only passes a value to waiters: it
+# expires by itself.
 _PRELUDE = """
 local hash = KEYS[1]
 local function next_number()
@@ -90,6 +94,7 @@ local function next_number()
     redis.call('PERSIST', hash)
     local now = redis.call('TIME')
     number = redis.call('HINCRBY', hash, '#n', string.format('%.0f', now[1] * 1000000 + now[2]))
+    redis.call('HSET', hash, '#e', string.format('%.0f', number))
   end
   return string.format('%.0f', number)
 end
@@ -123,6 +128,7 @@ return {write(KEYS[2], ARGV[1], ARGV[3], ARGV[4])}
 """,
     "put": """
 for i = 2, #KEYS do write(KEYS[i], ARGV[3 * i - 5], ARGV[3 * i - 4], ARGV[3 * i - 3]) end
+return redis.call('HGET', hash, '#e')
 """,
     "add": """
 local stored, id = read(ARGV[1])
@@ -238,6 +244,10 @@ class Client(StoreClient):
         self._redis: Any = None
         self._doubtful = False
         self._idle: deque[Any] = deque()
+        # By key: a wait that ended before its answer came, for a beat; the next one goes on.
+        self._parked: dict[str, _Parked] = {}
+        # Tells the run's hash from another that came after it, and knows of no waiter.
+        self._epoch: bytes | None = None
         # By key that was read: the version, and its id in the stream.
         self._ids: dict[str, tuple[str, str]] = {}
         self._failed_parks: set[str] = set()
@@ -295,7 +305,7 @@ class Client(StoreClient):
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         names = [*keys]
-        values = self._ask(limit, ("HMGET", self._hash, *(f"={key}" for key in names)))
+        values = self._ask(limit, "HMGET", self._hash, *(f"={key}" for key in names))
         found = zip(names, values, strict=True)
         read = {key: _stored(data) for key, data in found if data is not None}
         if len(read) == 1:
@@ -316,7 +326,10 @@ class Client(StoreClient):
         for key, data in values.items():
             tag = int.from_bytes(data[: STAMP_BYTES - 1], "big")
             triples += [key, tag, data[STAMP_BYTES:]]
-        self._run(limit, "put", [*values], *triples)
+        epoch = self._run(limit, "put", [*values], *triples)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._drop_parked()
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
         names = [*keys]
@@ -346,15 +359,18 @@ class Client(StoreClient):
         return super()._look(key, version, limit)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        seconds = min(limit.seconds, _LONGEST_PARK)
         after = seen.guard if seen is not None else "0-0"
-        # Never 0, which blocks forever.
-        block = max(1, math.ceil(seconds * 1000))
-        look = ("EVALSHA", DIGESTS["look"], 2, self._hash, self._stream(key), key, after)
-        park = ("XREAD", "BLOCK", block, "STREAMS", self._stream(key), after)
         try:
-            # One round trip: the look puts a newer value into the stream, where XREAD finds it.
-            answer = self._ask(limit, look, park, park=seconds, go_on=partial(_is_later, after))
+            parked = self._parked.pop(key, None)
+            if parked is None or parked.after != after:
+                if parked is not None:
+                    parked.line.disconnect()
+                parked = self._begin_to_park(key, after, limit)
+            if not self._is_answered(key, parked, limit):
+                return None
+            with self._using(parked.line, late=True):
+                answer = parked.line.read_response()
+            self._keep(parked.line)
         except errors.NoScriptError:
             self._run(limit, "look", [key], key, after)
             return None
@@ -375,6 +391,40 @@ class Client(StoreClient):
             # The key was deleted.
             self._ids.pop(key, None)
         return None
+
+    def _begin_to_park(self, key: str, after: str, limit: Limit, most: float = math.inf) -> _Parked:
+        """Send a request that is answered once the key has an id after this one, or in the end."""
+        seconds = min(most, _LONGEST_PARK)
+        # Never 0, which blocks forever.
+        stream, block = self._stream(key), max(1, math.ceil(seconds * 1000))
+        look = ("EVALSHA", DIGESTS["look"], 2, self._hash, stream, key, after)
+        park = ("XREAD", "BLOCK", block, "STREAMS", stream, after)
+        line = self._take(limit)
+        with self._using(line, late=True):
+            # One round trip: the look puts a newer value into the stream, where XREAD finds it.
+            line.send_packed_command(line.pack_commands((look, park)), check_health=False)
+            self._await_answer(line, limit)
+            _is_later(after, line.read_response())
+        return _Parked(line, after, time.monotonic() + seconds + self.timeout)
+
+    def _is_answered(self, key: str, parked: _Parked, limit: Limit) -> bool:
+        """Wait for the answer; False: it has not come yet, and another wait may go on."""
+        with self._using(parked.line, late=True):
+            # It may have come with the one before it.
+            if parked.line.can_read(timeout=0):
+                return True
+            ends = Limit(min(limit.deadline, parked.until), limit.wake)
+            try:
+                ends.await_ready(parked.line._sock.fileno())
+                return True
+            except (TimeoutError, WokenError) as ended:
+                if time.monotonic() >= parked.until:
+                    raise errors.TimeoutError("no answer in time") from None
+                woken = isinstance(ended, WokenError)
+        self._keep_parked(key, parked)
+        if woken:
+            raise WokenError
+        return False
 
     def _remember(self, key: str, version: str, number: str) -> None:
         if len(self._ids) > _MOST_IDS:
@@ -455,7 +505,7 @@ class Client(StoreClient):
         yield self._persistence(info)
 
     def _info(self, limit: Limit) -> dict[str, str]:
-        lines = self._ask(limit, ("INFO",)).decode(errors="replace").splitlines()
+        lines = self._ask(limit, "INFO").decode(errors="replace").splitlines()
         pairs = (line.partition(":") for line in lines if ":" in line)
         return {name: value for name, _, value in pairs}
 
@@ -475,7 +525,7 @@ class Client(StoreClient):
     def _persistence(self, info: Mapping[str, str]) -> Finding:
         if info.get("aof_enabled") == "1":
             return Finding(Mark.OK, "persistence", "append-only file", values={"aof": True})
-        answer, _ = self._learn(lambda limit: self._ask(limit, ("CONFIG", "GET", "save")))
+        answer, _ = self._learn(lambda limit: self._ask(limit, "CONFIG", "GET", "save"))
         if answer is None:
             found = "no append-only file; snapshots are not known: CONFIG GET is refused"
             return Finding(Mark.UNKNOWN, "persistence", found)
@@ -493,55 +543,45 @@ class Client(StoreClient):
         """Run a script; returns its result."""
         rest = (1 + len(keys), self._hash, *map(self._stream, keys), *args)
         try:
-            return self._ask(limit, ("EVALSHA", DIGESTS[name], *rest))
+            return self._ask(limit, "EVALSHA", DIGESTS[name], *rest)
         except errors.NoScriptError:
             # The server has never seen the script, or has restarted since.
-            return self._ask(limit, ("EVAL", _SCRIPTS[name], *rest))
+            return self._ask(limit, "EVAL", _SCRIPTS[name], *rest)
 
-    def _ask(
-        self,
-        limit: Limit,
-        *commands: tuple[Any, ...],
-        park: float = 0.0,
-        go_on: Callable[[Any], None] | None = None,
-    ) -> Any:
-        """The answer to the last command, which the server may hold back for ``park`` seconds.
-
-        ``go_on`` gets the answer to the first of two commands, and may raise.
-        """
+    def _ask(self, limit: Limit, *command: Any) -> Any:
+        """The answer to a command."""
         line = self._take(limit)
-        try:
-            packed = line.pack_commands(commands) if go_on else line.pack_command(*commands[0])
-            line.send_packed_command(packed, check_health=False)
-            if go_on is not None:
-                self._await_answer(line, limit, 0.0)
-                go_on(line.read_response())
-                # Both answers may have come together.
-                if not line.can_read(timeout=0):
-                    self._await_answer(line, limit, park)
-            elif limit.wake is not None:
-                self._await_answer(line, limit, park)
+        with self._using(line):
+            line.send_packed_command(line.pack_command(*command), check_health=False)
+            if limit.wake is not None:
+                self._await_answer(line, limit)
             answer = line.read_response()
+        self._keep(line)
+        return answer
+
+    @contextlib.contextmanager
+    def _using(self, line: Any, late: bool = False) -> Iterator[None]:
+        """Close the connection if its request fails; ``late``: another answer may still come."""
+        try:
+            yield
         except BaseException as error:
-            unknown = isinstance(error, errors.NoScriptError) and go_on is None
+            unknown = isinstance(error, errors.NoScriptError)
             refused = isinstance(error, errors.ResponseError) and not _not_now(error)
-            if unknown or (refused and go_on is None):
+            if (unknown or refused) and not late:
                 self._keep(line)
                 raise
-            # A late answer may still arrive: the next request would take it for its own.
+            # The next request would take a late answer for its own.
             line.disconnect()
             if not (refused or isinstance(error, WokenError | _EarlierError)):
                 # The idle ones go to the same server, which failed or may never be primary again.
                 self._drop_idle()
                 self._doubtful = True
             raise
-        self._keep(line)
-        return answer
 
-    def _await_answer(self, line: Any, limit: Limit, park: float) -> None:
+    def _await_answer(self, line: Any, limit: Limit) -> None:
         # An attempt has the socket's time-out, not the rest of the limit: near the limit a
         # "no answer" would hide the errors that the server has answered so far.
-        patient = time.monotonic() + self.timeout + park
+        patient = time.monotonic() + self.timeout
         Limit(patient, limit.wake).await_ready(line._sock.fileno())
 
     def _take(self, limit: Limit, checked: bool = False) -> Any:
@@ -608,10 +648,23 @@ class Client(StoreClient):
         if self._closed:
             self._drop_idle()
 
+    def _keep_parked(self, key: str, parked: _Parked) -> None:
+        if key in self._parked or len(self._parked) >= _MOST_PARKED:
+            self._drop_parked()
+        self._parked[key] = parked
+        if self._closed:
+            self._drop_parked()
+
     def _drop_idle(self) -> None:
+        self._drop_parked()
         with contextlib.suppress(IndexError):
             while True:
                 self._idle.pop().disconnect()
+
+    def _drop_parked(self) -> None:
+        with contextlib.suppress(KeyError):
+            while True:
+                self._parked.popitem()[1].line.disconnect()
 
     def _pool(self) -> Any:
         """redis-py's pool for the server that holds the run now."""
@@ -632,6 +685,21 @@ class Client(StoreClient):
             inner = cause.__context__
             raise (inner if isinstance(inner, errors.ResponseError) else cause) from None
         return client.connection_pool
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """A request that waits for a key to change.
+
+    Attributes:
+        line: its connection, which nothing else uses until the answer has come.
+        after: the id of the key that its client knows.
+        until: on the monotonic clock; the server answers by then.
+    """
+
+    line: Any
+    after: str
+    until: float
 
 
 class _EarlierError(Exception):

@@ -610,6 +610,8 @@ class Host:
 
     def _step(self, answer: Any, error: Exception | None) -> None:
         life = self._life
+        if isinstance(self._request, effects.PutTombstone):
+            self.world.checker.left_tombstone(self._request.document, error is None)
         while life is not None:
             try:
                 request = life.throw(error) if error is not None else life.send(answer)

@@ -321,7 +321,7 @@ class _Named:
 class _Ended:
     """When a run was closed, and how.
 
-    ``orphaned``: a node that closed it died before it left a tombstone.
+    ``orphaned``: a node that closed it died before it left a tombstone, or could not leave it.
     """
 
     at: float
@@ -932,6 +932,11 @@ class Checker:
         if incarnation in self._ended and incarnation not in tombstones:
             self._ended[incarnation].orphaned = True
 
+    def left_tombstone(self, run: RoundDocument, stands: bool) -> None:
+        """A node that closed this run left its tombstone, or could not, and may not succeed."""
+        if run.incarnation in self._ended:
+            self._ended[run.incarnation].orphaned = not stands
+
     def _is_orphaned(self, document: RoundDocument) -> bool:
         ended = self._ended.get(document.incarnation)
         return ended is not None and ended.orphaned
@@ -1301,17 +1306,13 @@ class Checker:
         known = bisect_right(theirs.beats, record.beat)
         if known and theirs.arrivals[known - 1] <= max(evidence.disturbed, evidence.leads_since):
             return False  # It has had its second lease since then.
-        since = max(
-            evidence.changed[node],
-            evidence.heard.get(node, 0.0),
-            evidence.disturbed,
-            evidence.troubled,
-            evidence.leads_since,
-        )
-        silence = (evidence.looked - since) * track.rate
+        last = max(evidence.changed[node], evidence.heard.get(node, 0.0))
+        since = max(last, evidence.disturbed, evidence.troubled, evidence.leads_since)
         least = _least_late(record) + 0.25 * record.interval
-        # Old records stay, of nodes that were lost one by one.
-        return least <= silence < record.lease + 0.9 * self._outage(track)
+        if (evidence.looked - since) * track.rate < least:
+            return False
+        # Old records stay, of nodes that were lost one by one. A short trouble ends no silence.
+        return (evidence.looked - last) * track.rate < record.lease + 0.9 * self._outage(track)
 
     def _outage(self, track: Track) -> float:
         return track.lease * max(self._rules.interval / self._rules.lease, 1 / 3)

@@ -107,6 +107,8 @@ FOUND = (
     (98608442, Focus(), "a run of strays grew by a segment, to their --nnodes"),
     (98710154, Focus(), "a leader forgot what its network check had read of a node: it lives"),
     (98711003, Focus(), "a leader forgot what its network check had read of a node: it left"),
+    (98804518, Focus(), "the tombstone of a run was lost three times, and a spare wrote it back"),
+    (98818482, Focus(), "nodes that were silent for long counted as late, after a short trouble"),
     (97002974, Focus(), "the store lost with all else that nobody reached rank 0"),
 )
 

@@ -179,7 +179,7 @@ COMPUTED = (
     "answer.status",
     "self.reason",
     "self.where",
-    "'; '.join(failures)",
+    "'; '.join(map(_said, failures))",
     "pgconn.error_message.decode('utf-8', 'replace')",
 )
 

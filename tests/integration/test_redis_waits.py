@@ -1,0 +1,165 @@
+"""Redis: a wait that ends before its answer has come goes on with the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, Version
+from rdzv_plugins.stores import redis as redis_store
+from rdzv_plugins.testing import Proxy
+from rdzv_plugins.testing.harness import SLACK, present, until
+from rdzv_plugins.testing.threads import Background
+from tests.integration.stores import KINDS, RunningStore, started
+
+BEATS = 20
+A_BEAT = 0.02
+
+
+@pytest.fixture(scope="module", params=["redis", "valkey"])
+def server(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
+    with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
+        yield store
+
+
+@pytest.fixture
+def admin(server: RunningStore) -> Iterator[Any]:
+    client: Any = redis.Redis(*server.address)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def client(server: RunningStore, run_id: str) -> Iterator[KeyValueClient]:
+    client = server.open(run_id)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def other(server: RunningStore, run_id: str) -> Iterator[KeyValueClient]:
+    other = server.open(run_id)
+    yield other
+    other.close()
+
+
+def asked(admin: Any) -> int:
+    """How often anybody has asked the server to wait."""
+    counted: int = admin.info("commandstats").get("cmdstat_xread", {"calls": 0})["calls"]
+    return counted
+
+
+def waiting(admin: Any) -> int:
+    counted: int = admin.info("clients")["blocked_clients"]
+    return counted
+
+
+def connected(admin: Any) -> int:
+    counted: int = admin.info("stats")["total_connections_received"]
+    return counted
+
+
+def begun_to_wait(client: KeyValueClient, other: KeyValueClient, admin: Any) -> Version:
+    """The version of a key for whose next one a wait of this client has begun, and ended."""
+    # A server that has never seen the script of a wait costs a connection.
+    loading = Background(lambda: client.wait("script", None, 30))
+    other.put("script", b"")
+    assert loading.result(SLACK) is not None
+    assert until(lambda: waiting(admin) == 0, SLACK)
+    known = client.put("key", b"one")
+    waiter = Background(lambda: client.wait("key", known, 30))
+    assert until(lambda: waiting(admin) == 1, SLACK)
+    client.interrupt()
+    assert waiter.result(SLACK) is None
+    client.put("beat", b"")
+    return known
+
+
+def test_beats_between_waits_ask_for_nothing_again(
+    client: KeyValueClient, other: KeyValueClient, admin: Any
+) -> None:
+    known = begun_to_wait(client, other, admin)
+    before = asked(admin), connected(admin)
+    for _ in range(BEATS):
+        client.put("beat", b"")
+        assert client.wait("key", known, A_BEAT) is None
+    assert (asked(admin), connected(admin)) == before
+    # Nobody waits now; the next wait finds it.
+    other.put("key", b"two")
+    entry = present(client.wait("key", known, SLACK))
+    assert entry.value == b"two"
+    assert client.wait("key", entry.version, A_BEAT) is None
+
+
+def test_a_wait_that_is_interrupted_costs_no_connection(
+    client: KeyValueClient, other: KeyValueClient, admin: Any
+) -> None:
+    known = begun_to_wait(client, other, admin)
+    before = connected(admin)
+    for _ in range(BEATS):
+        waiter = Background(lambda: client.wait("key", known, 30))
+        assert not waiter.done(A_BEAT)
+        client.interrupt()
+        assert waiter.result(SLACK) is None
+    assert connected(admin) == before
+    waiter = Background(lambda: client.wait("key", known, 30))
+    assert not waiter.done(A_BEAT)
+    other.put("key", b"two")
+    assert present(waiter.result(SLACK)).value == b"two"
+
+
+def test_a_wait_does_not_answer_for_another_version(
+    client: KeyValueClient, other: KeyValueClient
+) -> None:
+    first = client.put("key", b"one")
+    assert client.wait("key", first, A_BEAT) is None
+    second = client.put("key", b"two")
+    assert present(client.get("key")).version == second
+    assert client.wait("key", second, A_BEAT) is None
+    other.delete("key")
+    assert until(lambda: client.get("key") is None, SLACK)
+    third = other.put("key", b"three")
+    assert present(client.wait("key", second, SLACK)).version == third
+
+
+def test_many_wait_for_one_key_and_for_many(client: KeyValueClient, other: KeyValueClient) -> None:
+    keys = ["one", "one", "two", "three"]
+    known = {key: client.put(key, b"") for key in keys}
+    for _ in range(3):
+        waiters = [Background(lambda key=key: client.wait(key, known[key], A_BEAT)) for key in keys]  # type: ignore[misc]
+        assert [it.result(SLACK) for it in waiters] == [None] * len(keys)
+    waiters = [Background(lambda key=key: client.wait(key, known[key], 30)) for key in keys]  # type: ignore[misc]
+    other.put_many(dict.fromkeys(keys, b"new"))
+    assert [present(it.result(SLACK)).value for it in waiters] == [b"new"] * len(keys)
+
+
+def test_a_run_that_the_server_forgot_is_looked_at_after_the_next_beat(
+    client: KeyValueClient, other: KeyValueClient, admin: Any
+) -> None:
+    """The server has forgotten too that somebody waits: it tells nobody of a change."""
+    known = client.put("key", b"one")
+    assert client.wait("key", known, A_BEAT) is None
+    admin.flushall()
+    other.put("key", b"two")
+    client.put("beat", b"")
+    assert present(client.wait("key", known, SLACK)).value == b"two"
+
+
+def test_a_server_that_vanished_is_told(
+    server: RunningStore, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "_LONGEST_PARK", 1.0)
+    with Proxy(server.address) as proxy:
+        through = replace(server, endpoint=f"redis://127.0.0.1:{proxy.address[1]}")
+        client = through.open(run_id, request_timeout=1.0)
+        known = client.put("key", b"one")
+        assert client.wait("key", known, A_BEAT) is None
+        proxy.black_hole()
+        waiter = Background(lambda: client.wait("key", known, 30))
+        with pytest.raises(RendezvousConnectionError, match="could not be reached"):
+            waiter.result(1.0 + 2 * 1.0 + SLACK)
+        client.close()
