@@ -226,6 +226,9 @@ class Node:
 
     def order_withdrawal(self) -> None:
         """Give up the join: the agent that ordered it is gone. Like `order_join`."""
+        if self._join_ordered:
+            # Not taken up yet. Who ordered it was fit, and may report otherwise by now.
+            self._join_ordered, self._unfit_reported = False, ""
         self._withdraw_ordered = True
 
     def report_done(self) -> None:
@@ -289,7 +292,7 @@ class Node:
     def _leave(self) -> Effects[None]:
         """Say that this node is in no round, and leave the lead to others."""
         status = Status.DONE if self.done else Status.LEFT
-        unfit = self._unfit_reported or self.record.unfit
+        unfit = self.record.unfit if self._unfit_reported is None else self._unfit_reported
         if self._join_ordered:
             unfit = ""  # It is fit again, and leaves before it could say so.
         self.record = replace(self.record, beat=self.record.beat + 1, status=status, unfit=unfit)

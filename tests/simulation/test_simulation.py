@@ -109,6 +109,7 @@ FOUND = (
     (98711003, Focus(), "a leader forgot what its network check had read of a node: it left"),
     (98804518, Focus(), "the tombstone of a run was lost three times, and a spare wrote it back"),
     (98818482, Focus(), "nodes that were silent for long counted as late, after a short trouble"),
+    (98915673, Focus(), "who gave up a join in an outage, and turned unfit, did not say why"),
     (97002974, Focus(), "the store lost with all else that nobody reached rank 0"),
 )
 

@@ -308,6 +308,32 @@ class TestWhenTheRunEnds:
         crowd.play_until(lambda: len(a.given) == 2 == len(b.given), 10.0)
         assert crowd.document.reason == f"c[1] left ({ECC})"
 
+    def test_who_gives_up_a_join_in_an_outage_and_turns_unfit_says_why(self, crowd: Crowd) -> None:
+        crowd.begin(RULES_OF_3, "a", "b")
+        c = arrives_unfit(crowd, "c", RULES_OF_3)
+        crowd.play(3.0)
+        c.down = True
+        c.node.order_join()
+        c.node.order_withdrawal()
+        c.node.report_unfit("disk: /tmp is full")
+        crowd.play(3.0)
+        c.down = False
+        crowd.play(3.0)
+        said = record(crowd, c)
+        assert said is not None
+        assert (said.status, said.unfit) == (Status.LEFT, "disk: /tmp is full")
+
+    def test_who_gives_up_a_join_at_once_is_fit_all_the_same(self, crowd: Crowd) -> None:
+        crowd.begin(RULES_OF_3, "a", "b")
+        c = arrives_unfit(crowd, "c", RULES_OF_3)
+        crowd.play(3.0)
+        c.node.order_join()
+        c.node.order_withdrawal()
+        crowd.play(3.0)
+        said = record(crowd, c)
+        assert said is not None
+        assert (said.status, said.unfit) == (Status.LEFT, "")
+
 
 class TestOneNode:
     """Request by request."""
