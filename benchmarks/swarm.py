@@ -369,8 +369,8 @@ class _GivesWay(StoreClient):
     def _begin_to_park(self, key: str, after: str, limit: Limit) -> Any:
         return self._base._begin_to_park(key, after, limit, limit.seconds)
 
-    def _is_answered(self, key: str, parked: Any, limit: Limit) -> Any:
-        return self._base._is_answered(key, parked, Limit(parked.until, limit.wake))
+    def _await_change(self, key: str, parked: Any, limit: Limit) -> Any:
+        return self._base._await_change(key, parked, Limit(parked.until, limit.wake))
 
     @property
     def _base(self) -> Any:

@@ -25,7 +25,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -367,11 +367,7 @@ class Client(StoreClient):
                 if parked is not None:
                     parked.line.disconnect()
                 parked = self._begin_to_park(key, after, limit)
-            if not self._is_answered(key, parked, limit):
-                return None
-            with self._using(parked.line, late=True):
-                answer = parked.line.read_response()
-            self._keep(parked.line)
+            answer = self._await_change(key, parked, limit)
         except errors.NoScriptError:
             self._run(limit, "look", [key], key, after)
             return None
@@ -383,7 +379,7 @@ class Client(StoreClient):
             # Not after a woken wait: the next look would send a needless request.
             self._failed_parks.add(key)
             raise
-        for _, entries in answer or ():
+        for _, entries in answer:
             number, (field, value, *_) = entries[-1]
             if field == b"v":
                 found = _stored(number + b" " + value)
@@ -401,31 +397,40 @@ class Client(StoreClient):
         look = ("EVALSHA", DIGESTS["look"], 2, self._hash, stream, key, after)
         park = ("XREAD", "BLOCK", block, "STREAMS", stream, after)
         line = self._take(limit)
-        with self._using(line, late=True):
+        try:
             # One round trip: the look puts a newer value into the stream, where XREAD finds it.
             line.send_packed_command(line.pack_commands((look, park)), check_health=False)
             self._await_answer(line, limit)
             _is_later(after, line.read_response())
+        except BaseException as error:
+            self._failed(line, error, late=True)
+            raise
         return _Parked(line, after, time.monotonic() + seconds + self.timeout)
 
-    def _is_answered(self, key: str, parked: _Parked, limit: Limit) -> bool:
-        """Wait for the answer; False: it has not come yet, and another wait may go on."""
-        with self._using(parked.line, late=True):
+    def _await_change(self, key: str, parked: _Parked, limit: Limit) -> list[Any]:
+        """The server's answer; empty: no change yet, and another wait may go on."""
+        line = parked.line
+        try:
             # It may have come with the one before it.
-            if parked.line.can_read(timeout=0):
-                return True
-            ends = Limit(min(limit.deadline, parked.until), limit.wake)
-            try:
-                ends.await_ready(parked.line._sock.fileno())
-                return True
-            except (TimeoutError, WokenError) as ended:
-                if time.monotonic() >= parked.until:
-                    raise errors.TimeoutError("no answer in time") from None
-                woken = isinstance(ended, WokenError)
-        self._keep_parked(key, parked)
-        if woken:
-            raise WokenError
-        return False
+            if not line.can_read(timeout=0):
+                ends = Limit(min(limit.deadline, parked.until), limit.wake)
+                try:
+                    ends.await_ready(line._sock.fileno())
+                except (TimeoutError, WokenError) as ended:
+                    if time.monotonic() >= parked.until:
+                        raise errors.TimeoutError("no answer in time") from None
+                    self._keep_parked(key, parked)
+                    if isinstance(ended, WokenError):
+                        raise
+                    return []
+            answer = line.read_response()
+        except WokenError:
+            raise
+        except BaseException as error:
+            self._failed(line, error, late=True)
+            raise
+        self._keep(line)
+        return answer or []
 
     def _remember(self, key: str, version: str, number: str) -> None:
         if len(self._ids) > _MOST_IDS:
@@ -552,32 +557,30 @@ class Client(StoreClient):
     def _ask(self, limit: Limit, *command: Any) -> Any:
         """The answer to a command."""
         line = self._take(limit)
-        with self._using(line):
+        try:
             line.send_packed_command(line.pack_command(*command), check_health=False)
             if limit.wake is not None:
                 self._await_answer(line, limit)
             answer = line.read_response()
+        except BaseException as error:
+            self._failed(line, error)
+            raise
         self._keep(line)
         return answer
 
-    @contextlib.contextmanager
-    def _using(self, line: Any, late: bool = False) -> Iterator[None]:
-        """Close the connection if its request fails; ``late``: another answer may still come."""
-        try:
-            yield
-        except BaseException as error:
-            unknown = isinstance(error, errors.NoScriptError)
-            refused = isinstance(error, errors.ResponseError) and not _not_now(error)
-            if (unknown or refused) and not late:
-                self._keep(line)
-                raise
-            # The next request would take a late answer for its own.
-            line.disconnect()
-            if not (refused or isinstance(error, WokenError | _EarlierError)):
-                # The idle ones go to the same server, which failed or may never be primary again.
-                self._drop_idle()
-                self._doubtful = True
-            raise
+    def _failed(self, line: Any, error: BaseException, late: bool = False) -> None:
+        """Close a connection whose request failed; ``late``: another answer may still come."""
+        unknown = isinstance(error, errors.NoScriptError)
+        refused = isinstance(error, errors.ResponseError) and not _not_now(error)
+        if (unknown or refused) and not late:
+            self._keep(line)
+            return
+        # The next request would take a late answer for its own.
+        line.disconnect()
+        if not (refused or isinstance(error, WokenError | _EarlierError)):
+            # The idle ones go to the same server, which failed or may never be primary again.
+            self._drop_idle()
+            self._doubtful = True
 
     def _await_answer(self, line: Any, limit: Limit) -> None:
         # An attempt has the socket's time-out, not the rest of the limit: near the limit a
