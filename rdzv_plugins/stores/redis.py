@@ -56,6 +56,9 @@ _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 # A parked read is renewed this often, in seconds: a server that has vanished says nothing.
 _LONGEST_PARK = 30.0
 
+# A wait looks this often, in seconds, whether a beat has told it of another hash.
+_LONGEST_LOOK = 5.0
+
 # A node waits for one key, and sometimes for another; each such wait holds a connection.
 _MOST_PARKED = 2
 
@@ -247,7 +250,7 @@ class Client(StoreClient):
         self._idle: deque[Any] = deque()
         # By key: a wait that ended before its answer came, for a beat; the next one goes on.
         self._parked: dict[str, _Parked] = {}
-        # Tells the run's hash from another that came after it, and knows of no waiter.
+        # Of the run's hash, as this client's last write found it.
         self._epoch: bytes | None = None
         # By key that was read: the version, and its id in the stream.
         self._ids: dict[str, tuple[str, str]] = {}
@@ -327,10 +330,7 @@ class Client(StoreClient):
         for key, data in values.items():
             tag = int.from_bytes(data[: STAMP_BYTES - 1], "big")
             triples += [key, tag, data[STAMP_BYTES:]]
-        epoch = self._run(limit, "put", [*values], *triples)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._drop_parked()
+        self._epoch = self._run(limit, "put", [*values], *triples)
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
         names = [*keys]
@@ -363,9 +363,7 @@ class Client(StoreClient):
         after = seen.guard if seen is not None else "0-0"
         try:
             parked = self._parked.pop(key, None)
-            if parked is None or parked.after != after:
-                if parked is not None:
-                    parked.line.disconnect()
+            if parked is None or not self._goes_on(parked, after):
                 parked = self._begin_to_park(key, after, limit)
             answer = self._await_change(key, parked, limit)
         except errors.NoScriptError:
@@ -405,24 +403,47 @@ class Client(StoreClient):
         except BaseException as error:
             self._failed(line, error, late=True)
             raise
-        return _Parked(line, after, time.monotonic() + seconds + self.timeout)
+        return _Parked(line, after, self._epoch, time.monotonic() + seconds + self.timeout)
+
+    def _goes_on(self, parked: _Parked, after: str) -> bool:
+        """Whether a wait may go on with it; else its connection is free for others, or closed."""
+        line = parked.line
+        try:
+            if line.can_read(timeout=0):
+                # Older than this wait, and perhaps not the last change.
+                line.read_response()
+                self._keep(line)
+                return False
+        except BaseException as error:
+            self._failed(line, error, late=True)
+            raise
+        if (parked.after, parked.epoch) == (after, self._epoch):
+            return True
+        line.disconnect()
+        return False
 
     def _await_change(self, key: str, parked: _Parked, limit: Limit) -> list[Any]:
         """The server's answer; empty: no change yet, and another wait may go on."""
         line = parked.line
         try:
             # It may have come with the one before it.
-            if not line.can_read(timeout=0):
-                ends = Limit(min(limit.deadline, parked.until), limit.wake)
+            while not line.can_read(timeout=0):
+                now = time.monotonic()
+                if now >= parked.until:
+                    raise errors.TimeoutError("no answer in time")
+                ends = min(limit.deadline, parked.until, now + _LONGEST_LOOK)
                 try:
-                    ends.await_ready(line._sock.fileno())
-                except (TimeoutError, WokenError) as ended:
-                    if time.monotonic() >= parked.until:
-                        raise errors.TimeoutError("no answer in time") from None
+                    Limit(ends, limit.wake).await_ready(line._sock.fileno())
+                except WokenError:
                     self._keep_parked(key, parked)
-                    if isinstance(ended, WokenError):
-                        raise
-                    return []
+                    raise
+                except TimeoutError:
+                    if time.monotonic() >= limit.deadline:
+                        self._keep_parked(key, parked)
+                        return []
+                    if parked.epoch != self._epoch:
+                        line.disconnect()
+                        return []
             answer = line.read_response()
         except WokenError:
             raise
@@ -698,11 +719,13 @@ class _Parked:
     Attributes:
         line: its connection, which nothing else uses until the answer has come.
         after: the id of the key that its client knows.
+        epoch: of the run's hash when it began to wait; another hash knows nothing of it.
         until: on the monotonic clock; the server answers by then.
     """
 
     line: Any
     after: str
+    epoch: bytes | None
     until: float
 
 

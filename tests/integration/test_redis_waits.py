@@ -126,6 +126,30 @@ def test_a_wait_does_not_answer_for_another_version(
     assert present(client.wait("key", second, SLACK)).version == third
 
 
+def test_what_came_between_two_waits_is_not_the_answer_if_more_came(
+    client: KeyValueClient, other: KeyValueClient, admin: Any
+) -> None:
+    known = begun_to_wait(client, other, admin)
+    client.put("key", b"two")
+    client.put("key", b"three")
+    assert present(client.wait("key", known, SLACK)).value == b"three"
+    assert client.wait("absent", None, A_BEAT) is None
+    other.put("absent", b"")
+    other.delete("absent")
+    assert client.wait("absent", None, A_BEAT) is None
+
+
+def test_who_writes_between_waits_needs_no_more_connections(
+    client: KeyValueClient, other: KeyValueClient, admin: Any
+) -> None:
+    known = begun_to_wait(client, other, admin)
+    before = connected(admin)
+    for _ in range(BEATS):
+        assert client.wait("key", known, A_BEAT) is None
+        known = client.put("key", b"")
+    assert connected(admin) - before <= 2
+
+
 def test_many_wait_for_one_key_and_for_many(client: KeyValueClient, other: KeyValueClient) -> None:
     keys = ["one", "one", "two", "three"]
     known = {key: client.put(key, b"") for key in keys}
@@ -147,6 +171,19 @@ def test_a_run_that_the_server_forgot_is_looked_at_after_the_next_beat(
     other.put("key", b"two")
     client.put("beat", b"")
     assert present(client.wait("key", known, SLACK)).value == b"two"
+
+
+def test_another_thread_that_waits_meanwhile_hears_of_it_too(
+    client: KeyValueClient, other: KeyValueClient, admin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "_LONGEST_LOOK", 0.2)
+    known = begun_to_wait(client, other, admin)
+    waiter = Background(lambda: client.wait("key", known, 25))
+    assert not waiter.done(A_BEAT)
+    admin.flushall()
+    other.put("key", b"two")
+    client.put("beat", b"")
+    assert present(waiter.result(SLACK)).value == b"two"
 
 
 def test_a_server_that_vanished_is_told(
