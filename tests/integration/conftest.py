@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
-from tests.integration.stores import KINDS, Kind, RunningStore, running
+from tests.integration.stores import KINDS, Kind, RunningStore, running, started
 from tests.integration.torchrun import Begin, runs
 
 
@@ -26,6 +28,20 @@ def store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
     name = getattr(request, "param", "redis")
     with running(next(kind for kind in KINDS if kind.name == name)) as started:
         yield started
+
+
+@pytest.fixture(scope="module", params=["redis", "valkey"])
+def redis_server(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
+    """A Redis, then a Valkey, of the module's own."""
+    with started(next(kind for kind in KINDS if kind.name == request.param)) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_admin(redis_server: RunningStore) -> Iterator[Any]:
+    client: Any = redis.Redis(*redis_server.address)
+    yield client
+    client.close()
 
 
 @pytest.fixture

@@ -289,7 +289,6 @@ def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
 CROWDED = """
 import os, resource, sys
 from rdzv_plugins.stores import open_client
-from rdzv_plugins.stores.postgres import Connection
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]

@@ -11,7 +11,7 @@ import redis
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.testing.harness import SLACK, present, until
 from rdzv_plugins.testing.threads import Background
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore
 
 # A stream, and a hash that only waiters made.
 LONGEST_LIFE = 60
@@ -20,10 +20,10 @@ LONGEST_LIFE = 60
 class Run:
     """A run, and what the server has of it."""
 
-    def __init__(self, server: RunningStore, run_id: str) -> None:
-        self._admin: Any = redis.Redis(*server.address)
+    def __init__(self, redis_server: RunningStore, run_id: str) -> None:
+        self._admin: Any = redis.Redis(*redis_server.address)
         self._hash = f"{{rdzv/{run_id}}}"
-        self.client: KeyValueClient = server.open(run_id)
+        self.client: KeyValueClient = redis_server.open(run_id)
 
     @property
     def lives(self) -> dict[str, int]:
@@ -39,15 +39,9 @@ class Run:
         self._admin.close()
 
 
-@pytest.fixture(scope="module", params=["redis", "valkey"])
-def server(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
-        yield store
-
-
 @pytest.fixture
-def run(server: RunningStore, run_id: str) -> Iterator[Run]:
-    run = Run(server, run_id)
+def run(redis_server: RunningStore, run_id: str) -> Iterator[Run]:
+    run = Run(redis_server, run_id)
     yield run
     run.close()
 

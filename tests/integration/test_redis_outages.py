@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import redis
 
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.servers.process import HOST, free_ports
 from rdzv_plugins.testing.harness import SLACK, present
 from rdzv_plugins.testing.threads import Background
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore
 
 REQUEST_TIMEOUT = 1.0
 
@@ -35,8 +34,8 @@ WRITES: dict[str, Callable[[KeyValueClient], object]] = {
 class Outage:
     """What a server refuses until it is ended."""
 
-    def __init__(self, admin: Any, kind: str) -> None:
-        self._admin = admin
+    def __init__(self, redis_admin: Any, kind: str) -> None:
+        self._admin = redis_admin
         self._begin, self._end = (words.split() for words in OUTAGES[kind])
 
     def begin(self) -> None:
@@ -46,32 +45,21 @@ class Outage:
         self._admin.execute_command(*self._end)
 
 
-@pytest.fixture(scope="module", params=["redis", "valkey"])
-def server(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
-        yield store
-
-
-@pytest.fixture
-def admin(server: RunningStore) -> Iterator[Any]:
-    client: Any = redis.Redis(*server.address)
-    yield client
-    client.close()
-
-
 @pytest.fixture(params=OUTAGES)
-def outage(request: pytest.FixtureRequest, admin: Any) -> Iterator[Outage]:
-    if request.param == "no replicas" and admin.info("server")["redis_version"].startswith("6."):
+def outage(request: pytest.FixtureRequest, redis_admin: Any) -> Iterator[Outage]:
+    if request.param == "no replicas" and redis_admin.info("server")["redis_version"].startswith(
+        "6."
+    ):
         pytest.skip("Redis 6 asks for no replicas when a script writes")
-    outage = Outage(admin, request.param)
+    outage = Outage(redis_admin, request.param)
     yield outage
     outage.end()
 
 
 def test_outage_is_told_as_one_and_passes(
-    server: RunningStore, outage: Outage, run_id: str
+    redis_server: RunningStore, outage: Outage, run_id: str
 ) -> None:
-    client = server.open(run_id, request_timeout=REQUEST_TIMEOUT)
+    client = redis_server.open(run_id, request_timeout=REQUEST_TIMEOUT)
     outage.begin()
     began = time.monotonic()
     running = [Background(lambda call=call: call(client)) for call in WRITES.values()]  # type: ignore[misc]
@@ -86,8 +74,8 @@ def test_outage_is_told_as_one_and_passes(
     client.close()
 
 
-def test_addition_is_made_up_for(server: RunningStore, outage: Outage, run_id: str) -> None:
-    client = server.open(run_id)
+def test_addition_is_made_up_for(redis_server: RunningStore, outage: Outage, run_id: str) -> None:
+    client = redis_server.open(run_id)
     outage.begin()
     adding = Background(lambda: client.add("count", 1))
     assert not adding.done(0.3)
@@ -96,22 +84,24 @@ def test_addition_is_made_up_for(server: RunningStore, outage: Outage, run_id: s
     client.close()
 
 
-def test_waiter_outlives_a_demotion(server: RunningStore, admin: Any, run_id: str) -> None:
-    client = server.open(run_id)
+def test_waiter_outlives_a_demotion(
+    redis_server: RunningStore, redis_admin: Any, run_id: str
+) -> None:
+    client = redis_server.open(run_id)
     known = client.put("key", b"one")
-    demotion = Outage(admin, "demoted")
+    demotion = Outage(redis_admin, "demoted")
     waiter = Background(lambda: client.wait("key", known, 30))
     assert not waiter.done(0.2)
-    woken = unblocked(admin)
+    woken = unblocked(redis_admin)
     demotion.begin()
     demotion.end()
-    assert unblocked(admin) > woken, "the server did not turn the waiter away"
+    assert unblocked(redis_admin) > woken, "the server did not turn the waiter away"
     client.put("key", b"two")
     assert present(waiter.result(5 + SLACK)).value == b"two"
     client.close()
 
 
-def unblocked(admin: Any) -> int:
+def unblocked(redis_admin: Any) -> int:
     """How often the server has turned away whom it had parked."""
-    counted: int = admin.info("errorstats").get("errorstat_UNBLOCKED", {"count": 0})["count"]
+    counted: int = redis_admin.info("errorstats").get("errorstat_UNBLOCKED", {"count": 0})["count"]
     return counted

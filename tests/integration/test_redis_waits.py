@@ -7,72 +7,58 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import redis
 
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, Version
 from rdzv_plugins.stores import redis as redis_store
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import SLACK, present, until
 from rdzv_plugins.testing.threads import Background
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore
 
 BEATS = 20
 A_BEAT = 0.02
 
 
-@pytest.fixture(scope="module", params=["redis", "valkey"])
-def server(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
-        yield store
-
-
 @pytest.fixture
-def admin(server: RunningStore) -> Iterator[Any]:
-    client: Any = redis.Redis(*server.address)
+def client(redis_server: RunningStore, run_id: str) -> Iterator[KeyValueClient]:
+    client = redis_server.open(run_id)
     yield client
     client.close()
 
 
 @pytest.fixture
-def client(server: RunningStore, run_id: str) -> Iterator[KeyValueClient]:
-    client = server.open(run_id)
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def other(server: RunningStore, run_id: str) -> Iterator[KeyValueClient]:
-    other = server.open(run_id)
+def other(redis_server: RunningStore, run_id: str) -> Iterator[KeyValueClient]:
+    other = redis_server.open(run_id)
     yield other
     other.close()
 
 
-def asked(admin: Any) -> int:
+def asked(redis_admin: Any) -> int:
     """How often anybody has asked the server to wait."""
-    counted: int = admin.info("commandstats").get("cmdstat_xread", {"calls": 0})["calls"]
+    counted: int = redis_admin.info("commandstats").get("cmdstat_xread", {"calls": 0})["calls"]
     return counted
 
 
-def waiting(admin: Any) -> int:
-    counted: int = admin.info("clients")["blocked_clients"]
+def waiting(redis_admin: Any) -> int:
+    counted: int = redis_admin.info("clients")["blocked_clients"]
     return counted
 
 
-def connected(admin: Any) -> int:
-    counted: int = admin.info("stats")["total_connections_received"]
+def connected(redis_admin: Any) -> int:
+    counted: int = redis_admin.info("stats")["total_connections_received"]
     return counted
 
 
-def begun_to_wait(client: KeyValueClient, other: KeyValueClient, admin: Any) -> Version:
+def begun_to_wait(client: KeyValueClient, other: KeyValueClient, redis_admin: Any) -> Version:
     """The version of a key for whose next one a wait of this client has begun, and ended."""
     # A server that has never seen the script of a wait costs a connection.
     loading = Background(lambda: client.wait("script", None, 30))
     other.put("script", b"")
     assert loading.result(SLACK) is not None
-    assert until(lambda: waiting(admin) == 0, SLACK)
+    assert until(lambda: waiting(redis_admin) == 0, SLACK)
     known = client.put("key", b"one")
     waiter = Background(lambda: client.wait("key", known, 30))
-    assert until(lambda: waiting(admin) == 1, SLACK)
+    assert until(lambda: waiting(redis_admin) == 1, SLACK)
     client.interrupt()
     assert waiter.result(SLACK) is None
     client.put("beat", b"")
@@ -80,15 +66,15 @@ def begun_to_wait(client: KeyValueClient, other: KeyValueClient, admin: Any) -> 
 
 
 def test_beats_between_waits_ask_for_nothing_again(
-    client: KeyValueClient, other: KeyValueClient, admin: Any
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
 ) -> None:
-    known = begun_to_wait(client, other, admin)
-    before = asked(admin), connected(admin)
+    known = begun_to_wait(client, other, redis_admin)
+    before = asked(redis_admin), connected(redis_admin)
     for _ in range(BEATS):
         client.put("beat", b"")
         assert client.wait("key", known, A_BEAT) is None
-    assert asked(admin) - before[0] <= 2
-    assert connected(admin) - before[1] <= 2
+    assert asked(redis_admin) - before[0] <= 2
+    assert connected(redis_admin) - before[1] <= 2
     # Nobody waits now; the next wait finds it.
     other.put("key", b"two")
     entry = present(client.wait("key", known, SLACK))
@@ -97,16 +83,16 @@ def test_beats_between_waits_ask_for_nothing_again(
 
 
 def test_a_wait_that_is_interrupted_costs_no_connection(
-    client: KeyValueClient, other: KeyValueClient, admin: Any
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
 ) -> None:
-    known = begun_to_wait(client, other, admin)
-    before = connected(admin)
+    known = begun_to_wait(client, other, redis_admin)
+    before = connected(redis_admin)
     for _ in range(BEATS):
         waiter = Background(lambda: client.wait("key", known, 30))
         assert not waiter.done(A_BEAT)
         client.interrupt()
         assert waiter.result(SLACK) is None
-    assert connected(admin) - before <= 2
+    assert connected(redis_admin) - before <= 2
     waiter = Background(lambda: client.wait("key", known, 30))
     assert not waiter.done(A_BEAT)
     other.put("key", b"two")
@@ -128,9 +114,9 @@ def test_a_wait_does_not_answer_for_another_version(
 
 
 def test_what_came_between_two_waits_is_not_the_answer_if_more_came(
-    client: KeyValueClient, other: KeyValueClient, admin: Any
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
 ) -> None:
-    known = begun_to_wait(client, other, admin)
+    known = begun_to_wait(client, other, redis_admin)
     client.put("key", b"two")
     client.put("key", b"three")
     assert present(client.wait("key", known, SLACK)).value == b"three"
@@ -141,14 +127,14 @@ def test_what_came_between_two_waits_is_not_the_answer_if_more_came(
 
 
 def test_who_writes_between_waits_needs_no_more_connections(
-    client: KeyValueClient, other: KeyValueClient, admin: Any
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
 ) -> None:
-    known = begun_to_wait(client, other, admin)
-    before = connected(admin)
+    known = begun_to_wait(client, other, redis_admin)
+    before = connected(redis_admin)
     for _ in range(BEATS):
         assert client.wait("key", known, A_BEAT) is None
         known = client.put("key", b"")
-    assert connected(admin) - before <= 2
+    assert connected(redis_admin) - before <= 2
 
 
 def test_many_wait_for_one_key_and_for_many(client: KeyValueClient, other: KeyValueClient) -> None:
@@ -163,36 +149,36 @@ def test_many_wait_for_one_key_and_for_many(client: KeyValueClient, other: KeyVa
 
 
 def test_a_run_that_the_server_forgot_is_looked_at_after_the_next_beat(
-    client: KeyValueClient, other: KeyValueClient, admin: Any
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
 ) -> None:
     """The server has forgotten too that somebody waits: it tells nobody of a change."""
     known = client.put("key", b"one")
     assert client.wait("key", known, A_BEAT) is None
-    admin.flushall()
+    redis_admin.flushall()
     other.put("key", b"two")
     client.put("beat", b"")
     assert present(client.wait("key", known, SLACK)).value == b"two"
 
 
 def test_another_thread_that_waits_meanwhile_hears_of_it_too(
-    client: KeyValueClient, other: KeyValueClient, admin: Any, monkeypatch: pytest.MonkeyPatch
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_store, "_LONGEST_LOOK", 0.2)
-    known = begun_to_wait(client, other, admin)
+    known = begun_to_wait(client, other, redis_admin)
     waiter = Background(lambda: client.wait("key", known, 25))
     assert not waiter.done(A_BEAT)
-    admin.flushall()
+    redis_admin.flushall()
     other.put("key", b"two")
     client.put("beat", b"")
     assert present(waiter.result(SLACK)).value == b"two"
 
 
 def test_a_server_that_vanished_is_told(
-    server: RunningStore, run_id: str, monkeypatch: pytest.MonkeyPatch
+    redis_server: RunningStore, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_store, "_LONGEST_PARK", 1.0)
-    with Proxy(server.address) as proxy:
-        through = replace(server, endpoint=f"redis://127.0.0.1:{proxy.address[1]}")
+    with Proxy(redis_server.address) as proxy:
+        through = replace(redis_server, endpoint=f"redis://127.0.0.1:{proxy.address[1]}")
         client = through.open(run_id, request_timeout=1.0)
         known = client.put("key", b"one")
         assert client.wait("key", known, A_BEAT) is None
