@@ -233,8 +233,8 @@ def rest(
         crowd.join(crowd.workers)
         if crowd.settle(crowd.workers, limit) is None:
             return []
-        # The leader tidies up after the round.
-        time.sleep(_QUIET)
+        # The leader tidies up after the round, and each record is read whole once more.
+        time.sleep(max(_QUIET, seconds))
         for _ in range(windows):
             meter, began = Meter(target.server), time.monotonic()
             time.sleep(seconds)

@@ -536,7 +536,6 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     address: str
     pid: int
-    beat: int
     status: Status
     round: int
     min_nodes: int
@@ -546,7 +545,6 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     incarnation: str | None = None
     world_id: str | None = None
     rank: int | None = None
-    looks: int = 0
     hint: int | None = None
     master: str | None = None
     hosts: bool = True
@@ -559,6 +557,9 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     found: Found | None = None
     suspect: bool = False
     schema: Literal[2] = 2
+    # Last, for they change with each heartbeat: a store may send no more than the end of a value.
+    looks: int = 0
+    beat: int
 
     @property
     def label(self) -> str:

@@ -3,8 +3,9 @@
 A run is one hash, ``{<prefix>/<run id>}``, which only Lua scripts change: each write takes the next
 number of the run's counter. A write to a key with a waiter also goes to a stream of one entry,
 under the same number, so that ``XREAD BLOCK`` resumes exactly where a read ended. A wait that ends
-for a heartbeat leaves its ``XREAD`` there, and the next wait goes on with it. The braces are a hash
-tag: a Cluster keeps all keys of a run in one slot.
+for a heartbeat leaves its ``XREAD`` there, and the next wait goes on with it. A heartbeat changes
+the tail of a node's record: only the tail is sent, and read by who knows the record. The braces are
+a hash tag: a Cluster keeps all keys of a run in one slot.
 
 Limits: linearizable on one primary. Replication is asynchronous, so a fail-over (Sentinel, Cluster)
 may lose the last writes; the round protocol survives that, as it survives a restart without data.
@@ -26,8 +27,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap
 from typing import Any, ClassVar
 
 import redis
@@ -65,6 +67,17 @@ _MOST_PARKED = 2
 # The most keys whose last id a client remembers.
 _MOST_IDS = 1000
 
+# The most keys whose last value a client remembers, of those that it writes or reads one by one.
+_MOST_VALUES = 16
+
+# Of a value with less in common with the last one, or a longer one, no tail is sent: in bytes.
+_LEAST_KEPT = 64
+_LONGEST_PATCHED = 1024
+
+# A version's first digits, which a value shares with the one whose beginning it has, and the rest.
+_SHARED_DIGITS = 10
+_COUNTED = 1 << 24
+
 # MovedError is an AskError, MasterDownError a ClusterDownError.
 _NOT_NOW_ERRORS = (
     errors.AskError,
@@ -89,7 +102,8 @@ _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 # "<number>-<tag> <value>", "!<key>" marks a key with a waiter. The tag is the write's stamp, in
 # decimal. "<number>-<tag>" is also the write's id in the stream: numbers only grow, because the
 # counter starts at the server's time in microseconds. A stream only passes a value to waiters: it
-# expires by itself.
+# expires by itself. "~<key>" is "<number> <kept> <tag> <tail>": of a value that was put together
+# from the first bytes, which all values since that number share, and a tail.
 _PRELUDE = """
 local hash = KEYS[1]
 local function next_number()
@@ -114,6 +128,7 @@ end
 local function write(stream, key, tag, value)
   local id = next_number() .. '-' .. tag
   redis.call('HSET', hash, '=' .. key, id .. ' ' .. value)
+  redis.call('HDEL', hash, '~' .. key)
   if redis.call('HEXISTS', hash, '!' .. key) == 1 then publish(stream, id, 'v', value) end
   return id
 end
@@ -134,6 +149,16 @@ return {write(KEYS[2], ARGV[1], ARGV[3], ARGV[4])}
 for i = 2, #KEYS do write(KEYS[i], ARGV[3 * i - 5], ARGV[3 * i - 4], ARGV[3 * i - 3]) end
 return redis.call('HGET', hash, '#e')
 """,
+    "patch": """
+local key, kept, tag, tail = ARGV[1], ARGV[3], ARGV[4], ARGV[5]
+local stored, id, found = read(key)
+if found ~= ARGV[2] then return false end
+local since = string.match(redis.call('HGET', hash, '~' .. key) or id, '^%d+')
+local head = string.sub(stored, #id + 2, #id + 1 + kept)
+write(hash .. ':watch:' .. key, key, tag, head .. tail)
+redis.call('HSET', hash, '~' .. key, since .. ' ' .. kept .. ' ' .. tag .. ' ' .. tail)
+return redis.call('HGET', hash, '#e')
+""",
     "add": """
 local stored, id = read(ARGV[1])
 -- Redis counts in 64 bits, Lua in 53.
@@ -148,7 +173,7 @@ return sum
     "delete": """
 for i = 2, #KEYS do
   local key = ARGV[i - 1]
-  redis.call('HDEL', hash, '=' .. key)
+  redis.call('HDEL', hash, '=' .. key, '~' .. key)
   if redis.call('HDEL', hash, '!' .. key) == 1 then
     -- Wake the waiters, so that they mark the key again.
     publish(KEYS[i], next_number() .. '-0', 'd', '')
@@ -156,12 +181,22 @@ for i = 2, #KEYS do
 end
 """,
     "list": """
-local prefix, fields, found = '=' .. ARGV[1], redis.call('HGETALL', hash), {}
-local length = #prefix
+local epoch, number = redis.call('HGET', hash, '#e'), redis.call('HGET', hash, '#n')
+local fields, found, tails = redis.call('HGETALL', hash), {epoch or '', number or ''}, {}
+local prefix, length = ARGV[1], #ARGV[1] + 1
+if epoch == ARGV[2] then
+  -- The client knows all values up to a number.
+  for i = 1, #fields, 2 do
+    if string.sub(fields[i], 1, length) == '~' .. prefix then
+      local since, patch = string.match(fields[i + 1], '^(%d+)( .*)$')
+      if tonumber(since) <= tonumber(ARGV[3]) then tails[string.sub(fields[i], 2)] = patch end
+    end
+  end
+end
 for i = 1, #fields, 2 do
-  if string.sub(fields[i], 1, length) == prefix then
-    found[#found + 1] = string.sub(fields[i], 2)
-    found[#found + 1] = fields[i + 1]
+  if string.sub(fields[i], 1, length) == '=' .. prefix then
+    found[#found + 1] = string.sub(fields[i], length + 1)
+    found[#found + 1] = tails[string.sub(fields[i], 2)] or fields[i + 1]
   end
 end
 return found
@@ -255,6 +290,10 @@ class Client(StoreClient):
         # By key that was read: the version, and its id in the stream.
         self._ids: dict[str, tuple[str, str]] = {}
         self._failed_parks: set[str] = set()
+        # By key: what this client wrote last, and which it last read whole or by its tail.
+        self._written: dict[str, _Written] = {}
+        self._known: dict[str, Entry] = {}
+        self._listed = _Listed()
 
         def request(limit: Limit) -> None:
             # A node sends requests while it waits: open both connections now, to join fast.
@@ -307,20 +346,77 @@ class Client(StoreClient):
 
         return self._call(request)
 
+    def get(self, key: str) -> Entry | None:
+        known = self._known.get(key)
+        if known is not None:
+            tail = self._call(lambda limit: self._ask(limit, "HGET", self._hash, f"~{key}"))
+            entry = _patched(known, tail.partition(b" ")[2]) if tail is not None else None
+            if entry is not None:
+                self._known[key] = entry
+                return entry
+        return super().get(key)
+
+    def put_many(self, values: Mapping[str, bytes]) -> None:
+        if not (len(values) == 1 and all(starmap(self._patch, values.items()))):
+            super().put_many(values)
+
+    def _patch(self, key: str, value: bytes) -> bool:
+        """Write a value of which the store knows the beginning; False: it does not, any more."""
+        last = self._written.pop(key, None)
+        kept = last.kept_by(value) if last is not None else 0
+        if last is None or not kept:
+            return False
+        stamp = last.stamp + 1
+        tail = value[kept:]
+        epoch = self._call(
+            lambda limit: self._run(limit, "patch", [], key, last.stamp, kept, stamp, tail)
+        )
+        if epoch is None:
+            return False  # Somebody else has written, or an earlier attempt has.
+        self._epoch = epoch
+        self._written[key] = _Written(stamp, value, kept)
+        return True
+
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         names = [*keys]
-        values = self._ask(limit, "HMGET", self._hash, *(f"={key}" for key in names))
-        found = zip(names, values, strict=True)
+        fields = [f"={key}" for key in names]
+        if len(names) == 1:
+            fields.append(f"~{names[0]}")
+        values = self._ask(limit, "HMGET", self._hash, *fields)
+        found = zip(names, values, strict=False)
         read = {key: _stored(data) for key, data in found if data is not None}
-        if len(read) == 1:
+        if len(names) == 1:
             for key, stored in read.items():
                 self._remember(key, stored.version, stored.guard)
+            self._note_known(names[0], read.get(names[0]) if values[1] is not None else None)
         return read
 
+    def _note_known(self, key: str, stored: Stored | None) -> None:
+        """Note a value of which the next read may bring the tail alone; None: it may not."""
+        self._known.pop(key, None)
+        if stored is not None:
+            if len(self._known) >= _MOST_VALUES:
+                self._known.clear()
+            self._known[key] = stored.entry
+
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
-        flat = self._run(limit, "list", [], prefix)
-        found = zip(flat[::2], flat[1::2], strict=True)
-        return {key.decode(): _stored(data) for key, data in found}
+        known = self._listed if self._listed.prefix == prefix else _Listed(prefix)
+        answer = self._run(limit, "list", [], prefix, known.epoch, known.number)
+        epoch, number, *flat = answer
+        found: dict[str, Stored] = {}
+        for name, data in zip(flat[::2], flat[1::2], strict=True):
+            key = prefix + name.decode()
+            if not data.startswith(b" "):
+                found[key] = _stored(data)
+            elif (entry := _patched(known.entries.get(key), data[1:])) is not None:
+                found[key] = Stored(entry.value, str(entry.version))
+            else:
+                # A fail-over has lost what this client knows.
+                self._listed = _Listed()
+                return self._scan(prefix, limit)
+        short = {key: it.entry for key, it in found.items() if len(it.value) <= _LONGEST_PATCHED}
+        self._listed = _Listed(prefix, epoch, number, short)
+        return found
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         raise NotImplementedError("compare_and_set and add are scripts")
@@ -331,6 +427,11 @@ class Client(StoreClient):
             tag = int.from_bytes(data[: STAMP_BYTES - 1], "big")
             triples += [key, tag, data[STAMP_BYTES:]]
         self._epoch = self._run(limit, "put", [*values], *triples)
+        for key, tag, value in zip(triples[::3], triples[1::3], triples[2::3], strict=True):
+            if _LEAST_KEPT < len(value) <= _LONGEST_PATCHED and len(values) < _MOST_VALUES:
+                if len(self._written) >= _MOST_VALUES:
+                    self._written.clear()
+                self._written[key] = _Written(tag, value)
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
         names = [*keys]
@@ -727,6 +828,55 @@ class _Parked:
     after: str
     epoch: bytes | None
     until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a client wrote last to a key.
+
+    Attributes:
+        stamp: as a number.
+        kept: how many bytes the value shares with all those of which only the tail was sent since
+            one was sent whole; 0: that is this one.
+    """
+
+    stamp: int
+    value: bytes
+    kept: int = 0
+
+    def kept_by(self, value: bytes) -> int:
+        """How many bytes of it need not be sent; 0: it is to be sent whole."""
+        longest = max(len(value), len(self.value))
+        if longest > _LONGEST_PATCHED or (self.stamp + 1) % _COUNTED == 0:
+            return 0
+        kept = self.kept
+        if not kept:
+            # A number that grows by a digit would leave less in common.
+            pairs = enumerate(zip(self.value, value, strict=False))
+            alike = next((at for at, (old, new) in pairs if old != new), 0)
+            kept = len(value[:alike].rstrip(b"0123456789"))
+        if kept < max(_LEAST_KEPT, len(value) // 2) or value[:kept] != self.value[:kept]:
+            return 0
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """What a client has listed under a prefix: all up to a number of the run's counter."""
+
+    prefix: str | None = None
+    epoch: bytes = b""
+    number: bytes = b""
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+
+
+def _patched(known: Entry | None, patch: bytes) -> Entry | None:
+    """The value of "<kept> <tag> <tail>"; None: it does not go on from the one that is known."""
+    kept, tag, tail = patch.split(b" ", 2)
+    version = f"{int(tag):016x}"
+    if known is None or str(known.version)[:_SHARED_DIGITS] != version[:_SHARED_DIGITS]:
+        return None
+    return Entry(known.value[: int(kept)] + tail, version)
 
 
 class _EarlierError(Exception):
