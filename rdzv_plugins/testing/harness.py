@@ -49,8 +49,9 @@ class Store:
         address: (host, port) of the server, for the proxy.
         restart: restarts the server.
         stored: how many records of a namespace the server holds, counted without the client.
-        deadline_unit: of the suite's deadlines, in seconds; less than 1 for a store that keeps
-            fractions of a second and answers within microseconds.
+        deadline_unit: of the suite's deadlines, and of its waits for what must not come, in
+            seconds; less than 1 for a store that keeps fractions of a second and answers within
+            microseconds.
     """
 
     open: OpenClient

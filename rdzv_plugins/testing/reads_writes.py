@@ -311,7 +311,7 @@ class ReadWriteTests(Harness):
     ) -> None:
         client.put("key", b"old")
         client.add("count", 7)
-        client.expire(0.2)
+        client.expire(0.2 * unit)
         assert until(lambda: client.list("") == {}, SLACK)
         newcomer = open()
         created, won = newcomer.compare_and_set("key", b"new", None)
@@ -357,10 +357,10 @@ class ReadWriteTests(Harness):
             assert present(client.get("key")).value == b"%d" % number
         assert not until(lambda: client.get("key") is None, 1.5 * unit)
 
-    def test_what_expired_stays_so(self, client: KeyValueClient, open: Open) -> None:
+    def test_what_expired_stays_so(self, client: KeyValueClient, open: Open, unit: float) -> None:
         client.put_many({"key": b"one", "other/key": b"two"})
         client.add("count", 7)
-        client.expire(0.2)
+        client.expire(0.2 * unit)
         assert until(lambda: client.list("") == {}, SLACK)
         newcomer = open()
         newcomer.expire(30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import pytest
 
@@ -17,7 +18,7 @@ WAKE = 0.1
 
 POLLED_WAKE = 5.0
 
-# Seconds in which a waiter parks; if they are too few, the tests pass but test less.
+# Units in which a waiter parks; if they are too few, the tests pass but test less.
 PARKING = 0.1
 
 Write = Callable[[KeyValueClient, Entry], object]
@@ -34,15 +35,26 @@ WRITES: dict[str, Write] = {
 }
 
 
-def park(
-    client: KeyValueClient, version: Version | None, key: str = "key"
-) -> Background[Entry | None]:
-    waiter = Background(lambda: client.wait(key, version, 30))
-    assert not waiter.done(PARKING), "the wait ended although nothing had happened"
-    return waiter
+class Park(Protocol):
+    """Begins to wait in the background, and returns once the waiter is parked."""
+
+    def __call__(
+        self, client: KeyValueClient, version: Version | None, key: str = "key"
+    ) -> Background[Entry | None]: ...
 
 
 class WaitingTests(Harness):
+    @pytest.fixture
+    def park(self, unit: float) -> Park:
+        def park(
+            client: KeyValueClient, version: Version | None, key: str = "key"
+        ) -> Background[Entry | None]:
+            waiter = Background(lambda: client.wait(key, version, 30))
+            assert not waiter.done(PARKING * unit), "the wait ended although nothing had happened"
+            return waiter
+
+        return park
+
     def test_existing_key_is_returned_at_once(self, client: KeyValueClient) -> None:
         first = client.put("key", b"one")
         second = client.put("key", b"two")
@@ -59,20 +71,22 @@ class WaitingTests(Harness):
         assert client.wait("key", version, 0) is None
 
     @pytest.mark.parametrize("exists", [False, True])
-    def test_time_out(self, client: KeyValueClient, exists: bool) -> None:
+    def test_time_out(self, client: KeyValueClient, exists: bool, unit: float) -> None:
         version = client.put("key", b"one") if exists else None
         begun = time.monotonic()
-        assert client.wait("key", version, 0.5) is None
-        assert 0.45 < time.monotonic() - begun < 0.5 + SLACK
+        assert client.wait("key", version, 0.5 * unit) is None
+        assert 0.45 * unit < time.monotonic() - begun < 0.5 * unit + SLACK
 
-    def test_created_key_wakes(self, client: KeyValueClient, other: KeyValueClient) -> None:
+    def test_created_key_wakes(
+        self, client: KeyValueClient, other: KeyValueClient, park: Park
+    ) -> None:
         waiter = park(client, None)
         version = other.put("key", b"one")
         assert waiter.result(POLLED_WAKE) == Entry(b"one", version)
 
     @pytest.mark.parametrize("kind", WRITES)
     def test_every_write_wakes_in_time(
-        self, client: KeyValueClient, other: KeyValueClient, kind: str
+        self, client: KeyValueClient, other: KeyValueClient, kind: str, park: Park
     ) -> None:
         client.add("key", 1)
         delays = []
@@ -87,32 +101,34 @@ class WaitingTests(Harness):
         limit = WAKE if client.capabilities.push else POLLED_WAKE
         assert statistics.median(delays) < limit, f"seconds: {delays}"
 
-    def test_own_write_wakes_own_waiter(self, client: KeyValueClient) -> None:
+    def test_own_write_wakes_own_waiter(self, client: KeyValueClient, park: Park) -> None:
         waiter = park(client, client.put("key", b"one"))
         version = client.put("key", b"two")
         assert waiter.result(POLLED_WAKE) == Entry(b"two", version)
 
-    def test_other_keys_do_not_wake(self, client: KeyValueClient, other: KeyValueClient) -> None:
+    def test_other_keys_do_not_wake(
+        self, client: KeyValueClient, other: KeyValueClient, park: Park, unit: float
+    ) -> None:
         waiter = park(client, client.put("key", b"one"))
         for key in ("k", "keys", "key/child", "KEY"):
             other.put(key, b"two")
             other.delete(key)
-        assert not waiter.done(0.3)
+        assert not waiter.done(0.3 * unit)
         version = other.put("key", b"two")
         assert waiter.result(POLLED_WAKE) == Entry(b"two", version)
 
     def test_recreation_after_a_delete_wakes(
-        self, client: KeyValueClient, other: KeyValueClient
+        self, client: KeyValueClient, other: KeyValueClient, park: Park, unit: float
     ) -> None:
         waiter = park(client, client.put("key", b"same"))
         other.delete("key")
-        assert not waiter.done(PARKING) or waiter.result(0) is None
+        assert not waiter.done(PARKING * unit) or waiter.result(0) is None
         if waiter.done():
             waiter = park(client, None)
         version = other.put("key", b"same")
         assert waiter.result(POLLED_WAKE) == Entry(b"same", version)
 
-    def test_waiters_of_several_clients_wake(self, open: Open) -> None:
+    def test_waiters_of_several_clients_wake(self, open: Open, park: Park) -> None:
         clients = [open() for _ in range(5)]
         version = clients[0].put("key", b"one")
         waiters = [park(client, version) for client in clients]
@@ -120,7 +136,7 @@ class WaitingTests(Harness):
         assert [waiter.result(POLLED_WAKE) for waiter in waiters] == [Entry(b"two", new)] * 5
 
     def test_waiters_of_one_client_wake_each_for_its_key(
-        self, client: KeyValueClient, other: KeyValueClient
+        self, client: KeyValueClient, other: KeyValueClient, park: Park
     ) -> None:
         waiters = {key: park(client, None, key) for key in ("a", "b", "c")}
         for key in ("b", "c", "a"):
@@ -129,18 +145,18 @@ class WaitingTests(Harness):
             assert not any(waiter.done() for waiter in waiters.values())
 
     def test_interrupt_wakes_every_waiter_and_nobody_elses(
-        self, client: KeyValueClient, other: KeyValueClient
+        self, client: KeyValueClient, other: KeyValueClient, park: Park, unit: float
     ) -> None:
         mine = [park(client, None), park(client, None), park(client, None, "elsewhere")]
         others = park(other, None)
         client.interrupt()
         assert [waiter.result(1 + SLACK) for waiter in mine] == [None] * 3
-        assert not others.done(PARKING)
+        assert not others.done(PARKING * unit)
         version = client.put("key", b"one")
         assert others.result(POLLED_WAKE) == Entry(b"one", version)
 
     def test_interrupted_client_goes_on(
-        self, client: KeyValueClient, other: KeyValueClient
+        self, client: KeyValueClient, other: KeyValueClient, park: Park
     ) -> None:
         for number in range(5):
             waiter = park(client, None, f"key-{number}")
@@ -152,17 +168,19 @@ class WaitingTests(Harness):
             version = other.put(f"key-{number}", b"one")
             assert waiter.result(POLLED_WAKE) == Entry(b"one", version)
 
-    def test_interrupt_is_not_kept_for_later(self, client: KeyValueClient) -> None:
+    def test_interrupt_is_not_kept_for_later(
+        self, client: KeyValueClient, park: Park, unit: float
+    ) -> None:
         client.interrupt()
         waiter = park(client, None)
         client.interrupt()
         assert waiter.result(1 + SLACK) is None
         client.interrupt()
         begun = time.monotonic()
-        assert client.wait("key", None, 0.5) is None
-        assert time.monotonic() - begun > 0.45
+        assert client.wait("key", None, 0.5 * unit) is None
+        assert time.monotonic() - begun > 0.45 * unit
 
-    def test_close_wakes_every_waiter(self, client: KeyValueClient) -> None:
+    def test_close_wakes_every_waiter(self, client: KeyValueClient, park: Park) -> None:
         waiters = [park(client, None), park(client, None, "elsewhere")]
         begun = time.monotonic()
         client.close()
@@ -209,9 +227,11 @@ class WaitingTests(Harness):
             other.put("key", b"%d" % number)
         assert 1 <= following.result(20) <= 200
 
-    def test_expired_namespace_does_not_wake(self, client: KeyValueClient, open: Open) -> None:
+    def test_expired_namespace_does_not_wake(
+        self, client: KeyValueClient, open: Open, park: Park, unit: float
+    ) -> None:
         version = client.put("key", b"old")
-        client.expire(0.3)
+        client.expire(0.3 * unit)
         assert until(lambda: client.get("key") is None, SLACK)
         waiter = park(client, version)
         new = open().put("key", b"new")
