@@ -10,9 +10,10 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
-__all__ = ["Said", "filled", "of_code", "of_product"]
+__all__ = ["Said", "of_code", "of_product", "strings_of_product"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +39,7 @@ class Said:
     computed: dict[str, str] = field(default_factory=dict)
 
 
+@cache
 def of_product() -> Said:
     """The package's, without those of the conformance suite: they are a test's."""
     said = Said()
@@ -47,6 +49,17 @@ def of_product() -> Said:
             said.texts |= found.texts
             said.computed |= found.computed
     return said
+
+
+@cache
+def strings_of_product() -> list[str]:
+    """All strings of the package, with "…" for what is put into them."""
+    found = []
+    for path in sorted((ROOT / "rdzv_plugins").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (text := filled(node)) is not None:
+                found.append(text)
+    return found
 
 
 def of_code(code: str, path: str) -> Said:
