@@ -101,8 +101,8 @@ QUICK = Plan(
 WHY = {
     "valkey": "the protocol of redis: measured up to 1,024 nodes to save time.",
     "zookeeper, consul, etcd-v3": "one server up to 256 nodes, three servers for 1,024.",
-    "zookeeper, 3 servers": "keep_alive_interval=30 at 1,024: the servers share two cores with some "
-    "three threads of kazoo's a node, and heartbeats of the default interval come late.",
+    "zookeeper, 3 servers": "keep_alive_interval=30 at 1,024: three servers and three threads of "
+    "kazoo's a node share two cores, where heartbeats of the default interval come late.",
     "dynamodb": "DynamoDB Local, which is one process; its waiters poll. Up to 512 nodes.",
     "postgres": "up to 512 nodes: the server allows 600 connections here.",
     "c10d, etcd-v2": "up to the first number of nodes that did not finish within 60 s.",
