@@ -29,7 +29,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import starmap
 from typing import Any, ClassVar
 
 import redis
@@ -41,7 +40,15 @@ from redis.sentinel import MasterNotFoundError
 from rdzv_plugins.config import ServerOptions, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, Entry, RendezvousStateError, Version
-from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, WokenError
+from rdzv_plugins.kv.base import (
+    STAMP_BYTES,
+    Limit,
+    Problem,
+    StoreClient,
+    Stored,
+    WokenError,
+    stamped,
+)
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._tls import (
     is_of_tls,
@@ -74,9 +81,10 @@ _MOST_VALUES = 16
 _LEAST_KEPT = 64
 _LONGEST_PATCHED = 1024
 
-# A version's first digits, which a value shares with the one whose beginning it has, and the rest.
-_SHARED_DIGITS = 10
-_COUNTED = 1 << 24
+# A version has 16 hexadecimal digits. That of a value of which the tail alone was sent is one more
+# than that of the value before it: it shares these first digits with all values of its beginning.
+_SHARED_DIGITS = 12
+_COUNTED = 1 << 4 * (16 - _SHARED_DIGITS)
 
 # MovedError is an AskError, MasterDownError a ClusterDownError.
 _NOT_NOW_ERRORS = (
@@ -102,8 +110,8 @@ _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 # "<number>-<tag> <value>", "!<key>" marks a key with a waiter. The tag is the write's stamp, in
 # decimal. "<number>-<tag>" is also the write's id in the stream: numbers only grow, because the
 # counter starts at the server's time in microseconds. A stream only passes a value to waiters: it
-# expires by itself. "~<key>" is "<number> <kept> <tag> <tail>": of a value that was put together
-# from the first bytes, which all values since that number share, and a tail.
+# expires by itself. "~<key>" is "<number> <kept> <tag> <tail>" where the tail alone was sent: the
+# value's first bytes are those of all values of this key since that number.
 _PRELUDE = """
 local hash = KEYS[1]
 local function next_number()
@@ -152,10 +160,11 @@ return redis.call('HGET', hash, '#e')
     "patch": """
 local key, kept, tag, tail = ARGV[1], ARGV[3], ARGV[4], ARGV[5]
 local stored, id, found = read(key)
-if found ~= ARGV[2] then return false end
+-- For waiters the stream would be another key, which takes as many bytes as this saves.
+if found ~= ARGV[2] or redis.call('HEXISTS', hash, '!' .. key) == 1 then return false end
 local since = string.match(redis.call('HGET', hash, '~' .. key) or id, '^%d+')
 local head = string.sub(stored, #id + 2, #id + 1 + kept)
-write(hash .. ':watch:' .. key, key, tag, head .. tail)
+write('', key, tag, head .. tail)
 redis.call('HSET', hash, '~' .. key, since .. ' ' .. kept .. ' ' .. tag .. ' ' .. tail)
 return redis.call('HGET', hash, '#e')
 """,
@@ -182,22 +191,23 @@ end
 """,
     "list": """
 local epoch, number = redis.call('HGET', hash, '#e'), redis.call('HGET', hash, '#n')
-local fields, found, tails = redis.call('HGETALL', hash), {epoch or '', number or ''}, {}
-local prefix, length = ARGV[1], #ARGV[1] + 1
-if epoch == ARGV[2] then
-  -- The client knows all values up to a number.
-  for i = 1, #fields, 2 do
-    if string.sub(fields[i], 1, length) == '~' .. prefix then
-      local since, patch = string.match(fields[i + 1], '^(%d+)( .*)$')
-      if tonumber(since) <= tonumber(ARGV[3]) then tails[string.sub(fields[i], 2)] = patch end
-    end
+local fields, found = redis.call('HGETALL', hash), {epoch or '', number or ''}
+local whole, tail, length = '=' .. ARGV[1], '~' .. ARGV[1], #ARGV[1] + 1
+-- The client knows all values up to this number.
+local known = epoch == ARGV[2] and tonumber(ARGV[3]) or 0
+local values, tails = {}, {}
+for i = 1, #fields, 2 do
+  local kind, key = string.sub(fields[i], 1, length), string.sub(fields[i], length + 1)
+  if kind == whole then
+    values[key] = fields[i + 1]
+  elseif kind == tail and known > 0 then
+    local since, patch = string.match(fields[i + 1], '^(%d+)( .*)$')
+    if tonumber(since) <= known then tails[key] = patch end
   end
 end
-for i = 1, #fields, 2 do
-  if string.sub(fields[i], 1, length) == '=' .. prefix then
-    found[#found + 1] = string.sub(fields[i], length + 1)
-    found[#found + 1] = tails[string.sub(fields[i], 2)] or fields[i + 1]
-  end
+for key, value in pairs(values) do
+  found[#found + 1] = key
+  found[#found + 1] = tails[key] or value
 end
 return found
 """,
@@ -347,75 +357,96 @@ class Client(StoreClient):
         return self._call(request)
 
     def get(self, key: str) -> Entry | None:
-        known = self._known.get(key)
-        if known is not None:
-            tail = self._call(lambda limit: self._ask(limit, "HGET", self._hash, f"~{key}"))
-            entry = _patched(known, tail.partition(b" ")[2]) if tail is not None else None
-            if entry is not None:
-                self._known[key] = entry
-                return entry
-        return super().get(key)
+        def request(limit: Limit) -> Entry | None:
+            known = self._known.get(key)
+            if known is not None:
+                patch = self._ask(limit, "HGET", self._hash, f"~{key}")
+                entry = _patched(known, patch.partition(b" ")[2]) if patch is not None else None
+                if entry is not None:
+                    self._known[key] = entry
+                    return entry
+                _ = limit.seconds  # The time of both requests.
+            seen = self._read([key], limit).get(key)
+            return seen.entry if seen is not None else None
+
+        return self._call(request)
 
     def put_many(self, values: Mapping[str, bytes]) -> None:
-        if not (len(values) == 1 and all(starmap(self._patch, values.items()))):
+        if len(values) != 1:
             super().put_many(values)
+            return
+        [(key, value)] = values.items()
+        self.check_size(key, value)
+        data = stamped(value)
 
-    def _patch(self, key: str, value: bytes) -> bool:
-        """Write a value of which the store knows the beginning; False: it does not, any more."""
+        def request(limit: Limit) -> None:
+            if not self._patch(key, data[STAMP_BYTES:], limit):
+                _ = limit.seconds  # The time of both requests.
+                self._put({key: data}, limit)
+
+        self._call(request)
+
+    def _patch(self, key: str, value: bytes, limit: Limit) -> bool:
+        """Send the tail of a value; False: it is to be sent whole."""
+        # No other call goes on from the same write, nor this one if the answer is lost.
         last = self._written.pop(key, None)
-        kept = last.kept_by(value) if last is not None else 0
-        if last is None or not kept:
+        if last is None or not (kept := last.kept_by(value)):
             return False
         stamp = last.stamp + 1
-        tail = value[kept:]
-        epoch = self._call(
-            lambda limit: self._run(limit, "patch", [], key, last.stamp, kept, stamp, tail)
-        )
+        epoch = self._run(limit, "patch", [], key, last.stamp, kept, stamp, value[kept:])
         if epoch is None:
-            return False  # Somebody else has written, or an earlier attempt has.
+            return False  # Another write came after the last one, or a node waits for the key.
         self._epoch = epoch
         self._written[key] = _Written(stamp, value, kept)
         return True
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         names = [*keys]
-        fields = [f"={key}" for key in names]
         if len(names) == 1:
-            fields.append(f"~{names[0]}")
-        values = self._ask(limit, "HMGET", self._hash, *fields)
-        found = zip(names, values, strict=False)
-        read = {key: _stored(data) for key, data in found if data is not None}
-        if len(names) == 1:
-            for key, stored in read.items():
-                self._remember(key, stored.version, stored.guard)
-            self._note_known(names[0], read.get(names[0]) if values[1] is not None else None)
-        return read
+            return self._read_one(names[0], limit)
+        values = self._ask(limit, "HMGET", self._hash, *(f"={key}" for key in names))
+        found = zip(names, values, strict=True)
+        return {key: _stored(data) for key, data in found if data is not None}
 
-    def _note_known(self, key: str, stored: Stored | None) -> None:
-        """Note a value of which the next read may bring the tail alone; None: it may not."""
+    def _read_one(self, key: str, limit: Limit) -> dict[str, Stored]:
+        data, patch = self._ask(limit, "HMGET", self._hash, f"={key}", f"~{key}")
         self._known.pop(key, None)
-        if stored is not None:
+        if data is None:
+            return {}
+        stored = _stored(data)
+        self._remember(key, stored.version, stored.guard)
+        if patch is not None:
+            # The next read need not bring more than the tail.
             if len(self._known) >= _MOST_VALUES:
                 self._known.clear()
             self._known[key] = stored.entry
+        return {key: stored}
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
-        known = self._listed if self._listed.prefix == prefix else _Listed(prefix)
-        answer = self._run(limit, "list", [], prefix, known.epoch, known.number)
+        known = self._listed
+        if known.prefix != prefix:
+            known = _Listed(prefix)
+        found = self._scan_since(known, limit)
+        if found is None:
+            found = self._scan_since(_Listed(prefix), limit) or {}
+        return found
+
+    def _scan_since(self, known: _Listed, limit: Limit) -> dict[str, Stored] | None:
+        """All values; None: the numbers went back in a fail-over, and tell nothing of ``known``."""
+        answer = self._run(limit, "list", [], known.prefix, known.epoch, known.number)
         epoch, number, *flat = answer
         found: dict[str, Stored] = {}
         for name, data in zip(flat[::2], flat[1::2], strict=True):
-            key = prefix + name.decode()
+            key = known.prefix + name.decode()
             if not data.startswith(b" "):
                 found[key] = _stored(data)
-            elif (entry := _patched(known.entries.get(key), data[1:])) is not None:
-                found[key] = Stored(entry.value, str(entry.version))
-            else:
-                # A fail-over has lost what this client knows.
-                self._listed = _Listed()
-                return self._scan(prefix, limit)
+                continue
+            entry = _patched(known.entries.get(key), data[1:])
+            if entry is None:
+                return None
+            found[key] = Stored(entry.value, str(entry.version))
         short = {key: it.entry for key, it in found.items() if len(it.value) <= _LONGEST_PATCHED}
-        self._listed = _Listed(prefix, epoch, number, short)
+        self._listed = _Listed(known.prefix, epoch, number, short)
         return found
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
@@ -832,12 +863,14 @@ class _Parked:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a client wrote last to a key.
+    """A client's last write to a key, from which its next one may go on.
+
+    One call takes it, and that call alone goes on from it. So all values that go on from one that
+    was sent whole have one writer, one beginning and each a stamp of its own.
 
     Attributes:
         stamp: as a number.
-        kept: how many bytes the value shares with all those of which only the tail was sent since
-            one was sent whole; 0: that is this one.
+        kept: bytes of that beginning; 0: this one was sent whole.
     """
 
     stamp: int
@@ -851,9 +884,10 @@ class _Written:
             return 0
         kept = self.kept
         if not kept:
-            # A number that grows by a digit would leave less in common.
             pairs = enumerate(zip(self.value, value, strict=False))
+            # 0: one is the beginning of the other, as no two records are.
             alike = next((at for at, (old, new) in pairs if old != new), 0)
+            # A number that grows by a digit would leave less in common.
             kept = len(value[:alike].rstrip(b"0123456789"))
         if kept < max(_LEAST_KEPT, len(value) // 2) or value[:kept] != self.value[:kept]:
             return 0
@@ -862,9 +896,9 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """What a client has listed under a prefix: all up to a number of the run's counter."""
+    """What a client has listed under a prefix: all values up to a number of the run's counter."""
 
-    prefix: str | None = None
+    prefix: str = ""
     epoch: bytes = b""
     number: bytes = b""
     entries: Mapping[str, Entry] = field(default_factory=dict)

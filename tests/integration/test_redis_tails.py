@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from rdzv_plugins.kv import Entry, KeyValueClient, Version
+from rdzv_plugins.stores import redis as redis_store
+from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import SLACK
 from rdzv_plugins.testing.threads import together
 from tests.integration.stores import RunningStore
@@ -160,7 +162,7 @@ def test_every_client_reads_what_was_written_last(
     OnTheServer.clients, OnTheServer.admin = clients, redis_admin
     case = OnTheServer.TestCase
     case.settings = settings(
-        max_examples=60, stateful_step_count=60, suppress_health_check=[*HealthCheck]
+        max_examples=25, stateful_step_count=50, suppress_health_check=[*HealthCheck]
     )
     try:
         case().runTest()
@@ -214,6 +216,41 @@ def test_a_client_that_was_overtaken_sends_all(
     for entry in (reader.get("nodes/n"), reader.list("nodes/")["nodes/n"], other.get("nodes/n")):
         assert entry is not None
         assert entry.value == beat(5)
+
+
+def test_a_lost_answer_and_forgotten_scripts_lose_nothing(
+    redis_server: RunningStore, redis_admin: Any, run_id: str, clients: list[KeyValueClient]
+) -> None:
+    reader = clients[0]
+    with Proxy(redis_server.address) as proxy:
+        node = redis_server.open(run_id, address=proxy.address)
+        for number in range(30):
+            if number % 3 == 1:
+                proxy.cut_answer()
+            elif number % 10 == 5:
+                redis_admin.script_flush()
+            node.put_many({"nodes/n": beat(number)})
+            assert number % 3 != 1 or proxy.answer_was_cut
+            for entry in (reader.get("nodes/n"), reader.list("nodes/")["nodes/n"]):
+                assert entry is not None
+                assert entry.value == beat(number)
+        node.close()
+
+
+def test_a_chain_of_tails_ends_before_its_count_does(
+    clients: list[KeyValueClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "_COUNTED", 4)
+    node, reader, lister = clients
+    chains = set()
+    for number in range(12):
+        node.put_many({"nodes/n": beat(number)})
+        seen, listed = reader.get("nodes/n"), lister.list("nodes/")["nodes/n"]
+        assert seen == listed
+        assert seen is not None
+        assert seen.value == beat(number)
+        chains.add(str(seen.version)[: redis_store._SHARED_DIGITS])
+    assert 3 <= len(chains) < 12
 
 
 def test_readers_see_each_value_whole_while_it_changes(clients: list[KeyValueClient]) -> None:
