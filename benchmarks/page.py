@@ -173,7 +173,8 @@ def _swarm(results: Results) -> list[str]:
         "with more nodes than this machine can run threads for. It leaves out: threads, a "
         "handler's second connection, the TCPStore of rank 0, the history of runs, torch, agents "
         "and workers. All nodes share one core: a round of real nodes takes less time; what the "
-        "server and the leader do is the same."
+        "server and the leader do is the same. The last column is of the seconds right after the "
+        "round, in which the leader tidies up and each record is read whole once more."
     )
     rows = []
     for it in results.of("swarm", "s"):
@@ -187,7 +188,7 @@ def _swarm(results: Results) -> list[str]:
         cells += [_cell(figure, _three) for figure in (*found[1:], rest)]
         rows.append([it.subject, str(it.nodes), *cells])
     head = ["store", "N", "one round, s", "server, s", "server's share of the time", "leader, ms"]
-    head += ["a node, ms", "bytes a node", "at rest, bytes a node and second"]
+    head += ["a node, ms", "bytes a node", "afterwards, bytes a node and second"]
     return _section("Swarm", text, head, rows)
 
 
