@@ -848,8 +848,12 @@ class Checker:
         self._stood.add(_image(after))
 
     def kept_out(self, document: RoundDocument) -> list[str]:
-        """Participants of this round that no round should have; one that is done stays in it."""
-        out = {*document.participants} & self._ordered_out(document)
+        """Participants of this round that no round should have; one that is done stays in it.
+
+        One that is lost has left the round.
+        """
+        stay = {*document.participants} - {*document.lost}
+        out = stay & self._ordered_out(document)
         return sorted(it for it in out if document.world_id not in self._tracks[it].done)
 
     def _judge_quarantine(self, node: str, before: RoundDocument, after: RoundDocument) -> None:

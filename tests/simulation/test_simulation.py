@@ -111,6 +111,7 @@ FOUND = (
     (98818482, Focus(), "nodes that were silent for long counted as late, after a short trouble"),
     (98915673, Focus(), "who gave up a join in an outage, and turned unfit, did not say why"),
     (97002974, Focus(), "the store lost with all else that nobody reached rank 0"),
+    (102007428, Focus(), "the host of a node that had left its round was excluded: it is out"),
 )
 
 
