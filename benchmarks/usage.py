@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,12 @@ class Meter:
 
     def __init__(self, server: LocalServer) -> None:
         self._server = server
-        first = _of_server(server)
-        self._before = _of_server(server)
-        self._reading = self._before.since(first)
+        # The least of three: something else may pass between two readings.
+        readings = [_of_server(server) for _ in range(4)]
+        self._before = readings[-1]
+        costs = [later.since(earlier) for earlier, later in pairwise(readings)]
+        counted = [it.passed for it in costs if it.passed is not None]
+        self._reading = Usage(min(it.seconds for it in costs), min(counted, default=None))
 
     def read(self) -> Usage:
         """Until now; once."""

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from rdzv_plugins.kv import Entry, KeyValueClient
+from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 
 __all__ = ["AgentStore"]
@@ -74,11 +74,8 @@ class AgentStore(KeyValueStore):
             # A stand-in has no version.
             self.all_done = all(entry.version is not None for entry in found.values())
 
-    def _missing(self, keys: Sequence[str]) -> dict[str, Entry]:
-        """Stand-ins for keys that are missing; empty: wait for them."""
-        if not self._is_over():
-            return {}
-        return {key: Entry(self._stand_in(key), None) for key in keys}
+    def _over(self) -> bool:
+        return self._is_over()
 
     def _stand_in(self, key: str) -> bytes:
         """A value with which the agent reaches its loop, where it stops its workers at once."""

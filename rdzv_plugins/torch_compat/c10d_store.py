@@ -226,6 +226,7 @@ class KeyValueStore(Store):
 
         def look() -> bool:
             missing = [key for key in keys if key not in found]
+            over = self._over()
             entries = self._found(missing) if missing else {}
             found.update((key, entry) for key, entry in entries.items() if _exists(entry))
             missing = [key for key in missing if key not in found]
@@ -234,9 +235,11 @@ class KeyValueStore(Store):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise DistStoreError(_timed_out(timeout, missing))
-            if given := self._missing(missing):
-                found.update(given)
+            if over:
+                found.update((key, Entry(self._stand_in(key), None)) for key in missing)
                 return True
+            if self._over():
+                return False  # Read once more: a key may have been written just before.
             pause = min(remaining, self._longest_wait)
             empty_queue = entries.get(missing[0])
             entry = self._wait(missing[0], empty_queue, pause)
@@ -249,9 +252,13 @@ class KeyValueStore(Store):
             pass
         return found
 
-    def _missing(self, keys: Sequence[str]) -> dict[str, Entry]:
-        """What to give for keys that are not there; nothing: wait for them."""
-        return {}
+    def _over(self) -> bool:
+        """Whether nobody will write the keys that are missing."""
+        return False
+
+    def _stand_in(self, key: str) -> bytes:
+        """What to give for such a key then."""
+        raise DistStoreError(f"nobody will write '{key}'")
 
     def _patiently(self, request: Callable[[], T], seconds: float | None = None) -> T:
         """Ask until the store answers: that it is away for a while ends no agent."""

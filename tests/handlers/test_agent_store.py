@@ -7,7 +7,7 @@ a test here fails at its deadline, or says what it got.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
 )
 
-from rdzv_plugins.kv import MemoryClient, MemoryServer
+from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer
 from rdzv_plugins.testing.threads import Background, together
 from rdzv_plugins.torch_compat.agent_store import AgentStore
 
@@ -156,6 +156,24 @@ def test_the_exit_barrier_ends_with_the_round_and_not_all_are_done(
     assert not round_.stores[0].all_done
     # torch logs the error of a barrier that was not passed, and goes on.
     assert "Error waiting on exit barrier" not in caplog.text, CHANGED
+
+
+def test_the_last_one_may_end_the_round_just_after_another_has_looked(
+    round_: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = round_.stores[0]
+    look = store._found
+
+    def found(keys: Sequence[str]) -> Mapping[str, Entry]:
+        entries = look(keys)
+        if not round_.done[1]:
+            round_.agents[1].pass_exit_barrier()
+            round_.end()
+        return entries
+
+    monkeypatch.setattr(store, "_found", found)
+    round_.agents[0].pass_exit_barrier()
+    assert store.all_done
 
 
 def test_nothing_is_made_up_while_the_round_lasts(round_: Round) -> None:
