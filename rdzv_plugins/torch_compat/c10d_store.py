@@ -257,8 +257,8 @@ class KeyValueStore(Store):
         return False
 
     def _stand_in(self, key: str) -> bytes:
-        """What to give for such a key then."""
-        raise DistStoreError(f"nobody will write '{key}'")
+        """What to give for such a key then; asked only of a store that is over."""
+        raise NotImplementedError
 
     def _patiently(self, request: Callable[[], T], seconds: float | None = None) -> T:
         """Ask until the store answers: that it is away for a while ends no agent."""
