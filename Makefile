@@ -24,7 +24,7 @@ demo: .venv/installed ## Train with three agents, kill one, continue training [E
 
 test: .venv/installed servers lint ## Install the test dependencies and run all tests except the long ones
 	@echo "==> running the tests"
-	@$(PYTEST) --numprocesses 4 --dist loadgroup --no-loadscope-reorder
+	@$(PYTEST) --numprocesses 6 --dist loadgroup --no-loadscope-reorder
 
 unit: .venv/installed ## Run the quick tests: no servers, hardly any threads
 	@$(PYTEST) --numprocesses 4 --dist worksteal tests/unit

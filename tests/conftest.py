@@ -13,13 +13,15 @@ hypothesis.settings.load_profile("untimed")
 
 # They fill all cores, one at a time is enough, and together they take longest: they come first.
 _HEAVY = ("test_torchrun", "test_edges", "test_simulation")
+# Minutes each. They and the tests of a store come next, so that no process ends long after others.
+_LONG = ("test_readme", "test_start", "test_torch_handler", "test_run", "test_policies")
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's reads the groups.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: item.path.stem not in _HEAVY)
+    items.sort(key=_turn)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -28,13 +30,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert all("@" in item.nodeid for item in session.items), "the groups have no effect"
 
 
+def _turn(item: pytest.Item) -> int:
+    """When its group's turn comes; groups of one turn come in the order of their first tests."""
+    if item.path.stem in _HEAVY:
+        return 0
+    return 1 if item.path.stem in _LONG or _store(item) is not None else 2
+
+
 def _group(item: pytest.Item) -> str:
     """The tests on one running store, so that it is started once; else those of a file."""
     if item.path.stem in _HEAVY:
         return "heavy"
+    return _store(item) or item.path.stem
+
+
+def _store(item: pytest.Item) -> str | None:
     parametrised: Any = getattr(item, "callspec", None)
     store = parametrised and parametrised.params.get("running_store")
-    return str(store.name) if store else item.path.stem
+    return str(store.name) if store else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
