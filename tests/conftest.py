@@ -11,7 +11,7 @@ import pytest
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# They fill all cores, one at a time is enough, and together they take longest: they come first.
+# They fill all cores and take longest: they come first, the simulator beside the other two.
 _HEAVY = ("test_torchrun", "test_edges", "test_simulation")
 # Minutes each. They and the tests of a store come next, so that no process ends long after others.
 _LONG = ("test_readme", "test_start", "test_torch_handler", "test_run", "test_policies")
@@ -40,7 +40,7 @@ def _turn(item: pytest.Item) -> int:
 def _group(item: pytest.Item) -> str:
     """The tests on one running store, so that it is started once; else those of a file."""
     if item.path.stem in _HEAVY:
-        return "heavy"
+        return "simulation" if item.path.stem == "test_simulation" else "heavy"
     return _store(item) or item.path.stem
 
 
