@@ -11,9 +11,10 @@ import pytest
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# They fill all cores and take longest: they come first, the simulator beside the other two.
-_HEAVY = ("test_torchrun", "test_edges", "test_simulation")
-# Minutes each. They and the tests of a store come next, so that no process ends long after others.
+# They fill all cores: one of them at a time is enough.
+_HEAVY = ("test_torchrun", "test_edges")
+# The longest come first, then those of minutes, so that no process ends long after the others.
+_LONGEST = (*_HEAVY, "test_simulation")
 _LONG = ("test_readme", "test_start", "test_torch_handler", "test_run", "test_policies")
 
 
@@ -32,7 +33,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _turn(item: pytest.Item) -> int:
     """When its group's turn comes; groups of one turn come in the order of their first tests."""
-    if item.path.stem in _HEAVY:
+    if item.path.stem in _LONGEST:
         return 0
     return 1 if item.path.stem in _LONG or _store(item) is not None else 2
 
@@ -40,7 +41,7 @@ def _turn(item: pytest.Item) -> int:
 def _group(item: pytest.Item) -> str:
     """The tests on one running store, so that it is started once; else those of a file."""
     if item.path.stem in _HEAVY:
-        return "simulation" if item.path.stem == "test_simulation" else "heavy"
+        return "heavy"
     return _store(item) or item.path.stem
 
 

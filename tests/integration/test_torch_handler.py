@@ -205,10 +205,10 @@ def test_a_late_node_gets_in_on_every_store(mended: Run) -> None:
 
 def add_a_late_node(run: Run) -> None:
     # All three ask at once; the slowest needs some requests to leave its last round first.
-    early = [run.node(2, 3, last_call=2) for _ in range(2)]
+    *early, newcomer = [run.node(2, 3, last_call=2) for _ in range(3)]
     before = run.join(*early)
     before[0].store.set("from an earlier round", "x")
-    late = run.start(run.node(2, 3, last_call=2))
+    late = run.start(newcomer)
     assert eventually(lambda: [handler.num_nodes_waiting() for handler in early] == [1, 1])
     assert not late.done()
     infos = [*run.join(*early), late.result(60)]
