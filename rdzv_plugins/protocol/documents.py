@@ -618,7 +618,7 @@ def labels(records: Mapping[str, NodeRecord], nodes: Iterable[str]) -> list[str]
 def _ranks(nodes: tuple[str, ...], shards: Shards | None) -> dict[str, int]:
     if shards is not None:
         return shards.ranks or {}
-    return {node: rank for rank, node in enumerate(nodes)}
+    return dict(zip(nodes, range(len(nodes)), strict=True))
 
 
 _ENCODER = msgspec.json.Encoder()

@@ -55,6 +55,8 @@ def without_hosts(held: Iterable[Exclusion], hosts: Collection[str]) -> tuple[Ex
 
 def exclusion_of(document: RoundDocument, host: str, now: float) -> Exclusion | None:
     """The exclusion of a host that holds at this time."""
+    if not (document.excluded or document.quarantined):
+        return None
     return in_force(document, now).get(host)
 
 

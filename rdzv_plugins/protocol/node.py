@@ -68,6 +68,11 @@ _LOOK_SECONDS = 1.0
 
 _PAUSES = (Rest, Park)
 
+# Kinds of actions. Not as unions: each mention of one makes it anew, ten times the check itself.
+_WRITES = (rules.Write, rules.Abdicate)
+_ENDS = (rules.Start, rules.Fail)
+_TELLS = (rules.Wait, *_ENDS)
+
 _LONGEST_OUTAGE_PAUSE = 0.5
 # A store may show a document before it shows the shards that were written before it.
 _MISSING_SHARD_PAUSE = 0.1
@@ -354,7 +359,7 @@ class Node:
                 yield from Tell(about, text)
                 self._told.add((about, key))
         action = member.decide(view)
-        writes = isinstance(action, rules.Write | rules.Abdicate)
+        writes = isinstance(action, _WRITES)
         if view.records is not None and not (seen.document_is_fresh or writes):
             # The records may be newer than the document. Compare-and-set guards a write; any other
             # action must be for the document as it is now.
@@ -368,13 +373,13 @@ class Node:
             self._join_deadline = self._clock() + self._join_timeout
         # Only now, after the store has answered: an outage is reported as such, and a round that
         # runs by now is no failure.
-        if not isinstance(action, rules.Start | rules.Fail) and self._is_late():
+        if not isinstance(action, _ENDS) and self._is_late():
             action = rules.Fail(Failure.TIMEOUT)
-        if isinstance(action, rules.Wait | rules.Start | rules.Fail):
+        if isinstance(action, _TELLS):
             yield from self._tell_what_it_asked_for()
         if self._joining and isinstance(action, rules.Wait):
             yield from self._tell_what_it_waits_for(view)
-        if self._join_ordered and isinstance(action, rules.Start | rules.Fail):
+        if self._join_ordered and isinstance(action, _ENDS):
             return  # It answers a join that was given up meanwhile; another one was ordered.
         yield from self._act(action)
 

@@ -263,7 +263,9 @@ class Observer:
     def misses_its_rank(self) -> bool:
         """Whether the store has lost the shard with this node's rank, or shows it too late."""
         document = self.document
-        return document is not None and any(it.ranks is None for it in document.rosters)
+        if document is None or document.is_whole:
+            return False
+        return any(it.ranks is None for it in document.rosters)
 
     def _improve(self, document: RoundDocument) -> None:
         """Take the same document with more of its nodes."""
@@ -360,7 +362,7 @@ class Observer:
         """Read what is due: the document, then all records as the leader, else the leader's."""
         if self._document_due:
             yield from self.read_document()
-        if self.document is not None and self.misses_its_rank:
+        if self.misses_its_rank and self.document is not None:
             self._improve((yield from self._with_own_rank(self.document)))
         document = self.document
         if document is None or document.closed or self.cannot_list:

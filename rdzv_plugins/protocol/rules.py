@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+import msgspec
+
 from rdzv_plugins.protocol.documents import (
     Exclusion,
     NodeRecord,
@@ -99,9 +101,7 @@ class Rules:
         return max(self.interval, self.lease / 3)
 
 
-# Not frozen: one is made for each decision, and a frozen one takes three times as long to make.
-@dataclass(slots=True, kw_only=True)
-class View:
+class View(msgspec.Struct, frozen=True, kw_only=True):
     """All that a node knows when it decides; never changed.
 
     Attributes:
@@ -213,15 +213,13 @@ class Failure(StrEnum):
     """No round formed within ``join_timeout``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     """Compare-and-set the document."""
 
     document: RoundDocument
 
 
-@dataclass(frozen=True, slots=True)
-class SetRecord:
+class SetRecord(msgspec.Struct, frozen=True):
     """Write this node's record; ``ring`` tells the leader."""
 
     status: Status
@@ -230,8 +228,7 @@ class SetRecord:
     ring: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Confirm:
+class Confirm(msgspec.Struct, frozen=True):
     """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first.
 
     ``seconds``: how long this may take before the node decides again; None: there is no limit.
@@ -242,22 +239,19 @@ class Confirm:
     seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """The round runs: release the agent."""
 
     document: RoundDocument
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """Raise in the agent's call."""
 
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Doubt:
+class Doubt(msgspec.Struct, frozen=True):
     """Give each of these nodes one more lease: so many at once may be the store or the load.
 
     Attributes:
@@ -271,25 +265,21 @@ class Doubt:
     world: int
 
 
-@dataclass(frozen=True, slots=True)
-class ListRecords:
+class ListRecords(msgspec.Struct, frozen=True):
     """List all records: this node leads, or must know which nodes live."""
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitExclusions:
+class AwaitExclusions(msgspec.Struct, frozen=True):
     """Wait until it is known whom the first round of a run must not name."""
 
 
-@dataclass(frozen=True, slots=True)
-class AskTombstone:
+class AskTombstone(msgspec.Struct, frozen=True):
     """Look for a tombstone of the run that this node remembers."""
 
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """Close the run: no node has work left, or it makes no progress."""
 
     document: RoundDocument
@@ -297,8 +287,7 @@ class Close:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abdicate:
+class Abdicate(msgspec.Struct, frozen=True):
     """Write the document without a leader: this node cannot lead.
 
     ``fails``: its listings fail; False: it is unfit, and may be well again.
@@ -308,8 +297,7 @@ class Abdicate:
     fails: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """Do nothing until something changes or ``seconds`` have passed (None: no limit).
 
     ``enough``: this leader counts ``min_nodes`` ready nodes, so that the last call runs.

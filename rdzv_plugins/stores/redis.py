@@ -559,7 +559,8 @@ class Client(StoreClient):
         line = parked.line
         try:
             # It may have come with the one before it.
-            while not line.can_read(timeout=0):
+            ready = line.can_read(timeout=0)
+            while not ready:
                 now = time.monotonic()
                 if now >= parked.until:
                     raise errors.TimeoutError("no answer in time")
@@ -576,6 +577,9 @@ class Client(StoreClient):
                     if parked.epoch != self._epoch:
                         line.disconnect()
                         return []
+                else:
+                    # Under TLS there may be something to read, and no part of the answer in it.
+                    ready = self._tls is None or line.can_read(timeout=0)
             answer = line.read_response()
         except WokenError:
             raise
