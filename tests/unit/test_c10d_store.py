@@ -46,6 +46,12 @@ def store(bare: KeyValueStore, request: pytest.FixtureRequest) -> Iterator[Any]:
     assert bare is not None
 
 
+@pytest.fixture(scope="module")
+def tcp() -> TCPStore:
+    # One for all: each looks up its client's name, and some resolvers take seconds for that.
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def test_set_and_get(store: Any) -> None:
     store.set("text", "é")
     store.set("binary", b"\x00\xff")
@@ -160,14 +166,15 @@ def test_check(store: Any) -> None:
 @pytest.mark.parametrize("kind", ["ours", "tcp"])
 def test_compare_set_is_c10ds(
     bare: KeyValueStore,
+    tcp: TCPStore,
     kind: str,
     held: str | None,
     expected: str,
     returned: bytes,
     afterwards: bytes | None,
 ) -> None:
-    tcp = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store: Any = PrefixStore("p", bare if kind == "ours" else tcp)
+    # Each case has its own keys in the one TCPStore.
+    store: Any = PrefixStore(f"{held}/{expected}", bare if kind == "ours" else tcp)
     if held is not None:
         store.set("key", held)
     assert store.compare_set("key", expected, "new") == returned
