@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import hypothesis
@@ -26,6 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # What the imports made stays: torch's many objects need not be searched for garbage each time.
+    gc.freeze()
     if session.config.getoption("loadgroup", False):
         # pytest-xdist writes an attribute of pytest's own, which pytest 9.2 no longer reads.
         assert all("@" in item.nodeid for item in session.items), "the groups have no effect"
