@@ -4,6 +4,9 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 SPHINX := $(BIN)/python -W ignore -m sphinx --quiet --nitpicky --fail-on-warning --doctree-dir build/doctrees
 
+# Some containers set it; each process of pytest would compile all tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test unit test-store lint simulate soak bench test-recipes docs linkcheck screenshots lock servers test-compose test-oldest build clean
 
@@ -27,7 +30,7 @@ test: .venv/installed servers lint ## Install the test dependencies and run all 
 	@$(PYTEST) --numprocesses 6 --dist loadgroup --no-loadscope-reorder
 
 unit: .venv/installed ## Run the quick tests: no servers, hardly any threads
-	@$(PYTEST) --numprocesses 4 --dist worksteal tests/unit
+	@$(PYTEST) --numprocesses 3 --dist worksteal tests/unit
 
 test-store: .venv/installed servers ## Run the tests of one store [STORE=redis]
 	@$(PYTEST) --numprocesses 2 --dist loadgroup -k $(or $(STORE),redis) tests/integration
