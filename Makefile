@@ -90,3 +90,4 @@ build: docs ## Build the wheel and the source distribution, with the site, and c
 
 clean: ## Remove everything that these targets created
 	@rm -rf .venv .servers .compose .recipes build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -prune -exec rm -rf {} +
