@@ -113,10 +113,13 @@ def test_etcd_without_a_leader_has_done_nothing(client: Any) -> None:
 
 
 @only("etcd-v3")
+@pytest.mark.parametrize("earlier", [None, 600], ids=["first", "second"])
 def test_a_lease_that_ends_too_early_takes_the_old_keys_along(
-    client: Any, monkeypatch: pytest.MonkeyPatch
+    client: Any, earlier: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.put_many({f"key/{number}": b"old" for number in range(200)})
+    if earlier is not None:
+        client.expire(earlier)
     attach = client._attach
 
     def end_after_the_first(keys: Any, lease: str, limit: Limit) -> bool:
@@ -130,6 +133,9 @@ def test_a_lease_that_ends_too_early_takes_the_old_keys_along(
     monkeypatch.setattr(client, "_attach", end_after_the_first)
     client.expire(60)
     assert {key: entry.value for key, entry in client.list("").items()} == {"key/199": b"new"}
+    # It is of the next run, which has no deadline.
+    (item,) = client._call(partial(client._ask, "kv/range", client._one("key/199")))["kvs"]
+    assert "lease" not in item
 
 
 @only("etcd-v3")
@@ -153,6 +159,30 @@ def test_a_run_has_one_lease_however_often_it_is_renewed(
     client.expire(0)
     rival.put("key", b"new")
     assert client.list("").keys() == {"key"}
+    rival.close()
+
+
+@only("etcd-v3")
+def test_a_put_leaves_a_key_the_lease_that_another_client_gave_it(
+    running_store: RunningStore, run_id: str, client: Any
+) -> None:
+    def leases() -> set[str]:
+        everything = client._call(partial(client._ask, "kv/range", client._range("")))
+        return {item.get("lease", "") for item in everything["kvs"]}
+
+    rival = running_store.open(run_id)
+    for number in range(4):
+        client.put(f"key/{number}", b"old")
+        assert len(leases()) == 1
+        # This client reads nothing, and so does not know of the lease.
+        rival.expire(600 + number)
+        for known in range(number + 1):
+            client.put(f"key/{known}", b"new")
+        assert len(leases()) == 1
+    rival.delete("key/2")
+    client.put("key/2", b"again")
+    assert leases() == {client._lease}
+    assert {entry.value for entry in client.list("").values()} == {b"new", b"again"}
     rival.close()
 
 
