@@ -38,7 +38,7 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
 from rdzv_plugins.config import ServerOptions
@@ -53,9 +53,8 @@ from rdzv_plugins.kv.base import (
     stamped,
 )
 from rdzv_plugins.kv.contract import Capabilities, Entry, Version
-from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
-from rdzv_plugins.stores._http import Http, Request, http_problem
-from rdzv_plugins.stores._tls import tls_context
+from rdzv_plugins.kv.findings import Finding, Mark, of_version
+from rdzv_plugins.stores._http import Request, http_of, http_problem
 
 __all__ = ["Client", "Options"]
 
@@ -111,22 +110,20 @@ class Client(StoreClient):
     ) -> None:
         super().__init__(f"etcd at {redact(endpoint) or 'localhost'}", request_timeout)
         target = parse_endpoint(endpoint, default_port=2379, schemes=("http", "https"))
-        secure = options.tls or target.scheme == "https"
+        # Spread the nodes over the members.
+        target = replace(target, hosts=tuple(random.sample(target.hosts, len(target.hosts))))
+        self._http = http_of(target, options, request_timeout)
         self._user = target.user or options.user
         self._password = target.password or options.secret()
         self._token: str | None = None
-        self._secure = secure
-        self._hosts = [host for host, _ in target.hosts]
-        self._grant = f"readwrite --prefix '{'/'.join(segments(namespace, options.prefix)[:-1])}/'"
+        *prefix, run = segments(namespace, options.prefix)
+        self._grant = f"readwrite --prefix '{'/'.join(prefix)}/'"
         # The path itself is the key of the mark.
-        self._path = "/".join(segments(namespace, options.prefix)) + "/"
-        # The last known lease of the mark; every write compares it.
+        self._path = "/".join([*prefix, run, ""])
+        # The last known lease of the mark, which a transaction compares.
         self._lease = _NO_LEASE
         # Keys that this client has put: most still exist, and keep their lease at the next put.
         self._existing: set[str] = set()
-        # Spread the nodes over the members.
-        members = random.sample(target.hosts, len(target.hosts))
-        self._http = Http(members, tls_context(options) if secure else None, request_timeout)
         self._connect(self._learn_lease)
 
     def compare_and_set(
@@ -199,17 +196,17 @@ class Client(StoreClient):
             return
         ttl = str(math.ceil(seconds))
         while True:
-            old = self._learn_lease(limit)
-            lease = _NO_LEASE
+            old = lease = self._learn_lease(limit)
+            left = ""
             if old != _NO_LEASE:
                 # Also if a new lease replaces it: it must not expire before all keys have moved.
                 kept = self._ask("lease/keepalive", {"ID": old}, limit)
-                if (left := kept.get("result", {}).get("TTL", "0")) == "0":
-                    # It has expired: look again when its keys are deleted.
-                    limit.sleep(random.uniform(0.02, 0.1))
-                    continue
-                lease = old if left == ttl else _NO_LEASE
-            if lease == _NO_LEASE:
+                left = kept.get("result", {}).get("TTL", "0")
+            if left == "0":
+                # It has expired: look again when its keys are deleted.
+                limit.sleep(random.uniform(0.02, 0.1))
+                continue
+            if left != ttl:
                 lease = self._ask("lease/grant", {"TTL": ttl}, limit)["ID"]
                 mark = {"request_put": {**self._one(""), "lease": lease}}
                 try:
@@ -304,7 +301,7 @@ class Client(StoreClient):
         self._http.close()
 
     def inspect(self) -> Iterable[Finding]:
-        yield of_connection(self._secure, self._password is not None, self._hosts)
+        yield self._http.inspect(self._password is not None)
         status, why = self._learn(lambda limit: self._ask("maintenance/status", {}, limit))
         if status is None:
             yield Finding(Mark.UNKNOWN, "version", f"not known: {why}")
@@ -453,7 +450,7 @@ class Client(StoreClient):
             self._token = None
         elif error.retryable:
             self._http.leave(member)
-        elif str(error).startswith("etcdserver:") and str(error).endswith("not found"):
+        elif str(error).endswith(("key not found", "lease not found")):
             raise MissingError(status, body)
         raise error
 
