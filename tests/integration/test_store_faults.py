@@ -187,6 +187,35 @@ def test_a_put_leaves_a_key_the_lease_that_another_client_gave_it(
 
 
 @only("etcd-v3")
+def test_nothing_is_lost_that_is_put_while_the_deadline_moves(
+    running_store: RunningStore, run_id: str, client: Any
+) -> None:
+    # So that the writers know of a lease, which is then revoked.
+    client.expire(599)
+    writers = [running_store.open(run_id) for _ in range(3)]
+
+    def write(number: int) -> None:
+        # Each key is created, then replaced while others are created.
+        for at in range(60):
+            writers[number].put(f"{number}/{at}", b"one")
+            writers[number].put(f"{number}/{at // 2}", b"two")
+
+    def move() -> None:
+        for seconds in range(600, 630):
+            client.expire(seconds)
+
+    together([move, *(partial(write, number) for number in range(3))])
+    keys = {f"{number}/{at}": at for number in range(3) for at in range(60)}
+    assert {key: entry.value for key, entry in client.list("").items()} == {
+        key: b"two" if at < 30 else b"one" for key, at in keys.items()
+    }
+    everything = client._call(partial(client._ask, "kv/range", client._range("")))
+    assert {item.get("lease") for item in everything["kvs"]} == {client._lease}
+    for writer in writers:
+        writer.close()
+
+
+@only("etcd-v3")
 def test_a_lost_lease_is_no_missing_gateway(client: Any) -> None:
     lost = b'{"code": 5, "message": "etcdserver: requested lease not found"}'
     assert client._problem(RefusedError(404, lost)).state
