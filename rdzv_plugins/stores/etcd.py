@@ -137,11 +137,10 @@ class Client(StoreClient):
 
         def request(limit: Limit) -> tuple[Entry | None, bool]:
             # One request takes 1.5 ms; the base class's two take 1.9 ms.
-            written, there = self._write({key: data}, self._holds(key, expected), limit)
-            entry = there.entry if there is not None else None
-            if written or (entry is not None and entry.version == ours.version):
+            written, there = self._swap(key, data, expected, limit)
+            if written or (there is not None and there.version == ours.version):
                 return ours, True
-            return entry, False
+            return there.entry if there is not None else None, False
 
         return self._call(request)
 
@@ -165,8 +164,7 @@ class Client(StoreClient):
         }
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        holds = self._holds(key, seen.version if seen is not None else None)
-        return self._write({key: data}, holds, limit)[0]
+        return self._swap(key, data, seen.version if seen is not None else None, limit)[0]
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         if len(values) == 1 and values.keys() <= self._existing:
@@ -177,7 +175,8 @@ class Client(StoreClient):
             with suppress(MissingError):
                 self._ask("kv/put", put, limit)
                 return
-        self._write(values, [], limit)
+        while not self._write([], values, limit).get("succeeded"):
+            self._learn_lease(limit)
         if len(self._existing) > _REMEMBERED:
             self._existing.clear()
         self._existing.update(values)
@@ -357,24 +356,30 @@ class Client(StoreClient):
         self._lease = _lease_in(self._ask("kv/range", self._one(""), limit))
         return self._lease
 
-    def _write(
-        self, values: Mapping[str, bytes], holds: Sequence[Json], limit: Limit
+    def _swap(
+        self, key: str, data: bytes, expected: str | None, limit: Limit
     ) -> tuple[bool, Stored | None]:
-        """Write with the mark's lease if ``holds``; else return False and the first key's value."""
-        looks = [{"request_range": self._one(name)} for name in (next(iter(values)), "")]
+        """Write if the key has the version; else return False and what is there."""
+        look = {"request_range": self._one(key)}
         while True:
-            lease = self._lease
-            puts = [
-                {"request_put": {**self._one(key), "value": _encoded(data), "lease": lease}}
-                for key, data in values.items()
-            ]
-            answer = self._transact([*holds, self._marked(lease)], puts, limit, looks)
+            answer = self._write(self._holds(key, expected), {key: data}, limit, look)
             if answer.get("succeeded"):
                 return True, None
-            there, mark = (response["response_range"] for response in answer["responses"])
-            self._lease = _lease_in(mark)
-            if self._lease == lease:
-                return False, _first(there, answer)
+            there = _first(answer["responses"][0]["response_range"], answer)
+            if (there.version if there is not None else None) != expected:
+                return False, there
+            self._learn_lease(limit)
+
+    def _write(
+        self, holds: Sequence[Json], values: Mapping[str, bytes], limit: Limit, *looks: Json
+    ) -> Json:
+        """Write with the mark's lease if that is as known and ``holds``; else execute ``looks``."""
+        lease = self._lease
+        puts = [
+            {"request_put": {**self._one(key), "value": _encoded(data), "lease": lease}}
+            for key, data in values.items()
+        ]
+        return self._transact([*holds, self._marked(lease)], puts, limit, looks)
 
     def _move(self, lease: str, limit: Limit) -> bool:
         """Give all keys the lease of the mark; False: another client has changed the mark's."""

@@ -163,7 +163,7 @@ def test_a_run_has_one_lease_however_often_it_is_renewed(
 
 
 @only("etcd-v3")
-def test_a_put_leaves_a_key_the_lease_that_another_client_gave_it(
+def test_a_write_has_the_lease_that_another_client_gave_the_run(
     running_store: RunningStore, run_id: str, client: Any
 ) -> None:
     def leases() -> set[str]:
@@ -176,6 +176,7 @@ def test_a_put_leaves_a_key_the_lease_that_another_client_gave_it(
         assert len(leases()) == 1
         # This client reads nothing, and so does not know of the lease.
         rival.expire(600 + number)
+        assert client.compare_and_set(f"swapped/{number}", b"new", None)[1]
         for known in range(number + 1):
             client.put(f"key/{known}", b"new")
         assert len(leases()) == 1
@@ -200,11 +201,11 @@ def test_nothing_is_lost_that_is_put_while_the_deadline_moves(
             writers[number].put(f"{number}/{at}", b"one")
             writers[number].put(f"{number}/{at // 2}", b"two")
 
-    def move() -> None:
-        for seconds in range(600, 630):
-            client.expire(seconds)
+    def move(first: float) -> None:
+        for more in range(30):
+            client.expire(first + more)
 
-    together([move, *(partial(write, number) for number in range(3))])
+    together([partial(move, 600), *(partial(write, number) for number in range(3))])
     keys = {f"{number}/{at}": at for number in range(3) for at in range(60)}
     assert {key: entry.value for key, entry in client.list("").items()} == {
         key: b"two" if at < 30 else b"one" for key, at in keys.items()
