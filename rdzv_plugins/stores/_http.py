@@ -21,10 +21,13 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
+from rdzv_plugins.config import ServerOptions
+from rdzv_plugins.endpoint import Endpoint
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient
-from rdzv_plugins.stores._tls import tls_problem, unheard_alert
+from rdzv_plugins.kv.findings import Finding, of_connection
+from rdzv_plugins.stores._tls import tls_context, tls_problem, unheard_alert
 
-__all__ = ["Answer", "Http", "Request", "http_problem"]
+__all__ = ["Answer", "Http", "Request", "http_of", "http_problem"]
 
 T = TypeVar("T")
 
@@ -100,6 +103,10 @@ class Http:
                 return
             self._server = (server + 1) % len(self._hosts)
         self._drop_idle()
+
+    def inspect(self, secret: bool) -> Finding:
+        """What `of_connection` says; ``secret``: a password or token is sent."""
+        return of_connection(self._context is not None, secret, [host for host, _ in self._hosts])
 
     def close(self) -> None:
         """Close the idle connections; a running request closes its own when it ends."""
@@ -258,6 +265,12 @@ def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
             return line
         line.close()
     raise problem
+
+
+def http_of(target: Endpoint, options: ServerOptions, timeout: float) -> Http:
+    """Connections to the endpoint's servers, with TLS if its scheme or the options demand it."""
+    secure = options.tls or target.scheme == "https"
+    return Http(target.hosts, tls_context(options) if secure else None, timeout)
 
 
 def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Problem | None:

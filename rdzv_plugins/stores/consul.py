@@ -34,7 +34,7 @@ from email.message import Message
 from email.utils import parsedate_to_datetime
 from math import ceil
 from typing import Any, ClassVar, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlencode
 
 import consul.base
 from consul import ConsulException
@@ -43,9 +43,8 @@ from rdzv_plugins.config import ServerOptions, first_line, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, segments
 from rdzv_plugins.kv.contract import Capabilities
-from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
-from rdzv_plugins.stores._http import Http, Request, http_problem
-from rdzv_plugins.stores._tls import tls_context
+from rdzv_plugins.kv.findings import Finding, Mark, of_version
+from rdzv_plugins.stores._http import Request, http_of, http_problem
 
 __all__ = ["Client", "Options"]
 
@@ -104,8 +103,10 @@ class Client(StoreClient):
         self._keys, self._mark = self._places(run)
         scope = {"Namespace": options.namespace, "Partition": options.partition}
         self._scope = {name: value for name, value in scope.items() if value}
-        self._transport = _transport(endpoint, options, request_timeout)
-        self._api = _Consul(self._transport)
+        self._transport = _Transport(endpoint, options, request_timeout)
+        # With these arguments py-consul ignores the environment.
+        self._api = consul.base.Consul("localhost", 0, scheme="http", verify=True)
+        self._api.http = self._transport
         # Unlike a transaction, this fails for a token that may not read.
         self._connect(lambda limit: self._query(self._mark, limit))
 
@@ -116,9 +117,8 @@ class Client(StoreClient):
         return self._found([self._keys + quote(prefix, safe="")], limit)
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        self._transport.bound(limit)
         index = seen.guard if seen is not None else 0
-        return bool(self._api.kv.put(self._path(key), data, cas=index))
+        return bool(self._within(limit).kv.put(self._path(key), data, cas=index))
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         sets = [self._operation("set", self._path(key), data) for key, data in values.items()]
@@ -201,26 +201,24 @@ class Client(StoreClient):
         return self._unreachable(error, undone=unsent)
 
     def inspect(self) -> Iterable[Finding]:
-        yield of_connection(*self._transport.sends)
-        agent, _ = self._learn(lambda limit: self._bound(limit).agent.self())
+        yield self._transport.inspect()
+        agent, _ = self._learn(lambda limit: self._within(limit).agent.self())
         if agent is None:
             yield Finding(Mark.UNKNOWN, "version", "not known: the token has no agent:read")
         else:
             config = agent.get("Config", {})
             yield of_version("consul", str(config.get("Version", "")), self.least_version)
-        leader, why = self._learn(lambda limit: self._bound(limit).status.leader())
+        leader, why = self._learn(lambda limit: self._within(limit).status.leader())
         if leader is None:
             yield Finding(Mark.UNKNOWN, "role", f"not known: {why}")
         elif not leader:
             advice = "start a majority of the servers"
             yield Finding(Mark.FAILED, "role", "the servers have no leader", advice)
         else:
-            kind = "an agent" if agent is None else _kind(agent)
+            kind = "an agent"
+            if agent is not None:
+                kind = "a server" if agent.get("Config", {}).get("Server") else "a client agent"
             yield Finding(Mark.OK, "role", f"{kind} of a cluster with the leader {leader}")
-
-    def _bound(self, limit: Limit) -> Any:
-        self._transport.bound(limit)
-        return self._api
 
     def _disconnect(self) -> None:
         self._transport.close()
@@ -265,8 +263,7 @@ class Client(StoreClient):
 
     def _commit(self, operations: Sequence[dict[str, Any]], limit: Limit) -> list[Item]:
         """Execute a transaction; returns the keys that it read and wrote."""
-        self._transport.bound(limit)
-        results = self._api.txn.put(operations)["Results"] or ()
+        results = self._within(limit).txn.put(operations)["Results"] or ()
         return [
             Item(kv["Key"], base64.b64decode(kv["Value"] or ""), kv["ModifyIndex"])
             for kv in (result["KV"] for result in results)
@@ -276,10 +273,15 @@ class Client(StoreClient):
         self, path: str, limit: Limit, index: int | None = None, held: float = 0.0
     ) -> tuple[Item | None, int]:
         """A key and the index to wait from; Consul waits up to ``held`` s for a later ``index``."""
-        self._transport.bound(limit, held)
-        after, kv = self._api.kv.get(path, index=index, wait=f"{ceil(held * 1000)}ms")
+        wait = f"{ceil(held * 1000)}ms"
+        after, kv = self._within(limit, held).kv.get(path, index=index, wait=wait)
         item = Item(path, kv["Value"] or b"", kv["ModifyIndex"]) if kv else None
         return item, max(1, int(after))
+
+    def _within(self, limit: Limit, held: float = 0.0) -> Any:
+        """py-consul's interface, whose next request of this thread ends at the limit."""
+        self._transport.bound(limit, held)
+        return self._api
 
 
 class Item(NamedTuple):
@@ -300,46 +302,49 @@ class RefusedError(Exception):
         self.status = 403 if status == 409 and "Permission denied" in text else status
 
 
-class _Consul(consul.base.Consul):  # type: ignore[misc]
-    """py-consul's interface over our transport."""
-
-    def __init__(self, transport: _Transport) -> None:
-        self._transport = transport
-        # With these arguments py-consul ignores the environment.
-        super().__init__("localhost", 0, scheme="http", verify=True)
-
-    def http_connect(self, *_: object) -> _Transport:
-        return self._transport
-
-
-class _Transport(consul.base.HTTPClient):  # type: ignore[misc]
+class _Transport:
     """Sends py-consul's requests, each with token and scope and within the limit of its thread.
 
     py-consul's calls take no limit: `bound` sets it for the calling thread.
     """
 
-    def __init__(
-        self,
-        http: Http,
-        query: Sequence[tuple[str, str]],
-        headers: Mapping[str, str],
-        sends: tuple[bool, bool, list[str]],
-    ) -> None:
-        """``sends``: whether encrypted, whether with a token, and to which hosts."""
-        super().__init__()
-        self.sends = sends
-        self.base_uri = ""
-        self._http, self._query, self._headers = http, query, headers
+    def __init__(self, endpoint: str, options: Options, request_timeout: float) -> None:
+        port = 8501 if options.tls or endpoint.lower().startswith("https://") else 8500
+        schemes = ("http", "https", "consul")
+        target = parse_endpoint(endpoint, default_port=port, schemes=schemes)
+        if target.path.strip("/") or target.query:
+            raise ValueError("a consul endpoint has neither a path nor parameters")
+        self._http = http_of(target, options, request_timeout)
+        scope = {"dc": options.datacenter, "ns": options.namespace, "partition": options.partition}
+        self._query = {name: value for name, value in scope.items() if value} | {"consistent": ""}
+        self._headers = {"Content-Type": "application/json"}
+        user, password = target.user or options.user, target.password or options.secret()
+        token = options.token
+        if token is None and options.token_file is not None:
+            token = first_line("token_file", options.token_file)
+        if user is not None and token is not None:
+            login = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
+            self._headers["Authorization"] = f"Basic {login}"
+        if token := token or password:
+            self._headers["X-Consul-Token"] = token
         self._thread = threading.local()
 
-    def bound(self, limit: Limit, held: float = 0.0) -> None:
-        """Limit this thread's next requests; ``held``: seconds that Consul may hold them back."""
+    def inspect(self) -> Finding:
+        return self._http.inspect(len(self._headers) > 1)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def bound(self, limit: Limit, held: float) -> None:
+        """Limit this thread's next request; ``held``: seconds that Consul may hold it back."""
         self._thread.limit, self._thread.held = limit, held
 
     @property
     def agents_time(self) -> float:
         """The time, in seconds, of the agent that answered this thread's last request."""
         return _time_of(self._thread.headers)
+
+    # What py-consul calls.
 
     def get(self, callback: Any, path: str, params: Any = None, **_: object) -> Any:
         return self._ask("GET", callback, path, params)
@@ -348,54 +353,18 @@ class _Transport(consul.base.HTTPClient):  # type: ignore[misc]
         body = data.encode() if isinstance(data, str) else data
         return self._ask("PUT", callback, path, params, body)
 
-    def delete(self, *_: object, **__: object) -> None:
-        raise NotImplementedError
-
-    post = delete
-
-    def close(self) -> None:
-        self._http.close()
-
     def _ask(
         self, method: str, callback: Any, path: str, params: Any, body: bytes | None = None
     ) -> Any:
-        target = self.uri(path, [*(params or ()), *self._query])
+        query = urlencode([*(params or ()), *self._query.items()])
         now = self._thread
-        request = Request(method, target, self._headers, body)
+        request = Request(method, f"{quote(path, safe='/:')}?{query}", self._headers, body)
         answer = self._http.ask(request, now.limit, now.held)
         now.headers = answer.headers
         if answer.status != 200 and (answer.status, method) != (404, "GET"):
             raise RefusedError(answer.status, answer.body)
         text = answer.body.decode(errors="replace")
         return callback(consul.base.Response(answer.status, answer.headers, text))
-
-
-def _transport(endpoint: str, options: Options, request_timeout: float) -> _Transport:
-    tls = options.tls or endpoint.startswith("https://")
-    target = parse_endpoint(
-        endpoint, default_port=8501 if tls else 8500, schemes=("http", "https", "consul")
-    )
-    if target.path.strip("/") or target.query:
-        raise ValueError("a consul endpoint has neither a path nor parameters")
-    user, password = target.user or options.user, target.password or options.secret()
-    headers = {"Content-Type": "application/json"}
-    token = options.token
-    if token is None and options.token_file is not None:
-        token = first_line("token_file", options.token_file)
-    if user is not None and token is not None:
-        login = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
-        headers["Authorization"] = f"Basic {login}"
-    if token := token or password:
-        headers["X-Consul-Token"] = token
-    http = Http(target.hosts, tls_context(options) if tls else None, request_timeout)
-    query = {"dc": options.datacenter, "ns": options.namespace, "partition": options.partition}
-    given = [(name, value) for name, value in query.items() if value]
-    sends = tls, len(headers) > 1, [host for host, _ in target.hosts]
-    return _Transport(http, [*given, ("consistent", "")], headers, sends)
-
-
-def _kind(agent: Mapping[str, Any]) -> str:
-    return "a server" if agent.get("Config", {}).get("Server") else "a client agent"
 
 
 def _time_of(headers: Message) -> float:

@@ -18,9 +18,10 @@ Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 
 `Client.put_many` is atomic up to 128 keys and 1 MiB.
 `Client.add` is a compare-and-set: with 256 nodes adding to one counter at once it took seconds.
 `Client.expire` uses a lease, at least two seconds with etcd's default timing, and longer if the
-leader changes. A mark key at the run's own path has the lease. Every write gives its key the mark's
-lease in a transaction that compares it, so that all keys of a run expire together. Three members
-survive the loss of one, five the loss of two; name all members in the endpoint.
+leader changes. A mark key at the run's own path has the lease. A new key gets the mark's lease in a
+transaction that compares it, and a later put leaves a key its lease, so that all keys of a run
+expire together. Three members survive the loss of one, five the loss of two; name all members in
+the endpoint.
 The gateway must be enabled (``--enable-grpc-gateway``). It takes no user name from a client
 certificate: with authentication enabled, set user and password too, and use a certificate without
 a common name (CN), because the gateway refuses all others. The user's role needs readwrite on the
@@ -36,7 +37,8 @@ import re
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
 from rdzv_plugins.config import ServerOptions
@@ -51,9 +53,8 @@ from rdzv_plugins.kv.base import (
     stamped,
 )
 from rdzv_plugins.kv.contract import Capabilities, Entry, Version
-from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
-from rdzv_plugins.stores._http import Http, Request, http_problem
-from rdzv_plugins.stores._tls import tls_context
+from rdzv_plugins.kv.findings import Finding, Mark, of_version
+from rdzv_plugins.stores._http import Request, http_of, http_problem
 
 __all__ = ["Client", "Options"]
 
@@ -63,6 +64,8 @@ _OPERATIONS = 128
 # A watch is renewed this often, in seconds, in case its member hangs.
 _LONGEST_PARK = 15.0
 _VERSION = re.compile(f"[0-9a-f]{{{2 * (STAMP_BYTES - 1)}}}")
+# The most keys of which a client remembers that it has put them.
+_REMEMBERED = 1000
 # etcd's own value for it.
 _NO_LEASE = "0"
 
@@ -107,20 +110,20 @@ class Client(StoreClient):
     ) -> None:
         super().__init__(f"etcd at {redact(endpoint) or 'localhost'}", request_timeout)
         target = parse_endpoint(endpoint, default_port=2379, schemes=("http", "https"))
-        secure = options.tls or target.scheme == "https"
+        # Spread the nodes over the members.
+        target = replace(target, hosts=tuple(random.sample(target.hosts, len(target.hosts))))
+        self._http = http_of(target, options, request_timeout)
         self._user = target.user or options.user
         self._password = target.password or options.secret()
         self._token: str | None = None
-        self._secure = secure
-        self._hosts = [host for host, _ in target.hosts]
-        self._grant = f"readwrite --prefix '{'/'.join(segments(namespace, options.prefix)[:-1])}/'"
+        *prefix, run = segments(namespace, options.prefix)
+        self._grant = f"readwrite --prefix '{'/'.join(prefix)}/'"
         # The path itself is the key of the mark.
-        self._path = "/".join(segments(namespace, options.prefix)) + "/"
-        # The last known lease of the mark; every write compares it.
+        self._path = "/".join([*prefix, run, ""])
+        # The last known lease of the mark, which a transaction compares.
         self._lease = _NO_LEASE
-        # Spread the nodes over the members.
-        members = random.sample(target.hosts, len(target.hosts))
-        self._http = Http(members, tls_context(options) if secure else None, request_timeout)
+        # Keys that this client has put: most still exist, and keep their lease at the next put.
+        self._existing: set[str] = set()
         self._connect(self._learn_lease)
 
     def compare_and_set(
@@ -134,11 +137,10 @@ class Client(StoreClient):
 
         def request(limit: Limit) -> tuple[Entry | None, bool]:
             # One request takes 1.5 ms; the base class's two take 1.9 ms.
-            written, there = self._write({key: data}, self._holds(key, expected), limit)
-            entry = there.entry if there is not None else None
-            if written or (entry is not None and entry.version == ours.version):
+            written, there = self._swap(key, data, expected, limit)
+            if written or (there is not None and there.version == ours.version):
                 return ours, True
-            return entry, False
+            return there.entry if there is not None else None, False
 
         return self._call(request)
 
@@ -162,14 +164,30 @@ class Client(StoreClient):
         }
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        holds = self._holds(key, seen.version if seen is not None else None)
-        return self._write({key: data}, holds, limit)[0]
+        return self._swap(key, data, seen.version if seen is not None else None, limit)[0]
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        self._write(values, [], limit)
+        if len(values) == 1 and values.keys() <= self._existing:
+            # 0.67 ms; a transaction takes 0.84 ms, more for a large value.
+            ((key, data),) = values.items()
+            put = {**self._one(key), "value": _encoded(data), "ignore_lease": True}
+            # It may have been deleted, or have expired.
+            with suppress(MissingError):
+                self._ask("kv/put", put, limit)
+                return
+        while not self._write([], values, limit).get("succeeded"):
+            self._learn_lease(limit)
+        if len(self._existing) > _REMEMBERED:
+            self._existing.clear()
+        self._existing.update(values)
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
-        self._transact([], [{"request_delete_range": self._one(key)} for key in keys], limit)
+        names = [*keys]
+        self._existing.difference_update(names)
+        if len(names) == 1:
+            self._ask("kv/deleterange", self._one(names[0]), limit)
+        else:
+            self._transact([], [{"request_delete_range": self._one(key)} for key in names], limit)
 
     def _expire(self, seconds: float, limit: Limit) -> None:
         if seconds <= 0:
@@ -177,36 +195,31 @@ class Client(StoreClient):
             return
         ttl = str(math.ceil(seconds))
         while True:
-            old = self._learn_lease(limit)
-            lease = _NO_LEASE
+            old = lease = self._learn_lease(limit)
+            left = ""
             if old != _NO_LEASE:
                 # Also if a new lease replaces it: it must not expire before all keys have moved.
                 kept = self._ask("lease/keepalive", {"ID": old}, limit)
-                if (left := kept.get("result", {}).get("TTL", "0")) == "0":
-                    # It has expired: look again when its keys are deleted.
-                    limit.sleep(random.uniform(0.02, 0.1))
-                    continue
-                lease = old if left == ttl else _NO_LEASE
-            if lease == _NO_LEASE:
+                left = kept.get("result", {}).get("TTL", "0")
+            if left == "0":
+                # It has expired: look again when its keys are deleted.
+                limit.sleep(random.uniform(0.02, 0.1))
+                continue
+            if left != ttl:
                 lease = self._ask("lease/grant", {"TTL": ttl}, limit)["ID"]
+                mark = {"request_put": {**self._one(""), "lease": lease}}
                 try:
-                    answer = self._transact(
-                        [self._marked(old)],
-                        [{"request_put": {**self._one(""), "lease": lease}}],
-                        limit,
-                    )
-                except RefusedError as error:
-                    if "lease not found" not in str(error):
-                        raise
+                    if not self._transact([self._marked(old)], [mark], limit).get("succeeded"):
+                        self._ask("lease/revoke", {"ID": lease}, limit)
+                        continue
+                except MissingError:
                     # This client was delayed, and the lease has expired.
-                    continue
-                if not answer.get("succeeded"):
-                    self._ask("lease/revoke", {"ID": lease}, limit)
                     continue
             self._lease = lease
             if self._move(lease, limit) and old not in (_NO_LEASE, lease):
                 # No key has the old lease, and no client can attach it any more.
-                self._ask("lease/revoke", {"ID": old}, limit)
+                with suppress(MissingError):
+                    self._ask("lease/revoke", {"ID": old}, limit)
             return
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
@@ -287,7 +300,7 @@ class Client(StoreClient):
         self._http.close()
 
     def inspect(self) -> Iterable[Finding]:
-        yield of_connection(self._secure, self._password is not None, self._hosts)
+        yield self._http.inspect(self._password is not None)
         status, why = self._learn(lambda limit: self._ask("maintenance/status", {}, limit))
         if status is None:
             yield Finding(Mark.UNKNOWN, "version", f"not known: {why}")
@@ -340,76 +353,64 @@ class Client(StoreClient):
     # Requests.
 
     def _learn_lease(self, limit: Limit) -> str:
-        """Read the lease of the mark, which is the first of the run's keys."""
-        first = {**self._range(""), "keys_only": True, "limit": "1"}
-        self._lease = self._lease_in(self._ask("kv/range", first, limit))
+        self._lease = _lease_in(self._ask("kv/range", self._one(""), limit))
         return self._lease
 
-    def _lease_in(self, found: Mapping[str, Any]) -> str:
-        """The lease of the mark in the answer to a range that begins with the mark."""
-        for item in found.get("kvs", [])[:1]:
-            if not self._relative(item):
-                return str(item.get("lease", _NO_LEASE))
-        return _NO_LEASE
-
-    def _write(
-        self, values: Mapping[str, bytes], holds: Sequence[Json], limit: Limit
+    def _swap(
+        self, key: str, data: bytes, expected: str | None, limit: Limit
     ) -> tuple[bool, Stored | None]:
-        """Write with the mark's lease if ``holds``; else return False and the first key's value."""
-        looks = [{"request_range": self._one(name)} for name in (next(iter(values)), "")]
+        """Write if the key has the version; else return False and what is there."""
+        look = {"request_range": self._one(key)}
         while True:
-            lease = self._lease
-            puts = [
-                {"request_put": {**self._one(key), "value": _encoded(data), "lease": lease}}
-                for key, data in values.items()
-            ]
-            answer = self._transact([*holds, self._marked(lease)], puts, limit, looks)
+            answer = self._write(self._holds(key, expected), {key: data}, limit, look)
             if answer.get("succeeded"):
                 return True, None
-            there, mark = (response["response_range"] for response in answer["responses"])
-            self._lease = self._lease_in(mark)
-            if self._lease == lease:
-                return False, _first(there, answer)
+            there = _first(answer["responses"][0]["response_range"], answer)
+            if (there.version if there is not None else None) != expected:
+                return False, there
+            self._learn_lease(limit)
+
+    def _write(
+        self, holds: Sequence[Json], values: Mapping[str, bytes], limit: Limit, *looks: Json
+    ) -> Json:
+        """Write with the mark's lease if that is as known and ``holds``; else execute ``looks``."""
+        lease = self._lease
+        puts = [
+            {"request_put": {**self._one(key), "value": _encoded(data), "lease": lease}}
+            for key, data in values.items()
+        ]
+        return self._transact([*holds, self._marked(lease)], puts, limit, looks)
 
     def _move(self, lease: str, limit: Limit) -> bool:
         """Give all keys the lease of the mark; False: another client has changed the mark's."""
-        listing = self._ask("kv/range", {**self._range(""), "keys_only": True}, limit)
-        others = [it for it in listing.get("kvs", []) if it.get("lease", _NO_LEASE) != lease]
-        keys = [self._relative(item) for item in others]
-        for at in range(0, len(keys), _OPERATIONS - 1):
-            batch = keys[at : at + _OPERATIONS - 1]
-            # A batch fails as a whole if one of its keys was deleted meanwhile.
-            if self._attach(batch, lease, limit) or all(
-                self._attach([key], lease, limit) for key in batch
-            ):
+        keys = {**self._range(""), "keys_only": True}
+        while True:
+            items = self._ask("kv/range", keys, limit).get("kvs", [])
+            others = [it for it in items if it.get("lease", _NO_LEASE) != lease]
+            batches = (others[at : at + _OPERATIONS] for at in range(0, len(others), _OPERATIONS))
+            try:
+                if all(self._attach(batch, lease, limit) for batch in batches):
+                    return True
+            except MissingError:
+                # One of the keys was deleted meanwhile: list the others again.
                 continue
-            if self._learn_lease(limit) == _NO_LEASE:
-                # This client was delayed, and the run has expired: delete its unchanged keys.
-                for item in others:
-                    revision = item["mod_revision"]
-                    same = {"key": item["key"], "target": "MOD", "mod_revision": revision}
-                    gone = {"request_delete_range": {"key": item["key"]}}
-                    self._transact([same], [gone], limit)
-            return False
-        return True
+            if self._learn_lease(limit) != _NO_LEASE:
+                return False
+            # This client was delayed, and the run has expired: delete its unchanged keys. What has
+            # changed belongs to the next run, which has no deadline.
+            for item in others:
+                same = {"target": "MOD", "mod_revision": item["mod_revision"]}
+                gone = {"request_delete_range": {"key": item["key"]}}
+                self._transact([{"key": item["key"], **same}], [gone], limit)
+            lease = _NO_LEASE
 
-    def _attach(self, keys: Sequence[str], lease: str, limit: Limit) -> bool:
-        """Attach the lease to the keys; False: a key is absent or the mark has another lease.
-
-        A single key may be absent.
-        """
-        there = {"target": "VERSION", "result": "GREATER", "version": "0"}
+    def _attach(self, items: Sequence[Json], lease: str, limit: Limit) -> bool:
+        """Attach the lease to the keys; False: the mark has another. Raises `MissingError`."""
         # The value, and so the version, stays the same.
-        again = {"ignore_value": True, "lease": lease}
-        answer = self._transact(
-            [self._marked(lease), *({**self._one(key), **there} for key in keys)],
-            [{"request_put": {**self._one(key), **again}} for key in keys],
-            limit,
-            [{"request_range": self._one("")}],
-        )
-        if answer.get("succeeded"):
-            return True
-        return len(keys) == 1 and self._lease_in(answer["responses"][0]["response_range"]) == lease
+        puts = [{"key": it["key"], "ignore_value": True, "lease": lease} for it in items]
+        holds = [self._marked(lease)]
+        answer = self._transact(holds, [{"request_put": put} for put in puts], limit)
+        return bool(answer.get("succeeded"))
 
     def _transact(
         self,
@@ -421,18 +422,18 @@ class Client(StoreClient):
         body = {"compare": holds, "success": success, "failure": failure}
         return self._ask("kv/txn", body, limit)
 
-    def _ask(self, path: str, body: Json, limit: Limit) -> Json:
+    def _ask(
+        self, path: str, body: Json, limit: Limit, headers: Mapping[str, str] | None = None
+    ) -> Json:
+        headers = headers or self._authorised(limit)
         try:
-            return self._post(path, body, self._authorised(limit), limit)
+            request = Request("POST", f"/v3/{path}", headers, json.dumps(body).encode())
+            answer = self._http.ask(request, limit)
         except TimeoutError:
             # An etcd that lost its data, or was restored, does not refuse an older token but holds
             # the request back (etcd-io/etcd #11377).
             self._token = None
             raise
-
-    def _post(self, path: str, body: Json, headers: Mapping[str, str], limit: Limit) -> Json:
-        request = Request("POST", f"/v3/{path}", headers, json.dumps(body).encode())
-        answer = self._http.ask(request, limit)
         if answer.status != 200:
             self._refuse(answer.server, answer.status, answer.body)
         return _parsed(answer.body)
@@ -443,7 +444,7 @@ class Client(StoreClient):
             return _HEADERS
         if (token := self._token) is None:
             login = {"name": self._user, "password": self._password or ""}
-            token = str(self._post("auth/authenticate", login, _HEADERS, limit)["token"])
+            token = str(self._ask("auth/authenticate", login, limit, _HEADERS)["token"])
             self._token = token
         return {**_HEADERS, "Authorization": token}
 
@@ -454,6 +455,8 @@ class Client(StoreClient):
             self._token = None
         elif error.retryable:
             self._http.leave(member)
+        elif str(error).endswith(("key not found", "lease not found")):
+            raise MissingError(status, body)
         raise error
 
 
@@ -488,6 +491,10 @@ class RefusedError(Exception):
             self.retryable = "too many requests" in text
 
 
+class MissingError(RefusedError):
+    """The key or the lease of a request does not exist."""
+
+
 def _role(status: Mapping[str, Any]) -> Finding:
     if str(status.get("leader", "0")) == "0":
         advice = "start a majority of the members"
@@ -511,6 +518,11 @@ def _first(found: Mapping[str, Any], answer: Mapping[str, Any]) -> Stored | None
     for item in found.get("kvs", []):
         return Stored.parse(b64decode(item["value"]), int(answer["header"]["revision"]))
     return None
+
+
+def _lease_in(found: Mapping[str, Any]) -> str:
+    """The lease of the mark in the answer to its range."""
+    return next((str(it.get("lease", _NO_LEASE)) for it in found.get("kvs", [])), _NO_LEASE)
 
 
 def _encoded(data: bytes) -> str:

@@ -113,10 +113,13 @@ def test_etcd_without_a_leader_has_done_nothing(client: Any) -> None:
 
 
 @only("etcd-v3")
+@pytest.mark.parametrize("earlier", [None, 600], ids=["first", "second"])
 def test_a_lease_that_ends_too_early_takes_the_old_keys_along(
-    client: Any, monkeypatch: pytest.MonkeyPatch
+    client: Any, earlier: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.put_many({f"key/{number}": b"old" for number in range(200)})
+    if earlier is not None:
+        client.expire(earlier)
     attach = client._attach
 
     def end_after_the_first(keys: Any, lease: str, limit: Limit) -> bool:
@@ -130,6 +133,9 @@ def test_a_lease_that_ends_too_early_takes_the_old_keys_along(
     monkeypatch.setattr(client, "_attach", end_after_the_first)
     client.expire(60)
     assert {key: entry.value for key, entry in client.list("").items()} == {"key/199": b"new"}
+    # It is of the next run, which has no deadline.
+    (item,) = client._call(partial(client._ask, "kv/range", client._one("key/199")))["kvs"]
+    assert "lease" not in item
 
 
 @only("etcd-v3")
@@ -154,6 +160,60 @@ def test_a_run_has_one_lease_however_often_it_is_renewed(
     rival.put("key", b"new")
     assert client.list("").keys() == {"key"}
     rival.close()
+
+
+@only("etcd-v3")
+def test_a_write_has_the_lease_that_another_client_gave_the_run(
+    running_store: RunningStore, run_id: str, client: Any
+) -> None:
+    def leases() -> set[str]:
+        everything = client._call(partial(client._ask, "kv/range", client._range("")))
+        return {item.get("lease", "") for item in everything["kvs"]}
+
+    rival = running_store.open(run_id)
+    for number in range(4):
+        client.put(f"key/{number}", b"old")
+        assert len(leases()) == 1
+        # This client reads nothing, and so does not know of the lease.
+        rival.expire(600 + number)
+        assert client.compare_and_set(f"swapped/{number}", b"new", None)[1]
+        for known in range(number + 1):
+            client.put(f"key/{known}", b"new")
+        assert len(leases()) == 1
+    rival.delete("key/2")
+    client.put("key/2", b"again")
+    assert leases() == {client._lease}
+    assert {entry.value for entry in client.list("").values()} == {b"new", b"again"}
+    rival.close()
+
+
+@only("etcd-v3")
+def test_nothing_is_lost_that_is_put_while_the_deadline_moves(
+    running_store: RunningStore, run_id: str, client: Any
+) -> None:
+    # So that the writers know of a lease, which is then revoked.
+    client.expire(599)
+    writers = [running_store.open(run_id) for _ in range(3)]
+
+    def write(number: int) -> None:
+        # Each key is created, then replaced while others are created.
+        for at in range(60):
+            writers[number].put(f"{number}/{at}", b"one")
+            writers[number].put(f"{number}/{at // 2}", b"two")
+
+    def move(first: float) -> None:
+        for more in range(30):
+            client.expire(first + more)
+
+    together([partial(move, 600), *(partial(write, number) for number in range(3))])
+    keys = {f"{number}/{at}": at for number in range(3) for at in range(60)}
+    assert {key: entry.value for key, entry in client.list("").items()} == {
+        key: b"two" if at < 30 else b"one" for key, at in keys.items()
+    }
+    everything = client._call(partial(client._ask, "kv/range", client._range("")))
+    assert {item.get("lease") for item in everything["kvs"]} == {client._lease}
+    for writer in writers:
+        writer.close()
 
 
 @only("etcd-v3")
