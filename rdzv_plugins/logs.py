@@ -59,6 +59,8 @@ class RunLog:
         self._log(logging.WARNING if request.warns else logging.INFO, request.text)
 
     def _log(self, level: int, text: str) -> None:
+        if not self._logger.isEnabledFor(level):
+            return
         latest = self._node.latest
         fields = {
             "rdzv_run": self._run_id,

@@ -359,7 +359,7 @@ class Report:
     ) -> None:
         """Measure what an effect stands for; a `driver.Watcher`."""
         now = self._lived_at = time.monotonic()
-        if not isinstance(request, effects.LOCAL):
+        if type(request) not in effects.LOCAL:
             self._time_outage(now, away=error is not None and store_is_away(error))
         match request:
             case effects.PutRecord(_, record, _) if error is None:

@@ -477,6 +477,8 @@ class StoreClient(KeyValueClient):
         """Make the first request of a constructor; close all connections if it fails."""
         try:
             self._call(request)
+            # Made now: a node's first wait is on the way of its round.
+            self._return_wake(self._take_wake())
         except BaseException:
             self.close()
             raise
@@ -489,14 +491,17 @@ class StoreClient(KeyValueClient):
         if self._closed:
             raise ClientClosedError(self.where) if wake is None else WokenError
         limit = Limit(time.monotonic() + self.timeout, wake)
-
         try:
-            return retry(
-                partial(request, limit),
-                timeout=self.timeout,
-                retryable=partial(self._retryable, wake=wake),
-                sleep=partial(self._pause, limit),
-            )
+            try:
+                return request(limit)
+            except Exception as error:
+                return retry(
+                    partial(request, limit),
+                    timeout=limit.deadline - time.monotonic(),
+                    retryable=partial(self._retryable, wake=wake),
+                    sleep=partial(self._pause, limit),
+                    failed=error,
+                )
         except Exception as error:
             self._fail(error, wake)
 

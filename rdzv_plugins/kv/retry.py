@@ -23,6 +23,7 @@ def retry(
     timeout: float,
     retryable: Callable[[Exception], bool],
     sleep: Callable[[float], None] | None = None,
+    failed: Exception | None = None,
 ) -> T:
     """Call ``request`` until it returns, at most ``timeout`` seconds long.
 
@@ -32,6 +33,7 @@ def retry(
         retryable: whether another attempt may succeed after this exception; if not, it is raised
             at once.
         sleep: gets the seconds to pause; its exceptions end the attempts. None: ``time.sleep``.
+        failed: what the first attempt raised, if the caller has made it.
 
     Raises:
         Exception: the last one that ``request`` raised; but the one before if in the last attempt
@@ -41,16 +43,18 @@ def retry(
     pause = _FIRST_PAUSE
     before: Exception | None = None
     while True:
-        try:
-            return request()
-        except Exception as error:
-            # Jitter: after an outage a thousand nodes must not return in step.
-            delay = random.uniform(pause / 2, pause)
-            if not retryable(error) or time.monotonic() + delay >= deadline:
-                if isinstance(error, TimeoutError) and before is not None:
-                    raise before from None
-                raise
-            before = error
+        if failed is None:
+            try:
+                return request()
+            except Exception as error:
+                failed = error
+        # Jitter: after an outage a thousand nodes must not return in step.
+        delay = random.uniform(pause / 2, pause)
+        if not retryable(failed) or time.monotonic() + delay >= deadline:
+            if isinstance(failed, TimeoutError) and before is not None:
+                raise before from None
+            raise failed
+        before, failed = failed, None
         (sleep or time.sleep)(delay)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

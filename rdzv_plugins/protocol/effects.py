@@ -241,5 +241,5 @@ class FinishJoin(Effect[None], frozen=True):
     outcome: Outcome
 
 
-LOCAL = (Rest, OpenMaster, FetchExclusions, DialPeer, Register, Tell, FinishJoin)
+LOCAL = frozenset((Rest, OpenMaster, FetchExclusions, DialPeer, Register, Tell, FinishJoin))
 """The effects that ask nothing of the store: that they succeed says nothing of it."""

@@ -335,10 +335,11 @@ class Node:
             if isinstance(request, _PAUSES):
                 # When the store went away during a wait is unknown.
                 seen.paused(min(request.seconds, self._clock() - asked))
-            if isinstance(error, RendezvousConnectionError):
+            if error is None:
+                if type(request) not in LOCAL:
+                    seen.answered()
+            elif isinstance(error, RendezvousConnectionError):
                 seen.failed()
-            elif error is None and not isinstance(request, LOCAL):
-                seen.answered()
 
     def _turn(self) -> Effects[None]:
         self._take_orders()
