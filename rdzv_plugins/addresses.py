@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ __all__ = [
     "dial_self",
     "is_local",
     "is_out_of_reach",
+    "is_own_ip",
     "listen",
     "loopback",
     "node_address",
@@ -96,6 +98,14 @@ def is_local(address: str) -> bool:
     return False
 
 
+def is_own_ip(address: str) -> bool:
+    """Whether it is an IP address of this host; no name is looked up, which may take long."""
+    try:
+        return _is_own(ip_address(address))
+    except ValueError:
+        return False
+
+
 def listen() -> socket.socket:
     """A socket on a free port of all addresses, as a TCPStore's is."""
     if socket.has_dualstack_ipv6():
@@ -114,6 +124,7 @@ def dial_self(address: str, seconds: float) -> int:
         return port
 
 
+@cache
 def loopback() -> str:
     """The loopback address to which c10d connects without a DNS look-up of its name.
 

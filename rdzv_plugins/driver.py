@@ -332,14 +332,14 @@ class Driver:
             def run(aside: _Aside) -> None:
                 work()
                 aside.done.set()
-                if aside.late.is_set():
+                if aside.late:
                     taken_up = is_taken_up or self._has_taken_up
                     self._nudge_until(lambda: self._stopping.is_set() or taken_up(), 1)
 
             mine = _Aside(what, key, run, f"{self._name}-{what}")
             self._asides = [*(it for it in self._asides if it.thread.is_alive()), mine]
         if seconds and not mine.done.wait(seconds):
-            mine.late.set()
+            mine.late = True
 
     def _open(self, world_id: str) -> None:
         try:
@@ -388,12 +388,12 @@ class _Aside:
         what: the kind of work; the last one of a kind is the one that the node asked for.
         key: of the work: a TCPStore's world, the run whose exclusions are read, a dial's attempt.
         done: set when it is done, or has failed.
-        late: set when the node no longer waits for it.
+        late: whether the node no longer waits for it.
     """
 
     def __init__(self, what: str, key: str, work: Callable[[_Aside], None], name: str) -> None:
         self.what, self.key = what, key
-        self.done, self.late = threading.Event(), threading.Event()
+        self.done, self.late = threading.Event(), False
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
         self.thread.start()
 

@@ -36,6 +36,7 @@ from rdzv_plugins.addresses import (
     dial_self,
     is_local,
     is_out_of_reach,
+    is_own_ip,
     listen,
     loopback,
     node_address,
@@ -127,7 +128,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._rules = rules
         self._settings = settings
         self._address = address
-        self._address_checked = False
+        # Rank 0 looks a name up later, in a thread of its own.
+        self._address_checked = is_own_ip(address)
         self._servers: dict[str, TCPStore] = {}
         self._store: AgentStore | None = None
         self._was_told = False

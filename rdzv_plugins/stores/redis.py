@@ -28,11 +28,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import hiredis
+import msgspec
 import redis
 from redis import exceptions as errors
 from redis.backoff import NoBackoff
@@ -304,7 +305,7 @@ class Client(StoreClient):
         self._failed_parks: set[str] = set()
         # By key: what this client wrote last, and which it last read whole or by its tail.
         self._written: dict[str, _Written] = {}
-        self._known: dict[str, Entry] = {}
+        self._known: dict[str, Stored] = {}
         self._listed = _Listed()
 
         def request(limit: Limit) -> None:
@@ -363,10 +364,10 @@ class Client(StoreClient):
             known = self._known.get(key)
             if known is not None:
                 patch = self._ask(limit, "HGET", self._hash, f"~{key}")
-                entry = _patched(known, patch.partition(b" ")[2]) if patch is not None else None
-                if entry is not None:
-                    self._known[key] = entry
-                    return entry
+                now = _patched(known, patch.partition(b" ")[2]) if patch is not None else None
+                if now is not None:
+                    self._known[key] = now
+                    return now.entry
                 _ = limit.seconds  # The time of both requests.
             seen = self._read([key], limit).get(key)
             return seen.entry if seen is not None else None
@@ -421,7 +422,7 @@ class Client(StoreClient):
             # The next read need not bring more than the tail.
             if len(self._known) >= _MOST_VALUES:
                 self._known.clear()
-            self._known[key] = stored.entry
+            self._known[key] = stored
         return {key: stored}
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
@@ -443,11 +444,11 @@ class Client(StoreClient):
             if not data.startswith(b" "):
                 found[key] = _stored(data)
                 continue
-            entry = _patched(known.entries.get(key), data[1:])
-            if entry is None:
+            patched = _patched(known.values.get(key), data[1:])
+            if patched is None:
                 return None
-            found[key] = Stored(entry.value, str(entry.version))
-        short = {key: it.entry for key, it in found.items() if len(it.value) <= _LONGEST_PATCHED}
+            found[key] = patched
+        short = {key: it for key, it in found.items() if len(it.value) <= _LONGEST_PATCHED}
         self._listed = _Listed(known.prefix, epoch, number, short)
         return found
 
@@ -851,8 +852,7 @@ class Client(StoreClient):
         return client.connection_pool
 
 
-@dataclass(frozen=True)
-class _Parked:
+class _Parked(msgspec.Struct, frozen=True):
     """A request that waits for a key to change.
 
     Attributes:
@@ -868,8 +868,7 @@ class _Parked:
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+class _Written(msgspec.Struct, frozen=True):
     """A client's last write to a key, from which its next one may go on.
 
     One call takes it, and that call alone goes on from it. So all values that go on from one that
@@ -901,14 +900,13 @@ class _Written:
         return kept
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
+class _Listed(msgspec.Struct, frozen=True):
     """What a client has listed under a prefix: all values up to a number of the run's counter."""
 
     prefix: str = ""
     epoch: bytes = b""
     number: bytes = b""
-    entries: Mapping[str, Entry] = field(default_factory=dict)
+    values: Mapping[str, Stored] = {}  # msgspec makes a new one each time.
 
 
 def _packed(command: tuple[Any, ...]) -> list[bytes]:
@@ -916,13 +914,13 @@ def _packed(command: tuple[Any, ...]) -> list[bytes]:
     return [hiredis.pack_command(command)]
 
 
-def _patched(known: Entry | None, patch: bytes) -> Entry | None:
+def _patched(known: Stored | None, patch: bytes) -> Stored | None:
     """The value of "<kept> <tag> <tail>"; None: it does not go on from the one that is known."""
     kept, tag, tail = patch.split(b" ", 2)
     version = f"{int(tag):016x}"
-    if known is None or str(known.version)[:_SHARED_DIGITS] != version[:_SHARED_DIGITS]:
+    if known is None or known.version[:_SHARED_DIGITS] != version[:_SHARED_DIGITS]:
         return None
-    return Entry(known.value[: int(kept)] + tail, version)
+    return Stored(known.value[: int(kept)] + tail, version)
 
 
 class _EarlierError(Exception):

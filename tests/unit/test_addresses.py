@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rdzv_plugins import addresses
-from rdzv_plugins.addresses import is_out_of_reach, node_address, store_hosts
+from rdzv_plugins.addresses import is_out_of_reach, is_own_ip, node_address, store_hosts
 
 Resolve = Callable[..., list[Any]]
 
@@ -160,3 +160,13 @@ def test_loopback_is_out_of_reach_where_the_store_is_on_another_host(
 @pytest.mark.parametrize("address", ["10.0.0.1", "node7.cluster", "fd00::7"])
 def test_other_addresses_are_not(address: str) -> None:
     assert not is_out_of_reach(address, [("192.0.2.1", 6379)])
+
+
+def test_an_ip_address_of_this_host_is_known_without_its_name_service(
+    name_service: NameService, own: str
+) -> None:
+    name_service("node-7", {})
+    assert is_own_ip("127.0.0.1")
+    assert is_own_ip(own)
+    for other in ("192.0.2.1", "localhost", "node-7", ""):
+        assert not is_own_ip(other)
