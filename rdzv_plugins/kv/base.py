@@ -42,7 +42,7 @@ from rdzv_plugins.kv.contract import (
     Version,
     parse_counter,
 )
-from rdzv_plugins.kv.retry import retry
+from rdzv_plugins.kv.retry import growing_pauses, retry
 
 __all__ = [
     "STAMP_BYTES",
@@ -72,10 +72,6 @@ STAMP_BYTES = 9
 
 UNREACHED = "could not be reached"
 """In the error of a store that gave no answer from which the cause could be told."""
-
-# Pauses of `add` between two attempts, and of `wait` after a failure, in seconds.
-_FIRST_PAUSE = 0.01
-_LONGEST_PAUSE = 0.5
 
 # `add` fails after so many request timeouts in which other clients were always faster.
 _ADD_TIMEOUTS = 12
@@ -371,7 +367,7 @@ class StoreClient(KeyValueClient):
 
     def add(self, key: str, delta: int) -> int:
         seconds = _ADD_TIMEOUTS * self.timeout
-        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        deadline, pauses = time.monotonic() + seconds, growing_pauses()
         while (total := self._add_once(key, delta)) is None:
             if time.monotonic() >= deadline:
                 raise RendezvousConnectionError(
@@ -379,8 +375,7 @@ class StoreClient(KeyValueClient):
                     "nothing was counted: they are too many, or the store is too slow"
                 )
             # Growing pauses: else hundreds of adders keep the store busy with refusals.
-            time.sleep(random.uniform(0, pause))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(random.uniform(0, next(pauses)))
         return total
 
     def _add_once(self, key: str, delta: int) -> int | None:
@@ -432,13 +427,13 @@ class StoreClient(KeyValueClient):
             self._return_wake(wake)
 
     def _wait(self, key: str, version: Version | None, deadline: float, wake: Wake) -> Entry | None:
-        pause = _FIRST_PAUSE
+        pauses = growing_pauses()
         while True:
             seen = self._call(lambda limit: self._look(key, version, limit), wake)
             if (seen is None or seen.version == version) and time.monotonic() < deadline:
                 try:
                     seen = self._park(key, seen, Limit(deadline, wake))
-                    pause = _FIRST_PAUSE
+                    pauses = growing_pauses()
                 except TimeoutError:
                     seen = None
                 except Exception as error:
@@ -446,8 +441,7 @@ class StoreClient(KeyValueClient):
                         self._fail(error, wake)
                     # The next look raises if the store stays unreachable.
                     self._note_retry()
-                    wake.wait(random.uniform(0, pause))
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    wake.wait(random.uniform(0, next(pauses)))
                     continue
             if seen is not None and seen.version != version:
                 return seen.entry
