@@ -56,6 +56,7 @@ __all__ = [
     "is_unresolved",
     "segments",
     "stamped",
+    "version_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -215,6 +216,10 @@ class Limit(msgspec.Struct, frozen=True):
         if left <= 0:
             raise TimeoutError("no answer in time")
         return left
+
+    def within(self, seconds: float) -> Limit:
+        """This limit, or one in ``seconds`` from now if that is sooner."""
+        return Limit(min(self.deadline, time.monotonic() + seconds), self.wake)
 
     def await_ready(self, fd: int, events: int = select.POLLIN) -> int:
         """Wait for ``events`` of ``fd``; returns those that came, and any error of it.
@@ -386,7 +391,7 @@ class StoreClient(KeyValueClient):
             nonlocal doubtful
             while True:
                 seen = self._read([key], limit).get(key)
-                version = seen.version if seen is not None else None
+                version = version_of(seen)
                 if doubtful is None:
                     total = parse_counter(key, seen.value if seen is not None else b"0") + delta
                     data = stamped(b"%d" % total)
@@ -616,6 +621,11 @@ def is_unresolved(error: BaseException | None) -> bool:
 def stamped(value: bytes) -> bytes:
     """The value as it is stored, with a new stamp."""
     return _STAMPS.randbytes(STAMP_BYTES - 1) + b"=" + value
+
+
+def version_of(stored: Stored | None) -> str | None:
+    """The version of what a key holds; None: there is no such key."""
+    return stored.version if stored is not None else None
 
 
 def segments(namespace: str, prefix: str) -> list[str]:

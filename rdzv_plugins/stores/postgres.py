@@ -33,7 +33,6 @@ import os
 import re
 import select
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -54,13 +53,11 @@ from psycopg.waiting import Ready, Wait
 from rdzv_plugins.config import ServerOptions, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
-from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored
+from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, version_of
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._tls import tls_context
 
 __all__ = ["Client", "Options"]
-
-_LARGEST_VALUE = 64 << 20
 
 # The most idle connections of a client: one for requests and one for a waiter.
 _IDLE = 2
@@ -278,7 +275,7 @@ class Client(StoreClient):
     name = "postgres"
     options = Options
     capabilities = Capabilities(
-        push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
+        push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=64 << 20
     )
     heartbeat_ms = 0.65
     least_version: ClassVar[tuple[int, ...]] = (12,)
@@ -291,6 +288,7 @@ class Client(StoreClient):
         parts = options.table.split(".")
         if len(parts) > 2 or not all(re.fullmatch(r"[^\W\d][\w$]{0,62}", part) for part in parts):
             raise ValueError(f"option 'table': '{options.table}' is not a name or schema.name")
+        self._name = options.table
         self._table = ".".join(f'"{part}"' for part in parts)
         self._create = options.create_table
         self._server = _server(endpoint, options, request_timeout)
@@ -323,17 +321,16 @@ class Client(StoreClient):
         self._ask(_EXPIRE if seconds > 0 else _END, limit, seconds=float(seconds))
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        known = seen.version if seen is not None else None
-        with self._connection(_sooner(limit, self.timeout), key) as db:
+        with self._connection(limit.within(self.timeout), key) as db:
             if db.key != key:
                 self._listen(db, key)
             while True:
                 db.notified = False
                 stored = _found(self._execute(db, _READ, keys=_names([key]))).get(key)
-                if (stored.version if stored is not None else None) != known:
+                if version_of(stored) != version_of(seen):
                     return stored
-                db.await_change(_sooner(limit, _LONGEST_PARK))
-                db.limit = _sooner(limit, self.timeout)
+                db.await_change(limit.within(_LONGEST_PARK))
+                db.limit = limit.within(self.timeout)
 
     def _problem(self, error: Exception) -> Problem | None:
         if not isinstance(error, psycopg.Error):
@@ -341,12 +338,11 @@ class Client(StoreClient):
         said = _said(error)
         for pattern, text, retryable in _PROBLEMS:
             if re.search(pattern, f"{error.sqlstate or ''} {said}"):
-                table = self._table.replace('"', "")
                 text = text.format(
                     said=said,
                     timeout=self.timeout,
-                    table=table,
-                    statement=_TABLE.format(table=table),
+                    table=self._name,
+                    statement=_TABLE.format(table=self._name),
                     grant=self._grant(self._server.get("user") or "<user>"),
                 )
                 return Problem(text, retryable=retryable, undone=True)
@@ -381,16 +377,15 @@ class Client(StoreClient):
             yield Finding(Mark.FAILED, "role", found, "name the primary, or all servers")
         else:
             yield Finding(Mark.OK, "role", "primary, accepts writes")
-        table = self._table.replace('"', "")
         if missing:
-            found = f"the user '{user}' has no {', '.join(missing)} on the table {table}"
+            found = f"the user '{user}' has no {', '.join(missing)} on the table {self._name}"
             yield Finding(Mark.FAILED, "rights on the table", found, f"run: {self._grant(user)}")
         else:
-            found = f"the user '{user}' has {', '.join(_RIGHTS)} on {table}"
+            found = f"the user '{user}' has {', '.join(_RIGHTS)} on {self._name}"
             yield Finding(Mark.OK, "rights on the table", found)
         if kept == "u" or not syncs:
-            found = f"the table {table} is unlogged" if kept == "u" else "fsync is off"
-            advice = f"ALTER TABLE {table} SET LOGGED" if kept == "u" else "set fsync = on"
+            found = f"the table {self._name} is unlogged" if kept == "u" else "fsync is off"
+            advice = f"ALTER TABLE {self._name} SET LOGGED" if kept == "u" else "set fsync = on"
             found = f"{found}: a crash of the server may lose the run"
             yield Finding(Mark.WARNING, "persistence", found, advice)
         else:
@@ -402,11 +397,10 @@ class Client(StoreClient):
 
     def _grant(self, user: str) -> str:
         """What gives the user its rights, for psql."""
-        table = self._table.replace('"', "")
-        schema = table.partition(".")[0] if "." in table else "public"
+        schema, dot, _ = self._name.partition(".")
         return (
-            f"GRANT USAGE ON SCHEMA {schema} TO {user}; "
-            f"GRANT {', '.join(_RIGHTS)} ON {table} TO {user}"
+            f"GRANT USAGE ON SCHEMA {schema if dot else 'public'} TO {user}; "
+            f"GRANT {', '.join(_RIGHTS)} ON {self._name} TO {user}"
         )
 
     def _ask(self, query: str, limit: Limit, **arguments: Any) -> list[tuple[Any, ...]]:
@@ -473,7 +467,7 @@ class Client(StoreClient):
             try:
                 share = limit.seconds / (len(attempts) - number)
                 conninfo = make_conninfo("", **attempt)
-                db = Connection.open(conninfo, _sooner(limit, share), self.timeout)
+                db = Connection.open(conninfo, limit.within(share), self.timeout)
             except (psycopg.OperationalError, TimeoutError) as error:
                 failures.append(error)
             else:
@@ -492,11 +486,6 @@ def _await(fd: int, want: Wait, limit: Limit) -> Ready:
     can_read = reads and events & ~select.POLLOUT
     can_write = writes and events & ~select.POLLIN
     return Ready((Ready.R if can_read else 0) | (Ready.W if can_write else 0))
-
-
-def _sooner(limit: Limit, seconds: float) -> Limit:
-    """The limit, or a limit in ``seconds`` from now if that is sooner."""
-    return Limit(min(limit.deadline, time.monotonic() + seconds), limit.wake)
 
 
 def _said(error: Exception) -> str:
