@@ -53,6 +53,7 @@ __all__ = [
     "Stored",
     "Wake",
     "WokenError",
+    "in_background",
     "is_unresolved",
     "segments",
     "stamped",
@@ -604,6 +605,17 @@ class StoreClient(KeyValueClient):
             size += len(data)
         if part:
             yield part
+
+
+def in_background(name: str, work: Callable[[], object]) -> threading.Thread:
+    """Do it in a daemon thread of that name; while the interpreter ends, in this one."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # Since Python 3.12 no thread can start while the interpreter ends.
+        work()
+    return thread
 
 
 def is_unresolved(error: BaseException | None) -> bool:

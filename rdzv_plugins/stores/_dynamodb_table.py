@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,7 +31,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.kv.base import UNREACHED, Limit, Problem, Wake, is_unresolved
+from rdzv_plugins.kv.base import UNREACHED, Limit, Problem, Wake, in_background, is_unresolved
 from rdzv_plugins.kv.retry import retry
 
 if TYPE_CHECKING:
@@ -341,12 +340,7 @@ def _aside(request: Callable[[], dict[str, Any]], limit: Limit) -> dict[str, Any
             answer.set_exception(error)
         done.ring()
 
-    thread = threading.Thread(target=ask, name="rdzv-dynamodb", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        # Since Python 3.12 no thread can start while the interpreter ends.
-        ask()
+    in_background("rdzv-dynamodb", ask)
     try:
         limit.await_ready(done.fd)
     finally:
