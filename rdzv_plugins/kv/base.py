@@ -298,6 +298,21 @@ class StoreClient(KeyValueClient):
     def _problem(self, error: Exception) -> Problem | None:
         """What an error means; None: it is no error of the client library, and is re-raised."""
 
+    def _set_if(
+        self, key: str, data: bytes, expected: Version | None, limit: Limit
+    ) -> Stored | None:
+        """Write if the version is ``expected`` (None: absent); returns what the key holds then.
+
+        A store whose refused write tells what the key holds does this in one request. The caller
+        may give any ``expected``, also one that no store has returned.
+        """
+        while True:
+            seen = self._read([key], limit).get(key)
+            if version_of(seen) != expected:
+                return seen
+            if self._replace(key, data, seen, limit):
+                return Stored.parse(data)
+
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
         """Read before `wait` parks; may omit the value if the key still has ``version``."""
         return self._read([key], limit).get(key)
@@ -356,20 +371,10 @@ class StoreClient(KeyValueClient):
         self.check_size(key, value)
         data = stamped(value)
         ours = Stored.parse(data).entry
-
-        def request(limit: Limit) -> tuple[Entry | None, bool]:
-            while True:
-                seen = self._read([key], limit).get(key)
-                entry = seen.entry if seen is not None else None
-                version = entry.version if entry is not None else None
-                if version == ours.version:
-                    return ours, True  # An earlier attempt succeeded; its answer was lost.
-                if version != expected:
-                    return entry, False
-                if self._replace(key, data, seen, limit):
-                    return ours, True
-
-        return self._call(request)
+        seen = self._call(partial(self._set_if, key, data, expected))
+        entry = seen.entry if seen is not None else None
+        # Also true if an earlier attempt succeeded and its answer was lost.
+        return entry, entry == ours
 
     def add(self, key: str, delta: int) -> int:
         seconds = _ADD_TIMEOUTS * self.timeout

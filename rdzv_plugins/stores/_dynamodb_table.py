@@ -137,6 +137,9 @@ class Table:
             self._boto.close()
 
     def _send(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
+        # Batches and transactions name the table with each of their items.
+        if not operation.startswith(("batch_", "transact_")):
+            arguments["TableName"] = self.name
         request = partial(getattr(self._boto, operation), **arguments)
         answer: dict[str, Any] = request() if limit.wake is None else _aside(request, limit)
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -152,7 +155,7 @@ class Table:
             problem = problem_of(error, self._timeout)
             return code_of(error) == _MISSING or (problem is not None and problem.retryable)
 
-        def attempt(operation: str, arguments: dict[str, Any], done: str = "") -> None:
+        def attempt(operation: str, arguments: dict[str, Any], done: str | None = None) -> None:
             request = partial(self._send, limit, operation, **arguments)
             try:
                 retry(request, timeout=seconds, retryable=retryable, sleep=limit.sleep)
@@ -174,14 +177,14 @@ class Table:
         expiry = {"Enabled": True, "AttributeName": "expires_at"}
         attempt(
             "update_time_to_live",
-            {"TableName": self.name, "TimeToLiveSpecification": expiry},
+            {"TimeToLiveSpecification": expiry},
             done="ValidationException",
         )
 
 
 def problem_of(error: Exception, timeout: float) -> Problem | None:
     """As `StoreClient._problem`, for requests that may take ``timeout`` seconds."""
-    code, said = code_of(error) or "", _said(error)
+    code, said = code_of(error), _said(error)
     throttled = _THROTTLED.fullmatch(code) is not None
     if isinstance(error, (*_UNCONFIGURED, CredentialRetrievalError)) or _DENIED.fullmatch(code):
         return Problem(
@@ -224,10 +227,9 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
     return None
 
 
-def code_of(error: object) -> str | None:
-    """DynamoDB's code of an error; None: the error is not an answer."""
-    code = _answer(error).get("Error", {}).get("Code")
-    return None if code is None else str(code)
+def code_of(error: object) -> str:
+    """DynamoDB's code of an error; "": the error is not an answer."""
+    return str(_answer(error).get("Error", {}).get("Code", ""))
 
 
 def _said(error: Exception) -> str:
