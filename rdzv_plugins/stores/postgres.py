@@ -35,7 +35,7 @@ import select
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import psycopg
@@ -109,76 +109,56 @@ _ABOUT = """SELECT current_setting('server_version'), pg_is_in_recovery(), curre
  ARRAY(SELECT r FROM unnest(%(rights)s::text[]) AS r
  WHERE NOT has_table_privilege(to_regclass('{table}'), r))"""
 
-# What errors mean: the first pattern that matches code and text, the problem, and whether to retry.
-# Errors of a refused connection have no code.
-_PROBLEMS = [
-    (
-        r"authentication failed|no password supplied|role .* (does not exist|is not permitted)",
+# What errors mean, by a pattern of their code and text: the first that matches counts. Errors of a
+# refused connection have no code.
+_PROBLEMS = {
+    r"authentication failed|no password supplied|role .*(does not exist|is not permitted)": Problem(
         "refused the credentials ({said}); set the user in the endpoint and the password in "
-        "$RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass",
-        False,
+        "$RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass"
     ),
-    (
-        r"database .* does not exist|not currently accepting",
+    r"database .* does not exist|not currently accepting": Problem(
         "has no such database ({said}); name one in the endpoint (postgresql://host/database) or "
-        "with database=, or create it",
-        False,
+        "with database=, or create it"
     ),
-    (
-        r"no encryption|SSL off",
-        "requires an encrypted connection ({said}); set tls=true and ca_file",
-        False,
+    r"no encryption|SSL off": Problem(
+        "requires an encrypted connection ({said}); set tls=true and ca_file"
     ),
-    (
-        r"pg_hba\.conf|permission denied for database",
+    r"pg_hba\.conf|permission denied for database": Problem(
         "refuses this client ({said}); its pg_hba.conf needs a line for this host, user and "
-        "database, and the user needs CONNECT on the database",
-        False,
+        "database, and the user needs CONNECT on the database"
     ),
-    (
-        r"does not support SSL",
-        "speaks no TLS ({said}); leave out tls=true, or check that the server has TLS enabled",
-        False,
+    r"does not support SSL": Problem(
+        "speaks no TLS ({said}); leave out tls=true, or check that the server has TLS enabled"
     ),
-    (
-        # A server that dies causes an unexpected eof.
-        r"SSL error: (?!unexpected eof)|certificate|private key",
+    # A server that dies causes an unexpected eof.
+    r"SSL error: (?!unexpected eof)|certificate|private key": Problem(
         "failed the TLS handshake ({said}); check that ca_file signed the server's certificate, "
-        "that it names the endpoint's host, and cert_file and key_file if the server requires them",
-        False,
+        "that it names the endpoint's host, and cert_file and key_file if the server requires them"
     ),
-    (
-        r"^53300|too many (clients|connections)|remaining connection slots",
+    r"^53300|too many (clients|connections)|remaining connection slots": Problem(
         "had no connection left for {timeout:g} s ({said}); a node needs two: raise "
         "max_connections, or the limit of the user or database",
-        True,
+        retryable=True,
     ),
-    (
-        r"^25006|session is read-only|hot standby mode",
+    r"^25006|session is read-only|hot standby mode": Problem(
         "accepted no writes for {timeout:g} s ({said}): it is a standby, or read-only; name the "
         "primary, or all servers: host1:5432,host2:5432",
-        True,
+        retryable=True,
     ),
-    (
-        r"starting up|shutting down|recovery mode|not (yet )?accepting connections",
-        "was not ready for {timeout:g} s ({said})",
-        True,
+    r"starting up|shutting down|recovery mode|not (yet )?accepting connections": Problem(
+        "was not ready for {timeout:g} s ({said})", retryable=True
     ),
-    (r"^(40|55P03|57014)", "was too busy for {timeout:g} s ({said})", True),
-    (r"^(53|58)", "lacks resources ({said}); its log says more", True),
-    (r"^42P01", "has no table {table}; set create_table=true, or run: {statement}", False),
-    (
-        r"^42501",
+    r"^(40|55P03|57014)": Problem("was too busy for {timeout:g} s ({said})", retryable=True),
+    r"^(53|58)": Problem("lacks resources ({said}); its log says more", retryable=True),
+    r"^42P01": Problem("has no table {table}; set create_table=true, or run: {statement}"),
+    r"^42501": Problem(
         "denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the table "
-        "{table}, USAGE on its schema and, to create the table, CREATE on the schema; run: {grant}",
-        False,
+        "{table}, USAGE on its schema and, to create the table, CREATE on the schema; run: {grant}"
     ),
-    (
-        r"^(42703|42804|42P10|42883)",
-        "has a table {table} with another schema ({said}); name another table with table=",
-        False,
+    r"^(42703|42804|42P10|42883)": Problem(
+        "has a table {table} with another schema ({said}); name another table with table="
     ),
-]
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,16 +316,16 @@ class Client(StoreClient):
         if not isinstance(error, psycopg.Error):
             return self._unreachable(error) if isinstance(error, OSError) else None
         said = _said(error)
-        for pattern, text, retryable in _PROBLEMS:
+        for pattern, problem in _PROBLEMS.items():
             if re.search(pattern, f"{error.sqlstate or ''} {said}"):
-                text = text.format(
+                text = problem.text.format(
                     said=said,
                     timeout=self.timeout,
                     table=self._name,
                     statement=_TABLE.format(table=self._name),
                     grant=self._grant(self._server.get("user") or "<user>"),
                 )
-                return Problem(text, retryable=retryable, undone=True)
+                return replace(problem, text=text, undone=True)
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             unsent = isinstance(error, UnconnectedError)
             return self._unreachable(psycopg.OperationalError(said), undone=unsent)
