@@ -122,7 +122,7 @@ class Table:
             self._create(limit, max(_READY_SECONDS, self._timeout))
 
     def ask(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request; raises `WokenError` as soon as the limit's wake rings."""
+        """Send a request about the table; raises `WokenError` as soon as the limit's wake rings."""
         try:
             return self._send(limit, operation, **arguments)
         except ClientError as error:

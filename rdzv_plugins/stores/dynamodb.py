@@ -195,6 +195,32 @@ class Client(StoreClient):
                     self._pace(f"setting the deadline of '{key}' ({code})", limit)
                     pending.append(key)
 
+    def _set_if(
+        self, key: str, data: bytes, expected: Version | None, limit: Limit
+    ) -> Stored | None:
+        # One request; the base class would read the whole value first.
+        condition, values = _ABSENT, {":now": self._seconds()}
+        if expected is not None:
+            if not isinstance(expected, str) or not expected:
+                return self._read([key], limit).get(key)
+            condition = f"version_id = :expected AND {_LIVE}"
+            values[":expected"] = {"S": expected}
+        try:
+            self._table.ask(
+                limit,
+                "put_item",
+                Item=self._item(key, data),
+                ConditionExpression=condition,
+                ExpressionAttributeValues=values,
+                ReturnValuesOnConditionCheckFailure="ALL_OLD",
+            )
+        except ClientError as error:
+            if code_of(error) != _REFUSED:
+                raise
+            item: Any = error.response.get("Item")
+            return self._found([item] if item else []).get(key)
+        return Stored.parse(data)
+
     def _add_once(self, key: str, delta: int) -> int | None:
         # One write per adder; of a thousand compare-and-sets at once most would be refused.
         total = self._call(partial(self._count, key, delta))
@@ -227,32 +253,6 @@ class Client(StoreClient):
                 raise self._uncounted(key) from error
             raise
         return int(answer["Attributes"]["tally"]["N"])
-
-    def _set_if(
-        self, key: str, data: bytes, expected: Version | None, limit: Limit
-    ) -> Stored | None:
-        # One request; the base class would read the whole value first.
-        condition, values = _ABSENT, {":now": self._seconds()}
-        if expected is not None:
-            if not isinstance(expected, str) or not expected:
-                return self._read([key], limit).get(key)
-            condition = f"version_id = :expected AND {_LIVE}"
-            values[":expected"] = {"S": expected}
-        try:
-            self._table.ask(
-                limit,
-                "put_item",
-                Item=self._item(key, data),
-                ConditionExpression=condition,
-                ExpressionAttributeValues=values,
-                ReturnValuesOnConditionCheckFailure="ALL_OLD",
-            )
-        except ClientError as error:
-            if code_of(error) != _REFUSED:
-                raise
-            item: Any = error.response.get("Item")
-            return self._found([item] if item else []).get(key)
-        return Stored.parse(data)
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
         large = self._large.get(key)

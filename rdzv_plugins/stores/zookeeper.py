@@ -432,11 +432,10 @@ def _found(paths: Sequence[str], results: Sequence[Any]) -> dict[str, tuple[byte
 
 def _done(results: Sequence[Any]) -> bool:
     """Whether a transaction succeeded; raises errors that do not come from the znodes' state."""
-    errors = [error for error in results if isinstance(error, KazooException)]
-    for error in errors:
-        if isinstance(error, _FAULTS):
-            raise error
-    return not errors
+    for result in results:
+        if isinstance(result, _FAULTS):
+            raise result
+    return not any(isinstance(result, KazooException) for result in results)
 
 
 def _parse(data: bytes | None) -> tuple[str, int | None]:
