@@ -42,7 +42,7 @@ from rdzv_plugins.kv.contract import (
     Version,
     parse_counter,
 )
-from rdzv_plugins.kv.retry import retry
+from rdzv_plugins.kv.retry import growing_pauses, retry
 
 __all__ = [
     "STAMP_BYTES",
@@ -53,9 +53,11 @@ __all__ = [
     "Stored",
     "Wake",
     "WokenError",
+    "in_background",
     "is_unresolved",
     "segments",
     "stamped",
+    "version_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -72,10 +74,6 @@ STAMP_BYTES = 9
 
 UNREACHED = "could not be reached"
 """In the error of a store that gave no answer from which the cause could be told."""
-
-# Pauses of `add` between two attempts, and of `wait` after a failure, in seconds.
-_FIRST_PAUSE = 0.01
-_LONGEST_PAUSE = 0.5
 
 # `add` fails after so many request timeouts in which other clients were always faster.
 _ADD_TIMEOUTS = 12
@@ -220,6 +218,10 @@ class Limit(msgspec.Struct, frozen=True):
             raise TimeoutError("no answer in time")
         return left
 
+    def within(self, seconds: float) -> Limit:
+        """This limit, or one in ``seconds`` from now if that is sooner."""
+        return Limit(min(self.deadline, time.monotonic() + seconds), self.wake)
+
     def await_ready(self, fd: int, events: int = select.POLLIN) -> int:
         """Wait for ``events`` of ``fd``; returns those that came, and any error of it.
 
@@ -296,6 +298,21 @@ class StoreClient(KeyValueClient):
     def _problem(self, error: Exception) -> Problem | None:
         """What an error means; None: it is no error of the client library, and is re-raised."""
 
+    def _set_if(
+        self, key: str, data: bytes, expected: Version | None, limit: Limit
+    ) -> Stored | None:
+        """Write if the version is ``expected`` (None: absent); returns what the key holds then.
+
+        A store whose refused write tells what the key holds does this in one request. The caller
+        may give any ``expected``, also one that no store has returned.
+        """
+        while True:
+            seen = self._read([key], limit).get(key)
+            if version_of(seen) != expected:
+                return seen
+            if self._replace(key, data, seen, limit):
+                return Stored.parse(data)
+
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
         """Read before `wait` parks; may omit the value if the key still has ``version``."""
         return self._read([key], limit).get(key)
@@ -354,24 +371,14 @@ class StoreClient(KeyValueClient):
         self.check_size(key, value)
         data = stamped(value)
         ours = Stored.parse(data).entry
-
-        def request(limit: Limit) -> tuple[Entry | None, bool]:
-            while True:
-                seen = self._read([key], limit).get(key)
-                entry = seen.entry if seen is not None else None
-                version = entry.version if entry is not None else None
-                if version == ours.version:
-                    return ours, True  # An earlier attempt succeeded; its answer was lost.
-                if version != expected:
-                    return entry, False
-                if self._replace(key, data, seen, limit):
-                    return ours, True
-
-        return self._call(request)
+        seen = self._call(partial(self._set_if, key, data, expected))
+        entry = seen.entry if seen is not None else None
+        # Also true if an earlier attempt succeeded and its answer was lost.
+        return entry, entry == ours
 
     def add(self, key: str, delta: int) -> int:
         seconds = _ADD_TIMEOUTS * self.timeout
-        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        deadline, pauses = time.monotonic() + seconds, growing_pauses()
         while (total := self._add_once(key, delta)) is None:
             if time.monotonic() >= deadline:
                 raise RendezvousConnectionError(
@@ -379,8 +386,7 @@ class StoreClient(KeyValueClient):
                     "nothing was counted: they are too many, or the store is too slow"
                 )
             # Growing pauses: else hundreds of adders keep the store busy with refusals.
-            time.sleep(random.uniform(0, pause))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(random.uniform(0, next(pauses)))
         return total
 
     def _add_once(self, key: str, delta: int) -> int | None:
@@ -391,7 +397,7 @@ class StoreClient(KeyValueClient):
             nonlocal doubtful
             while True:
                 seen = self._read([key], limit).get(key)
-                version = seen.version if seen is not None else None
+                version = version_of(seen)
                 if doubtful is None:
                     total = parse_counter(key, seen.value if seen is not None else b"0") + delta
                     data = stamped(b"%d" % total)
@@ -432,13 +438,13 @@ class StoreClient(KeyValueClient):
             self._return_wake(wake)
 
     def _wait(self, key: str, version: Version | None, deadline: float, wake: Wake) -> Entry | None:
-        pause = _FIRST_PAUSE
+        pauses = growing_pauses()
         while True:
             seen = self._call(lambda limit: self._look(key, version, limit), wake)
             if (seen is None or seen.version == version) and time.monotonic() < deadline:
                 try:
                     seen = self._park(key, seen, Limit(deadline, wake))
-                    pause = _FIRST_PAUSE
+                    pauses = growing_pauses()
                 except TimeoutError:
                     seen = None
                 except Exception as error:
@@ -446,8 +452,7 @@ class StoreClient(KeyValueClient):
                         self._fail(error, wake)
                     # The next look raises if the store stays unreachable.
                     self._note_retry()
-                    wake.wait(random.uniform(0, pause))
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    wake.wait(random.uniform(0, next(pauses)))
                     continue
             if seen is not None and seen.version != version:
                 return seen.entry
@@ -607,6 +612,17 @@ class StoreClient(KeyValueClient):
             yield part
 
 
+def in_background(name: str, work: Callable[[], object]) -> threading.Thread:
+    """Do it in a daemon thread of that name; while the interpreter ends, in this one."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # Since Python 3.12 no thread can start while the interpreter ends.
+        work()
+    return thread
+
+
 def is_unresolved(error: BaseException | None) -> bool:
     """Whether the error, or one behind it, says that a host's name has no address."""
     behind: list[BaseException] = []
@@ -622,6 +638,11 @@ def is_unresolved(error: BaseException | None) -> bool:
 def stamped(value: bytes) -> bytes:
     """The value as it is stored, with a new stamp."""
     return _STAMPS.randbytes(STAMP_BYTES - 1) + b"=" + value
+
+
+def version_of(stored: Stored | None) -> str | None:
+    """The version of what a key holds; None: there is no such key."""
+    return stored.version if stored is not None else None
 
 
 def segments(namespace: str, prefix: str) -> list[str]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from rdzv_plugins.kv.contract import ClientClosedError, RendezvousConnectionError
 
-__all__ = ["retry", "store_is_away"]
+__all__ = ["growing_pauses", "retry", "store_is_away"]
 
 T = TypeVar("T")
-
-_FIRST_PAUSE = 0.01
-_LONGEST_PAUSE = 0.5
 
 
 def retry(
@@ -40,7 +37,7 @@ def retry(
             only the time ran out, which tells nobody why.
     """
     deadline = time.monotonic() + timeout
-    pause = _FIRST_PAUSE
+    pauses = growing_pauses()
     before: Exception | None = None
     while True:
         if failed is None:
@@ -48,6 +45,7 @@ def retry(
                 return request()
             except Exception as error:
                 failed = error
+        pause = next(pauses)
         # Jitter: after an outage a thousand nodes must not return in step.
         delay = random.uniform(pause / 2, pause)
         if not retryable(failed) or time.monotonic() + delay >= deadline:
@@ -56,7 +54,14 @@ def retry(
             raise failed
         before, failed = failed, None
         (sleep or time.sleep)(delay)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def growing_pauses() -> Iterator[float]:
+    """The longest pauses between attempts, in seconds."""
+    pause = 0.01
+    while True:
+        yield pause
+        pause = min(2 * pause, 0.5)
 
 
 def store_is_away(error: Exception) -> bool:

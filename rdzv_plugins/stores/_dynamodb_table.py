@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,7 +31,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.kv.base import UNREACHED, Limit, Problem, Wake, is_unresolved
+from rdzv_plugins.kv.base import UNREACHED, Limit, Problem, Wake, in_background, is_unresolved
 from rdzv_plugins.kv.retry import retry
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class Table:
             self._create(limit, max(_READY_SECONDS, self._timeout))
 
     def ask(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request; raises `WokenError` as soon as the limit's wake rings."""
+        """Send a request about the table; raises `WokenError` as soon as the limit's wake rings."""
         try:
             return self._send(limit, operation, **arguments)
         except ClientError as error:
@@ -138,6 +137,9 @@ class Table:
             self._boto.close()
 
     def _send(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
+        # Batches and transactions name the table with each of their items.
+        if not operation.startswith(("batch_", "transact_")):
+            arguments["TableName"] = self.name
         request = partial(getattr(self._boto, operation), **arguments)
         answer: dict[str, Any] = request() if limit.wake is None else _aside(request, limit)
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -153,7 +155,7 @@ class Table:
             problem = problem_of(error, self._timeout)
             return code_of(error) == _MISSING or (problem is not None and problem.retryable)
 
-        def attempt(operation: str, arguments: dict[str, Any], done: str = "") -> None:
+        def attempt(operation: str, arguments: dict[str, Any], done: str | None = None) -> None:
             request = partial(self._send, limit, operation, **arguments)
             try:
                 retry(request, timeout=seconds, retryable=retryable, sleep=limit.sleep)
@@ -175,14 +177,14 @@ class Table:
         expiry = {"Enabled": True, "AttributeName": "expires_at"}
         attempt(
             "update_time_to_live",
-            {"TableName": self.name, "TimeToLiveSpecification": expiry},
+            {"TimeToLiveSpecification": expiry},
             done="ValidationException",
         )
 
 
 def problem_of(error: Exception, timeout: float) -> Problem | None:
     """As `StoreClient._problem`, for requests that may take ``timeout`` seconds."""
-    code, said = code_of(error) or "", _said(error)
+    code, said = code_of(error), _said(error)
     throttled = _THROTTLED.fullmatch(code) is not None
     if isinstance(error, (*_UNCONFIGURED, CredentialRetrievalError)) or _DENIED.fullmatch(code):
         return Problem(
@@ -225,10 +227,9 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
     return None
 
 
-def code_of(error: object) -> str | None:
-    """DynamoDB's code of an error; None: the error is not an answer."""
-    code = _answer(error).get("Error", {}).get("Code")
-    return None if code is None else str(code)
+def code_of(error: object) -> str:
+    """DynamoDB's code of an error; "": the error is not an answer."""
+    return str(_answer(error).get("Error", {}).get("Code", ""))
 
 
 def _said(error: Exception) -> str:
@@ -341,12 +342,7 @@ def _aside(request: Callable[[], dict[str, Any]], limit: Limit) -> dict[str, Any
             answer.set_exception(error)
         done.ring()
 
-    thread = threading.Thread(target=ask, name="rdzv-dynamodb", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        # Since Python 3.12 no thread can start while the interpreter ends.
-        ask()
+    in_background("rdzv-dynamodb", ask)
     try:
         limit.await_ready(done.fd)
     finally:

@@ -25,7 +25,7 @@ from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.serialization import GetData, MultiHeader, int_struct, stat_struct
 from kazoo.protocol.states import KazooState, KeeperState
 
-from rdzv_plugins.kv.base import Limit
+from rdzv_plugins.kv.base import Limit, in_background
 from rdzv_plugins.stores._tls import stays_refused
 
 __all__ = ["NotConnectedError", "ReadMany", "Session"]
@@ -185,13 +185,8 @@ def _stop(zk: Any, seconds: float) -> None:
             zk.stop()
             zk.close()
 
-    thread = threading.Thread(target=stop, name="rdzv-zookeeper-stop", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        # Since Python 3.12 no thread can start while the interpreter ends.
-        stop()
-    else:
+    thread = in_background("rdzv-zookeeper-stop", stop)
+    if thread.is_alive():
         thread.join(seconds)
 
 

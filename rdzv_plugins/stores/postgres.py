@@ -33,10 +33,9 @@ import os
 import re
 import select
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import psycopg
@@ -54,13 +53,11 @@ from psycopg.waiting import Ready, Wait
 from rdzv_plugins.config import ServerOptions, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
-from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored
+from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, version_of
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._tls import tls_context
 
 __all__ = ["Client", "Options"]
-
-_LARGEST_VALUE = 64 << 20
 
 # The most idle connections of a client: one for requests and one for a waiter.
 _IDLE = 2
@@ -112,76 +109,56 @@ _ABOUT = """SELECT current_setting('server_version'), pg_is_in_recovery(), curre
  ARRAY(SELECT r FROM unnest(%(rights)s::text[]) AS r
  WHERE NOT has_table_privilege(to_regclass('{table}'), r))"""
 
-# What errors mean: the first pattern that matches code and text, the problem, and whether to retry.
-# Errors of a refused connection have no code.
-_PROBLEMS = [
-    (
-        r"authentication failed|no password supplied|role .* (does not exist|is not permitted)",
+# What errors mean, by a pattern of their code and text: the first that matches counts. Errors of a
+# refused connection have no code.
+_PROBLEMS = {
+    r"authentication failed|no password supplied|role .*(does not exist|is not permitted)": Problem(
         "refused the credentials ({said}); set the user in the endpoint and the password in "
-        "$RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass",
-        False,
+        "$RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass"
     ),
-    (
-        r"database .* does not exist|not currently accepting",
+    r"database .* does not exist|not currently accepting": Problem(
         "has no such database ({said}); name one in the endpoint (postgresql://host/database) or "
-        "with database=, or create it",
-        False,
+        "with database=, or create it"
     ),
-    (
-        r"no encryption|SSL off",
-        "requires an encrypted connection ({said}); set tls=true and ca_file",
-        False,
+    r"no encryption|SSL off": Problem(
+        "requires an encrypted connection ({said}); set tls=true and ca_file"
     ),
-    (
-        r"pg_hba\.conf|permission denied for database",
+    r"pg_hba\.conf|permission denied for database": Problem(
         "refuses this client ({said}); its pg_hba.conf needs a line for this host, user and "
-        "database, and the user needs CONNECT on the database",
-        False,
+        "database, and the user needs CONNECT on the database"
     ),
-    (
-        r"does not support SSL",
-        "speaks no TLS ({said}); leave out tls=true, or check that the server has TLS enabled",
-        False,
+    r"does not support SSL": Problem(
+        "speaks no TLS ({said}); leave out tls=true, or check that the server has TLS enabled"
     ),
-    (
-        # A server that dies causes an unexpected eof.
-        r"SSL error: (?!unexpected eof)|certificate|private key",
+    # A server that dies causes an unexpected eof.
+    r"SSL error: (?!unexpected eof)|certificate|private key": Problem(
         "failed the TLS handshake ({said}); check that ca_file signed the server's certificate, "
-        "that it names the endpoint's host, and cert_file and key_file if the server requires them",
-        False,
+        "that it names the endpoint's host, and cert_file and key_file if the server requires them"
     ),
-    (
-        r"^53300|too many (clients|connections)|remaining connection slots",
+    r"^53300|too many (clients|connections)|remaining connection slots": Problem(
         "had no connection left for {timeout:g} s ({said}); a node needs two: raise "
         "max_connections, or the limit of the user or database",
-        True,
+        retryable=True,
     ),
-    (
-        r"^25006|session is read-only|hot standby mode",
+    r"^25006|session is read-only|hot standby mode": Problem(
         "accepted no writes for {timeout:g} s ({said}): it is a standby, or read-only; name the "
         "primary, or all servers: host1:5432,host2:5432",
-        True,
+        retryable=True,
     ),
-    (
-        r"starting up|shutting down|recovery mode|not (yet )?accepting connections",
-        "was not ready for {timeout:g} s ({said})",
-        True,
+    r"starting up|shutting down|recovery mode|not (yet )?accepting connections": Problem(
+        "was not ready for {timeout:g} s ({said})", retryable=True
     ),
-    (r"^(40|55P03|57014)", "was too busy for {timeout:g} s ({said})", True),
-    (r"^(53|58)", "lacks resources ({said}); its log says more", True),
-    (r"^42P01", "has no table {table}; set create_table=true, or run: {statement}", False),
-    (
-        r"^42501",
+    r"^(40|55P03|57014)": Problem("was too busy for {timeout:g} s ({said})", retryable=True),
+    r"^(53|58)": Problem("lacks resources ({said}); its log says more", retryable=True),
+    r"^42P01": Problem("has no table {table}; set create_table=true, or run: {statement}"),
+    r"^42501": Problem(
         "denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the table "
-        "{table}, USAGE on its schema and, to create the table, CREATE on the schema; run: {grant}",
-        False,
+        "{table}, USAGE on its schema and, to create the table, CREATE on the schema; run: {grant}"
     ),
-    (
-        r"^(42703|42804|42P10|42883)",
-        "has a table {table} with another schema ({said}); name another table with table=",
-        False,
+    r"^(42703|42804|42P10|42883)": Problem(
+        "has a table {table} with another schema ({said}); name another table with table="
     ),
-]
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +255,7 @@ class Client(StoreClient):
     name = "postgres"
     options = Options
     capabilities = Capabilities(
-        push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
+        push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=64 << 20
     )
     heartbeat_ms = 0.65
     least_version: ClassVar[tuple[int, ...]] = (12,)
@@ -291,6 +268,7 @@ class Client(StoreClient):
         parts = options.table.split(".")
         if len(parts) > 2 or not all(re.fullmatch(r"[^\W\d][\w$]{0,62}", part) for part in parts):
             raise ValueError(f"option 'table': '{options.table}' is not a name or schema.name")
+        self._name = options.table
         self._table = ".".join(f'"{part}"' for part in parts)
         self._create = options.create_table
         self._server = _server(endpoint, options, request_timeout)
@@ -323,33 +301,31 @@ class Client(StoreClient):
         self._ask(_EXPIRE if seconds > 0 else _END, limit, seconds=float(seconds))
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        known = seen.version if seen is not None else None
-        with self._connection(_sooner(limit, self.timeout), key) as db:
+        with self._connection(limit.within(self.timeout), key) as db:
             if db.key != key:
                 self._listen(db, key)
             while True:
                 db.notified = False
                 stored = _found(self._execute(db, _READ, keys=_names([key]))).get(key)
-                if (stored.version if stored is not None else None) != known:
+                if version_of(stored) != version_of(seen):
                     return stored
-                db.await_change(_sooner(limit, _LONGEST_PARK))
-                db.limit = _sooner(limit, self.timeout)
+                db.await_change(limit.within(_LONGEST_PARK))
+                db.limit = limit.within(self.timeout)
 
     def _problem(self, error: Exception) -> Problem | None:
         if not isinstance(error, psycopg.Error):
             return self._unreachable(error) if isinstance(error, OSError) else None
         said = _said(error)
-        for pattern, text, retryable in _PROBLEMS:
+        for pattern, problem in _PROBLEMS.items():
             if re.search(pattern, f"{error.sqlstate or ''} {said}"):
-                table = self._table.replace('"', "")
-                text = text.format(
+                text = problem.text.format(
                     said=said,
                     timeout=self.timeout,
-                    table=table,
-                    statement=_TABLE.format(table=table),
+                    table=self._name,
+                    statement=_TABLE.format(table=self._name),
                     grant=self._grant(self._server.get("user") or "<user>"),
                 )
-                return Problem(text, retryable=retryable, undone=True)
+                return replace(problem, text=text, undone=True)
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             unsent = isinstance(error, UnconnectedError)
             return self._unreachable(psycopg.OperationalError(said), undone=unsent)
@@ -381,16 +357,15 @@ class Client(StoreClient):
             yield Finding(Mark.FAILED, "role", found, "name the primary, or all servers")
         else:
             yield Finding(Mark.OK, "role", "primary, accepts writes")
-        table = self._table.replace('"', "")
         if missing:
-            found = f"the user '{user}' has no {', '.join(missing)} on the table {table}"
+            found = f"the user '{user}' has no {', '.join(missing)} on the table {self._name}"
             yield Finding(Mark.FAILED, "rights on the table", found, f"run: {self._grant(user)}")
         else:
-            found = f"the user '{user}' has {', '.join(_RIGHTS)} on {table}"
+            found = f"the user '{user}' has {', '.join(_RIGHTS)} on {self._name}"
             yield Finding(Mark.OK, "rights on the table", found)
         if kept == "u" or not syncs:
-            found = f"the table {table} is unlogged" if kept == "u" else "fsync is off"
-            advice = f"ALTER TABLE {table} SET LOGGED" if kept == "u" else "set fsync = on"
+            found = f"the table {self._name} is unlogged" if kept == "u" else "fsync is off"
+            advice = f"ALTER TABLE {self._name} SET LOGGED" if kept == "u" else "set fsync = on"
             found = f"{found}: a crash of the server may lose the run"
             yield Finding(Mark.WARNING, "persistence", found, advice)
         else:
@@ -402,11 +377,10 @@ class Client(StoreClient):
 
     def _grant(self, user: str) -> str:
         """What gives the user its rights, for psql."""
-        table = self._table.replace('"', "")
-        schema = table.partition(".")[0] if "." in table else "public"
+        schema, dot, _ = self._name.partition(".")
         return (
-            f"GRANT USAGE ON SCHEMA {schema} TO {user}; "
-            f"GRANT {', '.join(_RIGHTS)} ON {table} TO {user}"
+            f"GRANT USAGE ON SCHEMA {schema if dot else 'public'} TO {user}; "
+            f"GRANT {', '.join(_RIGHTS)} ON {self._name} TO {user}"
         )
 
     def _ask(self, query: str, limit: Limit, **arguments: Any) -> list[tuple[Any, ...]]:
@@ -473,7 +447,7 @@ class Client(StoreClient):
             try:
                 share = limit.seconds / (len(attempts) - number)
                 conninfo = make_conninfo("", **attempt)
-                db = Connection.open(conninfo, _sooner(limit, share), self.timeout)
+                db = Connection.open(conninfo, limit.within(share), self.timeout)
             except (psycopg.OperationalError, TimeoutError) as error:
                 failures.append(error)
             else:
@@ -492,11 +466,6 @@ def _await(fd: int, want: Wait, limit: Limit) -> Ready:
     can_read = reads and events & ~select.POLLOUT
     can_write = writes and events & ~select.POLLIN
     return Ready((Ready.R if can_read else 0) | (Ready.W if can_write else 0))
-
-
-def _sooner(limit: Limit, seconds: float) -> Limit:
-    """The limit, or a limit in ``seconds`` from now if that is sooner."""
-    return Limit(min(limit.deadline, time.monotonic() + seconds), limit.wake)
 
 
 def _said(error: Exception) -> str:

@@ -37,10 +37,12 @@ from urllib.parse import quote, unquote
 from kazoo.exceptions import (
     AuthFailedError,
     ConnectionLoss,
+    InvalidACLError,
     KazooException,
     NoAuthError,
     NoNodeError,
     OperationTimeoutError,
+    QuotaExceededError,
     SessionClosedRequireSaslError,
     SessionExpiredError,
     SessionMovedError,
@@ -87,7 +89,7 @@ _LOSSES = (
     TimeoutError,
 )
 # Errors of a transaction that do not come from the state of the znodes.
-_FAULTS = frozenset({"NoAuthError", "InvalidACLError", "QuotaExceededError"})
+_FAULTS = (InvalidACLError, NoAuthError, QuotaExceededError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +132,11 @@ class Client(StoreClient):
     ) -> None:
         super().__init__(f"zookeeper at {redact(endpoint) or 'localhost'}", request_timeout)
         target = parse_endpoint(endpoint, default_port=2181, schemes=("zookeeper",))
-        settings = _settings(target, options, request_timeout)
         self._hosts = target.hosts
-        # DIGEST-MD5 does not send it.
-        self._sends_password = bool(target.user or options.user) and not options.sasl
         self._tls = tls_context(options) if options.tls else None
+        settings = _settings(target, options, request_timeout)
+        # DIGEST-MD5 does not send it.
+        self._sends_password = "auth_data" in settings
         self._acl = settings.get("default_acl", OPEN_ACL_UNSAFE)
         self._parents = ["/"]
         for part in (*filter(None, target.path.split("/")), *segments(namespace, options.prefix)):
@@ -225,7 +227,7 @@ class Client(StoreClient):
         changed = Wake()
         self._parked.add(changed)
         try:
-            soon = Limit(min(limit.deadline, time.monotonic() + self.timeout), limit.wake)
+            soon = limit.within(self.timeout)
             # Always the same method: kazoo keeps a set, which repeated waits do not enlarge.
             (stat,) = self._session.ask(soon, Exists(self._path(key), self._on_event))
             if seen is not None:
@@ -244,46 +246,6 @@ class Client(StoreClient):
         for wake in self._parked.copy():
             wake.ring()
 
-    def inspect(self) -> Iterable[Finding]:
-        known = self._acl is not OPEN_ACL_UNSAFE
-        hosts = [host for host, _ in self._hosts]
-        yield of_connection(self._tls is not None, self._sends_password, hosts)
-        told = self._srvr()
-        version = re.search(r"^Zookeeper version: (\S+?)[-,\s]", told, re.MULTILINE)
-        mode = re.search(r"^Mode: (.+)$", told, re.MULTILINE)
-        if version is None or mode is None:
-            why = " ".join(told.split())[:80] or "no answer"
-            found = f"not known: the server does not execute srvr ({why})"
-            yield Finding(Mark.UNKNOWN, "version", found, "4lw.commands.whitelist=srvr allows it")
-        else:
-            yield of_version("zookeeper", version[1], self.least_version)
-            values = {"mode": mode[1]}
-            if "read-only" in mode[1]:
-                found = "a read-only server, cut off from the majority"
-                yield Finding(Mark.FAILED, "role", found, "name all servers", values)
-            else:
-                yield Finding(Mark.OK, "role", mode[1], values=values)
-        who = "this user only" if known else "everybody who reaches the server"
-        yield Finding(Mark.OK, "access", f"the run's znodes are open to {who}")
-
-    def _srvr(self) -> str:
-        """The first server's answer to the command srvr; "" without one."""
-        for host, port in self._hosts:
-            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-                line = stack.enter_context(socket.create_connection((host, port), self.timeout))
-                if self._tls is not None:
-                    line = self._tls.wrap_socket(line, server_hostname=host)
-                    stack.enter_context(line)
-                line.sendall(b"srvr")
-                parts = []
-                while part := line.recv(4096):
-                    parts.append(part)
-                return b"".join(parts).decode(errors="replace")
-        return ""
-
-    def _disconnect(self) -> None:
-        self._session.close()
-
     def _problem(self, error: Exception) -> Problem | None:
         may_recover = self._session.may_recover(error)
         if isinstance(error, _REFUSALS):
@@ -293,7 +255,7 @@ class Client(StoreClient):
                 f"refused the credentials ({type(error).__name__}); set the user in the endpoint, "
                 "the password in $RDZV_PLUGINS_PASSWORD, and sasl=true if the server requires SASL"
                 f"{grant}",
-                retryable=may_recover and not isinstance(error, NoAuthError),
+                retryable=may_recover and not acl,
             )
         if isinstance(error, UnimplementedError):
             least = ".".join(map(str, self.least_version))
@@ -320,6 +282,45 @@ class Client(StoreClient):
                 f"refused a request: {type(error).__name__} {error}".rstrip(), state=True
             )
         return None
+
+    def _disconnect(self) -> None:
+        self._session.close()
+
+    def inspect(self) -> Iterable[Finding]:
+        hosts = [host for host, _ in self._hosts]
+        yield of_connection(self._tls is not None, self._sends_password, hosts)
+        told = self._srvr()
+        version = re.search(r"^Zookeeper version: (\S+?)[-,\s]", told, re.MULTILINE)
+        mode = re.search(r"^Mode: (.+)$", told, re.MULTILINE)
+        if version is None or mode is None:
+            why = " ".join(told.split())[:80] or "no answer"
+            found = f"not known: the server does not execute srvr ({why})"
+            yield Finding(Mark.UNKNOWN, "version", found, "4lw.commands.whitelist=srvr allows it")
+        else:
+            yield of_version("zookeeper", version[1], self.least_version)
+            values = {"mode": mode[1]}
+            if "read-only" in mode[1]:
+                found = "a read-only server, cut off from the majority"
+                yield Finding(Mark.FAILED, "role", found, "name all servers", values)
+            else:
+                yield Finding(Mark.OK, "role", mode[1], values=values)
+        shared = self._acl is OPEN_ACL_UNSAFE
+        who = "everybody who reaches the server" if shared else "this user only"
+        yield Finding(Mark.OK, "access", f"the run's znodes are open to {who}")
+
+    def _srvr(self) -> str:
+        """The first server's answer to the command srvr; "" without one."""
+        # kazoo's own `command` verifies a certificate against the server's address, not its name.
+        for host, port in self._hosts:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((host, port), self.timeout) as raw,
+                self._tls.wrap_socket(raw, server_hostname=host) if self._tls else raw as line,
+                line.makefile("rb") as answer,
+            ):
+                line.sendall(b"srvr")
+                return answer.read().decode(errors="replace")
+        return ""
 
     def _path(self, key: str) -> str:
         return f"{self._root}/={quote(key, safe='')}"
@@ -431,11 +432,10 @@ def _found(paths: Sequence[str], results: Sequence[Any]) -> dict[str, tuple[byte
 
 def _done(results: Sequence[Any]) -> bool:
     """Whether a transaction succeeded; raises errors that do not come from the znodes' state."""
-    errors = [error for error in results if isinstance(error, KazooException)]
-    for error in errors:
-        if type(error).__name__ in _FAULTS:
-            raise error
-    return not errors
+    for result in results:
+        if isinstance(result, _FAULTS):
+            raise result
+    return not any(isinstance(result, KazooException) for result in results)
 
 
 def _parse(data: bytes | None) -> tuple[str, int | None]:
@@ -452,7 +452,6 @@ def _settings(target: Endpoint, options: Options, request_timeout: float) -> dic
     # kazoo waits this long for a host that does not answer: leave time for another host.
     settings: dict[str, Any] = {"hosts": hosts, "timeout": max(1.0, request_timeout * 2 / 3)}
     if options.tls:
-        tls_context(options)
         settings |= {"use_ssl": True, "check_hostname": True, "ca": options.ca_file}
         settings |= {"certfile": options.cert_file, "keyfile": options.key_file}
     user, password = target.user or options.user, target.password or options.secret()

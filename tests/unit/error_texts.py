@@ -22,8 +22,6 @@ _LOGS = ("warning", "error", "exception", "critical")
 _PARTS = ("Problem", "BadParameter")
 # The kinds of `Tell` that are no warnings; see its docstring.
 _NEWS = ("joined", "waiting", "forming", "round", "closed")
-# A store's list of texts, the second of each row.
-_TABLE = "_PROBLEMS"
 
 
 @dataclass
@@ -95,9 +93,6 @@ class _Module:
                         yield first
                 case ast.FunctionDef(name="remarks"):
                     yield from self._told_by_remarks(node)
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.List(elts=rows)):
-                    if name == _TABLE:
-                        yield from (row.elts[1] for row in rows if isinstance(row, ast.Tuple))
 
     def _told_by_call(self, name: str, first: ast.expr, more: list[ast.expr]) -> Iterator[ast.expr]:
         if name == "Tell":

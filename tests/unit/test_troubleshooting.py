@@ -249,7 +249,7 @@ class TestCollector:
             "return Problem(f'it fails ({error})', retryable=True)",
             "yield Tell('lost', f'it fails ({error})')",
             "def remarks(view):\n    text = f'it fails ({error})'\n    yield 'lost', key, text",
-            "_PROBLEMS = [('pattern', 'it fails ({said})', True)]",
+            "_PROBLEMS = {'pattern': Problem('it fails ({said})', retryable=True)}",
             "raise ValueError(_text(1))\ndef _text(it):\n    return f'it fails ({it})'",
         ],
     )
