@@ -24,7 +24,6 @@ import re
 import secrets
 import select
 import ssl
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,6 +49,7 @@ from rdzv_plugins.kv.base import (
     StoreClient,
     Stored,
     WokenError,
+    in_background,
     stamped,
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
@@ -316,29 +316,6 @@ class Client(StoreClient):
 
         self._connect(request)
 
-    def compare_and_set(
-        self, key: str, value: bytes, expected: Version | None
-    ) -> tuple[Entry | None, bool]:
-        # One script: the base class's read before it would be a second round trip.
-        self.check_size(key, value)
-        stamp = secrets.token_bytes(STAMP_BYTES - 1)
-        ours = Entry(value, stamp.hex())
-        # No write has the tag "-"; an absent key has "".
-        if_tagged = "" if expected is None else _tag(expected) or "-"
-
-        def request(limit: Limit) -> tuple[Entry | None, bool]:
-            found = self._run(
-                limit, "compare_and_set", [key], key, if_tagged, _tag(ours.version), value
-            )
-            if isinstance(found, list):
-                self._remember(key, stamp.hex(), found[0].decode())
-                return ours, True
-            entry = _stored(found).entry if found is not None else None
-            # Equal if an earlier attempt succeeded and its answer was lost.
-            return entry, entry is not None and entry.version == ours.version
-
-        return self._call(request)
-
     def add(self, key: str, delta: int) -> int:
         # One script: of hundreds of compare-and-sets at once most would be refused.
         stamp = secrets.token_hex(STAMP_BYTES - 1)
@@ -452,14 +429,27 @@ class Client(StoreClient):
         self._listed = _Listed(known.prefix, epoch, number, short)
         return found
 
+    def _set_if(
+        self, key: str, data: bytes, expected: Version | None, limit: Limit
+    ) -> Stored | None:
+        # One script: the base class's read before it would be a second round trip.
+        tag, value = _parted(data)
+        # No write has the tag "-"; an absent key has "".
+        if_tagged = "" if expected is None else _tag(expected) or "-"
+        found = self._run(limit, "compare_and_set", [key], key, if_tagged, tag, value)
+        if not isinstance(found, list):
+            return _stored(found) if found is not None else None
+        written = Stored.parse(data, found[0].decode())
+        self._remember(key, written.version, written.guard)
+        return written
+
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        raise NotImplementedError("compare_and_set and add are scripts")
+        raise NotImplementedError("_set_if and add are scripts")
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         triples: list[Any] = []
         for key, data in values.items():
-            tag = int.from_bytes(data[: STAMP_BYTES - 1], "big")
-            triples += [key, tag, data[STAMP_BYTES:]]
+            triples += [key, *_parted(data)]
         self._epoch = self._run(limit, "put", [*values], *triples)
         for key, tag, value in zip(triples[::3], triples[1::3], triples[2::3], strict=True):
             if _LEAST_KEPT < len(value) <= _LONGEST_PATCHED and len(values) < _MOST_VALUES:
@@ -777,12 +767,7 @@ class Client(StoreClient):
             except Exception as error:
                 failures.append(error)
 
-        thread = threading.Thread(target=connect, name="rdzv-redis-connect", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # Since Python 3.12 no thread can start while the interpreter ends.
-            connect()
+        thread = in_background("rdzv-redis-connect", connect)
         while thread.is_alive():
             thread.join(0.02)
             if limit.wake is not None and limit.wake.rung:
@@ -932,6 +917,11 @@ def _is_later(known: str, found: bytes) -> None:
     known_number, _, known_tag = known.partition("-")
     if number and (int(number), int(tag)) < (int(known_number), int(known_tag)):
         raise _EarlierError
+
+
+def _parted(data: bytes) -> tuple[int, bytes]:
+    """The tag and the value of what is to be written."""
+    return int.from_bytes(data[: STAMP_BYTES - 1], "big"), data[STAMP_BYTES:]
 
 
 def _stored(data: bytes) -> Stored:
