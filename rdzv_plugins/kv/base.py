@@ -42,7 +42,7 @@ from rdzv_plugins.kv.contract import (
     Version,
     parse_counter,
 )
-from rdzv_plugins.kv.retry import growing_pauses, retry
+from rdzv_plugins.kv.retry import longest_pause, retry
 
 __all__ = [
     "STAMP_BYTES",
@@ -378,7 +378,7 @@ class StoreClient(KeyValueClient):
 
     def add(self, key: str, delta: int) -> int:
         seconds = _ADD_TIMEOUTS * self.timeout
-        deadline, pauses = time.monotonic() + seconds, growing_pauses()
+        deadline, refused = time.monotonic() + seconds, 0
         while (total := self._add_once(key, delta)) is None:
             if time.monotonic() >= deadline:
                 raise RendezvousConnectionError(
@@ -386,7 +386,8 @@ class StoreClient(KeyValueClient):
                     "nothing was counted: they are too many, or the store is too slow"
                 )
             # Growing pauses: else hundreds of adders keep the store busy with refusals.
-            time.sleep(random.uniform(0, next(pauses)))
+            time.sleep(random.uniform(0, longest_pause(refused)))
+            refused += 1
         return total
 
     def _add_once(self, key: str, delta: int) -> int | None:
@@ -438,13 +439,13 @@ class StoreClient(KeyValueClient):
             self._return_wake(wake)
 
     def _wait(self, key: str, version: Version | None, deadline: float, wake: Wake) -> Entry | None:
-        pauses = growing_pauses()
+        failures = 0
         while True:
             seen = self._call(lambda limit: self._look(key, version, limit), wake)
             if (seen is None or seen.version == version) and time.monotonic() < deadline:
                 try:
                     seen = self._park(key, seen, Limit(deadline, wake))
-                    pauses = growing_pauses()
+                    failures = 0
                 except TimeoutError:
                     seen = None
                 except Exception as error:
@@ -452,7 +453,8 @@ class StoreClient(KeyValueClient):
                         self._fail(error, wake)
                     # The next look raises if the store stays unreachable.
                     self._note_retry()
-                    wake.wait(random.uniform(0, next(pauses)))
+                    wake.wait(random.uniform(0, longest_pause(failures)))
+                    failures += 1
                     continue
             if seen is not None and seen.version != version:
                 return seen.entry

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from rdzv_plugins.kv.contract import ClientClosedError, RendezvousConnectionError
 
-__all__ = ["growing_pauses", "retry", "store_is_away"]
+__all__ = ["longest_pause", "retry", "store_is_away"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def retry(
             only the time ran out, which tells nobody why.
     """
     deadline = time.monotonic() + timeout
-    pauses = growing_pauses()
+    failures = 0
     before: Exception | None = None
     while True:
         if failed is None:
@@ -45,23 +45,20 @@ def retry(
                 return request()
             except Exception as error:
                 failed = error
-        pause = next(pauses)
+        pause = longest_pause(failures)
         # Jitter: after an outage a thousand nodes must not return in step.
         delay = random.uniform(pause / 2, pause)
         if not retryable(failed) or time.monotonic() + delay >= deadline:
             if isinstance(failed, TimeoutError) and before is not None:
                 raise before from None
             raise failed
-        before, failed = failed, None
+        before, failed, failures = failed, None, failures + 1
         (sleep or time.sleep)(delay)
 
 
-def growing_pauses() -> Iterator[float]:
-    """The longest pauses between attempts, in seconds."""
-    pause = 0.01
-    while True:
-        yield pause
-        pause = min(2 * pause, 0.5)
+def longest_pause(failures: int) -> float:
+    """Seconds to pause at most after so many failures before the last one."""
+    return min(0.01 * 2.0 ** min(failures, 10), 0.5)
 
 
 def store_is_away(error: Exception) -> bool:

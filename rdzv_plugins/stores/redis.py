@@ -48,6 +48,7 @@ from rdzv_plugins.kv.base import (
     Problem,
     StoreClient,
     Stored,
+    Wake,
     WokenError,
     in_background,
     stamped,
@@ -521,8 +522,8 @@ class Client(StoreClient):
         try:
             # One round trip: the look puts a newer value into the stream, where XREAD finds it.
             line.send_packed_command(_packed(look) + _packed(park), check_health=False)
-            self._await_answer(line, limit)
-            _is_later(after, line.read_response())
+            self._await_answer(line, limit.wake)
+            _refuse_earlier(after, line.read_response())
         except BaseException as error:
             self._failed(line, error, late=True)
             raise
@@ -555,24 +556,19 @@ class Client(StoreClient):
                 now = time.monotonic()
                 if now >= parked.until:
                     raise errors.TimeoutError("no answer in time")
-                ends = min(limit.deadline, parked.until, now + _LONGEST_LOOK)
-                try:
-                    Limit(ends, limit.wake).await_ready(line._sock.fileno())
-                except WokenError:
-                    self._keep_parked(key, parked)
-                    raise
-                except TimeoutError:
-                    if time.monotonic() >= limit.deadline:
-                        self._keep_parked(key, parked)
-                        return []
-                    if parked.epoch != self._epoch:
-                        line.disconnect()
-                        return []
-                else:
+                seconds = min(limit.deadline, parked.until, now + _LONGEST_LOOK) - now
+                if _has_answer(line, limit.wake, seconds):
                     # Under TLS there may be something to read, and no part of the answer in it.
                     ready = self._tls is None or line.can_read(timeout=0)
+                elif time.monotonic() >= limit.deadline:
+                    self._keep_parked(key, parked)
+                    return []
+                elif parked.epoch != self._epoch:
+                    line.disconnect()
+                    return []
             answer = line.read_response()
         except WokenError:
+            self._keep_parked(key, parked)
             raise
         except BaseException as error:
             self._failed(line, error, late=True)
@@ -708,7 +704,7 @@ class Client(StoreClient):
         try:
             line.send_packed_command(_packed(command), check_health=False)
             if limit.wake is not None:
-                self._await_answer(line, limit)
+                self._await_answer(line, limit.wake)
             answer = line.read_response()
         except BaseException as error:
             self._failed(line, error)
@@ -730,14 +726,11 @@ class Client(StoreClient):
             self._drop_idle()
             self._doubtful = True
 
-    def _await_answer(self, line: Any, limit: Limit) -> None:
+    def _await_answer(self, line: Any, wake: Wake | None) -> None:
         # An attempt has the socket's time-out, not the rest of the limit: near the limit a
         # "no answer" would hide the errors that the server has answered so far.
-        assert limit.wake is not None
-        if not limit.wake.poll(self.timeout, line._sock.fileno(), select.POLLIN):
+        if not _has_answer(line, wake, self.timeout):
             raise TimeoutError("no answer in time")
-        if limit.wake.rung:
-            raise WokenError
 
     def _take(self, limit: Limit, checked: bool = False) -> Any:
         """A connection for one request; if ``checked``, one that the server has not closed."""
@@ -912,7 +905,18 @@ class _EarlierError(Exception):
     """A key has an earlier id than the one that a waiter knows."""
 
 
-def _is_later(known: str, found: bytes) -> None:
+def _has_answer(line: Any, wake: Wake | None, seconds: float) -> bool:
+    """Whether there is something to read within ``seconds``; raises `WokenError`."""
+    assert wake is not None  # Only waits ask.
+    came = wake.poll(seconds, line._sock.fileno(), select.POLLIN)
+    if wake.rung:
+        raise WokenError
+    return bool(came)
+
+
+def _refuse_earlier(known: str, found: bytes) -> None:
+    if found == known.encode():
+        return
     number, _, tag = found.decode().partition("-")
     known_number, _, known_tag = known.partition("-")
     if number and (int(number), int(tag)) < (int(known_number), int(known_tag)):
