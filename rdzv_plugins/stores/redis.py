@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import hiredis
 import msgspec
@@ -289,10 +289,10 @@ class Client(StoreClient):
     ) -> None:
         super().__init__(f"redis at {redact(endpoint) or 'localhost'}", request_timeout)
         self._hash = "{" + namespace + "}"
-        self._grant = _grant(endpoint, options)
-        self._make, self._tls = _maker(endpoint, options, request_timeout)
+        target = self._target = _target(endpoint, options)
+        self._grant = _grant(target, options)
+        self._make, self._tls = _maker(target, options, request_timeout)
         self._cluster = options.cluster
-        self._secret, self._hosts = _sends(endpoint, options)
         # Created with the first connection: a cluster client's constructor requests the slots.
         self._redis: Any = None
         self._doubtful = False
@@ -640,7 +640,8 @@ class Client(StoreClient):
 
     def inspect(self) -> Iterable[Finding]:
         info, _ = self._learn(self._info)
-        yield of_connection(self._tls is not None, self._secret, self._hosts)
+        hosts = [host for host, _ in self._target.hosts]
+        yield of_connection(self._tls is not None, self._target.password is not None, hosts)
         if info is None:
             for what in ("version", "role", "eviction", "persistence"):
                 found = "not known: the user may not run INFO"
@@ -960,53 +961,66 @@ def _eviction(info: Mapping[str, str]) -> Finding:
     return Finding(Mark.WARNING, "eviction", found, advice, values)
 
 
-def _sends(endpoint: str, options: Options) -> tuple[bool, list[str]]:
-    """Whether a password is sent, and to which hosts; a socket of this host counts as none."""
-    if endpoint.startswith("unix://"):
-        return options.secret() is not None, []
-    target = parse_endpoint(endpoint, default_port=6379, schemes=_SCHEMES)
-    return bool(target.password or options.secret()), [host for host, _ in target.hosts]
+class _Target(NamedTuple):
+    """What the endpoint and the options name; ``path`` of a socket of this host, or hosts."""
+
+    path: str | None
+    hosts: Sequence[tuple[str, int]]
+    user: str | None
+    password: str | None
+    database: int
+    tls: bool
 
 
-def _grant(endpoint: str, options: Options) -> str:
+def _target(endpoint: str, options: Options) -> _Target:
+    """Raises `ValueError` for a bad endpoint."""
+    user, password, database = options.user, options.secret(), options.database
+    path = endpoint.removeprefix("unix://")
+    if path != endpoint:
+        if not path.startswith("/"):
+            raise ValueError("a unix:// endpoint needs an absolute path: unix:///run/redis.sock")
+        return _Target(path, (), user, password, database, tls=False)
+    found = parse_endpoint(endpoint, default_port=6379, schemes=_SCHEMES)
+    text = found.query.get("db") or found.path.strip("/")
+    if text and not text.isdecimal():
+        raise ValueError(f"the database '{text}' in the endpoint is not a number")
+    database = int(text) if text else database
+    tls = options.tls or found.scheme in ("rediss", "valkeys")
+    user, password = found.user or user, found.password or password
+    return _Target(None, found.hosts, user, password, database, tls)
+
+
+def _grant(target: _Target, options: Options) -> str:
     """What gives the user its rights, for redis-cli."""
-    user, rights = options.user, _RIGHTS
-    if not endpoint.startswith("unix://"):
-        target = parse_endpoint(endpoint, default_port=6379, schemes=_SCHEMES)
-        user = target.user or user
-        if _database(target.path, target.query, options.database):
-            rights += " +select"
+    rights = _RIGHTS
+    if target.database:
+        rights += " +select"
     if options.cluster:
         rights += " +cluster|slots +command"
-    return f"ACL SETUSER {user or 'default'} ~{{{options.prefix}/* {rights}"
+    return f"ACL SETUSER {target.user or 'default'} ~{{{options.prefix}/* {rights}"
 
 
 def _maker(
-    endpoint: str, options: Options, timeout: float
+    target: _Target, options: Options, timeout: float
 ) -> tuple[Callable[[], Any], ssl.SSLContext | None]:
     """A maker of redis-py clients that do not retry (the base class does), and the TLS context.
 
-    Raises `ValueError` for a bad endpoint or option.
+    Raises `ValueError` for a bad option.
     """
-    path = endpoint.removeprefix("unix://")
     common: dict[str, Any] = {
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "retry": Retry(NoBackoff(), 0),
-        "username": options.user,
-        "password": options.secret(),
+        "username": target.user,
+        "password": target.password,
         "protocol": 2,
     }
-    if path != endpoint:
-        if not path.startswith("/"):
-            raise ValueError("a unix:// endpoint needs an absolute path: unix:///run/redis.sock")
-        return partial(redis.Redis, unix_socket_path=path, db=options.database, **common), None
-    target = parse_endpoint(endpoint, default_port=6379, schemes=_SCHEMES)
-    common["username"] = target.user or options.user
-    common["password"] = target.password or options.secret()
+    if target.path is not None:
+        db = target.database
+        return partial(redis.Redis, unix_socket_path=target.path, db=db, **common), None
     common["socket_keepalive"] = True
     context: ssl.SSLContext | None = None
-    if options.tls or target.scheme in ("rediss", "valkeys"):
+    if target.tls:
         context = tls_context(options)
         common["ssl"] = True
         # The default only since redis-py 6.
@@ -1019,9 +1033,8 @@ def _maker(
         nodes = [untyped.cluster.ClusterNode(host, port) for host, port in target.hosts]
         common |= _share(timeout, len(nodes))
         return partial(redis.RedisCluster, startup_nodes=nodes, **common), context
-    database = _database(target.path, target.query, options.database)
     if options.sentinel:
-        guarded = common["password"] is not None
+        guarded = target.password is not None
         asked = common | _share(timeout, len(target.hosts) * (2 if guarded else 1))
         sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked, **common)
         if guarded:
@@ -1029,21 +1042,14 @@ def _maker(
             asked |= {"username": None, "password": None}
             bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked)
             sentinel.sentinels = [*bare.sentinels, *sentinel.sentinels]
-        return partial(sentinel.master_for, options.sentinel, db=database), context
+        return partial(sentinel.master_for, options.sentinel, db=target.database), context
     if len(target.hosts) > 1:
         raise ValueError("several hosts need --rdzv-conf sentinel=<name> or cluster=true")
     host, port = target.hosts[0]
-    return partial(redis.Redis, host=host, port=port, db=database, **common), context
+    return partial(redis.Redis, host=host, port=port, db=target.database, **common), context
 
 
 def _share(timeout: float, hosts: int) -> dict[str, float]:
     """Socket time-outs that leave time for every host in turn, and then for the primary."""
     share = timeout / (hosts + 1)
     return {"socket_timeout": share, "socket_connect_timeout": share}
-
-
-def _database(path: str, query: Mapping[str, str], default: int) -> int:
-    text = query.get("db") or path.strip("/")
-    if text and not text.isdecimal():
-        raise ValueError(f"the database '{text}' in the endpoint is not a number")
-    return int(text) if text else default

@@ -130,8 +130,10 @@ def test_rights_to_paste_are_the_documented_ones() -> None:
         ("redis://joe@h/1", {"prefix": "a/b"}, f"ACL SETUSER joe ~{{a/b/* {redis._RIGHTS} +select"),
         ("h", {"user": "x", "cluster": "true"},
          f"ACL SETUSER x ~{{rdzv/* {redis._RIGHTS} +cluster|slots +command"),
+        ("unix:///s", {"database": "2"}, f"ACL SETUSER default ~{{rdzv/* {redis._RIGHTS} +select"),
     ):  # fmt: skip
-        assert redis._grant(endpoint, parse_options(redis.Options, options, {})) == line
+        parsed = parse_options(redis.Options, options, {})
+        assert redis._grant(redis._target(endpoint, parsed), parsed) == line
 
 
 @pytest.mark.parametrize(

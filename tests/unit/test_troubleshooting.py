@@ -160,7 +160,7 @@ IS_PART_OF_ANOTHER = (
     "this handler of run '…' was shut down",
     "the round is over: no node will write '…'",
     "… is not for a store",
-    "compare_and_set and add are scripts",
+    "_set_if and add are scripts",
     "option 'checks': …",
 )
 
