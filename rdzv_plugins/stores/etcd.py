@@ -20,8 +20,9 @@ Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 
 `Client.expire` uses a lease, at least two seconds with etcd's default timing, and longer if the
 leader changes. A mark key at the run's own path has the lease. A new key gets the mark's lease in a
 transaction that compares it, and a later put leaves a key its lease, so that all keys of a run
-expire together. Three members survive the loss of one, five the loss of two; name all members in
-the endpoint.
+expire together. (A call that fails may leave a run of more than 126 keys with two deadlines, until
+the next call.) Three members survive the loss of one, five the loss of two; name all members in the
+endpoint.
 The gateway must be enabled (``--enable-grpc-gateway``). It takes no user name from a client
 certificate: with authentication enabled, set user and password too, and use a certificate without
 a common name (CN), because the gateway refuses all others. The user's role needs readwrite on the
@@ -121,8 +122,10 @@ class Client(StoreClient):
         self._path = "/".join([*prefix, run, ""])
         # The last known lease of the mark, which a transaction compares.
         self._lease = _NO_LEASE
-        # Keys that this client has put: most still exist, and keep their lease at the next put.
-        self._existing: set[str] = set()
+        # Keys that this client has put, and the mark's lease then: most still exist, and keep their
+        # lease at the next put. Under another mark, an `_expire` that was cut short may have left
+        # them theirs.
+        self._existing: dict[str, str] = {}
         self._connect(self._learn_lease)
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
@@ -150,21 +153,23 @@ class Client(StoreClient):
         if not (expected is None or (isinstance(expected, str) and _VERSION.fullmatch(expected))):
             return self._read([key], limit).get(key)
         look = {"request_range": self._one(key)}
+        lease = self._lease
         while True:
             # One request takes 1.5 ms; the base class's two take 1.9 ms.
-            answer = self._write(self._holds(key, expected), {key: data}, limit, look)
+            answer = self._write(self._holds(key, expected), {key: data}, lease, limit, look)
             if answer.get("succeeded"):
                 return Stored.parse(data)
             there = _first(answer["responses"][0]["response_range"], answer)
             if version_of(there) != expected:
                 return there
-            self._learn_lease(limit)
+            lease = self._learn_lease(limit)
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         return self._set_if(key, data, version_of(seen), limit) == Stored.parse(data)
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        if len(values) == 1 and values.keys() <= self._existing:
+        lease = self._lease
+        if len(values) == 1 and all(self._existing.get(key) == lease for key in values):
             # 0.67 ms; a transaction takes 0.84 ms, more for a large value.
             ((key, data),) = values.items()
             put = {**self._one(key), "value": _encoded(data), "ignore_lease": True}
@@ -172,15 +177,16 @@ class Client(StoreClient):
             with suppress(MissingError):
                 self._ask("kv/put", put, limit)
                 return
-        while not self._write([], values, limit).get("succeeded"):
-            self._learn_lease(limit)
+        while not self._write([], values, lease, limit).get("succeeded"):
+            lease = self._learn_lease(limit)
         if len(self._existing) > _REMEMBERED:
             self._existing.clear()
-        self._existing.update(values)
+        self._existing.update(dict.fromkeys(values, lease))
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
         names = [*keys]
-        self._existing.difference_update(names)
+        for key in names:
+            self._existing.pop(key, None)
         if len(names) == 1:
             self._ask("kv/deleterange", self._one(names[0]), limit)
         else:
@@ -191,33 +197,41 @@ class Client(StoreClient):
             self._ask("kv/deleterange", self._range(""), limit)
             return
         ttl = str(math.ceil(seconds))
+        # So many keys change with the mark: this client may be killed before it has moved the rest.
+        room = _OPERATIONS - 2
         while True:
-            old = lease = self._learn_lease(limit)
-            left = ""
+            items = self._list(limit)
+            old = self._lease = _lease_in(self._mark_in(items))
             if old != _NO_LEASE:
                 # Also if a new lease replaces it: it must not expire before all keys have moved.
                 kept = self._ask("lease/keepalive", {"ID": old}, limit)
                 left = kept.get("result", {}).get("TTL", "0")
-            if left == "0":
-                # It has expired: look again when its keys are deleted.
-                limit.sleep(random.uniform(0.02, 0.1))
-                continue
-            if left != ttl:
-                lease = self._ask("lease/grant", {"TTL": ttl}, limit)["ID"]
-                mark = {"request_put": {**self._one(""), "lease": lease}}
-                try:
-                    if not self._transact([self._marked(old)], [mark], limit).get("succeeded"):
-                        self._ask("lease/revoke", {"ID": lease}, limit)
-                        continue
-                except MissingError:
-                    # This client was delayed, and the lease has expired.
+                if left == "0":
+                    # It has expired: look again when its keys are deleted.
+                    limit.sleep(random.uniform(0.02, 0.1))
                     continue
-            self._lease = lease
-            if self._move(lease, limit) and old not in (_NO_LEASE, lease):
-                # No key has the old lease, and no client can attach it any more.
-                with suppress(MissingError):
-                    self._ask("lease/revoke", {"ID": old}, limit)
-            return
+                if left == ttl:
+                    self._move(items, limit)
+                    return
+            lease = self._ask("lease/grant", {"TTL": ttl}, limit)["ID"]
+            keys = [item for item in items if self._relative(item)][:room]
+            puts = [{"request_put": {**self._one(""), "lease": lease}}, *_attaching(keys, lease)]
+            look = {"request_range": self._listing()}
+            try:
+                answer = self._transact([self._marked(old)], [*puts, look], limit)
+            except MissingError:
+                # A key was deleted meanwhile, or this client was delayed and the lease has expired.
+                answer, room = {}, 0
+            if answer.get("succeeded"):
+                break
+            with suppress(MissingError):
+                self._ask("lease/revoke", {"ID": lease}, limit)
+        self._lease = lease
+        self._move(answer["responses"][-1]["response_range"]["kvs"], limit)
+        if old != _NO_LEASE:
+            # No key has the old lease, and no client can attach it any more.
+            with suppress(MissingError):
+                self._ask("lease/revoke", {"ID": old}, limit)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
         if seen is None:
@@ -326,6 +340,14 @@ class Client(StoreClient):
         # The path ends in "/" or in a UTF-8 character, so its last byte is never 255.
         return {"key": _encoded(path), "range_end": _encoded(path[:-1] + bytes([path[-1] + 1]))}
 
+    def _listing(self) -> Json:
+        """The range of all keys, the mark's first; their values would be a load."""
+        return {**self._range(""), "keys_only": True}
+
+    def _mark_in(self, items: Sequence[Json]) -> Json:
+        """The mark, if it is the first of the keys that a range found; else {}."""
+        return next((item for item in items[:1] if not self._relative(item)), {})
+
     def _relative(self, item: Mapping[str, Any]) -> str:
         return b64decode(item["key"]).decode()[len(self._path) :]
 
@@ -349,49 +371,54 @@ class Client(StoreClient):
     # Requests.
 
     def _learn_lease(self, limit: Limit) -> str:
-        self._lease = _lease_in(self._ask("kv/range", self._one(""), limit))
+        items = self._ask("kv/range", self._one(""), limit).get("kvs", [])
+        self._lease = _lease_in(self._mark_in(items))
         return self._lease
 
     def _write(
-        self, holds: Sequence[Json], values: Mapping[str, bytes], limit: Limit, *looks: Json
+        self,
+        holds: Sequence[Json],
+        values: Mapping[str, bytes],
+        lease: str,
+        limit: Limit,
+        *looks: Json,
     ) -> Json:
-        """Write with the mark's lease if that is as known and ``holds``; else execute ``looks``."""
-        lease = self._lease
+        """Write with the lease if it is the mark's and ``holds``; else execute ``looks``."""
         puts = [
             {"request_put": {**self._one(key), "value": _encoded(data), "lease": lease}}
             for key, data in values.items()
         ]
         return self._transact([*holds, self._marked(lease)], puts, limit, looks)
 
-    def _move(self, lease: str, limit: Limit) -> bool:
-        """Give all keys the lease of the mark; False: another client has changed the mark's."""
-        keys = {**self._range(""), "keys_only": True}
+    def _list(self, limit: Limit) -> Sequence[Json]:
+        items: Sequence[Json] = self._ask("kv/range", self._listing(), limit).get("kvs", [])
+        return items
+
+    def _move(self, items: Sequence[Json], limit: Limit) -> None:
+        """Give all keys the lease of the mark; ``items``: the mark and they, as just listed."""
         while True:
-            items = self._ask("kv/range", keys, limit).get("kvs", [])
-            others = [it for it in items if it.get("lease", _NO_LEASE) != lease]
+            mark = self._mark_in(items)
+            lease = _lease_in(mark)
+            others = [it for it in items if _lease_in(it) != lease]
             batches = (others[at : at + _OPERATIONS] for at in range(0, len(others), _OPERATIONS))
-            try:
+            # Missing: one of the keys was deleted meanwhile.
+            with suppress(MissingError):
                 if all(self._attach(batch, lease, limit) for batch in batches):
-                    return True
-            except MissingError:
-                # One of the keys was deleted meanwhile: list the others again.
-                continue
-            if self._learn_lease(limit) != _NO_LEASE:
-                return False
-            # This client was delayed, and the run has expired: delete its unchanged keys. What has
-            # changed belongs to the next run, which has no deadline.
-            for item in others:
-                same = {"target": "MOD", "mod_revision": item["mod_revision"]}
-                gone = {"request_delete_range": {"key": item["key"]}}
-                self._transact([{"key": item["key"], **same}], [gone], limit)
-            lease = _NO_LEASE
+                    return
+            # If another client has changed the mark's lease, help it: it may have been killed.
+            past, items = items, self._list(limit)
+            if mark and not self._mark_in(items):
+                # This client was delayed, and the run has expired: delete its unchanged keys. What
+                # has changed belongs to the next run, which has no deadline.
+                for item in past:
+                    same = {"target": "MOD", "mod_revision": item["mod_revision"]}
+                    gone = {"request_delete_range": {"key": item["key"]}}
+                    self._transact([{"key": item["key"], **same}], [gone], limit)
+                items = self._list(limit)
 
     def _attach(self, items: Sequence[Json], lease: str, limit: Limit) -> bool:
         """Attach the lease to the keys; False: the mark has another. Raises `MissingError`."""
-        # The value, and so the version, stays the same.
-        puts = [{"key": it["key"], "ignore_value": True, "lease": lease} for it in items]
-        holds = [self._marked(lease)]
-        answer = self._transact(holds, [{"request_put": put} for put in puts], limit)
+        answer = self._transact([self._marked(lease)], _attaching(items, lease), limit)
         return bool(answer.get("succeeded"))
 
     def _transact(
@@ -502,9 +529,15 @@ def _first(found: Mapping[str, Any], answer: Mapping[str, Any]) -> Stored | None
     return None
 
 
-def _lease_in(found: Mapping[str, Any]) -> str:
-    """The lease of the mark in the answer to its range."""
-    return next((str(it.get("lease", _NO_LEASE)) for it in found.get("kvs", [])), _NO_LEASE)
+def _lease_in(item: Mapping[str, Any]) -> str:
+    """The lease of a key, or of the mark if that exists."""
+    return str(item.get("lease", _NO_LEASE))
+
+
+def _attaching(items: Sequence[Json], lease: str) -> list[Json]:
+    """Operations that attach the lease to the keys; their values, and so the versions, stay."""
+    puts = [{"key": it["key"], "ignore_value": True, "lease": lease} for it in items]
+    return [{"request_put": put} for put in puts]
 
 
 def _encoded(data: bytes) -> str:

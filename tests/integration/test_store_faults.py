@@ -138,6 +138,111 @@ def test_a_lease_that_ends_too_early_takes_the_old_keys_along(
     assert "lease" not in item
 
 
+class Killed(BaseException):
+    """Ends a call where a client could be killed."""
+
+
+def kill(*_: Any) -> None:
+    raise Killed
+
+
+def leases_of(client: Any) -> set[str]:
+    """The leases of the run's keys; "0": none."""
+    everything = client._call(partial(client._ask, "kv/range", client._range("")))
+    return {item.get("lease", "0") for item in everything["kvs"]}
+
+
+@only("etcd-v3")
+@pytest.mark.parametrize("earlier", [None, 600], ids=["first", "second"])
+def test_an_expire_that_ends_late_leaves_the_next_run_alone(
+    running_store: RunningStore, run_id: str, client: Any, earlier: float | None
+) -> None:
+    rival = running_store.open(run_id)
+    # More than fit into the first transaction.
+    client.put_many({f"old/{number:03}": b"old" for number in range(200)})
+    if earlier is not None:
+        client.expire(earlier)
+    move = client._move
+
+    def sleep_and_move(*arguments: Any) -> None:
+        # As if this process had been suspended until the run had expired.
+        client._ask("lease/revoke", {"ID": client._lease}, arguments[-1])
+        rival.put_many({"old/198": b"next", "new": b"next"})
+        move(*arguments)
+
+    client._move = sleep_and_move
+    client.expire(60)
+    found = {key: entry.value for key, entry in rival.list("").items()}
+    assert found == {"old/198": b"next", "new": b"next"}
+    assert leases_of(client) == {"0"}
+    rival.close()
+
+
+@only("etcd-v3")
+def test_an_expire_holds_though_another_client_is_killed_in_its_own(
+    running_store: RunningStore, run_id: str, client: Any
+) -> None:
+    others: list[Any] = [running_store.open(run_id) for _ in range(2)]
+    writer, victim = others
+    writer.put_many({f"key/{number}": b"old" for number in range(200)})
+    move, victim._move = client._move, kill
+
+    def move_after_the_victim(*arguments: Any) -> None:
+        with pytest.raises(Killed):
+            victim.expire(599)
+        move(*arguments)
+
+    client._move = move_after_the_victim
+    client.expire(600)
+    writer.put("key/7", b"new")
+    assert leases_of(client) == {victim._lease}
+    for other in others:
+        other.close()
+
+
+@only("etcd-v3")
+@pytest.mark.parametrize("earlier", [None, 600], ids=["first", "second"])
+def test_a_client_that_is_killed_gives_a_small_run_one_deadline(
+    running_store: RunningStore, run_id: str, client: Any, earlier: float | None
+) -> None:
+    client.put_many({f"key/{number}": b"old" for number in range(126)})
+    if earlier is not None:
+        client.expire(earlier)
+    victim: Any = running_store.open(run_id)
+    victim._move = kill
+    with pytest.raises(Killed):
+        victim.expire(60)
+    for key in ("key/0", "key/125", "new"):
+        client.put(key, b"new")
+    assert leases_of(client) == {victim._lease}
+    victim.close()
+
+
+@only("etcd-v3")
+def test_a_run_outlives_a_lease_of_the_run_before(
+    running_store: RunningStore, run_id: str, client: Any
+) -> None:
+    # They take the room in the transaction that the victim survives.
+    many = [f"first/{number}" for number in range(130)]
+    client.put_many(dict.fromkeys(many, b"old"))
+    client.expire(600)
+    client.put("key", b"old")
+    client.put("other", b"old")
+    victim: Any = running_store.open(run_id)
+    victim._move = kill
+    with pytest.raises(Killed):
+        victim.expire(60)
+    client.delete_many(many)
+    # The keys still have the first lease when the run expires.
+    victim._call(partial(victim._ask, "lease/revoke", {"ID": victim._lease}))
+    assert client.list("").keys() == {"key", "other"}
+    client.put("new", b"next")
+    client.put("key", b"next")
+    client.put("other", b"next")
+    assert leases_of(client) == {"0"}
+    victim.close()
+
+
 @only("etcd-v3")
 def test_a_run_has_one_lease_however_often_it_is_renewed(
     running_store: RunningStore, run_id: str, client: Any
