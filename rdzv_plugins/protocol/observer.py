@@ -149,7 +149,6 @@ class Observer:
         self._answered: float | None = None
         self._paused = 0.0
         self._in_trouble = False
-        self._outage = rules.outage  # It is looked at after each request.
 
     @property
     def closed(self) -> bool:
@@ -461,7 +460,7 @@ class Observer:
         now, trouble = self._clock(), self._in_trouble
         away = now - self._answered - self._paused if self._answered is not None else 0.0
         self._answered, self._paused, self._in_trouble = now, 0.0, False
-        if away > self._outage:
+        if away > self._rules.outage:
             self._reset_windows(now)
         elif trouble:
             self.liveness.discount(away, now)

@@ -513,9 +513,11 @@ class Client(StoreClient):
             self._ids.pop(key, None)
         return None
 
-    def _begin_to_park(self, key: str, after: str, limit: Limit) -> _Parked:
+    def _begin_to_park(self, key: str, after: str, limit: Limit, most: float = math.inf) -> _Parked:
         """Send a request that is answered once the key has an id after this one, or in the end."""
-        stream, block = self._stream(key), math.ceil(_LONGEST_PARK * 1000)
+        seconds = min(most, _LONGEST_PARK)
+        # Never 0, which blocks forever.
+        stream, block = self._stream(key), max(1, math.ceil(seconds * 1000))
         look = ("EVALSHA", DIGESTS["look"], 2, self._hash, stream, key, after)
         park = ("XREAD", "BLOCK", block, "STREAMS", stream, after)
         line = self._take(limit)
@@ -527,7 +529,7 @@ class Client(StoreClient):
         except BaseException as error:
             self._failed(line, error, late=True)
             raise
-        return _Parked(line, after, self._epoch, time.monotonic() + _LONGEST_PARK + self.timeout)
+        return _Parked(line, after, self._epoch, time.monotonic() + seconds + self.timeout)
 
     def _goes_on(self, parked: _Parked, after: str) -> bool:
         """Whether a wait may go on with it; else its connection is free for others, or closed."""
@@ -910,7 +912,7 @@ def _has_answer(line: Any, wake: Wake | None, seconds: float) -> bool:
     """Whether there is something to read within ``seconds``; raises `WokenError`."""
     assert wake is not None  # Only waits ask.
     came = wake.poll(seconds, line._sock.fileno(), select.POLLIN)
-    if wake.rung:
+    if wake.rung or wake.fd in came:
         raise WokenError
     return bool(came)
 
