@@ -253,6 +253,9 @@ def _status(client: Any, pid: int) -> str | None:
 
 
 if __name__ == "__main__":
+    # A shell that runs the tests in the background lets them ignore these.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     endpoint, server, *cases = sys.argv[1:]
     player = os.getpid()
     seen: dict[str, dict[str, Any]] = {}
