@@ -44,9 +44,6 @@ _PAUSE_AFTER_A_BUG = 1.0
 # What `KeyValueClient.inspect` finds that may lose a run.
 _MAY_LOSE_THE_RUN = ("persistence", "eviction")
 
-# Most requests are none of these; looking through the cases for each took 0.5 us.
-_NOT_FOR_THE_CLIENT = effects.LOCAL | {effects.RecordHistory}
-
 # Not while agents wait for the round and start their workers.
 _NOTED_AFTER_SECONDS = 1.0
 
@@ -235,8 +232,6 @@ class Driver:
                 self._client.interrupt()
 
     def _perform(self, request: effects.Effect[Any]) -> Any:
-        if type(request) not in _NOT_FOR_THE_CLIENT and not self._to_note:
-            return perform(self._client, self._archive, request)
         match request:
             case effects.FinishJoin(outcome):
                 return self._deliver(outcome)
