@@ -194,24 +194,23 @@ for i = 2, #KEYS do
 end
 """,
     "list": """
-local epoch, number = redis.call('HGET', hash, '#e'), redis.call('HGET', hash, '#n')
-local fields, found = redis.call('HGETALL', hash), {epoch or '', number or ''}
+local found, fields = redis.call('HMGET', hash, '#e', '#n'), redis.call('HGETALL', hash)
 local whole, tail, length = '=' .. ARGV[1], '~' .. ARGV[1], #ARGV[1] + 1
 -- The client knows all values up to this number.
-local known = epoch == ARGV[2] and tonumber(ARGV[3]) or 0
-local values, tails = {}, {}
+local known = found[1] == ARGV[2] and tonumber(ARGV[3]) or 0
+local sub, n, tails = string.sub, 2, {}
 for i = 1, #fields, 2 do
-  local kind, key = string.sub(fields[i], 1, length), string.sub(fields[i], length + 1)
+  local field = fields[i]
+  local kind = sub(field, 1, length)
   if kind == whole then
-    values[key] = fields[i + 1]
+    found[n + 1], found[n + 2], n = sub(field, length + 1), fields[i + 1], n + 2
   elseif kind == tail and known > 0 then
     local since, patch = string.match(fields[i + 1], '^(%d+)( .*)$')
-    if tonumber(since) <= known then tails[key] = patch end
+    if tonumber(since) <= known then tails[sub(field, length + 1)] = patch end
   end
 end
-for key, value in pairs(values) do
-  found[#found + 1] = key
-  found[#found + 1] = tails[key] or value
+if next(tails) then
+  for i = 3, n, 2 do found[i + 1] = tails[found[i]] or found[i + 1] end
 end
 return found
 """,
@@ -302,7 +301,7 @@ class Client(StoreClient):
         # Of the run's hash, as this client's last write found it.
         self._epoch: bytes | None = None
         # By key that was read: the version, and its id in the stream.
-        self._ids: dict[str, tuple[str, str]] = {}
+        self._ids: dict[str, tuple[str, bytes]] = {}
         self._failed_parks: set[str] = set()
         # By key: what this client wrote last, and which it last read whole or by its tail.
         self._written: dict[str, _Written] = {}
@@ -419,15 +418,16 @@ class Client(StoreClient):
         found: dict[str, Stored] = {}
         for name, data in zip(flat[::2], flat[1::2], strict=True):
             key = known.prefix + name.decode()
-            if not data.startswith(b" "):
-                found[key] = _stored(data)
-                continue
-            patched = _patched(known.values.get(key), data[1:])
-            if patched is None:
-                return None
-            found[key] = patched
+            last = known.values.get(key)
+            if data.startswith(b" "):
+                last = _patched(last, data[1:])
+                if last is None:
+                    return None
+            elif last is None or not last.guard or not data.startswith(last.guard + b" "):
+                last = _stored(data)  # Most values are what they were.
+            found[key] = last
         short = {key: it for key, it in found.items() if len(it.value) <= _LONGEST_PATCHED}
-        self._listed = _Listed(known.prefix, epoch, number, short)
+        self._listed = _Listed(known.prefix, epoch or b"", number or b"", short)
         return found
 
     def _set_if(
@@ -440,7 +440,7 @@ class Client(StoreClient):
         found = self._run(limit, "compare_and_set", [key], key, if_tagged, tag, value)
         if not isinstance(found, list):
             return _stored(found) if found is not None else None
-        written = Stored.parse(data, found[0].decode())
+        written = Stored.parse(data, found[0])
         self._remember(key, written.version, written.guard)
         return written
 
@@ -486,7 +486,7 @@ class Client(StoreClient):
         return super()._look(key, version, limit)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        after = seen.guard if seen is not None else "0-0"
+        after = seen.guard if seen is not None else b"0-0"
         try:
             parked = self._parked.pop(key, None)
             if parked is None or not self._goes_on(parked, after):
@@ -513,7 +513,9 @@ class Client(StoreClient):
             self._ids.pop(key, None)
         return None
 
-    def _begin_to_park(self, key: str, after: str, limit: Limit, most: float = math.inf) -> _Parked:
+    def _begin_to_park(
+        self, key: str, after: bytes, limit: Limit, most: float = math.inf
+    ) -> _Parked:
         """Send a request that is answered once the key has an id after this one, or in the end."""
         seconds = min(most, _LONGEST_PARK)
         # Never 0, which blocks forever.
@@ -531,7 +533,7 @@ class Client(StoreClient):
             raise
         return _Parked(line, after, self._epoch, time.monotonic() + seconds + self.timeout)
 
-    def _goes_on(self, parked: _Parked, after: str) -> bool:
+    def _goes_on(self, parked: _Parked, after: bytes) -> bool:
         """Whether a wait may go on with it; else its connection is free for others, or closed."""
         line = parked.line
         try:
@@ -578,7 +580,7 @@ class Client(StoreClient):
         self._keep(line)
         return answer or []
 
-    def _remember(self, key: str, version: str, number: str) -> None:
+    def _remember(self, key: str, version: str, number: bytes) -> None:
         if len(self._ids) > _MOST_IDS:
             self._ids.clear()
         self._ids[key] = version, number
@@ -844,7 +846,7 @@ class _Parked(msgspec.Struct, frozen=True):
     """
 
     line: Any
-    after: str
+    after: bytes
     epoch: bytes | None
     until: float
 
@@ -917,11 +919,11 @@ def _has_answer(line: Any, wake: Wake | None, seconds: float) -> bool:
     return bool(came)
 
 
-def _refuse_earlier(known: str, found: bytes) -> None:
-    if found == known.encode():
+def _refuse_earlier(known: bytes, found: bytes) -> None:
+    if found == known:
         return
-    number, _, tag = found.decode().partition("-")
-    known_number, _, known_tag = known.partition("-")
+    number, _, tag = found.partition(b"-")
+    known_number, _, known_tag = known.partition(b"-")
     if number and (int(number), int(tag)) < (int(known_number), int(known_tag)):
         raise _EarlierError
 
@@ -933,7 +935,7 @@ def _parted(data: bytes) -> tuple[int, bytes]:
 
 def _stored(data: bytes) -> Stored:
     number, _, value = data.partition(b" ")
-    return Stored(value, f"{int(number.partition(b'-')[2]):016x}", number.decode())
+    return Stored(value, f"{int(number.partition(b'-')[2]):016x}", number)
 
 
 def _tag(version: Version | None) -> str:
