@@ -366,7 +366,7 @@ class _GivesWay(StoreClient):
 
     # Redis only: a wait that goes on over beats would need the second connection.
 
-    def _begin_to_park(self, key: str, after: str, limit: Limit) -> Any:
+    def _begin_to_park(self, key: str, after: bytes, limit: Limit) -> Any:
         return self._base._begin_to_park(key, after, limit, limit.seconds)
 
     def _await_change(self, key: str, parked: Any, limit: Limit) -> Any:

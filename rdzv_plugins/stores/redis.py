@@ -72,6 +72,10 @@ _LONGEST_PARK = 30.0
 # A wait looks this often, in seconds, whether a beat has told it of another hash.
 _LONGEST_LOOK = 5.0
 
+# An XREAD sent so soon after the last one misses nothing: what is written after that stands in the
+# stream, which lives for 60 s.
+_FOLLOWED = 45.0
+
 # A node waits for one key, and sometimes for another; each such wait holds a connection.
 _MOST_PARKED = 2
 
@@ -302,6 +306,8 @@ class Client(StoreClient):
         self._epoch: bytes | None = None
         # By key that was read: the version, and its id in the stream.
         self._ids: dict[str, tuple[str, bytes]] = {}
+        # By key: what the last wait ended with.
+        self._followed: dict[str, _Followed] = {}
         self._failed_parks: set[str] = set()
         # By key: what this client wrote last, and which it last read whole or by its tail.
         self._written: dict[str, _Written] = {}
@@ -508,6 +514,9 @@ class Client(StoreClient):
             if field == b"v":
                 found = _stored(number + b" " + value)
                 self._remember(key, found.version, found.guard)
+                if len(self._followed) >= _MOST_PARKED:
+                    self._followed.clear()
+                self._followed[key] = _Followed(number, parked)
                 return found
             # The key was deleted.
             self._ids.pop(key, None)
@@ -520,18 +529,23 @@ class Client(StoreClient):
         seconds = min(most, _LONGEST_PARK)
         # Never 0, which blocks forever.
         stream, block = self._stream(key), max(1, math.ceil(seconds * 1000))
-        look = ("EVALSHA", DIGESTS["look"], 2, self._hash, stream, key, after)
-        park = ("XREAD", "BLOCK", block, "STREAMS", stream, after)
-        line = self._take(limit)
+        park = _packed(("XREAD", "BLOCK", block, "STREAMS", stream, after))
+        line, sent = self._take(limit), time.monotonic()
+        parked = _Parked(line, after, self._epoch, sent, sent + seconds + self.timeout)
+        followed = self._followed.get(key)
         try:
+            if followed is not None and followed.leads_to(parked):
+                line.send_packed_command(park, check_health=False)
+                return parked
             # One round trip: the look puts a newer value into the stream, where XREAD finds it.
-            line.send_packed_command(_packed(look) + _packed(park), check_health=False)
+            look = ("EVALSHA", DIGESTS["look"], 2, self._hash, stream, key, after)
+            line.send_packed_command(_packed(look) + park, check_health=False)
             self._await_answer(line, limit.wake)
             _refuse_earlier(after, line.read_response())
         except BaseException as error:
             self._failed(line, error, late=True)
             raise
-        return _Parked(line, after, self._epoch, time.monotonic() + seconds + self.timeout)
+        return parked
 
     def _goes_on(self, parked: _Parked, after: bytes) -> bool:
         """Whether a wait may go on with it; else its connection is free for others, or closed."""
@@ -842,13 +856,30 @@ class _Parked(msgspec.Struct, frozen=True):
         line: its connection, which nothing else uses until the answer has come.
         after: the id of the key that its client knows.
         epoch: of the run's hash when it began to wait; another hash knows nothing of it.
-        until: on the monotonic clock; the server answers by then.
+        sent, until: on the monotonic clock; the server answers by then.
     """
 
     line: Any
     after: bytes
     epoch: bytes | None
+    sent: float
     until: float
+
+
+class _Followed(msgspec.Struct, frozen=True):
+    """The id that a wait ended with: the key is marked, so the stream has what comes after it.
+
+    That holds for the same server and the same hash: another one may have lost the mark.
+    """
+
+    number: bytes
+    parked: _Parked
+
+    def leads_to(self, parked: _Parked) -> bool:
+        """Whether a wait may begin without a look at the key."""
+        last = self.parked
+        same = parked.line is last.line and parked.epoch == last.epoch
+        return same and parked.after == self.number and parked.sent < last.sent + _FOLLOWED
 
 
 class _Written(msgspec.Struct, frozen=True):

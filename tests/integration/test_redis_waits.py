@@ -49,6 +49,21 @@ def connected(redis_admin: Any) -> int:
     return counted
 
 
+def looks(redis_admin: Any) -> int:
+    """How often anybody has looked at a key before a wait."""
+    counted: int = redis_admin.info("commandstats").get("cmdstat_xrevrange", {"calls": 0})["calls"]
+    return counted
+
+
+def answered(client: KeyValueClient, other: KeyValueClient, redis_admin: Any) -> Version:
+    """The version with which a wait of this client has ended, after it was parked."""
+    known = begun_to_wait(client, other, redis_admin)
+    waiter = Background(lambda: client.wait("key", known, 30))
+    assert until(lambda: waiting(redis_admin) == 1, SLACK)
+    other.put("key", b"two")
+    return present(waiter.result(SLACK)).version
+
+
 def begun_to_wait(client: KeyValueClient, other: KeyValueClient, redis_admin: Any) -> Version:
     """The version of a key for whose next one a wait of this client has begun, and ended."""
     # A server that has never seen the script of a wait costs a connection.
@@ -171,6 +186,89 @@ def test_another_thread_that_waits_meanwhile_hears_of_it_too(
     other.put("key", b"two")
     client.put("beat", b"")
     assert present(waiter.result(SLACK)).value == b"two"
+
+
+def test_a_wait_after_an_answer_does_not_look_at_the_key_again(
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
+) -> None:
+    known = answered(client, other, redis_admin)
+    before = looks(redis_admin)
+    for count in range(BEATS):
+        waiter = Background(lambda known=known: client.wait("key", known, 30))  # type: ignore[misc]
+        assert until(lambda: waiting(redis_admin) == 1, SLACK)
+        # As a node does that confirms its rank between two waits.
+        client.put("beat", b"")
+        other.put("key", b"%d" % count)
+        known = present(waiter.result(SLACK)).version
+    assert looks(redis_admin) - before <= 1
+
+
+def test_what_is_written_between_two_such_waits_is_found(
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
+) -> None:
+    known = answered(client, other, redis_admin)
+    for count in range(BEATS):
+        other.put("key", b"early")
+        other.put("key", b"%d" % count)
+        entry = present(client.wait("key", known, SLACK))
+        assert entry.value == b"%d" % count
+        known = entry.version
+    other.delete("key")
+    other.put("key", b"again")
+    assert present(client.wait("key", known, SLACK)).value == b"again"
+
+
+def test_such_a_wait_looks_again_where_the_stream_may_have_ended(
+    client: KeyValueClient,
+    other: KeyValueClient,
+    redis_admin: Any,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = answered(client, other, redis_admin)
+    monkeypatch.setattr(redis_store, "_FOLLOWED", 0.0)
+    other.put("key", b"three")
+    # As if 60 s had passed.
+    assert redis_admin.delete(*redis_admin.keys(f"*{run_id}*:watch:key")) == 1
+    assert present(client.wait("key", known, SLACK)).value == b"three"
+
+
+def test_such_a_wait_looks_again_on_another_connection(
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
+) -> None:
+    """There another server may answer, which lost the last writes and the mark."""
+    known = answered(client, other, redis_admin)
+    redis_admin.client_kill_filter(_type="normal", skipme=True)
+    client.put("beat", b"")
+    before = looks(redis_admin)
+    other.put("key", b"three")
+    assert present(client.wait("key", known, SLACK)).value == b"three"
+    assert looks(redis_admin) - before >= 1
+
+
+def test_such_a_wait_looks_again_at_a_key_that_is_another_one(
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
+) -> None:
+    """With the key that was deleted went the mark that somebody waits for it."""
+    answered(client, other, redis_admin)
+    client.delete("key")
+    entry, written = client.compare_and_set("key", b"anew", None)
+    assert written
+    known = present(entry).version
+    waiter = Background(lambda: client.wait("key", known, 30))
+    assert until(lambda: waiting(redis_admin) == 1, SLACK)
+    other.put("key", b"three")
+    assert present(waiter.result(SLACK)).value == b"three"
+
+
+def test_such_a_wait_looks_again_once_the_server_has_forgotten_the_run(
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
+) -> None:
+    known = answered(client, other, redis_admin)
+    redis_admin.flushall()
+    other.put("key", b"three")
+    client.put("beat", b"")
+    assert present(client.wait("key", known, SLACK)).value == b"three"
 
 
 def test_a_server_that_vanished_is_told(
