@@ -87,6 +87,14 @@ class FailureDetector:
         seen = self._seen.get(node)
         return now - seen.since if seen else 0.0
 
+    def longest(self, now: float) -> tuple[float, float]:
+        """The longest confirmed and the longest possible silence of all nodes that it watches."""
+        confirmed, since = 0.0, now
+        for seen in self._seen.values():
+            confirmed = max(confirmed, seen.looked - seen.since)
+            since = min(since, seen.since)
+        return confirmed, now - since
+
     def moved(self, node: str) -> bool:
         """Whether the beat has moved since its window began: the node surely lives."""
         return node in self._moved

@@ -198,6 +198,8 @@ def _doubt(view: View, document: RoundDocument, records: Mapping[str, NodeRecord
     when that lease ends. The others of a large part are late already when the first one's lease
     runs out; without that, the first would be taken for a single loss.
     """
+    if view.until_first_lease is not None:
+        return None
     fresh = [
         node
         for node in {*document.participants, *document.previous, *records}
@@ -244,6 +246,8 @@ def _said_so(record: NodeRecord | None) -> bool:
 
 def doubted(view: View, records: Mapping[str, NodeRecord]) -> list[str]:
     """Nodes whose lease ran out, and which have one more since so many were late at once."""
+    if view.until_first_lease is not None:
+        return []
     return [
         node
         for node, record in records.items()
@@ -543,14 +547,16 @@ def next_round(
 def _is_live(view: View, node: str, record: NodeRecord) -> bool:
     if node == view.me:
         return True
-    return record.status is not Status.LEFT and view.confirmed_silence(node) < view.lease(node)
+    if record.status is Status.LEFT:
+        return False
+    return view.until_first_lease is not None or view.confirmed_silence(node) < view.lease(node)
 
 
 def _is_gone(view: View, node: str, record: NodeRecord | None) -> bool:
     """Left, done, or silent for a lease. A record that is missing is silence, not a leave."""
     if _said_so(record):
         return True
-    if node == view.me:
+    if node == view.me or view.until_first_lease is not None:
         return False
     return view.confirmed_silence(node) >= view.patience(node)
 
@@ -580,6 +586,8 @@ def fits(record: NodeRecord, document: RoundDocument) -> bool:
 
 def _until_lease(view: View, nodes: Iterable[str]) -> float | None:
     """Seconds until the first of these leases could run out."""
+    if view.until_first_lease is not None:
+        return view.until_first_lease
     left = [view.patience(node) - view.possible_silence(node) for node in nodes if node != view.me]
     return max(0.0, min(left)) if left else None
 

@@ -533,6 +533,7 @@ class Node:
             carried=self._carried if looks_back else None,
             fetches=looks_back and self._carried is None,
             checks=document is not None and self._network.is_of(document),
+            until_first_lease=seen.until_first_lease(now),
         )
 
     def _act(self, action: rules.Action) -> Effects[None]:

@@ -478,6 +478,15 @@ class Observer:
         self.listed_since = now
         self._enough_since = None
 
+    def until_first_lease(self, now: float) -> float | None:
+        """As `rules.View.until_first_lease`."""
+        if self.records is None:
+            return None
+        lease = min((it.lease for it in self.records.values()), default=self._rules.lease)
+        confirmed, possible = self.liveness.longest(now)
+        lease = min(lease, self._rules.lease)  # Of nodes without a record.
+        return max(0.0, lease + self.lag - possible) if confirmed < lease else None
+
     def is_silent(self, node: str) -> bool:
         """Whether the lease of another node has run out."""
         record = self.records.get(node) if self.records else None
