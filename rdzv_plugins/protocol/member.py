@@ -257,13 +257,18 @@ def _ask(view: View, document: RoundDocument, confirmed: bool) -> Action | None:
             return SetRecord(Status.JOIN, document.incarnation, round_)
     elif record.status is Status.RUN and not confirmed:
         return SetRecord(Status.JOIN, record.incarnation, record.round)
-    excluded = exclusion_of(document, record.address, view.wall) is not None
-    no_room = is_full(document, view.rules) or document.finishing or excluded
-    no_room = no_room or holds_newcomers(view.rules) or record.suspect
-    no_room = no_room and view.me not in document.ranks
-    if record.status is Status.JOIN and document.phase is Phase.RUNNING and no_room:
+    waits = record.status is Status.JOIN and document.phase is Phase.RUNNING
+    if waits and view.me not in document.ranks and not _has_room(view, document):
         return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
     return None
+
+
+def _has_room(view: View, document: RoundDocument) -> bool:
+    """Whether a round that runs lets this node in soon, as far as this node can tell."""
+    if is_full(document, view.rules) or document.finishing or view.record.suspect:
+        return False
+    excluded = exclusion_of(document, view.record.address, view.wall) is not None
+    return not excluded and not holds_newcomers(view.rules)
 
 
 def is_full(document: RoundDocument, rules: Rules) -> bool:

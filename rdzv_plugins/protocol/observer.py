@@ -139,6 +139,7 @@ class Observer:
         # The keys of shards that documents named which it has read or written, by digest.
         self._outdated: dict[str, list[str]] = {}
         self._listed_at = float("-inf")
+        self._shortest_lease = rules.lease
         # The silent node from which the lead was taken, until all records have been listed.
         self._outlived: str | None = None
         # How late this node's last two beats were.
@@ -399,6 +400,8 @@ class Observer:
         entries = yield from List(NODES_PREFIX)
         now = self._clock()
         records = self.records = self._listing.decode(entries)
+        # That of the settings is the lease of a node without a record.
+        self._shortest_lease = min([self._rules.lease, *(it.lease for it in records.values())])
         if not document.is_whole:
             document = yield from self._complete(document, records, asked)
         named = {*document.participants, *document.previous}
@@ -482,9 +485,8 @@ class Observer:
         """As `rules.View.until_first_lease`."""
         if self.records is None:
             return None
-        lease = min((it.lease for it in self.records.values()), default=self._rules.lease)
+        lease = self._shortest_lease
         confirmed, possible = self.liveness.longest(now)
-        lease = min(lease, self._rules.lease)  # Of nodes without a record.
         return max(0.0, lease + self.lag - possible) if confirmed < lease else None
 
     def is_silent(self, node: str) -> bool:
