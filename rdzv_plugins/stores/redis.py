@@ -73,9 +73,12 @@ _LONGEST_PARK = 30.0
 # A wait looks this often, in seconds, whether a beat has told it of another hash.
 _LONGEST_LOOK = 5.0
 
-# An XREAD sent so soon after the last one misses nothing: what is written after that stands in the
-# stream, which lives for 60 s.
+# A stream lives for 60 s: what was written since the last XREAD stands in it so long after that.
 _FOLLOWED = 45.0
+
+# A wait that began without a look at the key looks after so many seconds: the server may have lost
+# the key's mark, its stream or all its data.
+_LATE_LOOK = 1.0
 
 # A node waits for one key, and sometimes for another; each such wait holds a connection.
 _MOST_PARKED = 2
@@ -537,6 +540,7 @@ class Client(StoreClient):
         try:
             if followed is not None and followed.leads_to(parked):
                 line.send_packed_command([park], check_health=False)
+                parked.look_at = sent + _LATE_LOOK
                 return parked
             # One round trip: the look puts a newer value into the stream, where XREAD finds it.
             look = ("EVALSHA", DIGESTS["look"], 2, self._hash, stream, key, after)
@@ -546,6 +550,7 @@ class Client(StoreClient):
         except BaseException as error:
             self._failed(line, error, late=True)
             raise
+        parked.until = time.monotonic() + seconds + self.timeout
         return parked
 
     def _goes_on(self, parked: _Parked, after: bytes) -> bool:
@@ -575,7 +580,14 @@ class Client(StoreClient):
                 now = time.monotonic()
                 if now >= parked.until:
                     raise errors.TimeoutError("no answer in time")
-                seconds = min(limit.deadline, parked.until, now + _LONGEST_LOOK) - now
+                if now >= parked.look_at:
+                    # A newer value goes to the stream, where the XREAD finds it.
+                    _refuse_earlier(
+                        parked.after, self._run(limit, "look", [key], key, parked.after)
+                    )
+                    parked.look_at = math.inf
+                until = min(limit.deadline, parked.until, parked.look_at, now + _LONGEST_LOOK)
+                seconds = until - now
                 if _has_answer(line, limit.wake, seconds):
                     # Under TLS there may be something to read, and no part of the answer in it.
                     ready = self._tls is None or line.can_read(timeout=0)
@@ -850,7 +862,7 @@ class Client(StoreClient):
         return client.connection_pool
 
 
-class _Parked(msgspec.Struct, frozen=True):
+class _Parked(msgspec.Struct):
     """A request that waits for a key to change.
 
     Attributes:
@@ -858,6 +870,7 @@ class _Parked(msgspec.Struct, frozen=True):
         after: the id of the key that its client knows.
         epoch: of the run's hash when it began to wait; another hash knows nothing of it.
         sent, until: on the monotonic clock; the server answers by then.
+        look_at: when the key is to be looked at, if it was not; else infinite.
     """
 
     line: Any
@@ -865,12 +878,13 @@ class _Parked(msgspec.Struct, frozen=True):
     epoch: bytes | None
     sent: float
     until: float
+    look_at: float = math.inf
 
 
 class _Followed(msgspec.Struct, frozen=True):
     """The id that a wait ended with: the key is marked, so the stream has what comes after it.
 
-    That holds for the same server and the same hash: another one may have lost the mark.
+    Not on another server or in another hash, which may have lost the mark.
     """
 
     number: bytes

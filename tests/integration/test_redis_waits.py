@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -218,11 +219,17 @@ def test_what_is_written_between_two_such_waits_is_found(
     assert present(client.wait("key", known, SLACK)).value == b"again"
 
 
+@pytest.fixture
+def no_late_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "_LATE_LOOK", math.inf)
+
+
 def test_such_a_wait_looks_again_where_the_stream_may_have_ended(
     client: KeyValueClient,
     other: KeyValueClient,
     redis_admin: Any,
     run_id: str,
+    no_late_look: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = answered(client, other, redis_admin)
@@ -234,7 +241,7 @@ def test_such_a_wait_looks_again_where_the_stream_may_have_ended(
 
 
 def test_such_a_wait_looks_again_on_another_connection(
-    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any, no_late_look: None
 ) -> None:
     """There another server may answer, which lost the last writes and the mark."""
     known = answered(client, other, redis_admin)
@@ -247,7 +254,7 @@ def test_such_a_wait_looks_again_on_another_connection(
 
 
 def test_such_a_wait_looks_again_at_a_key_that_is_another_one(
-    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any, no_late_look: None
 ) -> None:
     """With the key that was deleted went the mark that somebody waits for it."""
     answered(client, other, redis_admin)
@@ -262,13 +269,67 @@ def test_such_a_wait_looks_again_at_a_key_that_is_another_one(
 
 
 def test_such_a_wait_looks_again_once_the_server_has_forgotten_the_run(
-    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
+    client: KeyValueClient, other: KeyValueClient, redis_admin: Any, no_late_look: None
 ) -> None:
     known = answered(client, other, redis_admin)
     redis_admin.flushall()
     other.put("key", b"three")
     client.put("beat", b"")
     assert present(client.wait("key", known, SLACK)).value == b"three"
+
+
+def _deleted_and_made_again(other: KeyValueClient, redis_admin: Any, run_id: str) -> None:
+    other.delete("key")
+    entry, written = other.compare_and_set("key", b"last", None)
+    assert written
+    assert other.wait("key", present(entry).version, A_BEAT) is None
+
+
+def _expired(other: KeyValueClient, redis_admin: Any, run_id: str) -> None:
+    other.expire(0)
+    other.put("key", b"last")
+
+
+def _forgotten(other: KeyValueClient, redis_admin: Any, run_id: str) -> None:
+    redis_admin.flushall()
+    other.put("key", b"last")
+
+
+def _without_its_stream(other: KeyValueClient, redis_admin: Any, run_id: str) -> None:
+    other.put("key", b"last")
+    assert redis_admin.delete(*redis_admin.keys(f"*{run_id}*:watch:key")) == 1
+
+
+@pytest.mark.parametrize(
+    "happens", [_deleted_and_made_again, _expired, _forgotten, _without_its_stream]
+)
+@pytest.mark.parametrize("seconds", [0.3, 30.0])
+def test_such_a_wait_looks_late_for_what_its_stream_does_not_tell(
+    client: KeyValueClient,
+    other: KeyValueClient,
+    redis_admin: Any,
+    run_id: str,
+    happens: Callable[[KeyValueClient, Any, str], None],
+    seconds: float,
+) -> None:
+    known = answered(client, other, redis_admin)
+    happens(other, redis_admin, run_id)
+    entries = (client.wait("key", known, seconds) for _ in range(8))
+    assert present(next((it for it in entries if it is not None), None)).value == b"last"
+
+
+def test_such_a_wait_tells_soon_of_a_server_that_vanished(
+    redis_server: RunningStore, run_id: str, other: KeyValueClient, redis_admin: Any
+) -> None:
+    with Proxy(redis_server.address) as proxy:
+        through = replace(redis_server, endpoint=f"redis://127.0.0.1:{proxy.address[1]}")
+        client = through.open(run_id, request_timeout=1.0)
+        known = answered(client, other, redis_admin)
+        proxy.black_hole()
+        waiter = Background(lambda: client.wait("key", known, 30))
+        with pytest.raises(RendezvousConnectionError, match="could not be reached"):
+            waiter.result(1.0 + 2 * 1.0 + SLACK)
+        client.close()
 
 
 def test_a_server_that_vanished_is_told(
