@@ -90,7 +90,8 @@ class FailureDetector:
     def longest(self, now: float) -> tuple[float, float]:
         """The longest confirmed and the longest possible silence of all nodes that it watches."""
         confirmed, since = 0.0, now
-        for seen in self._seen.values():
+        # A copy: people ask in other threads, while this node lists.
+        for seen in [*self._seen.values()]:
             # Not max() and min(): of many nodes these calls are most of the time.
             if seen.looked - seen.since > confirmed:
                 confirmed = seen.looked - seen.since

@@ -202,7 +202,7 @@ def _doubt(view: View, document: RoundDocument, records: Mapping[str, NodeRecord
         return None
     fresh = [
         node
-        for node in {*document.participants, *document.previous, *records}
+        for node in {*document.participants, *document.previous, *records} - {view.me}
         if view.confirmed_silence(node) >= view.lease(node) and _is_fresh(view, node)
     ]
     if not fresh:
@@ -224,7 +224,8 @@ def _doubt(view: View, document: RoundDocument, records: Mapping[str, NodeRecord
         return None
     begins = not any(view.forgiven(node) for node in late)
     nodes = sorted(node for node in late if view.forgiven(node) is None)
-    return Doubt(tuple(nodes), begins, len(late), len(world))
+    # A beat may take longer than a lease: whose lease runs out then is not late yet.
+    return Doubt(tuple(nodes), begins, len(late), len(world)) if nodes else None
 
 
 def _is_fresh(view: View, node: str) -> bool:
@@ -469,7 +470,8 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     if document.resize or document.restart:
         # The moment is over: nobody waits, or a node is done.
         return Write(replace(document, resize=False, restart=""))
-    until = [_until_lease(view, present), held.seconds if held is not None else None]
+    # Nothing follows from the silence of who is done.
+    until = [_until_lease(view, without(present, done)), held.seconds if held is not None else None]
     return Wait(min((it for it in until if it is not None), default=None), enough=grows)
 
 

@@ -72,6 +72,19 @@ class TestWhomALeaderDoubts:
     def test_nobody_before_a_lease_runs_out(self) -> None:
         assert waits(decide(seen(dict.fromkeys(MANY, 2.9)))) == pytest.approx(0.1)
 
+    @pytest.mark.parametrize("forgiven", [2.0, 0.0])
+    def test_whoever_is_doubted_already_is_not_doubted_again(self, forgiven: float) -> None:
+        """Else the leader would do nothing else for ever: it reads nothing in between."""
+        late, doubted = {**dict.fromkeys(MANY, 3.5)}, dict.fromkeys(MANY, forgiven)
+        # Its own beats are late in its own listing.
+        assert not isinstance(decide(seen({**late, "n1": 3.2}, doubted)), Doubt)
+        # The lease of n20 is over, and its beat is not late yet.
+        lonely = seen({**late, "n20": 3.2}, doubted)
+        assert lonely.records is not None
+        slow = replace(lonely.records["n20"], interval=OUT)
+        action = decide(replace(lonely, records={**lonely.records, "n20": slow}))
+        assert "n20" not in written(action).previous
+
     def test_who_was_lost_long_ago_is_not_doubted_with_them(self) -> None:
         action = decide(seen({**dict.fromkeys(MANY, LATE), "n2": 9.0}))
         assert "n2" not in written(action).previous

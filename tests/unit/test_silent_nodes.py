@@ -32,6 +32,22 @@ def lists(request: effects.Effect[Any]) -> bool:
     return isinstance(request, effects.List)
 
 
+def test_a_leader_lists_no_more_often_once_a_node_is_done_and_gone() -> None:
+    crowd = Crowd()
+    members = crowd.begin(rules(2, 3), "n1", "n2", "n3")
+    leader = next(it for it in members if it.node.id == crowd.document.leader)
+    done = next(it for it in members if it is not leader)
+    done.node.report_done()
+    crowd.play(1.0)
+    done.leave()
+    crowd.play(NOTICED)
+    began = len(leader.log)
+    crowd.play(10 * INTERVAL)
+    listed = [it for it in leader.log[began:] if it.startswith("List")]
+    assert 0 < len(listed) <= 2 * 10
+    assert len(members[0].given) == 1
+
+
 class TestGreyLeader:
     """Its beats pass while it cannot read what the others wrote."""
 
