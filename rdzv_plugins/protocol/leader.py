@@ -224,7 +224,7 @@ def _doubt(view: View, document: RoundDocument, records: Mapping[str, NodeRecord
         return None
     begins = not any(view.forgiven(node) for node in late)
     nodes = sorted(node for node in late if view.forgiven(node) is None)
-    # A beat may take longer than a lease: whose lease runs out then is not late yet.
+    # Nobody where the lease that ran out is shorter than a beat may take: that node is not late.
     return Doubt(tuple(nodes), begins, len(late), len(world)) if nodes else None
 
 

@@ -128,9 +128,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         possible_silence: seconds since a node's beat was last seen to move; it may have moved
             since.
         moved: whether a node's beat has moved since this node began to watch it.
-        until_first_lease: seconds until the first of all leases could run out, the shortest after
-            the longest silence; None: one has, as far as is confirmed, or this is not known. It
-            saves a leader to go through all nodes.
         confirmed_idleness, possible_idleness: the same for the leader's listings of all records.
         lag: seconds more that this node gives others, since its own beats came late.
         cannot_list: this node leads, and has not been able to list all records for a lease.
@@ -142,6 +139,9 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         carried: the exclusions that outlive runs, for a leader; None: not read.
         fetches: they are being read.
         checks: this node checks its network, and has not confirmed its rank yet.
+        until_first_lease: seconds until the first of all leases could run out, the shortest after
+            the longest silence; None: one has, as far as is confirmed, or this is not known. A
+            leader that knows it need not go through all nodes.
     """
 
     me: str

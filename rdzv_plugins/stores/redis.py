@@ -3,10 +3,10 @@
 A run is one hash, ``{<prefix>/<run id>}``, which only Lua scripts change: each write takes the next
 number of the run's counter. A write to a key with a waiter also goes to a stream of one entry,
 under the same number, so that ``XREAD BLOCK`` resumes exactly where a read ended: a wait that
-follows the answer of another sends nothing else. A wait that ends for a heartbeat leaves its
-``XREAD`` there, and the next wait goes on with it. A heartbeat changes the tail of a node's record:
-only the tail is sent, and read by who knows the record. The braces are a hash tag: a Cluster keeps
-all keys of a run in one slot.
+follows the answer of another sends nothing else in its first second. A wait that ends for a
+heartbeat leaves its ``XREAD`` there, and the next wait goes on with it. A heartbeat changes the
+tail of a node's record: only the tail is sent, and read by who knows the record. The braces are a
+hash tag: a Cluster keeps all keys of a run in one slot.
 
 Limits: linearizable on one primary. Replication is asynchronous, so a fail-over (Sentinel, Cluster)
 may lose the last writes; the round protocol survives that, as it survives a restart without data.
@@ -73,7 +73,7 @@ _LONGEST_PARK = 30.0
 # A wait looks this often, in seconds, whether a beat has told it of another hash.
 _LONGEST_LOOK = 5.0
 
-# A stream lives for 60 s: what was written since the last XREAD stands in it so long after that.
+# A stream expires after 60 s: for so long after the last XREAD it has what was written since.
 _FOLLOWED = 45.0
 
 # A wait that began without a look at the key looks after so many seconds: the server may have lost
