@@ -556,11 +556,7 @@ def _is_live(view: View, node: str, record: NodeRecord) -> bool:
 
 def _is_gone(view: View, node: str, record: NodeRecord | None) -> bool:
     """Left, done, or silent for a lease. A record that is missing is silence, not a leave."""
-    if _said_so(record):
-        return True
-    if node == view.me or view.until_first_lease is not None:
-        return False
-    return view.confirmed_silence(node) >= view.patience(node)
+    return _said_so(record) or view.is_silent(node)
 
 
 def is_done(document: RoundDocument, record: NodeRecord | None) -> bool:

@@ -197,7 +197,9 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_silent(self, node: str) -> bool:
         """Whether another node is lost, as far as its beats tell."""
-        return node != self.me and self.confirmed_silence(node) >= self.patience(node)
+        if node == self.me or self.until_first_lease is not None:
+            return False
+        return self.confirmed_silence(node) >= self.patience(node)
 
 
 class Failure(StrEnum):

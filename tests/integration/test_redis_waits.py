@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, Version
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError, Version
 from rdzv_plugins.stores import redis as redis_store
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import SLACK, present, until
@@ -56,11 +56,17 @@ def looks(redis_admin: Any) -> int:
     return counted
 
 
+def parked(client: KeyValueClient, known: Version, redis_admin: Any) -> Background[Entry | None]:
+    """A wait of this client, for which the server waits."""
+    waiter = Background(lambda: client.wait("key", known, 30))
+    assert until(lambda: waiting(redis_admin) == 1, SLACK)
+    return waiter
+
+
 def answered(client: KeyValueClient, other: KeyValueClient, redis_admin: Any) -> Version:
     """The version with which a wait of this client has ended, after it was parked."""
     known = begun_to_wait(client, other, redis_admin)
-    waiter = Background(lambda: client.wait("key", known, 30))
-    assert until(lambda: waiting(redis_admin) == 1, SLACK)
+    waiter = parked(client, known, redis_admin)
     other.put("key", b"two")
     return present(waiter.result(SLACK)).version
 
@@ -73,8 +79,7 @@ def begun_to_wait(client: KeyValueClient, other: KeyValueClient, redis_admin: An
     assert loading.result(SLACK) is not None
     assert until(lambda: waiting(redis_admin) == 0, SLACK)
     known = client.put("key", b"one")
-    waiter = Background(lambda: client.wait("key", known, 30))
-    assert until(lambda: waiting(redis_admin) == 1, SLACK)
+    waiter = parked(client, known, redis_admin)
     client.interrupt()
     assert waiter.result(SLACK) is None
     client.put("beat", b"")
@@ -195,8 +200,7 @@ def test_a_wait_after_an_answer_does_not_look_at_the_key_again(
     known = answered(client, other, redis_admin)
     before = looks(redis_admin)
     for count in range(BEATS):
-        waiter = Background(lambda known=known: client.wait("key", known, 30))  # type: ignore[misc]
-        assert until(lambda: waiting(redis_admin) == 1, SLACK)
+        waiter = parked(client, known, redis_admin)
         # As a node does that confirms its rank between two waits.
         client.put("beat", b"")
         other.put("key", b"%d" % count)
@@ -262,8 +266,7 @@ def test_such_a_wait_looks_again_at_a_key_that_is_another_one(
     entry, written = client.compare_and_set("key", b"anew", None)
     assert written
     known = present(entry).version
-    waiter = Background(lambda: client.wait("key", known, 30))
-    assert until(lambda: waiting(redis_admin) == 1, SLACK)
+    waiter = parked(client, known, redis_admin)
     other.put("key", b"three")
     assert present(waiter.result(SLACK)).value == b"three"
 

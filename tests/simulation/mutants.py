@@ -209,8 +209,9 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "leader",
-                "    return view.confirmed_silence(node) >= view.patience(node)\n",
-                "    return view.confirmed_silence(node) >= view.patience(node) / 2\n",
+                "    return _said_so(record) or view.is_silent(node)\n",
+                "    return _said_so(record) or node != view.me and "
+                "view.confirmed_silence(node) >= view.patience(node) / 2\n",
             ),
         ),
         seed=2,
@@ -613,8 +614,9 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "leader",
-                "    return view.confirmed_silence(node) >= view.patience(node)\n",
-                "    return view.confirmed_silence(node) >= view.rules.lease\n",
+                "    return _said_so(record) or view.is_silent(node)\n",
+                "    return _said_so(record) or node != view.me and "
+                "view.confirmed_silence(node) >= view.rules.lease\n",
             ),
         ),
         seed=50,
