@@ -194,6 +194,8 @@ def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Di
     if document.phase is Phase.RUNNING and not in_it:
         led = _led(document, view.leader)
         does = f"waiting for the next round: round {document.round} runs with {_size(document)}"
+        if document.has_lost_all:
+            does = f"waiting for the next round: round {document.round} has lost all its nodes"
         sizes = Sizes.of(rules)
         if sizes.policy and document.size < sizes.most:
             led += f", which lets more in as {sizes.policy} demands"

@@ -457,6 +457,11 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return len(self.participants) if self.roster is None else self.roster.size
 
     @property
+    def has_lost_all(self) -> bool:
+        """Whether no participant of the round that runs is left."""
+        return self.phase is Phase.RUNNING and len(self.lost) >= self.size
+
+    @property
     def rosters(self) -> list[Shards]:
         """Those that stand apart from it, one for the round and one for the last."""
         return [it for it in (self.roster, self.previous_roster) if it is not None]

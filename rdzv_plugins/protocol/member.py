@@ -77,9 +77,11 @@ def nodes_waiting(view: View) -> int:
 
 
 def waits_for_a_living_round(view: View) -> bool:
-    """Whether this node is a spare of a round that runs and has a live leader."""
+    """Whether this node is a spare of a round that runs, of live nodes and with a live leader."""
     document = view.document
     if not view.joining or document is None or document.phase is not Phase.RUNNING:
+        return False
+    if document.has_lost_all:
         return False
     if view.record.status is not Status.SPARE or view.me in document.ranks:
         return False

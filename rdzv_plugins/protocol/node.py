@@ -511,7 +511,7 @@ class Node:
             longest_uptime=now - seen.forming_since if seen.forming_since is not None else math.inf,
             grown_for=now - seen.grown_since,
             latest=seen.latest,
-            asked_tombstones=seen.asked_tombstones,
+            asked_tombstones=seen.asked_tombstones(),
             member=self._member,
             confirmed=seen.confirmed,
             given=self._given,
@@ -597,12 +597,13 @@ class Node:
             case rules.ListRecords():
                 self._seen.list_records()
             case rules.AskTombstone(incarnation):
+                asked = self._clock()
                 ended = yield from ReadTombstone(incarnation)
                 if ended is not None:
                     # What this node wrote since the sweep has no deadline. If the Drop fails, the
                     # node asks again; once it knows of the end it does nothing more.
                     yield from Drop((NODES_PREFIX + self.id,))
-                self._seen.hear_of_the_end(incarnation, ended)
+                self._seen.hear_of_the_end(incarnation, ended, asked)
             case rules.Wait(seconds, enough):
                 if self._seen.count_ready(enough):
                     return  # Decide again: the last call may take no time.

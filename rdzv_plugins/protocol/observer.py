@@ -88,8 +88,6 @@ class Observer:
         forming_since: when its last document before that was first seen; None: none was.
         grown_since: when the last round that let newcomers in was first seen.
         latest: of all documents of this node's run that it has read, the one of the highest place.
-        asked_tombstones: incarnations without a tombstone, as far as this node has asked; emptied
-            when a later document is read.
         leader: the leader's record, where another node leads; None: not read.
         liveness: since when each node's heartbeat has stood still.
         progress: since when the leader's count of listings has stood still.
@@ -114,7 +112,6 @@ class Observer:
         self.forming_since: float | None = None
         self.grown_since = clock()
         self.latest: RoundDocument | None = None
-        self.asked_tombstones: frozenset[str] = frozenset()
         self.leader: NodeRecord | None = None
         self.liveness = FailureDetector()
         self.progress = FailureDetector()
@@ -144,6 +141,9 @@ class Observer:
         self._outlived: str | None = None
         # How late this node's last two beats were.
         self._late = (0.0, 0.0)
+        # The incarnations of which it has read that they have no tombstone, and when it asked;
+        # emptied when a later document is read.
+        self._asked_tombstones: dict[str, float] = {}
         # Since when a leader has counted enough ready nodes; None: there are fewer.
         self._enough_since: float | None = None
         # When the store last answered, and how long the node has paused on purpose since.
@@ -288,7 +288,7 @@ class Observer:
             self._enough_since = None
         if self._is_later(document):
             self.latest = document
-            self.asked_tombstones = frozenset()
+            self._asked_tombstones.clear()
 
     def _note_uptime(
         self, was: RoundDocument | None, was_since: float, document: RoundDocument
@@ -343,9 +343,22 @@ class Observer:
         # a run that was closed: a node is in one run only.
         return not document.closed and not (latest.closed and latest.is_of(self.confirmed))
 
-    def hear_of_the_end(self, incarnation: str, outcome: Outcome | None) -> None:
-        """Note the tombstone of a run that this node remembers; None: there is none."""
-        self.asked_tombstones |= {incarnation}
+    def asked_tombstones(self) -> frozenset[str]:
+        """The incarnations that have no tombstone, as far as this node has asked.
+
+        An answer holds for as long as the keys of a closed run stay: after that a run may have been
+        closed and swept, and its document be missing as it was when the node asked.
+        """
+        oldest = self._clock() - self._rules.sweep_after
+        return frozenset(it for it, asked in self._asked_tombstones.items() if asked > oldest)
+
+    def hear_of_the_end(self, incarnation: str, outcome: Outcome | None, asked: float) -> None:
+        """Note the tombstone of a run that this node remembers; None: there is none.
+
+        Args:
+            asked: when this node asked for it, on its clock.
+        """
+        self._asked_tombstones[incarnation] = asked
         for run in (self.latest, self.confirmed):
             if outcome is not None and run is not None and run.incarnation == incarnation:
                 self.latest = replace(run, phase=Phase.CLOSED, outcome=outcome, expires=True)

@@ -350,12 +350,21 @@ def test_a_lost_node_is_named_though_the_others_fail_first(
 
 
 @every_store
-@pytest.mark.parametrize("fourth", [False, True], ids=["with 3", "with the fourth in time"])
+@pytest.mark.parametrize(
+    ("fourth", "restarts"),
+    [(False, True), (False, False), (True, True), (True, False)],
+    ids=[
+        "with 3",
+        "with 3, restart_on_loss=false",
+        "with the fourth in time",
+        "with the fourth in time, restart_on_loss=false",
+    ],
+)
 def test_killed_job_that_is_submitted_again(
-    submit: Submit, fourth: bool, record_property: Measure
+    submit: Submit, fourth: bool, restarts: bool, record_property: Measure
 ) -> None:
     join_timeout = 15
-    job = submit(nodes="4:4", **SHORT)
+    job = submit(nodes="4:4", restart_on_loss=restarts, **SHORT)
     job.begin("abcd")
     for agent in job.agents.values():
         agent.kill()

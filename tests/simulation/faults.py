@@ -279,10 +279,10 @@ def _kill_and_resubmit(world: World) -> None:
         if host.alive:
             host.crash()
     world.note("all hosts are killed")
-    world.kernel.after(world.chance.choice((0.1, 1.0, 5.0, 15.0)), _resubmit, world, 1.0)
+    world.kernel.after(world.chance.choice((0.1, 1.0, 5.0, 15.0)), _resubmit, world, 1.0, 1)
 
 
-def _resubmit(world: World, share: float) -> None:
+def _resubmit(world: World, share: float, fewest: int | None = None) -> None:
     """Use the id again, perhaps with fewer nodes; some old processes may still run."""
     if world.network.quiet:
         return
@@ -292,7 +292,8 @@ def _resubmit(world: World, share: float) -> None:
         if host.alive and not host.cut_off and world.chance.random() < share:
             host.crash()
     rules = world.plan.rules
-    for _ in range(world.chance.randint(min(rules.min_nodes, 6), rules.max_nodes)):
+    least = min(rules.min_nodes, 6) if fewest is None else fewest
+    for _ in range(world.chance.randint(least, rules.max_nodes)):
         world.start()
 
 

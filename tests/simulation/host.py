@@ -38,6 +38,8 @@ __all__ = ["Agent", "Host"]
 _POLL = 0.1
 """Seconds between two looks of the agent at ``num_nodes_waiting()``."""
 _CLOSE_TIMEOUT = 10.0
+_MOST_VAIN = 20
+"""Most listings that show nothing new, within an interval and for any reason but a node's lease."""
 _MOST_REQUESTS = 2000
 """In a second, on one host; a leader whose store answers in no time comes to some hundreds."""
 
@@ -146,9 +148,12 @@ class Host:
         self._closes = False
         self._requests = 0
         self._second_ends = 0.0
-        # The version of the document that it was told last, and tombstones not found since then.
+        # The version of the document that it was told last, and tombstones not found since then,
+        # with when it asked for them.
         self._version: Version | None = None
-        self._no_tombstone: set[str] = set()
+        self._no_tombstone: dict[str, float] = {}
+        # When it listed all nodes, since it last read anything new.
+        self._vain_listings: list[float] = []
         self._ask()
         if self.alive:
             self._live(self.node.run())
@@ -278,6 +283,7 @@ class Host:
             self._closes = False
             if closed is None:
                 # The store was away: once more.
+                self.world.checker.closing_failed(self.node.latest, self.world.store.tombstones)
                 pause = self.world.chance.uniform(0.1, 0.5)
                 self.world.kernel.after(pause, self._close, outcome, deadline)
             elif not closed:
@@ -588,7 +594,7 @@ class Host:
         """What the document says is a word of its leader, and a reason to look for a tombstone."""
         match self._request:
             case effects.ReadTombstone(incarnation) if answer is None:
-                self._no_tombstone.add(incarnation)
+                self._no_tombstone[incarnation] = self._asked
                 return
             case effects.CompareAndSet():
                 entry = answer[0]
@@ -603,6 +609,7 @@ class Host:
             return
         self._version = version
         self._no_tombstone.clear()
+        self._vain_listings.clear()
         with suppress(RendezvousStateError):
             document = RoundDocument.decode(entry.value) if entry else None
             if document is not None and document.leader is not None:
@@ -656,14 +663,16 @@ class Host:
             self._requests, self._second_ends = 0, world.kernel.now + 1.0
         elif self._requests > _MOST_REQUESTS:
             world.violated("rests", f"{self.id} asks without a pause: {request}")
-        again = isinstance(request, effects.ReadTombstone) and (
-            request.incarnation in self._no_tombstone
+        again = (
+            isinstance(request, effects.ReadTombstone)
+            and (asked := self._no_tombstone.get(request.incarnation)) is not None
+            and self._asked - asked < self.rules.sweep_after
         )
         if again and self.alive:  # Who closes a run asks anew at each try.
             world.violated("rests", f"{self.id} asks again: {request}")
         if self._closes and not world.network.quiet and world.cuts_short():
             world.note(f"{self.id} dies while it closes the run, before {request}"[:160])
-            world.checker.closer_died(self.node.latest, world.store.tombstones)
+            world.checker.closing_failed(self.node.latest, world.store.tombstones)
             self._end_life()
         elif isinstance(request, effects.Rest):
             seconds = 0.001 if self.node.ordered else self.clock.real(request.seconds)
@@ -869,6 +878,17 @@ class Host:
         self._delivery = turn, key, records, now
         self._looked = self._asked_at
 
+    def _note_vain(self, vain: bool) -> None:
+        """A leader looks again when something is new, or when time may tell it something."""
+        if not vain:
+            self._vain_listings.clear()
+            return
+        now, interval = self.world.kernel.now, self.clock.real(self.rules.interval)
+        self._vain_listings = [it for it in self._vain_listings if now - it < interval]
+        self._vain_listings.append(now)
+        if len(self._vain_listings) > _MOST_VAIN + 2 * len(self.world.hosts):
+            self.world.violated("rests", f"{self.id} lists again and again, and nothing is new")
+
     def _note_read(self, key: str | None, records: dict[str, NodeRecord], now: float) -> None:
         evidence = self.track.evidence
         if key is None:
@@ -878,6 +898,7 @@ class Host:
             if document is not None and document.leader is not None:
                 named.add(document.leader)
             came = self.world.kernel.now
+            self._note_vain(all(_shows_no_news(it, evidence.seen, records) for it in records))
             evidence.looked = self._looked
             evidence.changed = {
                 node: evidence.changed[node]

@@ -153,14 +153,17 @@ INVARIANTS = {
     "round of the same incarnation",
     "finished": "nothing is written for a run that is closed or has a tombstone, unless the store "
     "lost data, or the writer looked for the tombstone before the run was closed, or the node that "
-    "closed it died before it left one and the run's keys have expired since",
+    "closed it died, or was cut off from the store, before it left one and the run's keys have "
+    "expired since",
     "join ends": "each call of an agent ends with a round or with a reason",
     "rests": "no host makes more than 2,000 requests per second, or decides forever without a "
-    "request, or asks again for the same tombstone without having read another document since the "
-    "answer",
+    "request, or asks again for the same tombstone within `closed_ttl`, without having read "
+    "another document since the answer, or lists the nodes again and again within an interval, "
+    "though nothing is new (20 times, and twice for each host)",
     "gets going": "after the faults stop, every live host is in one world or a spare within a "
-    "bounded time, if there are enough hosts; otherwise its join has ended; no leader is dead or "
-    "has failing listings; afterwards nothing changes any more",
+    "bounded time, if there are enough hosts; otherwise its join has ended, and nobody waits for "
+    "a round that has lost all its nodes; no leader is dead or has failing listings; afterwards "
+    "nothing changes any more",
     "all end": "once all workers of a run have succeeded, or the workers of one host have failed "
     "permanently, all its agents, including those of spares, have ended within a lease and 10 "
     "intervals; the run is closed or deleted, or was closed before the store lost the closing",
@@ -930,8 +933,8 @@ class Checker:
             outcome = after.outcome or Outcome.CLOSED
             self._ended[after.incarnation] = _Ended(self._now(), epoch, outcome)
 
-    def closer_died(self, run: RoundDocument | None, tombstones: Collection[str]) -> None:
-        """A node died while it closed this run; ``tombstones`` are in the store."""
+    def closing_failed(self, run: RoundDocument | None, tombstones: Collection[str]) -> None:
+        """A node that closed this run died, or the store was away; these tombstones are in it."""
         incarnation = run.incarnation if run is not None else ""
         if incarnation in self._ended and incarnation not in tombstones:
             self._ended[incarnation].orphaned = True
@@ -1330,7 +1333,8 @@ class Checker:
     ) -> None:
         """Two leases ago these participants crashed all at once, and nothing else failed.
 
-        ``again``: others were started in their places, which may begin more rounds.
+        ``again``: others were started in their places, or a TCPStore opened too late; both may
+        begin more rounds.
         """
         if after is None or after.closed or not after.is_of(before):
             return

@@ -541,6 +541,21 @@ MUTANTS: dict[str, Mutant] = {
         ),
         seed=355,
     ),
+    "no-tombstone-for-ever": Mutant(
+        "that a run had no tombstone holds for as long as the document stays away",
+        (_in("observer", " if asked > oldest)", ")"),),
+        seed=1020,
+        focus=Focus(
+            kinds=("workers succeed", "amnesia"),
+            settings={
+                "sweep_after": 1.0,
+                "unacknowledged": 0.1,
+                "ambush": "amnesia",
+                "latency": 0.05,
+                "inline": 2,
+            },
+        ),
+    ),
     "no-tombstone": Mutant(
         "the node that closes a run writes no tombstone",
         (_in("cleanup", "yield from PutTombstone(closed)", "pass"),),
@@ -789,12 +804,21 @@ MUTANTS: dict[str, Mutant] = {
         (
             _in(
                 "observer",
-                "        self.asked_tombstones |= {incarnation}\n",
-                "        self.asked_tombstones = frozenset({incarnation})\n",
+                "        self._asked_tombstones[incarnation] = asked\n",
+                "        self._asked_tombstones = {incarnation: asked}\n",
             ),
         ),
         seed=224,
         focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
+    ),
+    "spares-of-the-dead": Mutant(
+        "a spare waits without end for a round that has lost all its nodes",
+        (_in("member", "    if document.has_lost_all:\n", "    if False:\n"),),
+        seed=520,
+        focus=Focus(
+            kinds=("kill all, then resubmit",),
+            settings={"restart_on_loss": False},
+        ),
     ),
     "cause-forgotten": Mutant(
         "a round that ends before it runs loses its cause",
@@ -922,6 +946,11 @@ MUTANTS: dict[str, Mutant] = {
         ),
         seed=2,
         focus=CALM,
+    ),
+    "lists-for-the-done": Mutant(
+        "a leader waits for the lease of a participant that is done and gone",
+        (_in("leader", "view, without(present, done))", "view, present)"),),
+        seed=1415,
     ),
     "heirs-doubt-again": Mutant(
         "a leader that followed a silent one doubts those that fell silent with it once more",

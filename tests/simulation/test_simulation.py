@@ -97,6 +97,8 @@ FOUND = (
     (63602633, Focus(), "a node whose shard was lost did not know that it had confirmed its rank"),
     (65004234, Focus(), "a node was given its round just after it had been drained"),
     (93002403, Focus(), "newcomers replaced a node that was back already, against grow=never"),
+    (9108820, Focus(), "a run was closed and swept after a node had looked for its tombstone"),
+    (9111127, Focus(), "a spare waited for ever for a round that had lost all its nodes"),
     (93002648, Focus(), "a lost round came back beside one of its number that grew later"),
     (93006472, Focus(), "who is cut off asks again, and waits: the links name it"),
     (95002577, Focus(), "nodes whose records were lost twice followed the others of their rack"),

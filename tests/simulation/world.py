@@ -225,7 +225,8 @@ class World:
             own = replace(own, interval=factor * own.interval, lease=factor * own.lease)
             self.inject("other settings")
         if plan_without := self.plan.without_check:
-            own = replace(own, network_check=self.links.random() >= plan_without)
+            checks = self.links.random() >= plan_without
+            own = replace(own, network_check=own.network_check and checks)
         foreign = " with other --nnodes" if rules else ""
         self.note(f"{name} starts{foreign}, a beat every {own.interval} s")
         self.hosts.append(Host(self, name, address or f"host{self.started}", own))
@@ -308,7 +309,8 @@ class World:
 
         def check() -> None:
             left = [host for host in self.hosts if host.alive and host.id in document.ranks]
-            again = self.started > launched
+            # Or another node is to be rank 0, which takes a round.
+            again = self.started > launched or "slow TCPStore" in self.injected
             if left:
                 self.checker.crashed(names, document, self.document, again)
 
@@ -541,6 +543,8 @@ class World:
             return f"{' '.join(kept)} is kept out of {show(document)}, and in it"
         if document.lost and self.plan.rules.restart_on_loss:
             return f"{show(document)} goes on"
+        if document.has_lost_all and waits:
+            return f"{waits[0].id} waits for {show(document)}"
         out = self.checker.excluded_before(document, self.exclusions.values())
         if out and not self.injected["told: exclusions"] and not self.store.epoch:
             return f"{' '.join(out)} was excluded before {show(document)}"

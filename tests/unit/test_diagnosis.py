@@ -267,6 +267,14 @@ class TestAnotherNode:
             "60 s to join_timeout"
         )
 
+    def test_a_round_that_has_lost_all_its_nodes(self) -> None:
+        dead = replace(RUNNING, lost=RUNNING.participants)
+        text = str(of_node(view(record("n4"), dead, leader=record("n5")), 60.0))
+        assert text == (
+            "waiting for the next round: round 4 has lost all its nodes, led by n5[1]; "
+            "60 s to join_timeout"
+        )
+
     def test_a_round_that_runs_with_it(self) -> None:
         text = str(of_node(view(running("n2", RUNNING), RUNNING)))
         assert text == "running round 4, 3 of 2..3 nodes"

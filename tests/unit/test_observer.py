@@ -39,7 +39,7 @@ def entry(of: RoundDocument, version: str) -> Entry:
 def test_who_was_in_a_run_that_ended_is_in_no_other(time: Time) -> None:
     seen = observer(time, MINE, THEIRS)
     assert not seen.closed
-    seen.hear_of_the_end(RUN, Outcome.SUCCEEDED)
+    seen.hear_of_the_end(RUN, Outcome.SUCCEEDED, time())
     assert seen.closed
     # Whatever becomes of the other run.
     take(seen, entry(replace(THEIRS, leader="n8"), "later"))
@@ -66,9 +66,21 @@ def test_a_run_that_is_over_does_not_end_another(time: Time) -> None:
 
 def test_no_tombstone_is_no_end(time: Time) -> None:
     seen = observer(time, MINE, THEIRS)
-    seen.hear_of_the_end(RUN, None)
+    seen.hear_of_the_end(RUN, None, time())
     assert not seen.closed
-    assert RUN in seen.asked_tombstones
+    assert RUN in seen.asked_tombstones()
+
+
+def test_that_there_is_no_tombstone_holds_until_a_run_may_be_swept(time: Time) -> None:
+    """It may have been closed just after the node asked, and its keys have expired since."""
+    seen = observer(time, MINE, THEIRS)
+    asked = time()
+    time.now += 1.0
+    seen.hear_of_the_end(RUN, None, asked)
+    time.now += RULES.sweep_after - 1.1
+    assert RUN in seen.asked_tombstones()
+    time.now += 0.2
+    assert RUN not in seen.asked_tombstones()
 
 
 def test_a_damaged_document_is_none_to_whoever_has_a_valid_one(time: Time) -> None:

@@ -637,6 +637,12 @@ class TestSpares:
         assert not self.waits(n1=3.0)
         assert not self.waits(replace(self.NOW, leader=None))
 
+    def test_not_for_one_that_has_lost_all_its_nodes(self) -> None:
+        """restart_on_loss=false: nobody ends that round, and a spare may lead it."""
+        led = replace(self.NOW, leader="n9")
+        assert self.waits(replace(led, lost=("n1", "n2")))
+        assert not self.waits(replace(led, lost=("n1", "n2", "n3")))
+
     def test_not_for_one_that_only_forms(self) -> None:
         assert not self.waits(document(Phase.FORMING))
         assert not self.waits(document(Phase.CLOSED))
