@@ -351,20 +351,20 @@ def test_a_lost_node_is_named_though_the_others_fail_first(
 
 @every_store
 @pytest.mark.parametrize(
-    ("fourth", "restarts"),
-    [(False, True), (False, False), (True, True), (True, False)],
-    ids=[
-        "with 3",
-        "with 3, restart_on_loss=false",
-        "with the fourth in time",
-        "with the fourth in time, restart_on_loss=false",
+    ("fourth", "options"),
+    [
+        (False, {}),
+        # Nobody ends the dead round: not for the loss, nor for newcomers.
+        (False, {"restart_on_loss": False, "resize_interval": 600}),
+        (True, {}),
     ],
+    ids=["with 3", "with 3 that are held back", "with the fourth in time"],
 )
 def test_killed_job_that_is_submitted_again(
-    submit: Submit, fourth: bool, restarts: bool, record_property: Measure
+    submit: Submit, fourth: bool, options: dict[str, object], record_property: Measure
 ) -> None:
     join_timeout = 15
-    job = submit(nodes="4:4", restart_on_loss=restarts, **SHORT)
+    job = submit(nodes="4:4", **SHORT, **options)
     job.begin("abcd")
     for agent in job.agents.values():
         agent.kill()
