@@ -90,8 +90,9 @@ INVARIANTS = {
     "for a lease, and the other incarnation has other --nnodes",
     "evidence": "a node is declared lost only if no heartbeat of it reached the store for its "
     "lease, on the deciding node's clock; the time counts from the latest of: its last new "
-    "heartbeat (or the first read that found no record of it, if that was earlier), the last "
-    "document written in its name, the end of an outage of the deciding node (no request answered "
+    "heartbeat (or the first read that found no record of it, if that was earlier, unless none "
+    "came between the last document written in its name and that read), the last document written "
+    "in its name, the end of an outage of the deciding node (no request answered "
     "for more than an interval and more than a third of its lease, or one only then; then one "
     "more lease is added), the end of a stall that is surely longer than that, and the moment when "
     "the deciding node took the lead; a done node is not declared lost or left; after a listing "
@@ -1256,7 +1257,10 @@ class Checker:
         since = theirs.arrivals[known - 1] if known else 0.0
         if shown is None:
             # A beat that the store lost before the decider looked is nothing that it could know of.
-            since = min(since, evidence.missing.get(lost, read))
+            missing, heard = evidence.missing.get(lost, read), evidence.heard.get(lost)
+            since = min(since, missing)
+            if heard is not None and not any(heard < it <= missing for it in theirs.arrivals):
+                since = min(since, heard)
         since = max(since, evidence.disturbed, evidence.heard.get(lost, 0.0))
         if lost != evidence.leads_after:
             since = max(since, evidence.leads_since)
