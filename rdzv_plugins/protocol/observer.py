@@ -350,7 +350,9 @@ class Observer:
         closed and swept, and its document be missing as it was when the node asked.
         """
         oldest = self._clock() - self._rules.sweep_after
-        return frozenset(it for it, asked in self._asked_tombstones.items() if asked > oldest)
+        # A copy: people ask in other threads, while this node hears of the end.
+        answers = [*self._asked_tombstones.items()]
+        return frozenset(incarnation for incarnation, asked in answers if asked > oldest)
 
     def hear_of_the_end(self, incarnation: str, outcome: Outcome | None, asked: float) -> None:
         """Note the tombstone of a run that this node remembers; None: there is none.
