@@ -368,6 +368,7 @@ class Checker:
         self._uptimes: dict[str, list[tuple[float, int]]] = {}
         # Who was drained in an incarnation, and in which epoch.
         self._drained: dict[tuple[str, str], int] = {}
+        self._ever_drained: set[str] = set()
         self._founded: dict[str, float] = {}
         self._blamed: dict[tuple[str, str], list[float]] = {}
         # Of each round who has dialled whom, whether with data, and whether that passed once; whom
@@ -515,7 +516,8 @@ class Checker:
 
     def beat_arrived(self, node: str, record: NodeRecord, epoch: int) -> None:
         track, now = self._tracks[node], self._now()
-        drained = any(it == node for _, it in self._drained)
+        # The store may have lost the order since the node heard of it.
+        drained = node in self._ever_drained
         gave_up = track.gave_up or (drained and record.status is Status.LEFT)
         fresh = record.beat > max(track.fit_after, default=-1)
         if record.unfit.startswith("network: ") and fresh:
@@ -849,6 +851,7 @@ class Checker:
             raise InvariantError("orders", f"{before} became {after}")
         for node in {*after.drained} - {*before.drained}:
             self._drained[after.incarnation, node] = epoch
+            self._ever_drained.add(node)
         self._stood.add(_image(after))
 
     def kept_out(self, document: RoundDocument) -> list[str]:
