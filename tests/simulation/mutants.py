@@ -452,7 +452,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
             _in("leader", "or record.world_id != world_id", "or record.round != document.round"),
         ),
-        seed=1188,
+        seed=1154,
     ),
     "closed-reopens": Mutant(
         "rule 14: a closed run continues",
