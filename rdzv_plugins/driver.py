@@ -28,6 +28,7 @@ from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.round_record import RoundRecord
+from rdzv_plugins.signals import take
 
 __all__ = ["Driver", "Watcher", "carry_out", "perform", "watched"]
 
@@ -124,7 +125,7 @@ class Driver:
             # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
             self._node.order_join(failed, waited)
             self._have_it_taken_up()
-            return self._outcomes.get()
+            return take(self._outcomes)
         except BaseException:
             self._node.order_withdrawal()
             self._nudge_until(self._has_taken_up, 1)
@@ -142,7 +143,7 @@ class Driver:
         self._node.report_unfit(reason)
         self._have_it_taken_up()
         try:
-            return self._outcomes.get(timeout=seconds)
+            return take(self._outcomes, seconds)
         except Empty:
             return None
 

@@ -13,6 +13,7 @@ from rdzv_plugins.health import disk, network
 from rdzv_plugins.health.checks import CallCheck, CannotRunError, Check
 from rdzv_plugins.health.command import CommandCheck, arguments_of
 from rdzv_plugins.health.gpu import GpuCheck
+from rdzv_plugins.signals import take
 
 __all__ = ["SHIPPED", "Gate", "gate_of", "refuse_unknown_checks"]
 
@@ -82,16 +83,18 @@ class Gate:
             self._hung[check.name] = hung
             raise CannotRunError("it still hangs, and is not started once more")
         attempt = _Attempt(check)
-        attempt.start()
         try:
-            answer = attempt.answers.get(timeout=self._seconds)
+            # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
+            attempt.start()
+            answer = take(attempt.answers, self._seconds)
         except Empty:
             raise CannotRunError(f"it gave no answer within {self._seconds:g} s") from None
         finally:
             # Also where the caller was interrupted.
             attempt.given_up.set()
             # A callable may end, or not; to wait for it would hold up a signal.
-            attempt.join(_END_SECONDS if isinstance(check, CommandCheck) else 0.05)
+            if attempt.is_alive():
+                attempt.join(_END_SECONDS if isinstance(check, CommandCheck) else 0.05)
             if attempt.is_alive():
                 self._hung[check.name] = attempt
         if isinstance(answer, CannotRunError):

@@ -367,11 +367,13 @@ class Observer:
                 return
 
     def read_record(self, node: str) -> Effects[tuple[Entry | None, NodeRecord | None]]:
-        """What stands there, and the record; no later listing goes back behind that."""
+        """What stands there, and the record; a sign of life, behind which no later listing goes."""
+        asked = self._clock()
         entry = yield from Read(NODES_PREFIX + node)
         record = readable(entry)
         if entry is not None and record is not None:
             self._listing.remember(node, entry.version, record)
+            self.liveness.observe(node, record.beat, asked, self._clock())
         return entry, record
 
     def observe(self) -> Effects[None]:
@@ -399,9 +401,9 @@ class Observer:
         # A record that is missing, or older than the last one, tells nothing new.
         if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record
-        beat, looks = (record.beat, record.looks) if record else (None, None)
-        self.liveness.observe(leader, beat, asked, self._clock())
-        self.progress.observe(leader, looks, asked, self._clock())
+        if record is None:
+            self.liveness.observe(leader, None, asked, self._clock())
+        self.progress.observe(leader, record.looks if record else None, asked, self._clock())
         # A store that lost the leader's record may have lost the document too.
         self._document_due = record is None
 

@@ -1056,11 +1056,13 @@ class Checker:
         if fresh := {*after.lost} - {*before.lost}:
             named = fresh & done
         else:
+            # Who was lost before a round stays in its cause, also when he is done in that round.
+            known = before.cause if after.round == before.round else None
             named = {
                 person
                 for person in done
-                if self._tracks[person].label in cause.lost
-                or self._tracks[person].label in cause.left
+                if _blames(cause, label := self._tracks[person].label)
+                and not (known is not None and _blames(known, label))
             }
         if named:
             raise InvariantError(
@@ -1389,6 +1391,10 @@ def _image(document: RoundDocument) -> RoundDocument:
         quarantined=(),
         strikes=(),
     )
+
+
+def _blames(cause: Cause, label: str) -> bool:
+    return label in cause.lost or label in cause.left
 
 
 def _declared_lost(

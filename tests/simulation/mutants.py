@@ -1154,6 +1154,26 @@ MUTANTS: dict[str, Mutant] = {
         seed=14,
         focus=_parted("slow"),
     ),
+    "deaf-to-its-own-look": Mutant(
+        "rule 11: a heartbeat that a leader reads by itself, for the network check, is none",
+        (
+            _in(
+                "observer",
+                "            self.liveness.observe(node, record.beat, asked, self._clock())\n",
+                "            if self.document is None or self.document.leader == node:\n"
+                "                self.liveness.observe(node, record.beat, asked, self._clock())\n",
+            ),
+        ),
+        seed=9813214,
+        focus=Focus(
+            settings={
+                "inline": 2,
+                "node_unit": 2,
+                "network_check": True,
+                "links": (Fault(0.0, "cut off"), Fault(0.0, "unreachable")),
+            },
+        ),
+    ),
     "ends-rounds-too-soon": Mutant(
         "rule 17: a round runs for min_uptime before it is ended for newcomers",
         (_in("growth", '        (rules.min_uptime - view.uptime, "to min_uptime"),\n', ""),),

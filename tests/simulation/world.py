@@ -420,7 +420,7 @@ class World:
             else:
                 for host in members:
                     self.kernel.after(self.chance.uniform(0, plan.stop), host.succeed)
-            self._all_end(document)
+            self._all_end()
         self._keys_end()
 
     def _keys_end(self) -> None:
@@ -470,7 +470,7 @@ class World:
                 for host in self.hosts:
                     if host.alive:
                         host.succeed()
-                self._all_end(document)
+                self._all_end()
             # One that was closed refuses them; they see to its end.
             self.kernel.run(self.kernel.now + _CLOSING + plan.rules.sweep_after)
             if not self.store.entries:
@@ -478,10 +478,11 @@ class World:
         left = " ".join(sorted(self.store.entries))
         self.violated("keys end", f"the id was used again, and these keys stay: {left}")
 
-    def _all_end(self, document: RoundDocument) -> None:
+    def _all_end(self) -> None:
         plan, began = self.plan, self.kernel.now
         limit = (plan.rules.lease + 10) / plan.rates[0] + 2 * plan.stop
-        hangs = any(host.alive and host.wedged and host.id in document.ranks for host in self.hosts)
+        # One that is in no round yet may come into the next.
+        hangs = any(host.alive and host.wedged for host in self.hosts)
         grey = all(host.grey for host in self.hosts if host.alive and not host.wedged)
         if hangs or grey:
             # What the others wait for in the exit barrier never comes; or no node that is left can

@@ -170,7 +170,10 @@ class TestACommandThatCannotRun:
     def test_a_failing_check_does_not_pass_where_the_gate_fails_open(self, script: Script) -> None:
         assert script.gate("echo bad; exit 1", fails_open=True).check() == "check.sh: bad"
 
-    def test_an_exception_in_the_caller_ends_it_at_once(self, script: Script) -> None:
+    @pytest.mark.parametrize("ends_the_wait", [True, False])
+    def test_a_signal_in_the_caller_ends_it(self, script: Script, ends_the_wait: bool) -> None:
+        """Also one that another thread gets: like one that comes just before, it ends no wait."""
+
         class Signal(BaseException):
             pass
 
@@ -184,10 +187,13 @@ class TestACommandThatCannotRun:
 
         def interrupt() -> None:
             pids.append(script.pid("pid"))
-            os.kill(os.getpid(), signal.SIGUSR1)
+            got_by = threading.main_thread() if ends_the_wait else threading.current_thread()
+            assert got_by.ident is not None
+            signal.pthread_kill(got_by.ident, signal.SIGUSR1)
 
         was = signal.signal(signal.SIGUSR1, handle)
         thread = threading.Thread(target=interrupt)
+        began = time.monotonic()
         try:
             thread.start()
             with pytest.raises(Signal):
@@ -195,6 +201,7 @@ class TestACommandThatCannotRun:
         finally:
             signal.signal(signal.SIGUSR1, was)
             thread.join()
+        assert time.monotonic() - began < SECONDS / 2
         # On a busy machine the dead take a moment to be gone.
         assert until(lambda: not is_there(pids[0]), SECONDS)
         assert not [it.name for it in threading.enumerate() if it.name.startswith("rdzv-check")]

@@ -161,3 +161,17 @@ def test_the_first_answer_ends_no_outage(time: Time) -> None:
     time.now += 2
     seen.liveness.observe("n3", 1, time.now, time.now)
     assert seen.liveness.confirmed_silence("n3") == 2
+
+
+def test_a_heartbeat_that_a_leader_reads_by_itself_counts(time: Time) -> None:
+    """The network check reads the record of rank 0, which the last listing showed as silent."""
+    seen = observer(time, replace(MINE, leader="n2"))
+    seen.liveness.observe("n3", 1, time.now, time.now)
+    time.now += RULES.lease
+    seen.liveness.observe("n3", 1, time.now, time.now)
+    assert seen.is_silent("n3")
+    reading = seen.read_record("n3")
+    next(reading)
+    with pytest.raises(StopIteration):
+        reading.send(Entry(record("n3", beat=2).encode(), "later"))
+    assert not seen.is_silent("n3")

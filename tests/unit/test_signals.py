@@ -1,0 +1,64 @@
+"""The main thread's waits: no signal is missed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from rdzv_plugins.signals import take
+from rdzv_plugins.testing.harness import until
+
+SECONDS = 20.0
+
+
+class SignalError(Exception):
+    """What the handler raises."""
+
+
+@pytest.mark.parametrize("seconds", [None, 2 * SECONDS])
+def test_a_signal_that_ends_no_wait_is_noticed_all_the_same(seconds: float | None) -> None:
+    """One that comes between Python's last look and the wait is like one of another thread."""
+
+    def handle(*_: object) -> None:
+        raise SignalError
+
+    queue: SimpleQueue[str] = SimpleQueue()
+    noticed, in_time = threading.Event(), []
+
+    def waits() -> bool:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return frame.f_code is take.__code__
+
+    def interrupt() -> None:
+        assert until(waits, SECONDS)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        in_time.append(noticed.wait(SECONDS))
+        queue.put("ends the wait")
+
+    thread = threading.Thread(target=interrupt)
+    was = signal.signal(signal.SIGUSR1, handle)
+    try:
+        thread.start()
+        with pytest.raises(SignalError):
+            take(queue, seconds)
+    finally:
+        noticed.set()
+        signal.signal(signal.SIGUSR1, was)
+        thread.join()
+    assert in_time == [True]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.7])
+def test_it_waits_as_long_as_it_is_told(seconds: float) -> None:
+    queue: SimpleQueue[str] = SimpleQueue()
+    began = time.monotonic()
+    with pytest.raises(Empty):
+        take(queue, seconds)
+    assert time.monotonic() - began >= seconds
+    queue.put("here")
+    assert take(queue, seconds) == "here"
