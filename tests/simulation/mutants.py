@@ -28,8 +28,11 @@ from rdzv_plugins.protocol.node import Node
 
 from .plan import EVERYTHING, UNSTEERED, Fault, Focus
 
-__all__ = ["CALM", "MUTANTS", "Edit", "Mutant", "build"]
+__all__ = ["CALM", "MOST_SEEDS_PER_MUTANT", "MUTANTS", "Edit", "Mutant", "build"]
 
+# The search for a mutant begins at the seed that caught it first. After a change of the protocol's
+# requests a seed is another run, and a later seed may catch the mutant.
+MOST_SEEDS_PER_MUTANT = 3000
 
 _MODULES = (
     "failure_detector",
@@ -318,7 +321,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if False:\n",
             ),
         ),
-        seed=14,
+        seed=34,
     ),
     "no-grace-after-outage": Mutant(
         "rule 11: after an outage, a node that reconnects late gets no extra lease",
@@ -351,7 +354,7 @@ MUTANTS: dict[str, Mutant] = {
     "no-window-at-takeover": Mutant(
         "a new leader judges nodes by observations from before it led",
         (_in("observer", "        self.liveness.restart(now, unless=deposed)\n", ""),),
-        seed=166,
+        seed=275,
     ),
     "answer-time": Mutant(
         "a slow answer counts as an observation at the time when it arrived",
@@ -544,7 +547,7 @@ MUTANTS: dict[str, Mutant] = {
     "no-tombstone-for-ever": Mutant(
         "that a run had no tombstone holds for as long as the document stays away",
         (_in("observer", " if asked > oldest)", ")"),),
-        seed=1020,
+        seed=1025,
         focus=Focus(
             kinds=("workers succeed", "amnesia"),
             settings={
@@ -582,7 +585,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        if False:\n",
             ),
         ),
-        seed=478,
+        seed=480,
         focus=Focus(
             kinds=("partition", "partition", "close", "close", "crash"),
             settings={"rates": (1.0, 1.0), "lease": 2.0},
@@ -668,7 +671,7 @@ MUTANTS: dict[str, Mutant] = {
     "drained-joins-again": Mutant(
         "a leader names a drained node that asks for a round",
         (_in("leader", "    ready, sizes = asks.difference(out),", "    ready, sizes = asks,"),),
-        seed=14,
+        seed=34,
         focus=_DRAINS,
     ),
     "drained-stays": Mutant(
@@ -808,7 +811,7 @@ MUTANTS: dict[str, Mutant] = {
                 "        self._asked_tombstones = {incarnation: asked}\n",
             ),
         ),
-        seed=224,
+        seed=458,
         focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
     ),
     "spares-of-the-dead": Mutant(
@@ -950,7 +953,7 @@ MUTANTS: dict[str, Mutant] = {
     "lists-for-the-done": Mutant(
         "a leader waits for the lease of a participant that is done and gone",
         (_in("leader", "view, without(present, done))", "view, present)"),),
-        seed=1415,
+        seed=1419,
     ),
     "heirs-doubt-again": Mutant(
         "a leader that followed a silent one doubts those that fell silent with it once more",
@@ -1019,7 +1022,7 @@ MUTANTS: dict[str, Mutant] = {
                 "_in_their_domains(natural, records, {})",
             ),
         ),
-        seed=22,
+        seed=77,
         focus=_TOPOLOGY,
     ),
     "waits-for-the-unfit": Mutant(
@@ -1033,7 +1036,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    )\n",
             ),
         ),
-        seed=83000001,
+        seed=83000006,
         focus=_UNFIT,
     ),
     "joins-unfit": Mutant(

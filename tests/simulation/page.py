@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import invariants
 from .campaign import Totals, failure_report, first_caught, run_seeds
-from .mutants import MUTANTS
+from .mutants import MOST_SEEDS_PER_MUTANT, MUTANTS
 
 __all__ = ["write_page"]
 
@@ -78,12 +78,15 @@ def write_page(
     hunted = []
     for name, survived, invariant in first_caught(list(MUTANTS), first, _MUTANT_SEEDS, processes):
         say(f"{name}: {survived}")
-        if survived is None:
-            ((_, own, invariant),) = first_caught([name], MUTANTS[name].seed, 1, processes)
-            if own is None:
-                say(f"no seed catches {name}")
-                return 1
-        hunted.append((name, survived, invariant))
+        if survived is not None:
+            hunted.append((name, f"{survived + 1:,}", invariant))
+            continue
+        near = MUTANTS[name].seed
+        ((_, further, invariant),) = first_caught([name], near, MOST_SEEDS_PER_MUTANT, processes)
+        if further is None:
+            say(f"no seed catches {name}")
+            return 1
+        hunted.append((name, f"seed {near + further}", invariant))
     path.write_text(
         "\n".join(
             [_HEAD, _runs(small, large), _faults(small, large), _TERMS, _checked(), _killed(hunted)]
@@ -135,10 +138,9 @@ def _checked() -> str:
     return "\n".join([head, "| name | what must hold |", "| --- | --- |", *rows, ""])
 
 
-def _killed(hunted: list[tuple[str, int | None, str]]) -> str:
+def _killed(hunted: list[tuple[str, str, str]]) -> str:
     rows = []
-    for name, survived, invariant in hunted:
-        fate = f"seed {MUTANTS[name].seed}" if survived is None else f"{survived + 1:,}"
+    for name, fate, invariant in hunted:
         narrowed = f"`{focus}`" if str(focus := MUTANTS[name].focus) else ""
         rows.append(f"| `{name}` | {MUTANTS[name].breaks} | {fate} | {narrowed} | {invariant} |")
     return "\n".join(

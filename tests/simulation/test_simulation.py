@@ -15,7 +15,7 @@ from tests import Measure
 
 from .campaign import Totals, failure_report, run_seeds
 from .faults import FAULTS
-from .mutants import CALM, MUTANTS, Edit, Mutant, build
+from .mutants import CALM, MOST_SEEDS_PER_MUTANT, MUTANTS, Edit, Mutant, build
 from .plan import AT_ONCE, KINDS, UNSTEERED, Focus
 from .world import simulate
 
@@ -25,10 +25,6 @@ SEEDS = max(int(os.environ.get("SEEDS") or 500), 2000 if IN_CI else 0)
 LARGE = 4 if IN_CI else 1
 # Other tests run at the same time.
 PROCESSES = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1))
-
-# The search for a mutant begins at the seed that caught it first. After a change of the protocol's
-# requests a seed is another run, and a later seed may catch the mutant.
-_MOST_SEEDS_PER_MUTANT = 3000
 
 # All nodes stand in the document, and nobody steers, as when these seeds were found.
 _WHOLE = Focus(settings={"inline": 128, **UNSTEERED})
@@ -167,12 +163,12 @@ def test_what_was_found_stays_mended(seed: int, focus: Focus, what: str) -> None
 def test_a_broken_rule_is_caught(name: str) -> None:
     """Its seed holds on the package's own code, and not on the mutant's."""
     mutant, focus = MUTANTS[name], MUTANTS[name].plans
-    for seed in range(mutant.seed, mutant.seed + _MOST_SEEDS_PER_MUTANT):
+    for seed in range(mutant.seed, mutant.seed + MOST_SEEDS_PER_MUTANT):
         if simulate(seed, build=build(name), focus=focus).violation:
             own = simulate(seed, focus=focus)
             assert own.violation is None, failure_report(own, 12, focus)
             return
-    pytest.fail(f"{_MOST_SEEDS_PER_MUTANT} seeds do not notice: {mutant.breaks}")
+    pytest.fail(f"{MOST_SEEDS_PER_MUTANT} seeds do not notice: {mutant.breaks}")
 
 
 def test_a_mutant_whose_text_is_gone_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
