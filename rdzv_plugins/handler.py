@@ -313,7 +313,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._gate is None or (restarts and self._settings.check_at != "restart"):
             return 0.0
         waited, pause, told = 0.0, _FIRST_PAUSE, ""
-        while (reason := self._gate.check()) is not None:
+        while (reason := self._gate.check()) is not None and not self._ended:
             left = self._settings.join_timeout - waited
             if reason != told and self._tries_again(waited + pause):
                 self._log.warning(
@@ -323,7 +323,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 told = reason
             self._stay_out(reason, waited, pause)
             waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
-        if waited:
+        if waited and not self._ended:
             self._log.info("this node is fit again: its checks pass")
         return waited
 
@@ -503,7 +503,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             try:
                 self._leave(at_exit=True)
                 return
-            except SignalException:
+            except (SignalException, KeyboardInterrupt):
                 continue  # Another thread sends the farewell; the next call waits for it.
 
     def _end(
@@ -527,6 +527,8 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         def end() -> None:
             try:
+                if self._gate is not None:
+                    self._gate.close()
                 with self._events.of("shutdown"):
                     self._driver.stop(patience)
                     last_word()

@@ -46,6 +46,8 @@ class CommandCheck:
         self._arguments = arguments
 
     def run(self, given_up: threading.Event) -> str | None:
+        if given_up.is_set():
+            raise CannotRunError("nobody waits for it")
         try:
             process = subprocess.Popen(
                 self._arguments,

@@ -51,6 +51,8 @@ class Gate:
         self._warn = warn
         # Those that did not end when they were given up.
         self._hung: dict[str, _Attempt] = {}
+        self._attempt: _Attempt | None = None
+        self._closed = False
 
     @property
     def names(self) -> list[str]:
@@ -79,10 +81,13 @@ class Gate:
 
     def _answer(self, check: Check) -> str | None:
         hung = self._hung.pop(check.name, None)
-        if hung is not None and hung.is_alive():
+        if hung is not None and not hung.ended.is_set():
             self._hung[check.name] = hung
             raise CannotRunError("it still hangs, and is not started once more")
-        attempt = _Attempt(check)
+        attempt = self._attempt = _Attempt(check)
+        if self._closed:
+            attempt.ended.set()
+            raise CannotRunError("this node has ended")
         try:
             # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
             attempt.start()
@@ -91,15 +96,20 @@ class Gate:
             raise CannotRunError(f"it gave no answer within {self._seconds:g} s") from None
         finally:
             # Also where the caller was interrupted.
-            attempt.given_up.set()
-            # A callable may end, or not; to wait for it would hold up a signal.
-            if attempt.is_alive():
-                attempt.join(_END_SECONDS if isinstance(check, CommandCheck) else 0.05)
-            if attempt.is_alive():
+            if not attempt.ends():
                 self._hung[check.name] = attempt
         if isinstance(answer, CannotRunError):
             raise answer.with_traceback(None)
         return answer
+
+    def close(self) -> None:
+        """End the check that runs, and start no more; for another thread than that of `check`.
+
+        A second signal may interrupt the caller of `check` before it has ended the check.
+        """
+        self._closed = True
+        if self._attempt is not None:
+            self._attempt.ends()
 
 
 class _Attempt(threading.Thread):
@@ -109,7 +119,15 @@ class _Attempt(threading.Thread):
         super().__init__(name=f"rdzv-check-{check.name}", daemon=True)
         self.answers: SimpleQueue[str | CannotRunError | None] = SimpleQueue()
         self.given_up = threading.Event()
+        # Not is_alive(): Python 3.11 says no once a signal has interrupted a join.
+        self.ended = threading.Event()
         self._check = check
+
+    def ends(self) -> bool:
+        """Give it up; a command is then killed. Whether it has ended."""
+        self.given_up.set()
+        # A callable may end, or not; to wait for it would hold up a signal.
+        return self.ended.wait(_END_SECONDS if isinstance(self._check, CommandCheck) else 0.05)
 
     def run(self) -> None:
         try:
@@ -118,6 +136,8 @@ class _Attempt(threading.Thread):
             self.answers.put(error)
         except Exception as error:
             self.answers.put(CannotRunError(f"it raised {type(error).__name__}: {error}"))
+        finally:
+            self.ended.set()
 
 
 def gate_of(

@@ -210,7 +210,7 @@ def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Di
         now=view.wall,
     )
     records = {**view.records, view.me: view.record}
-    permitted, lost = may_grow(document, records), bool(document.lost)
+    permitted, lost = may_grow(document, records), len(document.lost)
     times = replace(times, hold=lambda wait, room: hold(view, wait, room, permitted, lost))
     sizes = Sizes.of(rules)
     found = _with_records(document, records, view.is_silent, times, sizes)

@@ -28,22 +28,21 @@ class Hold:
     limit: str = ""
 
 
-def hold(
-    view: View, newcomers: int, room: int, permitted: bool, replaces: bool = False
-) -> Hold | None:
+def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) -> Hold | None:
     """What keeps the leader from ending the round for newcomers; None: nothing. Rule 17.
 
     Args:
         newcomers: how many would be let in.
         room: for how many the round has room at most.
         permitted: workers have said that now is a good moment.
-        replaces: the round goes on without lost nodes (restart_on_loss=false).
+        lost: how many nodes of the round are lost, without which it goes on
+            (restart_on_loss=false). If all are, newcomers disturb nobody.
     """
-    rules = view.rules
-    if view.document is not None and view.document.resize:
+    rules, document = view.rules, view.document
+    if document is not None and (document.resize or 0 < document.size <= lost):
         return None
     held = rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)
-    if held and not replaces:
+    if held and not lost:
         return Hold(f"grow={rules.grow}")
     limits = [
         (rules.min_uptime - view.uptime, "to min_uptime"),

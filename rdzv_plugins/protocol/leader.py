@@ -444,7 +444,7 @@ def _lead_running(view: View, document: RoundDocument, records: Mapping[str, Nod
     room = sizes.most - len(present)
     more = size - len(present)
     permitted = may_grow(document, records)
-    held = hold(view, more, room, permitted, replaces=bool(gone)) if grows else None
+    held = hold(view, more, room, permitted, lost=len(gone)) if grows else None
     # What is done is not done again: a restart would wait for those nodes in vain.
     ordered = bool(out or (document.restart and not done))
     if rejoined or ordered or (lost and view.rules.restart_on_loss) or (grows and held is None):

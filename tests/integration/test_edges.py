@@ -357,8 +357,15 @@ def test_a_lost_node_is_named_though_the_others_fail_first(
         # Nobody ends the dead round: not for the loss, nor for newcomers.
         (False, {"restart_on_loss": False, "resize_interval": 600}),
         (True, {}),
+        # Newcomers are held back for the sake of those who train, of whom nobody is left.
+        (True, {"restart_on_loss": False, "resize_interval": 600, "min_uptime": 600}),
     ],
-    ids=["with 3", "with 3 that are held back", "with the fourth in time"],
+    ids=[
+        "with 3",
+        "with 3 that are held back",
+        "with the fourth in time",
+        "with the fourth, held back",
+    ],
 )
 def test_killed_job_that_is_submitted_again(
     submit: Submit, fourth: bool, options: dict[str, object], record_property: Measure

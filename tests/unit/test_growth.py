@@ -85,6 +85,17 @@ class TestWhenNewcomersAreLetIn:
         assert grows(here)
         assert not grows(replace(here, enough_for=4.9))
 
+    @pytest.mark.parametrize(("newcomers", "then"), [(1, False), (2, True)])
+    def test_a_round_that_has_lost_all_its_nodes_is_ended_for_enough(
+        self, newcomers: int, then: bool
+    ) -> None:
+        """Whatever holds newcomers back is for the sake of those who train."""
+        dead = replace(NOW, leader="n3", lost=("n1", "n2"))
+        options = {"restart_on_loss": False, "min_uptime": 60.0, "resize_interval": 60.0}
+        here = leads(newcomers, dead, silent={"n1": 9.0, "n2": 9.0}, **options)
+        spare = record("n3", Status.SPARE, max_nodes=4)
+        assert grows(replace(here, me="n3", record=spare, joining=True)) is then
+
 
 class TestWhatIsSaid:
     @pytest.mark.parametrize(

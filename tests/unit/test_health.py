@@ -206,6 +206,18 @@ class TestACommandThatCannotRun:
         assert until(lambda: not is_there(pids[0]), SECONDS)
         assert not [it.name for it in threading.enumerate() if it.name.startswith("rdzv-check")]
 
+    def test_another_thread_can_end_it_for_good(self, script: Script) -> None:
+        gate = script.gate(f"echo $$ > {script.folder}/pid; sleep 1000")
+        answers: list[str | None] = []
+        thread = threading.Thread(target=lambda: answers.append(gate.check()))
+        thread.start()
+        pid = script.pid("pid")
+        gate.close()
+        assert not is_there(pid)
+        thread.join(SECONDS)
+        assert answers == ["check.sh: was ended by SIGKILL, and printed nothing"]
+        assert gate.check() == "check.sh: this node has ended"
+
 
 def _itself(call: Callable[[], object]) -> Callable[[], object]:
     return call
