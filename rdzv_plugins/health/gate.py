@@ -87,7 +87,7 @@ class Gate:
         attempt = self._attempt = _Attempt(check)
         if self._closed:
             attempt.ended.set()
-            raise CannotRunError("this node has ended")
+            return None
         try:
             # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
             attempt.start()
@@ -105,7 +105,8 @@ class Gate:
     def close(self) -> None:
         """End the check that runs, and start no more; for another thread than that of `check`.
 
-        A second signal may interrupt the caller of `check` before it has ended the check.
+        The node has ended, and its fitness is of no concern any more. A second signal may interrupt
+        the caller of `check` before it has ended the check.
         """
         self._closed = True
         if self._attempt is not None:
