@@ -46,8 +46,6 @@ class CommandCheck:
         self._arguments = arguments
 
     def run(self, given_up: threading.Event) -> str | None:
-        if given_up.is_set():
-            return None
         try:
             process = subprocess.Popen(
                 self._arguments,

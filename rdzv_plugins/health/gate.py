@@ -86,8 +86,7 @@ class Gate:
             raise CannotRunError("it still hangs, and is not started once more")
         attempt = self._attempt = _Attempt(check)
         if self._closed:
-            attempt.ended.set()
-            return None
+            attempt.given_up.set()
         try:
             # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
             attempt.start()
@@ -132,7 +131,8 @@ class _Attempt(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.answers.put(self._check.run(self.given_up))
+            # Given up before it began: nobody waits for the answer, or the node has ended.
+            self.answers.put(None if self.given_up.is_set() else self._check.run(self.given_up))
         except CannotRunError as error:
             self.answers.put(error)
         except Exception as error:

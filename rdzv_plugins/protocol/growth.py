@@ -39,7 +39,7 @@ def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) 
             (restart_on_loss=false). If all are, newcomers disturb nobody.
     """
     rules, document = view.rules, view.document
-    if document is not None and (document.resize or 0 < document.size <= lost):
+    if document is not None and (document.resize or document.size <= lost):
         return None
     held = rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)
     if held and not lost:

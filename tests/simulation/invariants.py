@@ -800,7 +800,7 @@ class Checker:
             self._uptimes.setdefault(after.incarnation, []).append((ran, epoch))
         if before.resize:
             return  # A person said so.
-        if before.size <= len(before.lost):
+        if before.has_lost_all:
             return  # Nobody is there whom newcomers would disturb.
         suspects = {it.label for it in evidence.seen.values() if it.suspect}
         alone = not joined.more and suspects.issuperset(joined.first)
