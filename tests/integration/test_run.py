@@ -199,7 +199,9 @@ def said(launch: Launch, words: str) -> bool:
 # Each with what the worker prints: its rank, its arguments and how it was started.
 SCRIPT = """
 import os, sys
-print("worker", os.environ["RANK"], os.environ["WORLD_SIZE"], __name__, sys.argv[1:], flush=True)
+rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+# One write: print would mix the workers' lines where PYTHONUNBUFFERED is set.
+sys.stdout.write(f"worker {rank} {size} {__name__} {sys.argv[1:]}\\n")
 sys.exit(int(sys.argv[1]))
 """
 
