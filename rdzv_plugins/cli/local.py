@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from typing import Annotated
 
 import typer
+
+from rdzv_plugins.cli.interrupt import Interrupt
 
 __all__ = ["demo", "serve"]
 
 # The backend for a kind of server, where the names differ.
 _BACKENDS = {"valkey": "redis", "etcd": "etcd-v3"}
-
-_LOOK_SECONDS = 0.5
 
 
 def serve(
@@ -30,6 +28,7 @@ def serve(
     from rdzv_plugins import servers
 
     with servers.start(kind, nodes=nodes, port=port) as server:
+        interrupt = Interrupt()
         conf = ",".join(f"{name}={value}" for name, value in server.config.items())
         typer.echo(f"{kind} runs at {server.endpoint}; Ctrl-C stops it. For torchrun:")
         for name, value in server.environ.items():
@@ -39,12 +38,12 @@ def serve(
             f"--rdzv-endpoint={server.endpoint}{f' --rdzv-conf={conf}' if conf else ''} "
             "--max-restarts=100 ..."
         )
-        ended = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: ended.set())
-        while not ended.wait(_LOOK_SECONDS):
+
+        def look() -> None:
             for node in server.nodes:
                 node.check()
+
+        interrupt.wait(look)
 
 
 def demo(

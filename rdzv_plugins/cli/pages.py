@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
+from rdzv_plugins.cli.interrupt import Interrupt
 from rdzv_plugins.cli.options import Access, BackendOption, ConfOption, EndpointOption
 
 __all__ = ["dashboard", "exporter"]
@@ -58,11 +57,9 @@ def exporter(
         url = source.serve(host, port)
     except (OSError, UnicodeError) as error:
         raise _cannot_listen(host, port, error) from error
+    interrupt = Interrupt()
     typer.echo(f"{url}/metrics has the runs of {where}; Ctrl-C ends it")
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    ended.wait()
+    interrupt.wait()
     source.close()
 
 
