@@ -81,7 +81,12 @@ class SignalWatch:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _raise)
         if _listening is None:
-            self._listen()
+            # A handler's exception in the midst of it would leave a watch without a thread.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_FATAL, signal.SIGINT))
+            try:
+                self._listen()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def release(self) -> None:
         """End the thread and, where the caller may, put the system's handlers back."""

@@ -9,8 +9,9 @@ import time
 from queue import Empty, SimpleQueue
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from rdzv_plugins.signals import take
+from rdzv_plugins.signals import SignalWatch, take
 from rdzv_plugins.testing.harness import until
 
 SECONDS = 20.0
@@ -62,3 +63,25 @@ def test_it_waits_as_long_as_it_is_told(seconds: float) -> None:
     assert time.monotonic() - began >= seconds
     queue.put("here")
     assert take(queue, seconds) == "here"
+
+
+def test_a_signal_while_the_watch_begins_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced = threading.Event()
+    watch = SignalWatch(announced.set, "signals of a test")
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        start(thread)
+
+    was = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    try:
+        with pytest.raises(SignalException):
+            watch.renew()
+        assert announced.wait(SECONDS)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    finally:
+        watch.release()
+        signal.signal(signal.SIGTERM, was)
