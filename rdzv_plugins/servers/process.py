@@ -10,9 +10,10 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -273,13 +274,14 @@ class Node:
         self._reap()
 
     def end(self) -> None:
-        """Stop the server by `Kind.end_signal`, then by SIGKILL; nothing if it is stopped."""
+        """Stop the server for good, by `Kind.end_signal`, then by SIGKILL; release its ports."""
         if self._process is not None and self.running and self._kind.end_signal != signal.SIGKILL:
             self.resume()
             self._process.send_signal(self._kind.end_signal)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
         self.kill()
+        release(self.ports)
 
     def pause(self) -> None:
         """SIGSTOP: connections stay open, and the server does not answer."""
@@ -351,42 +353,54 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
 
 
 def free_ports(count: int, first: int | None = None) -> list[int]:
-    """Distinct ports on which nobody listens.
+    """Distinct ports on which nobody listens; on Linux no other call gives them until `release`.
+
+    A server may start long after its port was chosen (initdb takes seconds), or stop for a while.
 
     Args:
         first: the first of them; `ServerError` if it is taken.
     """
-    with contextlib.ExitStack() as stack:
-        if first is None:
-            return [_bind_free_port(stack) for _ in range(count)]
+    if first is None:
+        return [_draw() for _ in range(count)]
+    with socket.socket() as asks:
+        asks.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            _bind(stack, first)
+            asks.bind((HOST, first))
+            # Until here Linux lets it have the port of one who listens too.
+            asks.listen(1)
         except OSError as error:
             raise ServerError(f"port {first} of {HOST} is taken ({error.strerror})") from error
-        return [first, *(_bind_free_port(stack) for _ in range(count - 1))]
+    return [first, *(_draw() for _ in range(count - 1))]
 
 
-def _bind(stack: contextlib.ExitStack, port: int) -> None:
-    holder = stack.enter_context(socket.socket())
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((HOST, port))
-    # Otherwise SO_REUSEADDR lets another socket have the port too.
-    holder.listen(1)
+def release(ports: Iterable[int]) -> None:
+    """Let others have these ports of `free_ports`."""
+    for port in ports:
+        if port in _held:
+            _held.pop(port).close()
 
 
-def _bind_free_port(stack: contextlib.ExitStack) -> int:
-    for port in _shuffled(_PORTS):
+def _draw() -> int:
+    # Not `random` itself: two processes that seed it must not get the same ports.
+    for port in random.SystemRandom().sample(_PORTS, 200):
+        holder = socket.socket()
         try:
-            _bind(stack, port)
+            # Without SO_REUSEADDR, so that it fails where another process holds the port.
+            holder.bind((HOST, port))
         except OSError:
+            holder.close()
             continue
+        if sys.platform == "linux":
+            # Now a server, which sets it too, may have the port beside the holder.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _held[port] = holder
+        else:
+            holder.close()
         return port
     raise ServerError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free on {HOST}")
 
 
-def _shuffled(ports: range) -> Iterator[int]:
-    # Not `random` itself: two processes that seed it must not get the same ports.
-    return iter(random.SystemRandom().sample(ports, 200))
+_held: dict[int, socket.socket] = {}
 
 
 def find_file(

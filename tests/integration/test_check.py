@@ -529,7 +529,7 @@ def test_replica(redis: RunningStore, admin: Any, tmp_path: Path) -> None:
             assert until(lambda: up <= replica.info("replication").items(), 10)
         told = check("-e", f"{HOST}:{node.port}")
     finally:
-        node.kill()
+        node.end()
     what, text = told.only("failed")
     assert what == "role"
     assert f"a replica of {host}:{port}, which accepts no writes; name the primary" in text
@@ -604,7 +604,7 @@ def test_member_of_a_cluster_without_cluster(tmp_path: Path) -> None:
         assert what == "role"
         assert text.endswith("set cluster=true")
     finally:
-        node.kill()
+        node.end()
 
 
 def is_ok(member: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import pytest
 
 from rdzv_plugins import servers
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError
-from rdzv_plugins.servers.process import free_ports
+from rdzv_plugins.servers import process
+from rdzv_plugins.servers.process import free_ports, release
 from rdzv_plugins.testing.harness import present, until
 from tests.integration.stores import KINDS, RunningStore, started
 
@@ -133,10 +135,31 @@ def test_failed_start_shows_the_servers_log(monkeypatch: pytest.MonkeyPatch) -> 
         servers.start("etcd")
 
 
-def test_ports_do_not_repeat() -> None:
-    # Of some 12,000 ports; drawn without care ten of these would come twice.
-    ports = free_ports(500)
-    assert len(set(ports)) == len(ports)
+def test_a_port_is_given_once_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_PORTS", range(27000, 27200))
+    held: list[int] = []
+
+    def draw_all() -> None:
+        while True:
+            held.extend(free_ports(1))
+
+    with pytest.raises(servers.ServerError, match="no port from 27000 to 27199 is free"):
+        draw_all()
+    # Some may be another test's.
+    assert len(set(held)) == len(held) > 100
+    one = held[0]
+    # As a server that stops and starts again.
+    for _ in range(2):
+        with socket.create_server((process.HOST, one)) as server:
+            socket.create_connection((process.HOST, one)).close()
+            server.accept()[0].close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((process.HOST, one))
+    with pytest.raises(servers.ServerError, match="no port from"):
+        draw_all()
+    assert held.count(one) == 1
+    release(held)
+    release(free_ports(1))
 
 
 def test_unknown_kind_and_impossible_size_are_refused() -> None:

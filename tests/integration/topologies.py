@@ -181,7 +181,7 @@ def _serving(nodes: Sequence[Node]) -> Iterator[None]:
         yield
     finally:
         for node in nodes:
-            node.kill()
+            node.end()
 
 
 def _ask(node: Node, password: str | None = None) -> Any:
