@@ -1,6 +1,7 @@
 """The key-value contract (`contract`), in memory (`memory`), and as a base for stores (`base`)."""
 
 from rdzv_plugins.kv.contract import (
+    AccessDeniedError,
     Capabilities,
     ClientClosedError,
     Entry,
@@ -13,6 +14,7 @@ from rdzv_plugins.kv.contract import (
 from rdzv_plugins.kv.memory import MemoryClient, MemoryServer
 
 __all__ = [
+    "AccessDeniedError",
     "Capabilities",
     "ClientClosedError",
     "Entry",

@@ -34,6 +34,7 @@ import msgspec
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from rdzv_plugins.kv.contract import (
+    AccessDeniedError,
     ClientClosedError,
     Entry,
     KeyValueClient,
@@ -127,6 +128,7 @@ class Problem:
         state: the store answered, and its data or the request is wrong: raise
             `RendezvousStateError` instead of `RendezvousConnectionError`.
         secret: the library's error may show a password: it is not chained.
+        denied: the store answered, and refuses this client: raise `AccessDeniedError`.
     """
 
     text: str
@@ -134,6 +136,7 @@ class Problem:
     undone: bool = False
     state: bool = False
     secret: bool = False
+    denied: bool = False
 
 
 class WokenError(Exception):
@@ -556,7 +559,11 @@ class StoreClient(KeyValueClient):
             raise ClientClosedError(self.where) from error
         if (problem := self._problem(error)) is None:
             raise error
-        kind = RendezvousStateError if problem.state else RendezvousConnectionError
+        kind: type[RendezvousError] = RendezvousConnectionError
+        if problem.state:
+            kind = RendezvousStateError
+        elif problem.denied:
+            kind = AccessDeniedError
         text = f"{self.where} {problem.text}"
         if not problem.secret:
             # Not as a cause: torchrun would print the library's frames before the line that counts.

@@ -5,10 +5,10 @@ non-empty ``str``, values ``bytes``. Every method except `wait` ends within the 
 timeout; only `add` may take twelve request timeouts, while other clients change the counter first.
 Every client is safe to use from several threads.
 
-Errors: `RendezvousConnectionError` (the store could not be reached within the request timeout, or
-refused the credentials), its subclass `ClientClosedError` (`close` was called),
-`RendezvousStateError` (a value is unreadable or larger than the store's limit), `ValueError` (a bad
-option; the message names the option and what is allowed).
+Errors: `RendezvousConnectionError` (the store could not be reached within the request timeout), its
+subclasses `AccessDeniedError` (the store answers, and refuses this client) and `ClientClosedError`
+(`close` was called), `RendezvousStateError` (a value is unreadable or larger than the store's
+limit), `ValueError` (a bad option; the message names the option and what is allowed).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rdzv_plugins.kv.findings import Finding
 
 __all__ = [
+    "AccessDeniedError",
     "Capabilities",
     "ClientClosedError",
     "Entry",
@@ -40,6 +41,14 @@ __all__ = [
 
 Version = Hashable
 """Opaque. Equal versions of a key mean equal bytes, also across deletes and restarts."""
+
+
+class AccessDeniedError(RendezvousConnectionError):
+    """The store answers, and refuses this client: its credentials, its rights, its certificate.
+
+    So the store lives, and other clients may reach it. It is raised only for an answer of the
+    server's own, never where this client does not trust the server.
+    """
 
 
 class ClientClosedError(RendezvousConnectionError):
