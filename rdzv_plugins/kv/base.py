@@ -501,6 +501,14 @@ class StoreClient(KeyValueClient):
         if self._closed:
             raise ClientClosedError(self.where) if wake is None else WokenError
         limit = Limit(time.monotonic() + self.timeout, wake)
+        denial: Exception | None = None
+
+        def retryable(error: Exception) -> bool:
+            nonlocal denial
+            if self._is_denied(error):
+                denial = error
+            return self._retryable(error, wake)
+
         try:
             try:
                 return request(limit)
@@ -508,12 +516,22 @@ class StoreClient(KeyValueClient):
                 return retry(
                     partial(request, limit),
                     timeout=limit.deadline - time.monotonic(),
-                    retryable=partial(self._retryable, wake=wake),
+                    retryable=retryable,
                     sleep=partial(self._pause, limit),
                     failed=error,
                 )
         except Exception as error:
-            self._fail(error, wake)
+            # One server's refusal tells more than another one's silence.
+            silent = denial is not None and self._is_silence(error)
+            self._fail(denial if silent and denial is not None else error, wake)
+
+    def _is_denied(self, error: Exception) -> bool:
+        problem = self._problem(error)
+        return problem is not None and problem.denied
+
+    def _is_silence(self, error: Exception) -> bool:
+        problem = self._problem(error)
+        return problem is not None and not problem.state
 
     def _retryable(self, error: Exception, wake: Wake | None) -> bool:
         if self._closed or (wake is not None and wake.rung):

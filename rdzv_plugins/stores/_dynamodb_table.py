@@ -189,7 +189,8 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
     if isinstance(error, (*_UNCONFIGURED, CredentialRetrievalError)) or _DENIED.fullmatch(code):
         return Problem(
             f"refused the credentials ({said}): check them with 'aws sts get-caller-identity'; "
-            f"they must allow {_ACTIONS}"
+            f"they must allow {_ACTIONS}",
+            denied=_DENIED.fullmatch(code) is not None,
         )
     if code == _MISSING:
         return Problem(f"does not exist ({said})")

@@ -9,13 +9,27 @@ import ssl
 from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.kv.base import Problem
 
-__all__ = ["is_of_tls", "stays_refused", "tls_context", "tls_problem", "unheard_alert"]
+__all__ = [
+    "is_of_tls",
+    "refuses_client",
+    "stays_refused",
+    "tls_context",
+    "tls_problem",
+    "unheard_alert",
+]
 
 # A server that refuses a certificate sends its alert within a round trip.
 _ALERT_SECONDS = 0.5
 
 _OF_A_CERTIFICATE = re.compile(
     r"CERTIFICATE|UNKNOWN_CA|WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"
+)
+
+# What a server says that refuses this client, in OpenSSL's spelling and in libpq's. Before TLS 1.3
+# it answers "handshake failure" to a client without a certificate.
+_REFUSES_CLIENT = re.compile(
+    "(?i)alert[_ ](bad[_ ]certificate|unsupported[_ ]certificate|certificate[_ ]|unknown[_ ]ca"
+    "|no[_ ]certificate|access[_ ]denied|handshake[_ ]failure)"
 )
 
 # What follows OpenSSL's reason. The first pattern that matches counts.
@@ -49,6 +63,11 @@ def is_of_tls(reason: str) -> bool:
 def stays_refused(reason: str) -> bool:
     """Whether a handshake that failed for OpenSSL's ``reason`` will fail again."""
     return _OF_A_CERTIFICATE.search(reason) is not None
+
+
+def refuses_client(reason: str) -> bool:
+    """Whether it was the server that refused, and not this client that does not trust it."""
+    return _REFUSES_CLIENT.search(reason) is not None
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext:
@@ -96,4 +115,4 @@ def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError
 def tls_problem(reason: str) -> Problem:
     """The meaning of a failed handshake."""
     advice = next((text for pattern, text in _CAUSES if pattern.search(reason)), _ANY_CAUSE)
-    return Problem(f"failed the TLS handshake ({reason}){advice}")
+    return Problem(f"failed the TLS handshake ({reason}){advice}", denied=refuses_client(reason))

@@ -26,6 +26,7 @@ The token needs ``key_prefix "<prefix>/" { policy = "write" }``.
 from __future__ import annotations
 
 import base64
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,6 +50,8 @@ from rdzv_plugins.stores._http import Request, http_of, http_problem
 __all__ = ["Client", "Options"]
 
 _LARGEST_VALUE = 384_000
+
+_OF_ACL = re.compile("Permission denied|ACL ")
 
 # A parked query is renewed this often, to detect a server that lost its data.
 _LONGEST_PARK = 10.0
@@ -177,7 +180,9 @@ class Client(StoreClient):
         if status in (401, 403):
             return Problem(
                 f"refused the token ({text}); set one in $RDZV_PLUGINS_TOKEN that has "
-                f'key_prefix "{self._prefix}/" {{ policy = "write" }}'
+                f'key_prefix "{self._prefix}/" {{ policy = "write" }}',
+                # A proxy on the way may answer 403 too.
+                denied=status == 401 or _OF_ACL.search(text) is not None,
             )
         if status == 429:
             return Problem(

@@ -266,12 +266,13 @@ class Client(StoreClient):
             return http_problem(self, error, ", or does it want https://")
         text = str(error)
         if "authentication is not enabled" in text:
-            return Problem(f"has authentication disabled ({text}); leave out the user")
+            return Problem(f"has authentication disabled ({text}); leave out the user", denied=True)
         # A request without a user is denied too.
         if error.code == _DENIED and self._user is not None:
             return Problem(
                 f"denied a right ({text}) to the user '{self._user}'; grant it to a role of the "
-                f"user: etcdctl role grant-permission <role> {self._grant}"
+                f"user: etcdctl role grant-permission <role> {self._grant}",
+                denied=True,
             )
         if error.code in (_DENIED, _UNAUTHENTICATED) or any(
             words in text for words in ("user name is empty", "authentication", "auth store is old")
@@ -281,11 +282,13 @@ class Client(StoreClient):
                 "in $RDZV_PLUGINS_PASSWORD",
                 retryable=error.of_token,
                 undone=error.of_token,
+                denied=True,
             )
         if "CommonName of client" in text:
             return Problem(
                 "refuses a client certificate with a common name while authentication is on; "
-                "set cert_file to one without a common name"
+                "set cert_file to one without a common name",
+                denied=True,
             )
         # etcd itself also answers 404, for example if a lease is not found.
         if error.status == 404 and not text.startswith("etcdserver:"):

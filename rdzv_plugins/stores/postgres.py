@@ -55,7 +55,7 @@ from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, version_of
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
-from rdzv_plugins.stores._tls import tls_context
+from rdzv_plugins.stores._tls import refuses_client, tls_context
 
 __all__ = ["Client", "Options"]
 
@@ -114,18 +114,23 @@ _ABOUT = """SELECT current_setting('server_version'), pg_is_in_recovery(), curre
 _PROBLEMS = {
     r"authentication failed|no password supplied|role .*(does not exist|is not permitted)": Problem(
         "refused the credentials ({said}); set the user in the endpoint and the password in "
-        "$RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass"
+        "$RDZV_PLUGINS_PASSWORD, password_file or ~/.pgpass",
+        denied=True,
     ),
     r"database .* does not exist|not currently accepting": Problem(
         "has no such database ({said}); name one in the endpoint (postgresql://host/database) or "
         "with database=, or create it"
     ),
     r"no encryption|SSL off": Problem(
-        "requires an encrypted connection ({said}); set tls=true and ca_file"
+        "requires an encrypted connection ({said}); set tls=true and ca_file", denied=True
     ),
     r"pg_hba\.conf|permission denied for database": Problem(
         "refuses this client ({said}); its pg_hba.conf needs a line for this host, user and "
-        "database, and the user needs CONNECT on the database"
+        "database, and the user needs CONNECT on the database",
+        denied=True,
+    ),
+    r"requires a valid client certificate": Problem(
+        "refuses this client ({said}); set cert_file and key_file", denied=True
     ),
     r"does not support SSL": Problem(
         "speaks no TLS ({said}); leave out tls=true, or check that the server has TLS enabled"
@@ -153,7 +158,8 @@ _PROBLEMS = {
     r"^42P01": Problem("has no table {table}; set create_table=true, or run: {statement}"),
     r"^42501": Problem(
         "denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the table "
-        "{table}, USAGE on its schema and, to create the table, CREATE on the schema; run: {grant}"
+        "{table}, USAGE on its schema and, to create the table, CREATE on the schema; run: {grant}",
+        denied=True,
     ),
     r"^(42703|42804|42P10|42883)": Problem(
         "has a table {table} with another schema ({said}); name another table with table="
@@ -325,7 +331,8 @@ class Client(StoreClient):
                     statement=_TABLE.format(table=self._name),
                     grant=self._grant(self._server.get("user") or "<user>"),
                 )
-                return replace(problem, text=text, undone=True)
+                denied = problem.denied or refuses_client(said)
+                return replace(problem, text=text, undone=True, denied=denied)
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             unsent = isinstance(error, UnconnectedError)
             return self._unreachable(psycopg.OperationalError(said), undone=unsent)

@@ -26,7 +26,7 @@ import secrets
 import select
 import ssl
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,6 +57,7 @@ from rdzv_plugins.kv.base import (
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._tls import (
     is_of_tls,
+    refuses_client,
     stays_refused,
     tls_context,
     tls_problem,
@@ -626,24 +627,25 @@ class Client(StoreClient):
                 f"refused the credentials ({text}): the user lacks the rights that it needs; "
                 f"grant them: {self._grant}",
                 undone=True,
+                denied=True,
             )
         if isinstance(error, _REFUSALS):
             return Problem(
                 f"refused the credentials ({text}); set the user in the endpoint and the password "
                 "in $RDZV_PLUGINS_PASSWORD; see rdzv docs stores for the rights it needs",
                 undone=True,
+                denied=True,
             )
         if is_of_tls(text):
             # redis-py wraps a failed handshake in a ConnectionError.
             return replace(tls_problem(text), retryable=not stays_refused(text))
         if isinstance(error, MasterNotFoundError):
             return Problem(
-                f"has no Sentinel that named a primary within {self.timeout:g} s "
-                f"({text.partition(' : ')[0]}); are they running, is sentinel=<name> the name in "
-                "their configuration, and do they accept the password?",
+                f"has no Sentinel that named a primary within {self.timeout:g} s ({text}); are "
+                "they running, is sentinel=<name> the name in their configuration, and do they "
+                "accept the password?",
                 retryable=True,
-                # In redis-py 6.2 to 7.3 the error shows the settings of each connection.
-                secret=True,
+                denied=isinstance(error, _SentinelRefusalError),
             )
         if _not_now(error):
             return Problem(
@@ -1012,6 +1014,47 @@ def _eviction(info: Mapping[str, str]) -> Finding:
     return Finding(Mark.WARNING, "eviction", found, advice, values)
 
 
+class _SentinelRefusalError(MasterNotFoundError):
+    """No Sentinel named a primary, and one of them refused this client."""
+
+
+class _Sentinels(redis.Sentinel):
+    """Sentinels, a client for each way to log in to each; the one that answered is asked first."""
+
+    check_master_state: Any
+
+    def discover_master(self, service_name: str) -> tuple[str, int]:
+        """The primary's address; raises MasterNotFoundError."""
+        # redis-py's own does not tell a refusal from silence, and shows the settings in its error.
+        ways = Counter(map(_place, self.sentinels))
+        refusals: Counter[str] = Counter()
+        told: dict[str, str] = {}
+        client: Any
+        for at, client in enumerate(self.sentinels):
+            place = _place(client)
+            try:
+                state = client.sentinel_masters().get(service_name)
+            except (errors.ConnectionError, errors.TimeoutError, errors.NoPermissionError) as error:
+                refused = isinstance(error, _REFUSALS) or refuses_client(str(error))
+                refusals[place] += refused
+                told[place] = str(error)
+                continue
+            if state and self.check_master_state(state, service_name):
+                self.sentinels[0], self.sentinels[at] = client, self.sentinels[0]
+                return state["ip"], state["port"]
+            told[place] = f"knows no '{service_name}' that is up"
+        failure = MasterNotFoundError
+        if any(refusals[place] == number for place, number in ways.items()):
+            failure = _SentinelRefusalError
+        said = ", ".join(f"{place}: {answer}" for place, answer in told.items())
+        raise failure(said)
+
+
+def _place(client: Any) -> str:
+    settings = client.connection_pool.connection_kwargs
+    return f"{settings['host']}:{settings['port']}"
+
+
 class _Target(NamedTuple):
     """What the endpoint and the options name; ``path`` of a socket of this host, or hosts."""
 
@@ -1087,7 +1130,8 @@ def _maker(
     if options.sentinel:
         guarded = target.password is not None
         asked = common | _share(timeout, len(target.hosts) * (2 if guarded else 1))
-        sentinel = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked, **common)
+        make: Any = _Sentinels
+        sentinel = make([*target.hosts], sentinel_kwargs=asked, **common)
         if guarded:
             # Sentinels often have no password although their servers do, and then refuse one.
             asked |= {"username": None, "password": None}

@@ -256,6 +256,7 @@ class Client(StoreClient):
                 "the password in $RDZV_PLUGINS_PASSWORD, and sasl=true if the server requires SASL"
                 f"{grant}",
                 retryable=may_recover and not acl,
+                denied=True,
             )
         if isinstance(error, UnimplementedError):
             least = ".".join(map(str, self.least_version))

@@ -60,6 +60,7 @@ def test_what_may_be_done_at_another_time_is_asked_again(answer: str) -> None:
 def test_missing_right_is_a_refusal(answer: str) -> None:
     problem = meaning(read(answer))
     assert "refused the credentials" in problem.text
+    assert problem.denied
     assert not problem.retryable
     assert not problem.state
 
@@ -70,6 +71,7 @@ def test_anything_else_is_neither(answer: str) -> None:
     assert problem.state
     assert "refused a request" in problem.text
     assert not problem.retryable
+    assert not problem.denied
 
 
 def test_value_that_quotes_an_error_is_none() -> None:

@@ -1,0 +1,249 @@
+"""Who administers a store: changes the secret of the user "joe", and takes his rights away."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psycopg
+import pytest
+import redis
+from kazoo.client import KazooClient
+from kazoo.security import make_acl
+
+from rdzv_plugins.kv.base import segments
+from rdzv_plugins.servers import Security
+from tests.integration.stores import KINDS, RunningStore, started
+
+__all__ = ["ADMINISTRATORS", "Administrator", "administered"]
+
+
+class Administrator(ABC):
+    """Of a store that lets in "joe" alone.
+
+    Attributes:
+        store: reached by joe, with the secret in `file`.
+        file: what clients read; `hand_out` writes it.
+        secret: what the server accepts.
+    """
+
+    name: ClassVar[str]
+    option: ClassVar[str] = "password_file"
+
+    def __init__(self, store: RunningStore, file: Path) -> None:
+        config = {**store.config, self.option: str(file)}
+        if self.option == "password_file":
+            config["user"] = "joe"
+        self.store = replace(store, config=config)
+        self.file = file
+        self.secret = str(uuid.uuid4())
+        self.prepare()
+        self.hand_out()
+
+    @classmethod
+    def security(cls) -> Security:
+        """With which the server starts."""
+        return Security()
+
+    def rotate(self, *, hand_out: bool = True) -> None:
+        """Replace the secret: the old one and all connections end at once."""
+        self.secret = str(uuid.uuid4())
+        self.change()
+        if hand_out:
+            self.hand_out()
+
+    def hand_out(self) -> None:
+        """Write the secret into the file, as Kubernetes and Vault's agent do."""
+        new = self.file.with_suffix(".new")
+        new.write_text(self.secret + "\n")
+        new.replace(self.file)
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Let joe in, with the secret."""
+
+    @abstractmethod
+    def change(self) -> None:
+        """Make the secret joe's only one, and cut his connections."""
+
+    @abstractmethod
+    def forbid(self, run_id: str) -> None:
+        """Take joe's right to this run; his connections live on."""
+
+
+class _Redis(Administrator):
+    name = "redis"
+
+    def prepare(self) -> None:
+        self._ask("ACL", "SETUSER", "joe", "on", f">{self.secret}", "~*", "&*", "+@all")
+        self._ask("ACL", "SETUSER", "default", "+@all")
+
+    def change(self) -> None:
+        self._ask("ACL", "SETUSER", "joe", "resetpass", f">{self.secret}")
+        self._ask("CLIENT", "KILL", "USER", "joe")
+
+    def forbid(self, run_id: str) -> None:
+        self._ask("ACL", "SETUSER", "joe", "-@all")
+
+    def _ask(self, *command: str) -> None:
+        host, port = self.store.address
+        with redis.Redis(host, port) as admin:
+            admin.execute_command(*command)
+
+
+class _ZooKeeper(Administrator):
+    """Its users stand in a file that a server reads at its start."""
+
+    name = "zookeeper"
+
+    @classmethod
+    def security(cls) -> Security:
+        return Security(user="joe", password=str(uuid.uuid4()))
+
+    def prepare(self) -> None:
+        assert self.store.server is not None
+        self.secret = str(self.store.server.nodes[0]._kind.security.password)
+
+    def change(self) -> None:
+        assert self.store.server is not None
+        (node,) = self.store.server.nodes
+        node._kind.security = replace(node._kind.security, password=self.secret)
+        node.stop()
+        node.start()
+
+    def forbid(self, run_id: str) -> None:
+        login = {"mechanism": "DIGEST-MD5", "username": "joe", "password": self.secret}
+        joe = KazooClient(self.store.endpoint, sasl_options=login)
+        joe.start()
+        try:
+            path = "/" + "/".join(segments(f"rdzv/{run_id}", "rdzv"))
+            joe.set_acls(path, [make_acl("sasl", "jim", all=True)])
+        finally:
+            joe.stop()
+            joe.close()
+
+
+class _Http(Administrator):
+    headers: dict[str, str]
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        line = HTTPConnection(*self.store.address, timeout=10)
+        try:
+            line.request(method, path, json.dumps(body or {}), self.headers)
+            answer = line.getresponse()
+            text = answer.read()
+            assert answer.status == 200, (path, answer.status, text)
+            found = json.loads(text)
+            return found if isinstance(found, dict) else {}
+        finally:
+            line.close()
+
+
+class _Consul(_Http):
+    name = "consul"
+    option = "token_file"
+    _master: ClassVar[str] = str(uuid.uuid4())
+    _accessor = ""
+
+    @classmethod
+    def security(cls) -> Security:
+        return Security(password=cls._master)
+
+    def prepare(self) -> None:
+        self.headers = {"X-Consul-Token": self._master}
+        self._policy = self.ask("PUT", "/v1/acl/policy", self._rules("write"))["ID"]
+        self.change()
+
+    def _rules(self, right: str) -> dict[str, Any]:
+        return {"Name": "rdzv", "Rules": f'key_prefix "rdzv/" {{ policy = "{right}" }}'}
+
+    def change(self) -> None:
+        token = {"SecretID": self.secret, "Policies": [{"Name": "rdzv"}]}
+        made = self.ask("PUT", "/v1/acl/token", token)["AccessorID"]
+        if self._accessor:
+            self.ask("DELETE", f"/v1/acl/token/{self._accessor}")
+        self._accessor = made
+
+    def forbid(self, run_id: str) -> None:
+        self.ask("PUT", f"/v1/acl/policy/{self._policy}", self._rules("deny"))
+
+
+class _Etcd(_Http):
+    name = "etcd-v3"
+    _password: ClassVar[str] = str(uuid.uuid4())
+
+    @classmethod
+    def security(cls) -> Security:
+        return Security(user="joe", password=cls._password)
+
+    def prepare(self) -> None:
+        self.change()
+
+    def change(self) -> None:
+        # It makes joe's tokens invalid; a watch of his goes on.
+        self._log_in()
+        self.ask("POST", "/v3/auth/user/changepw", {"name": "joe", "password": self.secret})
+
+    def forbid(self, run_id: str) -> None:
+        self._log_in()
+        self.ask("POST", "/v3/auth/user/revoke", {"name": "joe", "role": "everything"})
+
+    def _log_in(self) -> None:
+        self.headers = {}
+        login = {"name": "root", "password": self._password}
+        self.headers = {"Authorization": self.ask("POST", "/v3/auth/authenticate", login)["token"]}
+
+
+class _Postgres(Administrator):
+    name = "postgres"
+
+    def prepare(self) -> None:
+        server = self.store.server
+        assert server is not None
+        endpoint = self.store.endpoint.replace("postgres@", "")
+        self.store = replace(self.store, endpoint=endpoint)
+        rules = server.nodes[0].directory / "data" / "pg_hba.conf"
+        rules.write_text(f"host all joe 127.0.0.1/32 scram-sha-256\n{rules.read_text()}")
+        self._ask(
+            "SELECT pg_reload_conf()",
+            f"CREATE ROLE joe LOGIN PASSWORD '{self.secret}'",
+            "GRANT CREATE ON SCHEMA public TO joe",
+        )
+
+    def change(self) -> None:
+        self._ask(
+            f"ALTER ROLE joe PASSWORD '{self.secret}'",
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'joe'",
+        )
+
+    def forbid(self, run_id: str) -> None:
+        self._ask("ALTER TABLE rdzv OWNER TO postgres", "REVOKE ALL ON rdzv FROM joe")
+
+    def _ask(self, *statements: str) -> None:
+        host, port = self.store.address
+        with psycopg.connect(f"postgresql://postgres@{host}:{port}", autocommit=True) as admin:
+            for statement in statements:
+                admin.execute(statement.encode())
+
+
+ADMINISTRATORS: list[type[Administrator]] = [_Redis, _ZooKeeper, _Consul, _Etcd, _Postgres]
+
+
+@contextmanager
+def administered(kind: type[Administrator], folder: Path) -> Iterator[Administrator]:
+    """A store of our own, and its administrator; clients have the secret from a file only."""
+    (row,) = (row for row in KINDS if row.name == kind.name)
+    with (
+        started(row, security=kind.security()) as store,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name in ("USER", "PASSWORD", "TOKEN"):
+            patch.delenv(f"RDZV_PLUGINS_{name}", raising=False)
+        yield kind(store, folder / "secret")

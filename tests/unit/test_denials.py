@@ -1,0 +1,98 @@
+"""Which answers are a store's own refusal of this client: `AccessDeniedError`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from botocore.exceptions import ClientError, NoCredentialsError
+
+from rdzv_plugins.kv import AccessDeniedError, MemoryServer, RendezvousConnectionError
+from rdzv_plugins.kv.base import Limit, Problem, Stored
+from rdzv_plugins.stores._dynamodb_table import problem_of
+from rdzv_plugins.stores._tls import tls_problem
+from tests.unit.test_store_client import DictClient
+
+# As OpenSSL tells a server's alert to Python's ssl, and to libpq.
+ALERTS = [
+    "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert certificate required (_ssl.c:2559)",
+    "[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca (_ssl.c:2559)",
+    "[SSL: SSLV3_ALERT_BAD_CERTIFICATE] sslv3 alert bad certificate (_ssl.c:2559)",
+    "[SSL: SSLV3_ALERT_CERTIFICATE_EXPIRED] sslv3 alert certificate expired (_ssl.c:2559)",
+    "[SSL: SSLV3_ALERT_HANDSHAKE_FAILURE] sslv3 alert handshake failure (_ssl.c:997)",
+    "SSL error: tlsv1 alert unknown ca",
+    "SSL error: sslv3 alert certificate revoked",
+]
+# What a client finds wrong with the server.
+DISTRUST = [
+    "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: unable to get local issuer "
+    "certificate (_ssl.c:1006)",
+    "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch, certificate is "
+    "not valid for 'a'. (_ssl.c:1006)",
+    "[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)",
+    "SSL error: certificate verify failed",
+]
+
+
+@pytest.mark.parametrize("reason", ALERTS)
+def test_alert_of_the_server_is_a_denial(reason: str) -> None:
+    assert tls_problem(reason).denied
+
+
+@pytest.mark.parametrize("reason", DISTRUST)
+def test_distrust_of_the_server_is_none(reason: str) -> None:
+    assert not tls_problem(reason).denied
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["AccessDeniedException", "ExpiredTokenException", "UnrecognizedClientException"],
+)
+def test_answer_of_aws_is_a_denial(code: str) -> None:
+    error = ClientError({"Error": {"Code": code, "Message": "no"}}, "Query")
+    assert meaning(error).denied
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoCredentialsError(),
+        ClientError({"Error": {"Code": "ResourceNotFoundException", "Message": "no"}}, "Query"),
+        ClientError({"Error": {"Code": "403", "Message": "of a proxy"}}, "Query"),
+    ],
+)
+def test_what_aws_did_not_refuse_is_none(error: Exception) -> None:
+    assert not meaning(error).denied
+
+
+class PartlyDenied(DictClient):
+    """Of two servers one refuses, and the other one is silent."""
+
+    def __init__(self, *answers: Exception) -> None:
+        super().__init__(MemoryServer(), "run", 0.3)
+        self.answers = [*answers]
+
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        raise self.answers.pop(0) if self.answers else ConnectionResetError("silent")
+
+    def _problem(self, error: Exception) -> Problem | None:
+        if isinstance(error, KeyError):
+            return Problem("refused", retryable=True, denied=True)
+        return super()._problem(error)
+
+
+def test_refusal_of_one_server_outlasts_the_silence_of_another() -> None:
+    with pytest.raises(AccessDeniedError):
+        PartlyDenied(ConnectionResetError("silent"), KeyError("refused")).get("key")
+
+
+def test_silence_of_all_is_no_denial() -> None:
+    with pytest.raises(RendezvousConnectionError) as caught:
+        PartlyDenied().get("key")
+    assert not isinstance(caught.value, AccessDeniedError)
+
+
+def meaning(error: Exception) -> Problem:
+    problem = problem_of(error, 5.0)
+    assert problem is not None
+    return problem
