@@ -22,6 +22,7 @@ __all__ = [
     "alternatives",
     "faults",
     "first_line",
+    "idle_options",
     "option_names",
     "parse_options",
     "unknown_options",
@@ -31,8 +32,10 @@ __all__ = [
 
 ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
 
-# torch's launcher adds this to every --rdzv-conf (LaunchConfig.__post_init__); it has no effect.
-ADDED_BY_TORCH = frozenset({"timeout"})
+# torch's launcher adds its time-out, a number, to every --rdzv-conf that has none, which torchrun
+# reads as text (LaunchConfig.__post_init__). Any other time-out is somebody's, for join_timeout.
+TIMEOUT_OF_TORCH = "timeout"
+_ADDED_BY_TORCH = 900
 
 # Options of torch's own backends that jobs carry along, and why they have no effect here.
 WITHOUT_EFFECT = {
@@ -53,6 +56,10 @@ COUNTERPARTS = {
     "ssl_cert_key": "key_file",
     "etcd_prefix": "prefix",
 }
+
+_OF_A_WORLD_THAT_VARIES = (
+    "last_call_timeout", "replacement_timeout", "grow", "min_uptime", "resize_interval",
+)  # fmt: skip
 
 _LARGEST_PORT = 65535
 
@@ -86,7 +93,9 @@ class Settings:
     ======================= ======= ===============================================================
     option                  default meaning
     ======================= ======= ===============================================================
-    join_timeout            600     seconds within which a node must be in a complete round
+    join_timeout            600     seconds within which a node must be in a complete round; torch's
+                                    name of it, ``timeout``, is taken too, except for the 900 that
+                                    torchrun itself adds where --rdzv-conf has none
     last_call_timeout       30      seconds to wait for more nodes once the minimum has joined
     close_timeout           30      seconds within which closing the run must succeed
     heartbeat_timeout       5       seconds that one request to the store may take, retries included
@@ -159,9 +168,9 @@ class Settings:
     otel                    false   report the same metrics through OpenTelemetry, if the
                                     application has set it up (extra ``otel``)
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
-                                    this backend; it has no metrics_port and otel, and none of the
-                                    options from restart_on_loss to network_check and from
-                                    check_command to check_disk_free)
+                                    this backend; it has no metrics and otel, and none of the
+                                    options from restart_on_loss to rejoin_timeout and from
+                                    abandoned_ttl to check_disk_free)
     ======================= ======= ===============================================================
     """
 
@@ -293,6 +302,13 @@ class ServerOptions(StoreOptions):
     cert_file: str | None = option(None)
     key_file: str | None = option(None)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.password is not None and self.password_file is not None:
+            raise ValueError(
+                "password_file and $RDZV_PLUGINS_PASSWORD are both set: leave one of them out"
+            )
+
     def secret(self) -> str | None:
         """The password, or the first line of ``password_file``; `ValueError` if it has none."""
         if self.password is not None or self.password_file is None:
@@ -370,6 +386,48 @@ def without_effect(config: Mapping[str, object], known: Iterable[str]) -> list[s
     ]
 
 
+def idle_options(
+    config: Mapping[str, object],
+    environ: Mapping[str, str],
+    settings: Settings,
+    nnodes: tuple[int, int] | None,
+) -> list[str]:
+    """A line for each option of the handler that is set, while another one leaves it no effect.
+
+    Args:
+        nnodes: the least and the most nodes, if they are known.
+    """
+    its, checked = settings, bool(settings.check_command or settings.check_names)
+    varies = nnodes is None or nnodes[0] < nnodes[1]
+    idle = {
+        "no_progress_uptime": (its.no_progress_rounds == 0, "no_progress_rounds is not set"),
+        "quarantine_window": (its.quarantine_after == 0, "quarantine_after is not set"),
+        "rank": (its.rank_order != "hint", "rank_order is not hint"),
+        "check_timeout": (not checked, "there is neither check_command nor checks"),
+        "check_at": (not checked, "there is neither check_command nor checks"),
+        "check_fails_open": (not checked, "there is neither check_command nor checks"),
+        "on_unhealthy": (
+            not (checked or its.network_check),
+            "there is neither check_command nor checks nor network_check",
+        ),
+        "check_disk": ("disk" not in its.check_names, "checks does not name disk"),
+        "check_disk_free": ("disk" not in its.check_names, "checks does not name disk"),
+        "metrics_host": (its.metrics_port is None, "metrics_port is not set"),
+        "min_uptime": (its.grow == "never", "grow is never"),
+        "resize_interval": (its.grow == "never", "grow is never"),
+    }
+    if not varies:
+        for name in _OF_A_WORLD_THAT_VARIES:
+            idle[name] = True, "--nnodes is one number, so no round waits for more or grows"
+    given = {name for name in option_names(Settings) if name in config}
+    given |= {name for name in idle if environ.get(ENVIRONMENT_PREFIX + name.upper())}
+    return [
+        f"option '{name}' has no effect: {why}"
+        for name, (is_idle, why) in idle.items()
+        if is_idle and name in given
+    ]
+
+
 def unknown_variables(
     environ: Mapping[str, str], known: Iterable[str]
 ) -> list[tuple[str, str | None]]:
@@ -384,7 +442,7 @@ def unknown_variables(
 
 
 def _is_accepted(name: str, known: Iterable[str]) -> bool:
-    return name in known or name in ADDED_BY_TORCH or name in WITHOUT_EFFECT
+    return name in known or name == TIMEOUT_OF_TORCH or name in WITHOUT_EFFECT
 
 
 def _unknown(name: str, known: list[str]) -> ValueError:
@@ -407,6 +465,14 @@ def _given(
 ) -> dict[str, object]:
     """The option with its value; nothing if it has its default. Raises `ValueError`."""
     name, variable = item.name, ENVIRONMENT_PREFIX + item.name.upper()
+    if name == "join_timeout" and _has_timeout(config):
+        timeout = _convert(TIMEOUT_OF_TORCH, config[TIMEOUT_OF_TORCH], hint, item)
+        if name in config and _convert(name, config[name], hint, item) != timeout:
+            raise ValueError(
+                f"option '{TIMEOUT_OF_TORCH}' is torch's name of '{name}', and the two differ: "
+                f"leave '{TIMEOUT_OF_TORCH}' out"
+            )
+        return {name: timeout}
     if name in config:
         if item.metadata.get("secret"):
             raise ValueError(
@@ -419,6 +485,12 @@ def _given(
     if item.default is MISSING and item.default_factory is MISSING:
         raise ValueError(f"option '{name}' has no default: set it in --rdzv-conf")
     return {}
+
+
+def _has_timeout(config: Mapping[str, object]) -> bool:
+    """Whether somebody has set torch's time-out."""
+    value = config.get(TIMEOUT_OF_TORCH)
+    return value is not None and not (isinstance(value, int) and value == _ADDED_BY_TORCH)
 
 
 def _convert(name: str, raw: object, hint: Any, item: Field[Any]) -> object:

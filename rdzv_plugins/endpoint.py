@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote
 
@@ -18,7 +18,7 @@ class Endpoint:
 
     Attributes:
         scheme: in lower case; "" if absent.
-        hosts: (name, port) pairs, at least one.
+        hosts: (name, port) pairs, at least one; none of a socket: ``unix:///path``.
         path: with its leading "/"; "" if absent.
         query: the parameters after "?".
     """
@@ -30,10 +30,34 @@ class Endpoint:
     path: str = ""
     query: Mapping[str, str] = field(default_factory=dict, repr=False)
 
+    def refuse_all_but(
+        self,
+        *,
+        path: bool = False,
+        parameters: Collection[str] = (),
+        instead: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raise `ValueError` for parts that a store would ignore.
+
+        Args:
+            path: whether the store takes one.
+            parameters: names that it takes in the query.
+            instead: what to write for other names.
+        """
+        if self.path.strip("/") and not path:
+            raise ValueError(f"the endpoint has a path, '{self.path}': leave it out")
+        for name, value in self.query.items():
+            if name not in parameters:
+                names = f"are: {', '.join(parameters)}" if parameters else "are none"
+                said = (instead or {}).get(name, f"there {names}")
+                raise ValueError(f"the endpoint has an unknown parameter '{name}'; {said}")
+            if not value.strip():
+                raise ValueError(f"the parameter '{name}' of the endpoint has no value")
+
 
 # Scheme, authority, path, query. Not urlsplit: in patched Pythons it accepts an address in brackets
 # only as the single host.
-_URL = re.compile(r"(?s)(?:([^:/?#]+)://)?([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#.*)?")
+_URL = re.compile(r"(?s)(?:([^:/?#]+)://)?([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?")
 _PORT = re.compile(r"[0-9]{1,5}")
 # Up to the last "@": also hide a password whose "/", "#" or "@" is not percent-encoded.
 _USERINFO = re.compile(r"(?s)(^|//)([^/@:]*):(?!//).*@")
@@ -51,13 +75,14 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
     "" means localhost. IPv6 addresses need brackets.
 
     Raises:
-        ValueError: a scheme that is not in ``schemes``, or a malformed host or port.
+        ValueError: a scheme that is not in ``schemes``, a malformed host or port, a parameter that
+            is there twice, or a "#".
     """
     text = endpoint.strip() or "localhost"
     allowed = list(schemes)
     parts = _URL.fullmatch(re.sub(r"[\t\r\n]", "", text))
     assert parts is not None  # any text matches
-    scheme, authority, path, query = (part or "" for part in parts.groups())
+    scheme, authority, path, query, fragment = (part or "" for part in parts.groups())
     # A name look-up normalizes some characters to delimiters: U+2100 becomes "a/c".
     plain = unicodedata.normalize("NFKC", authority)
     if any(plain.count(mark) != authority.count(mark) for mark in "/?#@:"):
@@ -68,6 +93,11 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
             f"the endpoint '{redact(text)}' has an '@' after a '/', '?' or '#'; percent-encode "
             "these characters in a password"
         )
+    if fragment:
+        raise ValueError(
+            f"the endpoint '{redact(text)}' has a '#', which nothing may follow; if it is part of "
+            "a name or value, write %23"
+        )
     scheme = scheme.lower()
     if scheme and scheme not in allowed:
         raise ValueError(
@@ -76,14 +106,21 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
         )
     userinfo, _, location = authority.rpartition("@")
     user, _, password = userinfo.partition(":")
-    hosts = tuple(_parse_host(item, text, default_port) for item in location.split(","))
+    hosts: tuple[tuple[str, int], ...] = ()
+    if location or scheme != "unix":
+        hosts = tuple(_parse_host(item, text, default_port) for item in location.split(","))
+    pairs = parse_qsl(query, keep_blank_values=True)
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the endpoint '{redact(text)}' has the parameter '{name}' twice")
     return Endpoint(
         scheme=scheme,
         hosts=hosts,
         user=unquote(user) or None,
         password=unquote(password) or None,
         path=unquote(path),
-        query=dict(parse_qsl(query, keep_blank_values=True)),
+        query=dict(pairs),
     )
 
 

@@ -43,7 +43,7 @@ from rdzv_plugins.addresses import (
     store_hosts,
 )
 from rdzv_plugins.archive import Archive
-from rdzv_plugins.config import Settings, option_names, without_effect
+from rdzv_plugins.config import Settings, idle_options, option_names, without_effect
 from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.exchange import Answering, dial, exchange
@@ -70,11 +70,11 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.signals import SignalWatch
-from rdzv_plugins.stores import load, opener
+from rdzv_plugins.stores import load, opener, strange_variables
 from rdzv_plugins.topology import find_domain
 from rdzv_plugins.torch_compat.agent_store import AgentStore
 from rdzv_plugins.torch_compat.events import Events, record_failed_creation
-from rdzv_plugins.torch_compat.torchrun import max_restarts
+from rdzv_plugins.torch_compat.torchrun import idle_arguments, max_restarts
 from rdzv_plugins.worker import CurrentRound, hand_down, take_back
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
@@ -725,8 +725,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
         settings, connect = opener(store, params)
         settings = _placed(settings, params)
         set_up(settings.log_level)
-        for line in without_effect(params.config, option_names(Settings, store.options)):
-            log.info("run '%s': %s", params.run_id, line)
+        _tell_what_is_idle(store, params, settings)
         refuse_unless_installed(settings)
         refuse_unknown_checks(settings)
         opened = connect(params.run_id)
@@ -742,6 +741,25 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
     except BaseException:
         opened.close()
         raise
+
+
+def _tell_what_is_idle(
+    store: type[KeyValueClient], params: RendezvousParameters, settings: Settings
+) -> None:
+    """Log each option, argument and variable that has no effect, so that nobody relies on it."""
+    known, nnodes = option_names(Settings, store.options), (params.min_nodes, params.max_nodes)
+    idle = [
+        *without_effect(params.config, known),
+        *idle_options(params.config, os.environ, settings, nnodes),
+        *idle_arguments(),
+    ]
+    for line in idle:
+        log.info("run '%s': %s", params.run_id, line)
+    for found, advice in strange_variables(os.environ, known, store.name):
+        if advice:
+            log.warning("run '%s': %s; %s", params.run_id, found, advice)
+        else:
+            log.info("run '%s': %s", params.run_id, found)
 
 
 def _placed(settings: Settings, params: RendezvousParameters) -> Settings:

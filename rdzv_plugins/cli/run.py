@@ -27,7 +27,8 @@ def run(context: typer.Context) -> None:
 def launch(arguments: Sequence[str]) -> None:
     """Run torchrun with these arguments; raises what torchrun's main function raises."""
     from rdzv_plugins.agent import torchrun
+    from rdzv_plugins.torch_compat.torchrun import OURS
 
     # argparse prints this name in the usage.
-    sys.argv = ["rdzv run", *arguments]
+    sys.argv = [OURS, *arguments]
     torchrun(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rdzv_plugins.servers.http import ask
@@ -67,6 +68,10 @@ class Consul(Kind):
         file.touch(0o600)
         file.write_text(json.dumps(settings))
         return [str(self._binary), "agent", "-config-file", str(file)]
+
+    def environ(self) -> dict[str, str]:
+        # A token has no user.
+        return replace(self.security, user=None).environ()
 
     def ready(self, node: Node) -> bool:
         status, answer = self._ask(node, "PUT", "/v1/kv/rdzv-ready", "1")

@@ -7,7 +7,8 @@ an extra in ``pyproject.toml``; see ``docs/writing-a-backend.md``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -15,11 +16,27 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv_plugins.config import Settings, alternatives, option_names, parse_options
+from rdzv_plugins.config import (
+    ENVIRONMENT_PREFIX,
+    Settings,
+    alternatives,
+    option_names,
+    parse_options,
+    unknown_variables,
+)
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient
 
-__all__ = ["STORES", "client_class", "is_store", "load", "open_client", "open_run", "opener"]
+__all__ = [
+    "STORES",
+    "client_class",
+    "is_store",
+    "load",
+    "open_client",
+    "open_run",
+    "opener",
+    "strange_variables",
+]
 
 STORES = {
     "redis": "rdzv_plugins.stores.redis:Client",
@@ -77,6 +94,31 @@ def _registered(name: str) -> str | None:
         client = getattr(point.load(), "client", None)
         if isinstance(client, str):
             return client
+    return None
+
+
+def strange_variables(
+    environ: Mapping[str, str], known: Iterable[str], backend: str
+) -> Iterator[tuple[str, str]]:
+    """What to say of each RDZV_PLUGINS_* that is none of the ``known`` options, and what to do.
+
+    There is nothing to do about an option of another store: hosts may set it for all jobs.
+    """
+    for variable, nearest in unknown_variables(environ, known):
+        if other := _store_with(variable):
+            yield f"${variable} is an option of {other}, and has no effect on {backend}", ""
+            continue
+        advice = f"did you mean ${nearest}?" if nearest else "see rdzv docs options"
+        yield f"${variable} is no option and has no effect", advice
+
+
+def _store_with(variable: str) -> str | None:
+    """A store that has this option."""
+    for store in STORES:
+        with suppress(ValueError):  # Its package is not installed.
+            for name in option_names(load(store).options):
+                if variable == ENVIRONMENT_PREFIX + name.upper():
+                    return store
     return None
 
 

@@ -29,7 +29,7 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from rdzv_plugins.endpoint import redact
+from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.kv.base import UNREACHED, Limit, Problem, Wake, in_background, is_unresolved
 from rdzv_plugins.kv.retry import retry
@@ -262,6 +262,10 @@ def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
             raise ValueError(
                 "the URL has a user name: remove it; credentials come from AWS's configuration"
             )
+        parsed = parse_endpoint(target, default_port=443, schemes=("http", "https"))
+        parsed.refuse_all_but(path=True)
+        if len(parsed.hosts) > 1:
+            raise ValueError("the URL names several hosts; DynamoDB has one address a region")
         url = target
     elif _REGION.fullmatch(target):
         region = target

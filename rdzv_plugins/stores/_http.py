@@ -25,7 +25,7 @@ from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.endpoint import Endpoint
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient
 from rdzv_plugins.kv.findings import Finding, of_connection
-from rdzv_plugins.stores._tls import tls_context, tls_problem, unheard_alert
+from rdzv_plugins.stores._tls import context_if, tls_problem, unheard_alert
 
 __all__ = ["Answer", "Http", "Request", "http_of", "http_problem"]
 
@@ -270,7 +270,8 @@ def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
 def http_of(target: Endpoint, options: ServerOptions, timeout: float) -> Http:
     """Connections to the endpoint's servers, with TLS if its scheme or the options demand it."""
     secure = options.tls or target.scheme == "https"
-    return Http(target.hosts, tls_context(options) if secure else None, timeout)
+    context = context_if(secure, options, "set tls=true, or write https:// in the endpoint")
+    return Http(target.hosts, context, timeout)
 
 
 def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Problem | None:

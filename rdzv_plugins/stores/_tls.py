@@ -10,6 +10,7 @@ from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.kv.base import Problem
 
 __all__ = [
+    "context_if",
     "is_of_tls",
     "refuses_client",
     "stays_refused",
@@ -91,6 +92,23 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
                 f"used: {error}"
             ) from error
     return context
+
+
+def context_if(encrypted: bool, options: ServerOptions, how: str) -> ssl.SSLContext | None:
+    """The context of a connection that is encrypted; None for another one.
+
+    Args:
+        how: what encrypts it.
+
+    Raises:
+        ValueError: as `tls_context`; or a file of TLS is named, and nothing would be encrypted.
+    """
+    if encrypted:
+        return tls_context(options)
+    for name in ("ca_file", "cert_file", "key_file"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"option '{name}': nothing would be encrypted; {how}")
+    return None
 
 
 def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError | None:

@@ -317,8 +317,7 @@ class _Transport:
         port = 8501 if options.tls or endpoint.lower().startswith("https://") else 8500
         schemes = ("http", "https", "consul")
         target = parse_endpoint(endpoint, default_port=port, schemes=schemes)
-        if target.path.strip("/") or target.query:
-            raise ValueError("a consul endpoint has neither a path nor parameters")
+        target.refuse_all_but()
         self._http = http_of(target, options, request_timeout)
         scope = {"dc": options.datacenter, "ns": options.namespace, "partition": options.partition}
         self._query = {name: value for name, value in scope.items() if value} | {"consistent": ""}
@@ -327,6 +326,16 @@ class _Transport:
         token = options.token
         if token is None and options.token_file is not None:
             token = first_line("token_file", options.token_file)
+        if user is not None and token is None:
+            raise ValueError(
+                f"the user '{user}' is for HTTP basic authentication, which needs a token besides: "
+                "set $RDZV_PLUGINS_TOKEN; a token alone needs no user"
+            )
+        if user is None and None not in (token, password):
+            raise ValueError(
+                "there are a token and a password: leave the password out, or name the user of "
+                "HTTP basic authentication with user="
+            )
         if user is not None and token is not None:
             login = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
             self._headers["Authorization"] = f"Basic {login}"

@@ -110,11 +110,16 @@ class Client(StoreClient):
     ) -> None:
         super().__init__(f"etcd at {redact(endpoint) or 'localhost'}", request_timeout)
         target = parse_endpoint(endpoint, default_port=2379, schemes=("http", "https"))
+        target.refuse_all_but()
         # Spread the nodes over the members.
         target = replace(target, hosts=tuple(random.sample(target.hosts, len(target.hosts))))
         self._http = http_of(target, options, request_timeout)
         self._user = target.user or options.user
         self._password = target.password or options.secret()
+        if self._user is None and self._password is not None:
+            raise ValueError(
+                "the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user="
+            )
         self._token: str | None = None
         *prefix, run = segments(namespace, options.prefix)
         self._grant = f"readwrite --prefix '{'/'.join(prefix)}/'"

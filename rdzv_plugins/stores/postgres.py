@@ -55,7 +55,7 @@ from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, version_of
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
-from rdzv_plugins.stores._tls import refuses_client, tls_context
+from rdzv_plugins.stores._tls import context_if, refuses_client
 
 __all__ = ["Client", "Options"]
 
@@ -108,6 +108,12 @@ _ABOUT = """SELECT current_setting('server_version'), pg_is_in_recovery(), curre
  (SELECT relpersistence::text FROM pg_class WHERE oid = to_regclass('{table}')),
  ARRAY(SELECT r FROM unnest(%(rights)s::text[]) AS r
  WHERE NOT has_table_privilege(to_regclass('{table}'), r))"""
+
+# Parameters that psycopg's or this module's own way to connect does not obey.
+_ELSEWHERE = {"connect_timeout": "write heartbeat_timeout="}
+
+# The values of sslmode with which libpq surely encrypts.
+_ENCRYPTS = ("require", "verify-ca", "verify-full")
 
 # What errors mean, by a pattern of their code and text: the first that matches counts. Errors of a
 # refused connection have no code.
@@ -506,9 +512,10 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
                 "libpq cannot parse the endpoint; write postgresql://user@host:port,host:port/"
                 "database?name=value, percent-encoded, with parameters of libpq only"
             ) from None
-    if options.tls or options.ca_file or options.cert_file or options.key_file:
-        # Its error names the option of an unusable file; libpq's does not.
-        tls_context(options)
+    for name, instead in _ELSEWHERE.items():
+        if name in given:
+            raise ValueError(f"the parameter '{name}' of the endpoint has no effect; {instead}")
+    _refuse_half_encrypted(options, given)
     own: dict[str, Any] = {
         "sslrootcert": options.ca_file,
         "sslcert": options.cert_file,
@@ -521,6 +528,23 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
         "tcp_user_timeout": str(max(1, int(request_timeout * 500))),
         "application_name": "rdzv-plugins",
     }
+    for name in ("sslrootcert", "sslcert", "sslkey"):
+        if own[name] is not None and given.get(name) not in (None, own[name]):
+            raise ValueError(f"the endpoint's {name} and its option name two files: leave one out")
     if options.tls and "sslmode" not in given:
         own |= {"sslmode": "verify-full", "sslrootcert": options.ca_file or "system"}
     return {name: value for name, value in {**own, **given}.items() if value is not None}
+
+
+def _refuse_half_encrypted(options: Options, given: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where options ask for TLS that libpq would do without."""
+    mode = given.get("sslmode") or os.environ.get("PGSSLMODE")
+    if options.tls and given.get("sslmode", "require") not in _ENCRYPTS:
+        raise ValueError(
+            f"tls=true, but sslmode={mode} in the endpoint does without TLS: leave one of them out"
+        )
+    # A service of libpq's may set the mode.
+    encrypted = options.tls or mode in _ENCRYPTS
+    if encrypted or not ("service" in given or "PGSERVICE" in os.environ):
+        # Its error names the option of an unusable file; libpq's does not.
+        context_if(encrypted, options, "set tls=true, or sslmode=verify-full in the endpoint")

@@ -56,10 +56,10 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._tls import (
+    context_if,
     is_of_tls,
     refuses_client,
     stays_refused,
-    tls_context,
     tls_problem,
     unheard_alert,
 )
@@ -67,6 +67,20 @@ from rdzv_plugins.stores._tls import (
 __all__ = ["Client", "Options"]
 
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
+
+# What redis-py takes in a URL, and what to write here.
+_ELSEWHERE = {
+    "username": "write user=, or user@ in front of the host",
+    "password": "set $RDZV_PLUGINS_PASSWORD",
+    "socket_timeout": "write heartbeat_timeout=",
+    "socket_connect_timeout": "write heartbeat_timeout=",
+    "ssl_ca_certs": "write ca_file=",
+    "ssl_certfile": "write cert_file=",
+    "ssl_keyfile": "write key_file=",
+    "ssl_cert_reqs": "certificates are always verified: ca_file names the authority to trust",
+    "ssl_check_hostname": "certificates are always verified: ca_file names the authority to trust",
+    "protocol": "this client speaks RESP2 with servers of any version",
+}
 
 # A parked read is renewed this often, in seconds: a server that has vanished says nothing.
 _LONGEST_PARK = 30.0
@@ -1068,20 +1082,33 @@ class _Target(NamedTuple):
 
 def _target(endpoint: str, options: Options) -> _Target:
     """Raises `ValueError` for a bad endpoint."""
-    user, password, database = options.user, options.secret(), options.database
-    path = endpoint.removeprefix("unix://")
-    if path != endpoint:
-        if not path.startswith("/"):
-            raise ValueError("a unix:// endpoint needs an absolute path: unix:///run/redis.sock")
-        return _Target(path, (), user, password, database, tls=False)
     found = parse_endpoint(endpoint, default_port=6379, schemes=_SCHEMES)
-    text = found.query.get("db") or found.path.strip("/")
-    if text and not text.isdecimal():
-        raise ValueError(f"the database '{text}' in the endpoint is not a number")
-    database = int(text) if text else database
+    on_socket = found.scheme == "unix"
+    if on_socket and (found.hosts or not found.path.strip("/")):
+        raise ValueError("a unix:// endpoint needs an absolute path: unix:///run/redis.sock")
+    found.refuse_all_but(path=True, parameters=["db"], instead=_ELSEWHERE)
+    named = {found.query.get("db", ""), "" if on_socket else found.path.strip("/")} - {""}
+    if len(named) > 1:
+        raise ValueError("the endpoint names two databases, in its path and with db=")
+    for text in named:
+        if not text.isdecimal():
+            raise ValueError(f"the database '{text}' in the endpoint is not a number")
+    database = int(named.pop()) if named else options.database
+    if options.sentinel and options.cluster:
+        raise ValueError("sentinel= and cluster=true are two ways to find a primary: set one")
+    if options.cluster and database:
+        raise ValueError(
+            f"a Redis Cluster has the database 0 only: leave out {database}, and tell jobs apart "
+            "with prefix="
+        )
     tls = options.tls or found.scheme in ("rediss", "valkeys")
-    user, password = found.user or user, found.password or password
-    return _Target(None, found.hosts, user, password, database, tls)
+    if on_socket:
+        for name in ("tls", "sentinel", "cluster"):
+            if getattr(options, name):
+                raise ValueError(f"option '{name}' is not for a unix:// endpoint: leave it out")
+    user, password = found.user or options.user, found.password or options.secret()
+    path = found.path if on_socket else None
+    return _Target(path, found.hosts, user, password, database, tls)
 
 
 def _grant(target: _Target, options: Options) -> str:
@@ -1109,13 +1136,12 @@ def _maker(
         "password": target.password,
         "protocol": 2,
     }
+    context = context_if(target.tls, options, "set tls=true, or write rediss:// in the endpoint")
     if target.path is not None:
         db = target.database
         return partial(redis.Redis, unix_socket_path=target.path, db=db, **common), None
     common["socket_keepalive"] = True
-    context: ssl.SSLContext | None = None
     if target.tls:
-        context = tls_context(options)
         common["ssl"] = True
         # The default only since redis-py 6.
         common["ssl_check_hostname"] = True

@@ -66,7 +66,7 @@ from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, segments
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
-from rdzv_plugins.stores._tls import is_of_tls, tls_context, tls_problem
+from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, Session
 
 __all__ = ["Client", "Options"]
@@ -132,8 +132,9 @@ class Client(StoreClient):
     ) -> None:
         super().__init__(f"zookeeper at {redact(endpoint) or 'localhost'}", request_timeout)
         target = parse_endpoint(endpoint, default_port=2181, schemes=("zookeeper",))
+        target.refuse_all_but(path=True)
         self._hosts = target.hosts
-        self._tls = tls_context(options) if options.tls else None
+        self._tls = context_if(options.tls, options, "set tls=true")
         settings = _settings(target, options, request_timeout)
         # DIGEST-MD5 does not send it.
         self._sends_password = "auth_data" in settings

@@ -129,8 +129,9 @@ def check_settings(settings: Settings) -> None:
 
 def _refuse_ours(settings: Settings) -> None:
     every = option_names(Settings)
-    names = ["metrics_port", "otel"]
-    for first, last in (("restart_on_loss", "network_check"), ("check_command", "check_disk_free")):
+    names = ["metrics_port", "metrics_host", "otel"]
+    ours = (("restart_on_loss", "rejoin_timeout"), ("abandoned_ttl", "check_disk_free"))
+    for first, last in ours:
         names += every[every.index(first) : every.index(last) + 1]
     if given := [name for name in names if getattr(settings, name) != getattr(Settings(), name)]:
         raise ValueError(f"handler=torch has no {', '.join(given)}; leave out, or use handler=rdzv")

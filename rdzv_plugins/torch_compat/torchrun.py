@@ -1,13 +1,25 @@
-"""What torchrun was told, where this process is torchrun."""
+"""What torchrun was told, where this process is torchrun or `rdzv run`."""
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
-__all__ = ["max_restarts"]
+__all__ = ["OURS", "idle_arguments", "max_restarts"]
+
+OURS = "rdzv run"
+"""The first of ``sys.argv`` in the process of `rdzv run`."""
 
 _MODULE = "torch.distributed.run"
+
+# Arguments of torchrun's static rendezvous: their defaults, and what to do instead.
+_STATIC = {
+    "node_rank": ((0,), "--rdzv-conf rank_order=hint,rank={value} asks for that place"),
+    "master_addr": (("127.0.0.1",), "rank 0's address is used, which its --local-addr names"),
+    # An older torch has 29500, a later one None.
+    "master_port": ((None, 29500), "rank 0 opens another port in each round"),
+}
 
 
 def max_restarts() -> int | None:
@@ -15,13 +27,35 @@ def max_restarts() -> int | None:
 
     torch hands it to the agent and not to the handler, so it is read from the command line again.
     """
+    arguments = _arguments()
+    if arguments is None or sys.argv[0] == OURS:
+        return None
+    return int(arguments.max_restarts)
+
+
+def idle_arguments() -> list[str]:
+    """A line for each argument of torchrun's own rendezvous, which has no effect on a store."""
+    arguments = _arguments()
+    if arguments is None:
+        return []
+    given = {name: getattr(arguments, name, None) for name in _STATIC}
+    return [
+        f"--{name.replace('_', '-')}={value} has no effect: {_STATIC[name][1].format(value=value)}"
+        for name, value in given.items()
+        if value is not None and value not in _STATIC[name][0]
+    ]
+
+
+def _arguments() -> Namespace | None:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if Path(sys.argv[0]).name != "torchrun" and (spec is None or spec.name != _MODULE):
+    is_torchrun = Path(sys.argv[0]).name == "torchrun" or (spec and spec.name == _MODULE)
+    if not is_torchrun and sys.argv[0] != OURS:
         return None
     # It imports the launcher, which only torchrun's own process has loaded.
     from torch.distributed.run import parse_args
 
     try:
-        return int(parse_args(sys.argv[1:]).max_restarts)  # type: ignore[no-untyped-call]
+        parsed: Namespace = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
     except SystemExit:
         return None  # A program of that name, with arguments of its own.
+    return parsed

@@ -12,6 +12,7 @@ from rdzv_plugins.config import (
     ServerOptions,
     Settings,
     StoreOptions,
+    idle_options,
     option,
     option_names,
     parse_options,
@@ -105,6 +106,65 @@ def test_a_backend_that_does_not_exist_is_met_with_the_nearest(name: str) -> Non
         client_class(name)
 
 
+def test_torchs_timeout_is_the_join_timeout_unless_torch_added_it() -> None:
+    def parsed(**config: object) -> float:
+        return parse_options(Settings, config, {"RDZV_PLUGINS_JOIN_TIMEOUT": "7"}).join_timeout
+
+    # torchrun reads what --rdzv-conf says as text, and adds a number.
+    assert parsed(timeout="20") == 20
+    assert parsed(timeout="900") == 900
+    assert parsed(timeout=20) == 20
+    assert parsed(timeout=900) == 7
+    assert parsed(timeout=900, join_timeout="5") == 5
+    assert parsed(timeout="5.0", join_timeout="5") == 5
+    with pytest.raises(ValueError, match="'timeout' is torch's name of 'join_timeout', and the"):
+        parsed(timeout="20", join_timeout="5")
+    with pytest.raises(ValueError, match="option 'timeout': 'soon' is not a valid float"):
+        parsed(timeout="soon")
+
+
+@pytest.mark.parametrize(
+    ("config", "idle"),
+    [
+        ({"no_progress_uptime": "5"}, True),
+        ({"no_progress_uptime": "5", "no_progress_rounds": "3"}, False),
+        ({"quarantine_window": "5"}, True),
+        ({"quarantine_window": "5", "quarantine_after": "3"}, False),
+        ({"rank": "5"}, True),
+        ({"rank": "5", "rank_order": "hint"}, False),
+        ({"check_timeout": "5"}, True),
+        ({"check_timeout": "5", "checks": "disk"}, False),
+        ({"check_at": "restart", "check_command": "true"}, False),
+        ({"on_unhealthy": "exit"}, True),
+        ({"on_unhealthy": "exit", "network_check": "true"}, False),
+        ({"check_disk": "/tmp", "check_command": "true"}, True),
+        ({"check_disk_free": "1", "checks": "disk"}, False),
+        ({"metrics_host": "0.0.0.0"}, True),
+        ({"metrics_host": "0.0.0.0", "metrics_port": "0"}, False),
+        ({"min_uptime": "5", "grow": "never"}, True),
+        ({"min_uptime": "5"}, False),
+    ],
+)
+def test_an_option_that_another_one_leaves_no_effect_is_named(
+    config: dict[str, str], idle: bool
+) -> None:
+    settings = parse_options(Settings, config, {})
+    name = next(iter(config))
+    found = idle_options(config, {}, settings, (1, 2))
+    assert [line.partition(" has no effect: ")[0] for line in found] == [f"option '{name}'"] * idle
+    environ = {f"RDZV_PLUGINS_{name.upper()}": value for name, value in config.items()}
+    assert idle_options({}, environ, settings, (1, 2)) == found
+
+
+def test_options_of_a_world_that_varies_are_named_where_it_does_not() -> None:
+    config = {"last_call_timeout": "5", "grow": "never", "join_timeout": "5"}
+    settings = parse_options(Settings, config, {})
+    for nnodes in ((2, 3), None):
+        assert idle_options(config, {}, settings, nnodes) == []
+    said = " ".join(idle_options(config, {}, settings, (3, 3)))
+    assert re.findall(r"'(\w+)' has no effect: --nnodes", said) == ["last_call_timeout", "grow"]
+
+
 def test_options_of_others_and_the_one_torch_adds_are_let_through() -> None:
     config = {"prefix": "x", "timeout": 900}
     assert parse_options(Settings, config, {}, also_allowed=["prefix"]) == Settings()
@@ -173,7 +233,8 @@ def test_the_password_is_the_first_line_of_its_file(tmp_path: Path) -> None:
     options = ServerOptions(password_file=str(file))
     assert options.secret() == "hunter2"
     assert "hunter2" not in repr(options)
-    assert ServerOptions(password_file=str(file), password="first").secret() == "first"
+    with pytest.raises(ValueError, match="are both set: leave one of them out"):
+        ServerOptions(password_file=str(file), password="first")
     file.write_text("\n")
     with pytest.raises(ValueError, match="has no first line"):
         options.secret()
@@ -224,7 +285,7 @@ def test_hosts_in_brackets_may_stand_anywhere_among_others() -> None:
 
 
 def test_a_query_may_hold_a_url() -> None:
-    endpoint = parse_endpoint("h:7/?from=http://other#part", default_port=5)
+    endpoint = parse_endpoint("h:7/?from=http://other", default_port=5)
     assert (endpoint.hosts, endpoint.query) == ((("h", 7),), {"from": "http://other"})
 
 

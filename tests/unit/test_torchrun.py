@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv_plugins.torch_compat.torchrun import max_restarts
+from rdzv_plugins.torch_compat.torchrun import idle_arguments, max_restarts
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,19 @@ def test_its_environment_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_MAX_RESTARTS", "3")
     monkeypatch.setattr("sys.argv", ["torchrun", "train.py"])
     assert max_restarts() == 3
+
+
+@pytest.mark.parametrize("program", ["torchrun", "rdzv run"])
+def test_arguments_of_torchs_static_rendezvous_are_named(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [program, "--nnodes=2", "train.py", "--node-rank=1"])
+    assert idle_arguments() == []
+    monkeypatch.setenv("PET_MASTER_ADDR", "node1")
+    given = ["--node-rank=3", "--master_port=29400"]
+    monkeypatch.setattr("sys.argv", [program, *given, "train.py"])
+    assert [line.partition(" has no effect: ")[0] for line in idle_arguments()] == [
+        "--node-rank=3", "--master-addr=node1", "--master-port=29400",
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["train.py", *given])
+    assert idle_arguments() == []

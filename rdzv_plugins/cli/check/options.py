@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +11,17 @@ from rdzv_plugins.config import (
     ENVIRONMENT_PREFIX,
     Settings,
     faults,
+    idle_options,
     option_names,
     parse_options,
     unknown_options,
-    unknown_variables,
     without_effect,
 )
 from rdzv_plugins.health import refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.protocol.choice import Sizes
-from rdzv_plugins.stores import STORES, client_class
+from rdzv_plugins.stores import client_class, strange_variables
 
 __all__ = ["Chosen", "check"]
 
@@ -80,11 +79,13 @@ def check(job: Job) -> Generator[Finding, None, Chosen | None]:
             wrong.append(("", str(error)))
     for _, why in (*of_handler, *wrong):
         yield Finding(Mark.FAILED, "options", why)
-    strange = [*_of_variables(job, [*ours, *theirs])] if client else []
-    yield from strange
-    for line in without_effect(job.conf, [*ours, *theirs]):
+    told = [*strange_variables(job.environ, [*ours, *theirs], job.backend)] if client else []
+    for found, advice in told:
+        yield Finding(Mark.WARNING if advice else Mark.OK, "environment", found, advice)
+    idle = [] if of_handler else idle_options(job.conf, job.environ, settings, job.nnodes)
+    for line in (*without_effect(job.conf, [*ours, *theirs]), *idle):
         yield Finding(Mark.OK, "options", line)
-    if not (job.malformed or of_handler or wrong or strange) and client:
+    if not (job.malformed or of_handler or wrong or told) and client:
         known = {ENVIRONMENT_PREFIX + name.upper() for name in (*ours, *theirs)}
         here = len(known & job.environ.keys())
         found = f"{len(job.conf)} in --rdzv-conf and {here} in the environment are valid"
@@ -105,24 +106,3 @@ def _settings(job: Job, without: Iterable[str]) -> Settings:
 
 def _only(names: Iterable[str], conf: Mapping[str, Any]) -> dict[str, Any]:
     return {name: conf[name] for name in names if name in conf}
-
-
-def _of_variables(job: Job, known: list[str]) -> Iterable[Finding]:
-    for variable, nearest in unknown_variables(job.environ, known):
-        if backend := _backend_with(variable):
-            found = f"${variable} is an option of {backend}, and has no effect on {job.backend}"
-            yield Finding(Mark.OK, "environment", found)
-            continue
-        advice = f"did you mean ${nearest}?" if nearest else "see rdzv docs options"
-        found = f"${variable} is no option and has no effect"
-        yield Finding(Mark.WARNING, "environment", found, advice)
-
-
-def _backend_with(variable: str) -> str | None:
-    """A backend that has this option."""
-    for backend in STORES:
-        with suppress(ValueError):  # Its package is not installed.
-            for name in option_names(client_class(backend).options):
-                if variable == ENVIRONMENT_PREFIX + name.upper():
-                    return backend
-    return None
