@@ -42,7 +42,12 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistError, DistStoreError, run
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    WorkerGroup,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api
 
@@ -83,6 +88,13 @@ class RunAgent(LocalElasticAgent):
     """
 
     _failure: RunResult | None = None
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        handler = self._worker_group.spec.rdzv_handler
+        if isinstance(handler, StoreRendezvousHandler):
+            handler.blames = True
+        result: RunResult = super().run(role)
+        return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failure = None

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -67,6 +67,7 @@ from rdzv_plugins.protocol.documents import (
     store_prefix,
 )
 from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.parting import goes_on_without, newcomers_with
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.signals import SignalWatch
@@ -81,6 +82,8 @@ __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # How long shutdown waits for a thread that hangs in a request to the store or in a resolver.
 _STOP_SECONDS = 2.0
 # How long the exit of the process waits for a farewell that another thread sends.
@@ -93,6 +96,15 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 # The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
 _MASTER_SECONDS = 30.0
+
+# For so long a node is new to a run, unless min_uptime says otherwise: see `_is_new`.
+_PROBATION = 60.0
+
+# How often a new node whose workers failed tries again under torchrun; not with the last restart.
+_TRIES = 1
+
+# Of an error's text, in what others are told.
+_LONGEST_REASON = 200
 
 # The exit status of agents whose run makes no progress, as of NVIDIA's resiliency extension.
 _NO_PROGRESS = 93
@@ -111,7 +123,13 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules: the run's settings.
         settings: the handler's options.
         address: under which the other nodes reach this one.
+
+    Attributes:
+        blames: the agent finds out whose failure ended the workers of all, and asks for another
+            round because of a failure only where it was this node's: see `rdzv_plugins.agent`.
     """
+
+    blames = False
 
     def __init__(
         self,
@@ -173,6 +191,12 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._log = RunLog(log, run_id, self._node)
         self._gate = gate_of(settings, self._rank_0, self._log.warning)
         self._last: RoundDocument | None = None
+        # Who came to a run that went on already, this node among them; None: it did not come so.
+        self._newcomers: Names | None = None
+        # Seconds that the rounds of this run had this node, but for the last, and when that began.
+        self._served, self._began = 0.0, 0.0
+        # How often its workers failed while it was new.
+        self._failures = 0
         self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
         self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
         self._report: Report | None = None
@@ -229,7 +253,8 @@ class StoreRendezvousHandler(RendezvousHandler):
                 with AttributeError. With status 93: the run was closed for ``no_progress_rounds``.
             RendezvousTimeoutError: no round within ``join_timeout``, or this node's checks did not
                 pass.
-            RendezvousError: a check of this node failed, and ``on_unhealthy`` is exit.
+            RendezvousError: a check of this node failed, and ``on_unhealthy`` is exit; or its
+                workers failed while it was new to the run, which goes on without it.
             RendezvousConnectionError: the store was away for as long.
             RendezvousStateError: the round document is unreadable, or the run was started with
                 another ``--nnodes``.
@@ -272,17 +297,30 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
-        waited = self._await_fitness()
         # An agent that asks again without having been told to has workers that failed.
         failed = self._store is not None and not self._was_told
+        if failed and self._costs_the_others() and self._give_up("its workers failed"):
+            run = f"run '{self._run_id}'"
+            raise RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
+        waited = self._await_fitness()
         outcome = self._driver.join(failed, waited)
         while outcome.failure is Failure.CUT_OFF and not self._ended:
             self._stay_cut_off(self._node.record.unfit)
             outcome = self._driver.join(failed, waited + self._cut_off_for)
         self._was_told = False
         self._refuse(outcome)
-        document = self._last = outcome.document
+        document, before = outcome.document, self._last
         assert document is not None
+        now = time.monotonic()
+        if before is None or not document.is_of(before):
+            self._newcomers = newcomers_with(self._node.record.label, document)
+            self._served, self._failures = 0.0, 0
+        else:
+            self._served += now - self._began
+            if self._newcomers is not None:
+                joined = document.cause.joined
+                self._newcomers = self._newcomers.plus(joined.first).and_more(joined.more)
+        self._last, self._began = document, now
         self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
         self._servers = {
             world_id: server
@@ -422,7 +460,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._close(latest, Outcome.CLOSED, "by request", may_close=lambda _: True)
 
         with self._events.of("set_closed"):
-            retry(close, timeout=self._settings.close_timeout, retryable=store_is_away)
+            self._await_store(close)
 
     def shutdown(self) -> bool:
         """End this node; closes the run if this node is in it, as torch's handler does.
@@ -430,9 +468,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         torch's launcher calls this while an exception is raised if the agent failed. The run is
         then closed as failed, and the other agents end too.
 
-        The node only leaves, and the run stays open, in three cases: the node is in no round (it
-        was refused, timed out or was replaced); its workers succeeded while others still work; or
-        it got a signal, for which the agent of torch 2.6 calls this too.
+        The node only leaves, and the run stays open, in five cases: the node is in no round (it
+        was refused, timed out or was replaced); its workers succeeded while others still work; it
+        got a signal, for which the agent of torch 2.6 calls this too; and, if the others are enough
+        for a round, where its agent failed, or its workers did while the node was new to the run.
 
         Returns False if the store could not be told.
         """
@@ -443,18 +482,108 @@ class StoreRendezvousHandler(RendezvousHandler):
             return self._leave()
         outcome = Outcome.SUCCEEDED if error is None else Outcome.FAILED
         why = "its workers succeeded" if error is None else _what_failed(error)
-
-        def close() -> bool:
-            node = self._node
-            return self._close(node.latest, outcome, why, lambda now: now.names(node.id))
+        of_workers = isinstance(error, ChildFailedError)
+        if error is not None and (self._is_new if of_workers else not self._node.done):
+            return self._give_up(why, closes=True)
 
         def end() -> None:
-            timeout = self._settings.close_timeout
-            if not retry(close, timeout=timeout, retryable=store_is_away):
+            if not self._await_store(lambda: self._close_as_member(outcome, why)):
                 # The node was replaced meanwhile.
                 self._say_farewell()
 
         return self._end(end, "the run could not be closed")
+
+    def _close_as_member(self, outcome: Outcome, why: str) -> bool:
+        """Close the run if it counts on this node, or has just stopped to, since it gave up."""
+        node, last = self._node, self._last
+
+        def may_close(now: RoundDocument) -> bool:
+            follows = last is not None and now.is_of(last) and now.round == last.round + 1
+            return now.names(node.id) or (follows and now.phase is Phase.FORMING)
+
+        return self._close(node.latest, outcome, why, may_close)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether this node came to a run that went on already, and has not served for long.
+
+        Its workers' failure is then more likely its own than the script's, or the run's.
+        """
+        served = self._served + time.monotonic() - self._began
+        return self._newcomers is not None and served < (self._rules.min_uptime or _PROBATION)
+
+    def _costs_the_others(self) -> bool:
+        """Whether this node, whose workers failed, is to leave a run that goes on without it.
+
+        Under torchrun the workers of the others have failed with them, and cost them a restart
+        each, as the next failure would. It asks the store, in a thread: at a signal torch raises an
+        exception in the caller's.
+        """
+        if self.blames or not self._is_new:
+            return False
+        self._failures += 1
+        if self._failures <= min(_TRIES, (max_restarts() or 0) // 2):
+            return False
+        answers: list[bool] = []
+
+        def ask() -> None:
+            with suppress(RendezvousConnectionError, RendezvousStateError):
+                answers.append(self._others_go_on())
+
+        if not self._node.in_round:
+            return False
+        thread = threading.Thread(target=ask, name=f"rdzv-{self._run_id}-end", daemon=True)
+        thread.start()
+        thread.join()
+        return any(answers)
+
+    def _others_go_on(self, *, left: bool = False) -> bool:
+        """Whether the others are enough for a round; ``left``: this node has said that it leaves.
+
+        Of nodes that leave at once, each has left before it looks at the others: the last one finds
+        that they are too few. In a large run only who leads looks, and who finds no leader.
+        """
+        latest, records = self._node.latest, None
+        if latest is None:
+            return False
+        if latest.is_whole or (left and latest.leader in (None, self._node.id)):
+            entries = self._client.list(NODES_PREFIX)
+            found = {key.removeprefix(NODES_PREFIX): readable(it) for key, it in entries.items()}
+            records = {node: record for node, record in found.items() if record is not None}
+        elif left:
+            return True
+        newcomers = self._newcomers if self._is_new else None
+        return goes_on_without(
+            self._node.id, latest, records, self._rules, time.time(), newcomers or Names()
+        )
+
+    def _give_up(self, why: str, *, closes: bool = False) -> bool:
+        """Leave a run that goes on without this node, or close it as failed; with the reason.
+
+        Args:
+            closes: close it also where it was not known before whether the others are enough.
+        """
+
+        def end() -> None:
+            if not closes or self._await_store(self._others_go_on):
+                self._say_farewell(why)
+                if self._await_store(lambda: self._others_go_on(left=True)):
+                    new = f", and it was new: {self._served_for()}" if self._is_new else ""
+                    self._log.error(
+                        f"this node leaves the run, which goes on without it: {why}{new}"
+                    )
+                    return
+            if not self._await_store(lambda: self._close_as_member(Outcome.FAILED, why)):
+                self._say_farewell(why)
+
+        return self._end(end, "the run could not be closed")
+
+    def _served_for(self) -> str:
+        served = self._served + time.monotonic() - self._began
+        return f"in the run for {served:.0f} s"
+
+    def _await_store(self, request: Callable[[], T]) -> T:
+        return retry(request, timeout=self._settings.close_timeout, retryable=store_is_away)
 
     def _close(
         self,
@@ -493,8 +622,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         patience = 0.0 if gives_up else _STOP_SECONDS
         return self._end(leave, "this node could not announce that it leaves", patience)
 
-    def _say_farewell(self) -> None:
-        work = watched(self._node.farewell(), self._watchers)
+    def _say_farewell(self, failure: str = "") -> None:
+        work = watched(self._node.farewell(failure), self._watchers)
         carry_out(self._client, self._archive, work, self._log.tell)
         self._log.info(f"{self._node.record.label} has left")
 
@@ -685,7 +814,9 @@ class StoreRendezvousHandler(RendezvousHandler):
 def _what_failed(error: BaseException) -> str:
     """Why this node closes the run as failed, for people on the other nodes."""
     if not isinstance(error, ChildFailedError):
-        return f"its agent failed ({type(error).__name__})"
+        # Of others the text may hold anything.
+        text = f": {' '.join(str(error).split())}" if isinstance(error, OSError) else ""
+        return f"its agent failed ({type(error).__name__}{text[:_LONGEST_REASON]})"
     rank, first = error.get_first_failure()
     ended = f"exited with {first.exitcode}"
     if first.exitcode < 0:

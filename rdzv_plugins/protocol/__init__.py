@@ -33,5 +33,6 @@ functions of a `rules.View`. `observer` keeps what a node has read and since whe
 orders the participants, `roster` keeps those of a large round in shards, `cleanup` ends a run and
 tidies up, `network_check` finds out what a node reaches and `links` what that means for a round,
 `diagnosis` says in a sentence what a run does and waits for, `documents` is what stands in the
-store. docs/design.md has the rules by their numbers, and why they are so.
+store. `parting` says whether the others go on without a node that gives up. docs/design.md has the
+rules by their numbers, and why they are so.
 """

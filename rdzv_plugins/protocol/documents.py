@@ -180,11 +180,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         lost: their leases ran out.
         left: they said that they leave.
-        failed: their workers failed, and their agents asked for another round.
+        failed: their workers failed, and their agents asked for another round; with those that left
+            because their workers, or their agents, failed.
         joined: they are new.
         evicted: they live, but did not ask for the round in time.
         apart: pairs of nodes of which one could not exchange data with the other, or dial it.
-        unfit: why some of those that left did: their check failed. By label, of a few.
+        unfit: why some of those that left did: their check failed, or they gave up. By label, of a
+            few.
         held: they were in the last round, and are left over from whole units and segments.
         drained: a person took them out for good.
         excluded: a person or the leader keeps their hosts out for a time.
@@ -206,10 +208,11 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: str = ""
 
     def __str__(self) -> str:
+        failed = self.failed.without(self.left.first)
         parts = [
             f"lost {self.lost}: lease ran out" if self.lost else "",
             f"{self.left} left{self._reasons}" if self.left else "",
-            f"{self.failed} joined again (its workers failed)" if self.failed else "",
+            f"{failed} joined again (its workers failed)" if failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
             f"no connection between {self.apart}" if self.apart else "",
             f"drained {self.drained}" if self.drained else "",
@@ -551,9 +554,11 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         hint: its ``--rdzv-conf rank``.
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
         hosts: False: it could not open that TCPStore, and another is to be rank 0.
-        failed: it asks for another round because its workers failed.
+        failed: it asks for another round because its workers failed, or it has left because they or
+            its agent failed.
         may_grow: its workers say that now is a good moment to let newcomers in.
-        unfit: why it asks for no round: its check failed. It beats as long as it tries again.
+        unfit: why it asks for no round: its check failed, or it gave up. It beats while it tries
+            again.
         policy: the options of the run that are not at their defaults, as text.
         domain: where it is, by levels with "/" between them; only where the run minds that.
         port: where it answers the network checks of others; 0: nowhere.

@@ -599,6 +599,7 @@ def _amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str
     """The cause with the nodes that are gone: each as lost, or as left."""
     left: list[str] = []
     silent: list[str] = []
+    failed: list[str] = []
     unfit: dict[str, str] = {}
     for node in gone:
         record = records.get(node)
@@ -607,7 +608,9 @@ def _amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str
             (left if said_so else silent).append(record.label if record else node)
             if record is not None and record.is_unfit:
                 unfit[record.label] = record.unfit
-    return cause.plus(lost=silent, left=left).because(unfit)
+            if said_so and record is not None and record.failed:
+                failed.append(record.label)
+    return cause.plus(lost=silent, left=left, failed=failed).because(unfit)
 
 
 def _amend(

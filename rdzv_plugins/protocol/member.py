@@ -458,7 +458,10 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
         for record in (view.records or {}).values():
             if record.is_unfit and record.label != view.record.label:
                 key = record.label, record.unfit, record.round
-                yield "unfit", key, f"{record.label} does not join: {record.unfit}"
+                text = f"{record.label} does not join: {record.unfit}"
+                if record.failed:
+                    text = f"{record.label} left: {record.unfit}"
+                yield "unfit", key, text
             if (record.interval, record.lease) != (rules.interval, rules.lease):
                 yield (
                     "settings",

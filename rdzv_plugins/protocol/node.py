@@ -130,6 +130,7 @@ class Node:
         self._done_reported = False
         self._growth_allowed = False
         self._unfit_reported: str | None = None
+        self._failure = ""
         self._joined_at = 0.0
         self._fresh = ""
         self._join_deadline = 0.0
@@ -283,8 +284,14 @@ class Node:
                 failures += 1
                 yield from self._bear(error, failures)
 
-    def farewell(self) -> Effects[None]:
-        """Announce that this node leaves; driven once, after `run` has been stopped. Rule 10."""
+    def farewell(self, failure: str = "") -> Effects[None]:
+        """Announce that this node leaves; driven once, after `run` has been stopped. Rule 10.
+
+        Args:
+            failure: why its workers or its agent failed, so that it leaves.
+        """
+        if failure:
+            self._failure, self._unfit_reported = failure, failure
         yield from self._leave()
         # A last beat that was delayed on its way may be applied after the farewell.
         entry, _ = yield from self._seen.read_record(self.id)
@@ -300,7 +307,13 @@ class Node:
         unfit = self.record.unfit if self._unfit_reported is None else self._unfit_reported
         if self._join_ordered:
             unfit = ""  # It is fit again, and leaves before it could say so.
-        self.record = replace(self.record, beat=self.record.beat + 1, status=status, unfit=unfit)
+        self.record = replace(
+            self.record,
+            beat=self.record.beat + 1,
+            status=status,
+            unfit=unfit,
+            failed=bool(self._failure),
+        )
         yield from PutRecord(self.id, self.record, ring=True)
         for _ in range(3):
             entry = yield from Read(STATE_KEY)

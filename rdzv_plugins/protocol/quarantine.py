@@ -31,11 +31,13 @@ _HOSTS_KEPT = 32
 def blamed(cause: Cause) -> list[str]:
     """The hosts because of which a round ended early.
 
-    Those of lost nodes; else the host whose workers failed. Where the workers of several failed,
-    one failure may have caused the others, and nobody is blamed.
+    Those of lost nodes, and of nodes that failed and left; else the host whose workers failed.
+    Where the workers of several failed, one failure may have caused the others, and nobody is
+    blamed.
     """
-    if lost := _hosts(cause.lost):
-        return lost
+    gave_up = tuple(label for label in cause.left.first if label in cause.failed)
+    if to_blame := _hosts(Names((*cause.lost.first, *gave_up))):
+        return to_blame
     failed = _hosts(cause.failed)
     return failed if len(failed) == 1 else []
 

@@ -68,7 +68,12 @@ class Site:
         return Archive(partial(MemoryClient, self.server), self.run_id, history_ttl=3600.0)
 
     def handler(
-        self, low: int, high: int, client: MemoryClient | None = None, **options: Any
+        self,
+        low: int,
+        high: int,
+        client: MemoryClient | None = None,
+        address: str = "127.0.0.1",
+        **options: Any,
     ) -> StoreRendezvousHandler:
         settings = Settings(
             **{
@@ -86,7 +91,7 @@ class Site:
             self.run_id,
             rules_of(settings, low, high),
             settings,
-            "127.0.0.1",
+            address,
         )
         self.handlers.append(handler)
         return handler

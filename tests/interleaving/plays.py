@@ -69,9 +69,9 @@ class Agent:
         self.farewells = 0
         farewell = self.handler._node.farewell
 
-        def counted() -> Any:
+        def counted(failure: str = "") -> Any:
             self.farewells += 1
-            return farewell()
+            return farewell(failure)
 
         self.handler._node.farewell = counted  # type: ignore[method-assign]
 

@@ -48,6 +48,12 @@ class TestWhoIsBlamed:
         assert blamed(Cause(left=names, joined=names, drained=names)) == []
         assert blamed(Cause(lost=Names(("0123456789abcdef",)))) == []
 
+    def test_who_failed_and_left_and_not_whose_workers_failed_with_it(self) -> None:
+        failed = Names(("n1[1]", "n2[1]", "n3[1]"))
+        cause = Cause(left=Names(("n3[1]", "n4[1]")), failed=failed)
+        assert blamed(cause) == ["n3"]
+        assert str(cause) == "n3[1], n4[1] left; n1[1], n2[1] joined again (its workers failed)"
+
 
 class TestStrikes:
     CONFIRMED = document(Phase.CONFIRMING, participants=("n1", "n2"), cause=LOST)
