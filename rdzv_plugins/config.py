@@ -19,6 +19,7 @@ __all__ = [
     "ServerOptions",
     "Settings",
     "StoreOptions",
+    "UnreadableFileError",
     "alternatives",
     "faults",
     "first_line",
@@ -310,20 +311,35 @@ class ServerOptions(StoreOptions):
             )
 
     def secret(self) -> str | None:
-        """The password, or the first line of ``password_file``; `ValueError` if it has none."""
+        """The password, or what is now the first line of ``password_file``; None: neither is set.
+
+        Raises:
+            UnreadableFileError: the file has none.
+        """
         if self.password is not None or self.password_file is None:
             return self.password
         return first_line("password_file", self.password_file)
 
 
+class UnreadableFileError(ValueError):
+    """A file of a secret or certificate is missing, empty or broken: a bad option at the start.
+
+    Later it is most likely being replaced: the next attempt reads it again.
+    """
+
+
 def first_line(name: str, path: str) -> str:
-    """The first line of the file ``path``, the value of option ``name``; `ValueError` without."""
+    """The first line of the file ``path``, the value of option ``name``.
+
+    Raises:
+        UnreadableFileError: there is none.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{name} '{path}' cannot be read") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadableFileError(f"{name} '{path}' cannot be read") from error
     if not lines or not lines[0]:
-        raise ValueError(f"{name} '{path}' has no first line")
+        raise UnreadableFileError(f"{name} '{path}' has no first line")
     return lines[0]
 
 

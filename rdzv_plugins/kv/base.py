@@ -33,6 +33,7 @@ from urllib.parse import quote
 import msgspec
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from rdzv_plugins.config import UnreadableFileError
 from rdzv_plugins.kv.contract import (
     AccessDeniedError,
     ClientClosedError,
@@ -415,7 +416,7 @@ class StoreClient(KeyValueClient):
                 try:
                     written = self._replace(key, data, seen, limit)
                 except Exception as error:
-                    problem = self._problem(error)
+                    problem = self._meaning(error)
                     if problem is not None and not problem.undone:
                         doubtful = data, version
                     raise
@@ -526,18 +527,26 @@ class StoreClient(KeyValueClient):
             self._fail(denial if silent and denial is not None else error, wake)
 
     def _is_denied(self, error: Exception) -> bool:
-        problem = self._problem(error)
+        problem = self._meaning(error)
         return problem is not None and problem.denied
 
     def _is_silence(self, error: Exception) -> bool:
-        problem = self._problem(error)
+        problem = self._meaning(error)
         return problem is not None and not problem.state
 
     def _retryable(self, error: Exception, wake: Wake | None) -> bool:
         if self._closed or (wake is not None and wake.rung):
             return False
-        problem = self._problem(error)
+        problem = self._meaning(error)
         return problem is not None and problem.retryable
+
+    def _meaning(self, error: Exception) -> Problem | None:
+        """As `_problem`, also for a file that cannot be read: it was there at the start."""
+        if isinstance(error, UnreadableFileError):
+            return Problem(
+                f"was not asked, for {error}; is it being replaced?", retryable=True, undone=True
+            )
+        return self._problem(error)
 
     def _learn(self, request: Callable[[Limit], T]) -> tuple[T | None, str]:
         """For `inspect`: the answer, or None and why there is none, such as a missing right."""
@@ -560,7 +569,7 @@ class StoreClient(KeyValueClient):
         If another thread closes the connection, libraries also raise errors about their own state.
         """
         stumbled = isinstance(error, OSError | AttributeError | ValueError)
-        return stumbled or self._problem(error) is not None
+        return stumbled or self._meaning(error) is not None
 
     def _fail(self, error: Exception, wake: Wake | None) -> NoReturn:
         """Raise the contract's error for an error of the client library; `WokenError` in a wait."""
@@ -571,11 +580,11 @@ class StoreClient(KeyValueClient):
             raise WokenError from None
         # ssl's certificate error is also a ValueError.
         ours = isinstance(error, RendezvousError | ValueError)
-        if ours and not isinstance(error, OSError):
+        if ours and not isinstance(error, OSError | UnreadableFileError):
             raise error
         if self._closed and self._is_the_librarys(error):
             raise ClientClosedError(self.where) from error
-        if (problem := self._problem(error)) is None:
+        if (problem := self._meaning(error)) is None:
             raise error
         kind: type[RendezvousError] = RendezvousConnectionError
         if problem.state:

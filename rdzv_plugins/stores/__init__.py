@@ -19,13 +19,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from rdzv_plugins.config import (
     ENVIRONMENT_PREFIX,
     Settings,
+    UnreadableFileError,
     alternatives,
     option_names,
     parse_options,
     unknown_variables,
 )
 from rdzv_plugins.endpoint import redact
-from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 
 __all__ = [
     "STORES",
@@ -47,6 +48,9 @@ STORES = {
     "postgres": "rdzv_plugins.stores.postgres:Client",
 }
 """The stores of this package, by ``--rdzv-backend``."""
+
+# The endpoints that this process has reached, each with the options of its store.
+_reached: set[tuple[str, str]] = set()
 
 
 def load(client: str) -> type[KeyValueClient]:
@@ -173,7 +177,10 @@ def open_run(
     *,
     request_timeout: float,
 ) -> KeyValueClient:
-    """As `open_client`, with the client class instead of its name."""
+    """As `open_client`, with the client class instead of its name.
+
+    A file that cannot be read is an outage to whoever has reached the store with it before.
+    """
     options = parse_options(client.options, config, os.environ)
     connect: Any = client
     try:
@@ -181,5 +188,9 @@ def open_run(
             endpoint, f"{options.prefix}/{run_id}", options, request_timeout
         )
     except ValueError as error:
-        raise ValueError(f"{client.name} at '{redact(endpoint)}': {error}") from error
+        text = f"{client.name} at '{redact(endpoint)}': {error}"
+        if isinstance(error, UnreadableFileError) and (endpoint, repr(options)) in _reached:
+            raise RendezvousConnectionError(f"{text}; is it being replaced?") from None
+        raise ValueError(text) from error
+    _reached.add((endpoint, repr(options)))
     return opened

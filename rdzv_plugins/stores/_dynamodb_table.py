@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from email.utils import parsedate_to_datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
@@ -18,6 +20,7 @@ from botocore.credentials import AssumeRoleCredentialFetcher, DeferredRefreshabl
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConfigParseError,
     ConnectTimeoutError,
     CredentialRetrievalError,
     EndpointConnectionError,
@@ -29,10 +32,12 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
+from rdzv_plugins.config import UnreadableFileError
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.kv.base import UNREACHED, Limit, Problem, Wake, in_background, is_unresolved
 from rdzv_plugins.kv.retry import retry
+from rdzv_plugins.stores._files import FromFiles
 
 if TYPE_CHECKING:
     from rdzv_plugins.stores.dynamodb import Options
@@ -79,12 +84,14 @@ class Table:
         self._probe: dict[str, Any] = {}
         # The server's clock minus the monotonic clock, in seconds.
         self._ahead = -math.inf
-        self._boto = _connect(endpoint, options, request_timeout)
+        # botocore renews credentials that say when they end, but keeps the keys of a file for ever.
+        connect = partial(_connect, endpoint, options, request_timeout)
+        self._boto = FromFiles(connect, *_files_of_aws())
 
     @property
     def url(self) -> str:
         """Where requests are sent."""
-        return str(self._boto.meta.endpoint_url)
+        return str(self._boto.get().meta.endpoint_url)
 
     def now(self) -> float:
         """The server's time, in seconds since 1970."""
@@ -133,14 +140,14 @@ class Table:
         return self._send(limit, operation, **arguments)
 
     def close(self) -> None:
-        with contextlib.suppress(BotoCoreError, OSError):
-            self._boto.close()
+        with contextlib.suppress(BotoCoreError, OSError, UnreadableFileError):
+            self._boto.get().close()
 
     def _send(self, limit: Limit, operation: str, **arguments: Any) -> dict[str, Any]:
         # Batches and transactions name the table with each of their items.
         if not operation.startswith(("batch_", "transact_")):
             arguments["TableName"] = self.name
-        request = partial(getattr(self._boto, operation), **arguments)
+        request = partial(getattr(self._boto.get(), operation), **arguments)
         answer: dict[str, Any] = request() if limit.wake is None else _aside(request, limit)
         with contextlib.suppress(KeyError, TypeError, ValueError):
             date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
@@ -287,8 +294,17 @@ def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
         if options.role_arn:
             session = _assume(session, options.role_arn)
         return session.client("dynamodb", endpoint_url=url, config=config)
-    except _UNCONFIGURED as error:
-        raise ValueError(_advice(error)) from error
+    except (*_UNCONFIGURED, ConfigParseError) as error:
+        raise UnreadableFileError(_advice(error)) from error
+
+
+def _files_of_aws() -> list[Path]:
+    """The files of AWS's configuration, as botocore finds them."""
+    named = {
+        "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+        "AWS_CONFIG_FILE": "~/.aws/config",
+    }
+    return [Path(os.environ.get(name) or usual).expanduser() for name, usual in named.items()]
 
 
 def _assume(session: Any, role_arn: str) -> Any:

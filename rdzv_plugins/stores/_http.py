@@ -25,6 +25,7 @@ from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.endpoint import Endpoint
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient
 from rdzv_plugins.kv.findings import Finding, of_connection
+from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, tls_problem, unheard_alert
 
 __all__ = ["Answer", "Http", "Request", "http_of", "http_problem"]
@@ -64,16 +65,19 @@ class Http:
 
     Args:
         hosts: names and ports of the servers of one cluster.
-        context: for TLS; None: no TLS.
+        tls: gives the context of a new connection; None: no TLS.
         timeout: seconds of a request with its retries. Each server gets an equal share, so that a
             server that hangs leaves time for the others.
     """
 
     def __init__(
-        self, hosts: Sequence[tuple[str, int]], context: ssl.SSLContext | None, timeout: float
+        self,
+        hosts: Sequence[tuple[str, int]],
+        tls: FromFiles[ssl.SSLContext] | None,
+        timeout: float,
     ) -> None:
         self._hosts = hosts
-        self._context = context
+        self._tls = tls
         self._patience = timeout / len(hosts)
         self._lock = threading.Lock()
         self._server = 0
@@ -106,7 +110,7 @@ class Http:
 
     def inspect(self, secret: bool) -> Finding:
         """What `of_connection` says; ``secret``: a password or token is sent."""
-        return of_connection(self._context is not None, secret, [host for host, _ in self._hosts])
+        return of_connection(self._tls is not None, secret, [host for host, _ in self._hosts])
 
     def close(self) -> None:
         """Close the idle connections; a running request closes its own when it ends."""
@@ -131,7 +135,8 @@ class Http:
         kept = connection is not None
         try:
             if connection is None:
-                connection = _Connection(self._hosts[server], self._context, attempt, server)
+                context = self._tls.get() if self._tls is not None else None
+                connection = _Connection(self._hosts[server], context, attempt, server)
             connection.limit, connection.reusable = attempt, False
             method, target, headers, body = request
             connection.http.request(method, target, body, dict(headers))
@@ -144,8 +149,8 @@ class Http:
                 self._drop_idle()
             elif not (held and ended):
                 self.leave(server)
-            if self._context and cut and not kept and not held and not self._closed:
-                alert = unheard_alert(*self._hosts[server], self._context)
+            if self._tls and cut and not kept and not held and not self._closed:
+                alert = unheard_alert(*self._hosts[server], self._tls.get())
                 if alert is not None:
                     raise alert from error
             raise
@@ -270,8 +275,8 @@ def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
 def http_of(target: Endpoint, options: ServerOptions, timeout: float) -> Http:
     """Connections to the endpoint's servers, with TLS if its scheme or the options demand it."""
     secure = options.tls or target.scheme == "https"
-    context = context_if(secure, options, "set tls=true, or write https:// in the endpoint")
-    return Http(target.hosts, context, timeout)
+    tls = context_if(secure, options, "set tls=true, or write https:// in the endpoint")
+    return Http(target.hosts, tls, timeout)
 
 
 def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Problem | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+from functools import partial
 
-from rdzv_plugins.config import ServerOptions
+from rdzv_plugins.config import ServerOptions, UnreadableFileError
 from rdzv_plugins.kv.base import Problem
+from rdzv_plugins.stores._files import FromFiles
 
 __all__ = [
     "context_if",
@@ -75,27 +77,30 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
     """A context that verifies the server's certificate and name.
 
     Raises:
-        ValueError: a file cannot be used; the message names its option.
+        ValueError: only one of certificate and key is set.
+        UnreadableFileError: a file cannot be used; the message names its option.
     """
     if (options.cert_file is None) != (options.key_file is None):
         raise ValueError("options 'cert_file' and 'key_file' must be set together")
     try:
         context = ssl.create_default_context(cafile=options.ca_file)
     except OSError as error:
-        raise ValueError(f"ca_file '{options.ca_file}' cannot be used: {error}") from error
+        raise UnreadableFileError(f"ca_file '{options.ca_file}' cannot be used: {error}") from error
     if options.cert_file is not None:
         try:
             context.load_cert_chain(options.cert_file, options.key_file)
         except OSError as error:
-            raise ValueError(
+            raise UnreadableFileError(
                 f"cert_file '{options.cert_file}' with key_file '{options.key_file}' cannot be "
                 f"used: {error}"
             ) from error
     return context
 
 
-def context_if(encrypted: bool, options: ServerOptions, how: str) -> ssl.SSLContext | None:
-    """The context of a connection that is encrypted; None for another one.
+def context_if(
+    encrypted: bool, options: ServerOptions, how: str
+) -> FromFiles[ssl.SSLContext] | None:
+    """What gives a context for each connection that is encrypted; None for others.
 
     Args:
         how: what encrypts it.
@@ -104,7 +109,8 @@ def context_if(encrypted: bool, options: ServerOptions, how: str) -> ssl.SSLCont
         ValueError: as `tls_context`; or a file of TLS is named, and nothing would be encrypted.
     """
     if encrypted:
-        return tls_context(options)
+        files = options.ca_file, options.cert_file, options.key_file
+        return FromFiles(partial(tls_context, options), *files)
     for name in ("ca_file", "cert_file", "key_file"):
         if getattr(options, name) is not None:
             raise ValueError(f"option '{name}': nothing would be encrypted; {how}")

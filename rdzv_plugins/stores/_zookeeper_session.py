@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kazoo.client import KazooClient
@@ -79,9 +79,15 @@ class ReadMany:
 class Session:
     """One kazoo client, replaced when it has given up."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """Begin to connect; ``settings`` are the arguments of `KazooClient`."""
+    def __init__(self, settings: dict[str, Any], check: Callable[[], None]) -> None:
+        """Begin to connect.
+
+        Args:
+            settings: the arguments of `KazooClient`, which reads the files of TLS itself.
+            check: raises the error of a file that could not be read, which kazoo does not tell.
+        """
         self._settings = settings
+        self._check = check
         self._changed = threading.Condition()
         self._closed = False
         self._proven = False
@@ -158,12 +164,15 @@ class Session:
                     self._ended = False
                     _stop(self._zk, 0.0)
                     self._zk = self._connect()
+                    self._check()
                     raise AuthFailedError
                 if not self.may_recover(ConnectionLoss()):
+                    self._check()
                     raise NotConnectedError(self.reason)
                 try:
                     seconds = limit.seconds
                 except TimeoutError as error:
+                    self._check()
                     raise NotConnectedError(self.reason) from error
                 self._changed.wait(min(seconds, _GLANCE))
             return self._zk

@@ -33,6 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.utils import parsedate_to_datetime
+from functools import partial
 from math import ceil
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, unquote, urlencode
@@ -41,10 +42,11 @@ import consul.base
 from consul import ConsulException
 
 from rdzv_plugins.config import ServerOptions, first_line, option
-from rdzv_plugins.endpoint import parse_endpoint, redact
+from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, segments
 from rdzv_plugins.kv.contract import Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
+from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Request, http_of, http_problem
 
 __all__ = ["Client", "Options"]
@@ -321,30 +323,12 @@ class _Transport:
         self._http = http_of(target, options, request_timeout)
         scope = {"dc": options.datacenter, "ns": options.namespace, "partition": options.partition}
         self._query = {name: value for name, value in scope.items() if value} | {"consistent": ""}
-        self._headers = {"Content-Type": "application/json"}
-        user, password = target.user or options.user, target.password or options.secret()
-        token = options.token
-        if token is None and options.token_file is not None:
-            token = first_line("token_file", options.token_file)
-        if user is not None and token is None:
-            raise ValueError(
-                f"the user '{user}' is for HTTP basic authentication, which needs a token besides: "
-                "set $RDZV_PLUGINS_TOKEN; a token alone needs no user"
-            )
-        if user is None and None not in (token, password):
-            raise ValueError(
-                "there are a token and a password: leave the password out, or name the user of "
-                "HTTP basic authentication with user="
-            )
-        if user is not None and token is not None:
-            login = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
-            self._headers["Authorization"] = f"Basic {login}"
-        if token := token or password:
-            self._headers["X-Consul-Token"] = token
+        files = options.token_file, options.password_file
+        self._headers = FromFiles(partial(_headers, target, options), *files)
         self._thread = threading.local()
 
     def inspect(self) -> Finding:
-        return self._http.inspect(len(self._headers) > 1)
+        return self._http.inspect(len(self._headers.get()) > 1)
 
     def close(self) -> None:
         self._http.close()
@@ -372,13 +356,38 @@ class _Transport:
     ) -> Any:
         query = urlencode([*(params or ()), *self._query.items()])
         now = self._thread
-        request = Request(method, f"{quote(path, safe='/:')}?{query}", self._headers, body)
+        request = Request(method, f"{quote(path, safe='/:')}?{query}", self._headers.get(), body)
         answer = self._http.ask(request, now.limit, now.held)
         now.headers = answer.headers
         if answer.status != 200 and (answer.status, method) != (404, "GET"):
             raise RefusedError(answer.status, answer.body)
         text = answer.body.decode(errors="replace")
         return callback(consul.base.Response(answer.status, answer.headers, text))
+
+
+def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
+    """Of each request; raises `ValueError` for credentials that are incomplete or too many."""
+    user, password = target.user or options.user, target.password or options.secret()
+    token = options.token
+    if token is None and options.token_file is not None:
+        token = first_line("token_file", options.token_file)
+    headers = {"Content-Type": "application/json"}
+    if user is not None and token is None:
+        raise ValueError(
+            f"the user '{user}' is for HTTP basic authentication, which needs a token besides: "
+            "set $RDZV_PLUGINS_TOKEN; a token alone needs no user"
+        )
+    if user is None and None not in (token, password):
+        raise ValueError(
+            "there are a token and a password: leave the password out, or name the user of "
+            "HTTP basic authentication with user="
+        )
+    if user is not None and token is not None:
+        login = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
+        headers["Authorization"] = f"Basic {login}"
+    if token := token or password:
+        headers["X-Consul-Token"] = token
+    return headers
 
 
 def _time_of(headers: Message) -> float:

@@ -248,7 +248,7 @@ class Client(StoreClient):
         except Exception as error:
             if code_of(error) == _REFUSED:
                 return None
-            problem = self._problem(error)
+            problem = self._meaning(error)
             if problem is not None and problem.retryable and not problem.undone:
                 raise self._uncounted(key) from error
             raise

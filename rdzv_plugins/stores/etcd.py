@@ -115,8 +115,10 @@ class Client(StoreClient):
         target = replace(target, hosts=tuple(random.sample(target.hosts, len(target.hosts))))
         self._http = http_of(target, options, request_timeout)
         self._user = target.user or options.user
-        self._password = target.password or options.secret()
-        if self._user is None and self._password is not None:
+        password = target.password
+        # A password in a file may have changed before the next log-in.
+        self._secret = (lambda: password) if password is not None else options.secret
+        if self._user is None and self._secret() is not None:
             raise ValueError(
                 "the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user="
             )
@@ -318,7 +320,7 @@ class Client(StoreClient):
         self._http.close()
 
     def inspect(self) -> Iterable[Finding]:
-        yield self._http.inspect(self._password is not None)
+        yield self._http.inspect(self._user is not None)
         status, why = self._learn(lambda limit: self._ask("maintenance/status", {}, limit))
         if status is None:
             yield Finding(Mark.UNKNOWN, "version", f"not known: {why}")
@@ -460,7 +462,7 @@ class Client(StoreClient):
         if self._user is None:
             return _HEADERS
         if (token := self._token) is None:
-            login = {"name": self._user, "password": self._password or ""}
+            login = {"name": self._user, "password": self._secret() or ""}
             token = str(self._ask("auth/authenticate", login, limit, _HEADERS)["token"])
             self._token = token
         return {**_HEADERS, "Authorization": token}

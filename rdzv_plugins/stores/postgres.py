@@ -36,6 +36,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import psycopg
@@ -55,6 +56,7 @@ from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, version_of
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
+from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, refuses_client
 
 __all__ = ["Client", "Options"]
@@ -283,7 +285,12 @@ class Client(StoreClient):
         self._name = options.table
         self._table = ".".join(f'"{part}"' for part in parts)
         self._create = options.create_table
-        self._server = _server(endpoint, options, request_timeout)
+        # libpq reads the files of TLS for each connection, but not the password.
+        files = options.password_file, options.ca_file, options.cert_file, options.key_file
+        self._server = FromFiles(partial(_server, endpoint, options, request_timeout), *files)
+        parameters = self._server.get()
+        self._user = parameters.get("user") or "<user>"
+        self._verified = parameters.get("sslmode") in ("verify-ca", "verify-full")
         self._host: object = None
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
@@ -335,7 +342,7 @@ class Client(StoreClient):
                     timeout=self.timeout,
                     table=self._name,
                     statement=_TABLE.format(table=self._name),
-                    grant=self._grant(self._server.get("user") or "<user>"),
+                    grant=self._grant(self._user),
                 )
                 denied = problem.denied or refuses_client(said)
                 return replace(problem, text=text, undone=True, denied=denied)
@@ -362,8 +369,7 @@ class Client(StoreClient):
             return
         tls, version, standby, user, syncs, most, used, kept, missing = about
         # The log-in by scram-sha-256, the default, does not send the password.
-        verified = self._server.get("sslmode") in ("verify-ca", "verify-full")
-        yield of_connection(tls, False, [], verified)
+        yield of_connection(tls, False, [], self._verified)
         yield of_version("postgres", version, self.least_version)
         if standby:
             found = "a standby, which accepts no writes"
@@ -452,7 +458,7 @@ class Client(StoreClient):
                 db.close()
 
     def _open(self, limit: Limit) -> Connection:
-        attempts: list[Any] = conninfo_attempts(self._server)
+        attempts: list[Any] = conninfo_attempts(self._server.get())
         # Try the last known primary first.
         attempts.sort(key=lambda it: (it.get("host"), it.get("port")) != self._host)
         failures: list[Exception] = []
@@ -466,6 +472,8 @@ class Client(StoreClient):
             else:
                 self._host = attempt.get("host"), attempt.get("port")
                 return db
+        # A file may have been replaced meanwhile: libpq's error does not name the option.
+        self._server.get()
         late = all(isinstance(error, TimeoutError) for error in failures)
         kind = LateError if late else UnconnectedError
         raise kind("; ".join(map(_said, failures)))

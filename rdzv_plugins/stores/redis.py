@@ -40,7 +40,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
-from rdzv_plugins.config import ServerOptions, option
+from rdzv_plugins.config import ServerOptions, first_line, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.base import (
@@ -55,6 +55,7 @@ from rdzv_plugins.kv.base import (
     stamped,
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
+from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import (
     context_if,
     is_of_tls,
@@ -280,13 +281,41 @@ class Options(ServerOptions):
     ======================= ======= ===============================================================
     database                0       database number; a number in the endpoint takes precedence
     sentinel                none    name of the primary; the endpoint's hosts are then Sentinels
+    sentinel_user           none    user name of the Sentinels' own
+    sentinel_password       none    the Sentinels' own; set it in $RDZV_PLUGINS_SENTINEL_PASSWORD;
+                                    with neither this nor sentinel_user, Sentinels are asked without
+                                    a log-in, and then with that of the servers
+    sentinel_password_file  none    file whose first line is the Sentinels' own password
+    sentinel_tls            none    whether the Sentinels speak TLS; none: as the servers do
     cluster                 false   the endpoint's hosts are nodes of a Redis Cluster
     ======================= ======= ===============================================================
     """
 
     database: int = option(0, least=0)
     sentinel: str | None = option(None)
+    sentinel_user: str | None = option(None)
+    sentinel_password: str | None = option(None, secret=True)
+    sentinel_password_file: str | None = option(None)
+    sentinel_tls: bool | None = option(None)
     cluster: bool = option(False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sentinel_password is not None and self.sentinel_password_file is not None:
+            raise ValueError(
+                "sentinel_password_file and $RDZV_PLUGINS_SENTINEL_PASSWORD are both set: leave "
+                "one of them out"
+            )
+        if self.sentinel is None:
+            for name in ("user", "password", "password_file", "tls"):
+                if getattr(self, f"sentinel_{name}") is not None:
+                    raise ValueError(f"option 'sentinel_{name}' needs sentinel=<name>")
+
+    def sentinel_secret(self) -> str | None:
+        """As `secret`, of the Sentinels' own password."""
+        if self.sentinel_password is not None or self.sentinel_password_file is None:
+            return self.sentinel_password
+        return first_line("sentinel_password_file", self.sentinel_password_file)
 
 
 class Client(StoreClient):
@@ -351,7 +380,7 @@ class Client(StoreClient):
             try:
                 total = self._run(limit, "add", [key], key, _tag(stamp), delta)
             except Exception as error:
-                problem = self._problem(error)
+                problem = self._meaning(error)
                 if problem is None or problem.undone or problem.state:
                     raise
                 raise self._uncounted(key) from error
@@ -688,7 +717,7 @@ class Client(StoreClient):
     def inspect(self) -> Iterable[Finding]:
         info, _ = self._learn(self._info)
         hosts = [host for host, _ in self._target.hosts]
-        yield of_connection(self._tls is not None, self._target.password is not None, hosts)
+        yield of_connection(self._tls is not None, self._target.log_in is not None, hosts)
         if info is None:
             for what in ("version", "role", "eviction", "persistence"):
                 found = "not known: the user may not run INFO"
@@ -827,8 +856,11 @@ class Client(StoreClient):
         except BaseException as error:
             line.disconnect()
             self._doubtful = True
-            if self._tls and isinstance(error, errors.ConnectionError) and line.host:
-                alert = unheard_alert(line.host, int(line.port), self._tls)
+            if self._tls and isinstance(error, errors.ConnectionError):
+                # Says which file cannot be read; redis-py, which reads them for each connection,
+                # does not.
+                context = self._tls.get()
+                alert = unheard_alert(line.host, int(line.port), context) if line.host else None
                 if alert is not None:
                     raise alert from None
             raise
@@ -1069,13 +1101,30 @@ def _place(client: Any) -> str:
     return f"{settings['host']}:{settings['port']}"
 
 
+class _LogIn(redis.CredentialProvider):
+    """Asked by redis-py for each connection: a password in a file may have changed."""
+
+    def __init__(self, user: str | None, secret: Callable[[], str | None]) -> None:
+        self._user = user
+        self._secret = secret
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._secret() or ""
+        return (self._user, password) if self._user else (password,)
+
+
+def _log_in(user: str | None, secret: Callable[[], str | None]) -> _LogIn | None:
+    """None: there is neither a user nor a password."""
+    return _LogIn(user, secret) if user is not None or secret() is not None else None
+
+
 class _Target(NamedTuple):
     """What the endpoint and the options name; ``path`` of a socket of this host, or hosts."""
 
     path: str | None
     hosts: Sequence[tuple[str, int]]
     user: str | None
-    password: str | None
+    log_in: _LogIn | None
     database: int
     tls: bool
 
@@ -1106,9 +1155,10 @@ def _target(endpoint: str, options: Options) -> _Target:
         for name in ("tls", "sentinel", "cluster"):
             if getattr(options, name):
                 raise ValueError(f"option '{name}' is not for a unix:// endpoint: leave it out")
-    user, password = found.user or options.user, found.password or options.secret()
+    user, password = found.user or options.user, found.password
+    log_in = _log_in(user, (lambda: password) if password is not None else options.secret)
     path = found.path if on_socket else None
-    return _Target(path, found.hosts, user, password, database, tls)
+    return _Target(path, found.hosts, user, log_in, database, tls)
 
 
 def _grant(target: _Target, options: Options) -> str:
@@ -1123,8 +1173,8 @@ def _grant(target: _Target, options: Options) -> str:
 
 def _maker(
     target: _Target, options: Options, timeout: float
-) -> tuple[Callable[[], Any], ssl.SSLContext | None]:
-    """A maker of redis-py clients that do not retry (the base class does), and the TLS context.
+) -> tuple[Callable[[], Any], FromFiles[ssl.SSLContext] | None]:
+    """A maker of redis-py clients that do not retry (the base class does), and the TLS contexts.
 
     Raises `ValueError` for a bad option.
     """
@@ -1132,42 +1182,63 @@ def _maker(
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "retry": Retry(NoBackoff(), 0),
-        "username": target.user,
-        "password": target.password,
+        "credential_provider": target.log_in,
         "protocol": 2,
     }
-    context = context_if(target.tls, options, "set tls=true, or write rediss:// in the endpoint")
+    encrypted = target.tls or bool(options.sentinel_tls)
+    contexts = context_if(encrypted, options, "set tls=true, or write rediss:// in the endpoint")
+    tls = contexts if target.tls else None
     if target.path is not None:
         db = target.database
         return partial(redis.Redis, unix_socket_path=target.path, db=db, **common), None
     common["socket_keepalive"] = True
-    if target.tls:
-        common["ssl"] = True
-        # The default only since redis-py 6.
-        common["ssl_check_hostname"] = True
-        common["ssl_ca_certs"] = options.ca_file
-        common["ssl_certfile"] = options.cert_file
-        common["ssl_keyfile"] = options.key_file
     untyped: Any = redis
+    served = common | _encryption(target.tls, options)
     if options.cluster:
         nodes = [untyped.cluster.ClusterNode(host, port) for host, port in target.hosts]
-        common |= _share(timeout, len(nodes))
-        return partial(redis.RedisCluster, startup_nodes=nodes, **common), context
+        served |= _share(timeout, len(nodes))
+        return partial(redis.RedisCluster, startup_nodes=nodes, **served), tls
     if options.sentinel:
-        guarded = target.password is not None
-        asked = common | _share(timeout, len(target.hosts) * (2 if guarded else 1))
         make: Any = _Sentinels
-        sentinel = make([*target.hosts], sentinel_kwargs=asked, **common)
-        if guarded:
-            # Sentinels often have no password although their servers do, and then refuse one.
-            asked |= {"username": None, "password": None}
-            bare = untyped.Sentinel([*target.hosts], sentinel_kwargs=asked)
-            sentinel.sentinels = [*bare.sentinels, *sentinel.sentinels]
-        return partial(sentinel.master_for, options.sentinel, db=target.database), context
+        sentinels = make([], **served)
+        sentinels.sentinels = _clients_of_sentinels(target, options, common, timeout)
+        return partial(sentinels.master_for, options.sentinel, db=target.database), tls
     if len(target.hosts) > 1:
         raise ValueError("several hosts need --rdzv-conf sentinel=<name> or cluster=true")
     host, port = target.hosts[0]
-    return partial(redis.Redis, host=host, port=port, db=target.database, **common), context
+    return partial(redis.Redis, host=host, port=port, db=target.database, **served), tls
+
+
+def _clients_of_sentinels(
+    target: _Target, options: Options, common: Mapping[str, Any], timeout: float
+) -> list[Any]:
+    own = _log_in(options.sentinel_user, options.sentinel_secret)
+    ways: list[_LogIn | None] = [own]
+    if own is None and target.log_in is not None:
+        # Sentinels often have no password although their servers do, and then refuse one.
+        ways.append(target.log_in)
+    encrypted = target.tls if options.sentinel_tls is None else options.sentinel_tls
+    settings = {**common, **_encryption(encrypted, options)}
+    settings |= _share(timeout, len(target.hosts) * len(ways))
+    return [
+        redis.Redis(host, port, **{**settings, "credential_provider": log_in})
+        for log_in in ways
+        for host, port in target.hosts
+    ]
+
+
+def _encryption(wanted: bool, options: Options) -> dict[str, Any]:
+    """redis-py's settings of TLS; it reads the files for each connection."""
+    if not wanted:
+        return {}
+    return {
+        "ssl": True,
+        # The default only since redis-py 6.
+        "ssl_check_hostname": True,
+        "ssl_ca_certs": options.ca_file,
+        "ssl_certfile": options.cert_file,
+        "ssl_keyfile": options.key_file,
+    }
 
 
 def _share(timeout: float, hosts: int) -> dict[str, float]:

@@ -27,9 +27,11 @@ import random
 import re
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, unquote
@@ -61,11 +63,12 @@ from kazoo.protocol.serialization import (
 )
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
-from rdzv_plugins.config import ServerOptions, option
+from rdzv_plugins.config import ServerOptions, UnreadableFileError, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, segments
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
+from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, Session
 
@@ -150,7 +153,7 @@ class Client(StoreClient):
         self._run: _Run | None = None
         self._end: tuple[int, float] = (0, 0.0)
         self._parked: set[Wake] = set()
-        self._session = Session(settings)
+        self._session = Session(settings, partial(_read_files, options, self._tls))
         self._connect(lambda limit: self._read([], limit))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
@@ -317,12 +320,15 @@ class Client(StoreClient):
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection((host, port), self.timeout) as raw,
-                self._tls.wrap_socket(raw, server_hostname=host) if self._tls else raw as line,
+                self._encrypted(raw, host) as line,
                 line.makefile("rb") as answer,
             ):
                 line.sendall(b"srvr")
                 return answer.read().decode(errors="replace")
         return ""
+
+    def _encrypted(self, line: socket.socket, host: str) -> socket.socket:
+        return self._tls.get().wrap_socket(line, server_hostname=host) if self._tls else line
 
     def _path(self, key: str) -> str:
         return f"{self._root}/={quote(key, safe='')}"
@@ -468,5 +474,24 @@ def _settings(target: Endpoint, options: Options, request_timeout: float) -> dic
         return settings | {"auth_data": [("digest", f"{user}:{password}")]}
     if find_spec("puresasl") is None:
         raise ValueError("option 'sasl': true needs a package: pip install pure-sasl")
-    login = {"mechanism": "DIGEST-MD5", "username": user, "password": password}
+    login: dict[str, Any] = {"mechanism": "DIGEST-MD5", "username": user}
+    if target.password is not None:
+        login["password"] = password
+    else:
+        # pure-sasl asks for what it was not given, at each log-in.
+        login["callback"] = lambda _: _secret_or_none(options)
     return settings | {"sasl_options": login}
+
+
+def _secret_or_none(options: Options) -> str:
+    """The password; "" while it cannot be read: kazoo would take an exception for a refusal."""
+    with contextlib.suppress(UnreadableFileError):
+        return options.secret() or ""
+    return ""
+
+
+def _read_files(options: Options, tls: FromFiles[ssl.SSLContext] | None) -> None:
+    """Raise UnreadableFileError if a file that the next connection needs cannot be read."""
+    options.secret()
+    if tls is not None:
+        tls.get()

@@ -304,7 +304,9 @@ def configured(store: RunningStore, **changes: str | None) -> RunningStore:
 def at(store: RunningStore, secret: str) -> RunningStore:
     """The store with this secret in its endpoint."""
     scheme, separator, host = store.endpoint.rpartition("://")
-    return replace(store, endpoint=f"{scheme}{separator}joe:{quote(secret, safe='')}@{host}")
+    # A token belongs to no user.
+    user = "" if store.backend == "consul" else "joe"
+    return replace(store, endpoint=f"{scheme}{separator}{user}:{quote(secret, safe='')}@{host}")
 
 
 def form_a_round(store: RunningStore, run_id: str) -> str:

@@ -179,4 +179,6 @@ def test_what_a_redis_endpoint_means(
     endpoint: str, path: str | None, database: int, login: tuple[str | None, str | None]
 ) -> None:
     target = _target(endpoint, Options(database=7))
-    assert (target.path, target.database, (target.user, target.password)) == (path, database, login)
+    assert (target.path, target.database, target.user) == (path, database, login[0])
+    given = target.log_in.get_credentials() if target.log_in is not None else (None, None)
+    assert given == login

@@ -14,6 +14,7 @@ from email.utils import formatdate
 import pytest
 
 from rdzv_plugins.kv.base import Limit, Wake, WokenError
+from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Http, Request
 from rdzv_plugins.stores.consul import _time_of
 from rdzv_plugins.testing.threads import Background
@@ -88,9 +89,9 @@ def test_the_deadline_is_that_of_the_whole_request(serve: Serve) -> None:
 # With TLS the handshake is never answered.
 @pytest.mark.parametrize(("serve", "tls"), [(hang, False), (trickle, False), (hang, True)])
 def test_a_request_is_woken_in_every_step(serve: Serve, tls: bool, wake: Wake) -> None:
-    context = ssl.create_default_context() if tls else None
+    contexts = FromFiles(ssl.create_default_context) if tls else None
     with serving(serve) as host:
-        asking = Background(lambda: Http([host], context, 30).ask(ASK, within(30, wake)))
+        asking = Background(lambda: Http([host], contexts, 30).ask(ASK, within(30, wake)))
         assert not asking.done(0.3)
         wake.ring()
         with pytest.raises(WokenError):

@@ -58,6 +58,8 @@ EXPLAINS_ITSELF = (
     "option 'sasl': true needs",
     "options 'cert_file' and 'key_file' must be set together",
     "user and password ($RDZV_PLUGINS_PASSWORD) must be set together",
+    "_file and $RDZV_PLUGINS_SENTINEL_PASSWORD are both set: leave one of them out",
+    "option 'sentinel_…' needs sentinel=<name>",
     "password_file and $RDZV_PLUGINS_PASSWORD are both set: leave one of them out",
     "the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user=",
     "the user '…' is for HTTP basic authentication, which needs a token besides",
