@@ -523,15 +523,14 @@ class StoreClient(KeyValueClient):
                 )
         except Exception as error:
             # One server's refusal tells more than another one's silence.
-            silent = denial is not None and self._is_silence(error)
-            self._fail(denial if silent and denial is not None else error, wake)
+            self._fail(denial if denial is not None and self._is_silence(error) else error, wake)
 
     def _is_denied(self, error: Exception) -> bool:
         problem = self._meaning(error)
         return problem is not None and problem.denied
 
     def _is_silence(self, error: Exception) -> bool:
-        problem = self._meaning(error)
+        problem = self._problem(error) if not isinstance(error, UnreadableFileError) else None
         return problem is not None and not problem.state
 
     def _retryable(self, error: Exception, wake: Wake | None) -> bool:

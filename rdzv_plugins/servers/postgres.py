@@ -74,6 +74,7 @@ class Postgres(Kind):
             self._own(node.directory)
         if not data.exists():
             self._make(node, data)
+        self._provide(data)
         settings = {**_SETTINGS, "port": str(node.port)}
         if self.security.tls:
             settings |= {"ssl": "on", "ssl_cert_file": "server.pem", "ssl_key_file": "server.key"}
@@ -108,13 +109,6 @@ class Postgres(Kind):
         if self.security.client_cert_file:
             how += " clientcert=verify-ca"
         (data / "pg_hba.conf").write_text(f"{kind} all,replication all {HOST}/32 {how}\n")
-        files = {"server.pem": self.security.cert_file, "server.key": self.security.key_file}
-        for name, file in {**files, "ca.pem": self.security.ca_file}.items():
-            if file is not None:
-                copy = data / name
-                copy.touch(0o600)
-                copy.write_bytes(Path(file).read_bytes())
-                self._own(copy)
         if self.security.password:
             if not self.security.user:
                 raise ServerError("PostgreSQL needs a user in addition to the password")
@@ -122,6 +116,16 @@ class Postgres(Kind):
             rights = f"GRANT CREATE ON SCHEMA public TO {name}"
             single = [str(self._binary), "--single", "-D", str(data), "postgres"]
             self._run(node, single, f"CREATE ROLE {name} LOGIN PASSWORD {password};\n{rights};\n")
+
+    def _provide(self, data: Path) -> None:
+        """Copy the files of TLS: PostgreSQL reads no key that belongs to another user."""
+        files = {"server.pem": self.security.cert_file, "server.key": self.security.key_file}
+        for name, file in {**files, "ca.pem": self.security.ca_file}.items():
+            if file is not None:
+                copy = data / name
+                copy.touch(0o600)
+                copy.write_bytes(Path(file).read_bytes())
+                self._own(copy)
 
     def _own(self, path: Path) -> None:
         if self._account is not None:
