@@ -5,6 +5,9 @@ from __future__ import annotations
 # Nothing is imported here: torch loads every entry point of this package at each start.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import os
+    from contextlib import AbstractContextManager
+
     from rdzv_plugins.worker import CurrentRound
 
 __version__ = "0.1.0"
@@ -24,6 +27,28 @@ def current() -> CurrentRound | None:
     from rdzv_plugins import worker
 
     return worker.current()
+
+
+def fence(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Hold ``path``, unless a later round has held it: so an older world overwrites no checkpoint.
+
+    ``path`` is a small file beside the checkpoint, on a file system that all nodes share and that
+    has locks. Whoever holds it last, by `CurrentRound.fencing_token`, shuts out all earlier rounds,
+    also where their workers run on because their node is cut off from the store::
+
+        torch.save(state, "checkpoint.part")
+        with rdzv_plugins.fence("checkpoint.fence"):
+            os.replace("checkpoint.part", "checkpoint.pt")
+
+    In a process that is no worker of this package it does nothing.
+
+    Raises:
+        rdzv_plugins.worker.FencedError: a later round has held it.
+        OSError: the file cannot be opened, locked or written.
+    """
+    from rdzv_plugins import worker
+
+    return worker.fence(path)
 
 
 def resize_now() -> bool:

@@ -7,6 +7,7 @@ dataclass's docstring; ``docs/options.md`` is generated from those tables.
 from __future__ import annotations
 
 import difflib
+import math
 import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -138,6 +139,13 @@ class Settings:
     rejoin_timeout          600     seconds that a round waits for a live node of the last round
                                     before it starts without that node; a tenth of this if the
                                     other nodes fill the round; at most 0.8 x join_timeout
+    on_outage               continue
+                                    while the store does not answer, workers continue, or stop after
+                                    outage_limit, so that no two worlds of a run train at once; a
+                                    node that the store refuses stops its workers after its lease in
+                                    any case; see two-worlds.md
+    outage_limit            none    with on_outage=stop: seconds without an accepted heartbeat after
+                                    which a node stops its workers; none: the lease
     closed_ttl              60      seconds until the id of a closed run can be used again; at least
                                     the lease
     abandoned_ttl           3600    seconds until the keys of a run without a leader expire; at
@@ -200,6 +208,8 @@ class Settings:
     segment: int = option(1, least=1, of_run=True)
     network_check: bool = option(False, of_run=True)
     rejoin_timeout: float = option(600.0, least=0.001)
+    on_outage: str = option("continue", choices=("continue", "stop"))
+    outage_limit: float | None = option(None, least=0)
     closed_ttl: float = option(60.0, least=0)
     abandoned_ttl: float = option(3600.0, least=1)
     history_ttl: float = option(604800.0, least=0)
@@ -224,6 +234,15 @@ class Settings:
             )
         if self.domain is not None:
             topology.levels(self.domain)
+        if self.outage_limit is not None:
+            if self.on_outage != "stop":
+                raise ValueError("option 'outage_limit' has a meaning with on_outage=stop only")
+            if self.outage_limit < 2 * self.keep_alive_interval:
+                raise ValueError(
+                    f"option 'outage_limit': '{self.outage_limit:g}' must be at least twice "
+                    f"keep_alive_interval ({self.keep_alive_interval:g} s): between two heartbeats "
+                    "workers are not to stop"
+                )
 
     @property
     def check_names(self) -> list[str]:
@@ -247,6 +266,13 @@ class Settings:
     def lease(self) -> float:
         """Seconds without a heartbeat, on the observer's clock, after which a node is lost."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    @property
+    def patience_in_an_outage(self) -> float:
+        """Seconds without an accepted heartbeat after which the workers stop; infinite: never."""
+        if self.on_outage == "continue":
+            return math.inf
+        return self.lease if self.outage_limit is None else self.outage_limit
 
     @property
     def sweep_after(self) -> float:

@@ -274,6 +274,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 cause=document.reason,
                 spares=document.waiting,
                 domain=self._settings.domain,
+                fencing_token=document.fencing_token,
                 resize_file=str(self._moment) if self._moment is not None else None,
             )
         )
@@ -971,6 +972,7 @@ def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
         request=settings.heartbeat_timeout,
         # Sooner than the nodes that wait for it time out.
         rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
+        outage_limit=settings.patience_in_an_outage,
         sweep_after=settings.sweep_after,
         abandoned=max(settings.abandoned_ttl, 4 * settings.lease),
     )

@@ -393,6 +393,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         strikes: what counts against hosts, where quarantine is on.
         restart: a person asks for a new round, for this reason; empty: nobody does.
         faults: what the network check has found.
+        fencing_token: of the round that was named last; larger than that of each round before it.
         schema: the first number is not written: a later one is a field without a default.
     """
 
@@ -425,6 +426,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     strikes: tuple[Strikes, ...] = ()
     restart: str = ""
     faults: Faults = NO_FAULTS
+    fencing_token: int = 0
 
     @property
     def place(self) -> tuple[int, int]:

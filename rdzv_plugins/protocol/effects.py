@@ -200,7 +200,8 @@ class Tell(Effect[None], frozen=True):
     ``forming`` (why the next round), ``round`` (which rank) and ``closed`` (by whom). The others
     are warnings: ``lost`` (why the next round), ``doubt`` (why not yet), ``spare``, ``settings``,
     ``evicted``, ``unfit``, ``drained``, ``excluded``, ``exclusions`` (cannot be read), ``master``,
-    ``network`` (who cannot reach whom), ``slow`` (whose exchange of data was) and ``tombstone``.
+    ``network`` (who cannot reach whom), ``slow`` (whose exchange of data was), ``cut off`` (its
+    workers are to stop), ``two worlds`` (for how long there may have been) and ``tombstone``.
     """
 
     about: str

@@ -369,7 +369,13 @@ def _name_participants(
         ran=None,
         master=None,
         faults=replace(document.faults, out=()) if document.faults.out else document.faults,
+        fencing_token=_next_token(document, view.wall),
     )
+
+
+def _next_token(document: RoundDocument, wall: float) -> int:
+    """Larger than the last one; milliseconds, so that it is so where the store forgot that too."""
+    return max(document.fencing_token + 1, int(wall * 1000))
 
 
 def unconfirmed(document: RoundDocument, records: Mapping[str, NodeRecord]) -> list[str]:

@@ -142,7 +142,14 @@ def _confirmed_and_released(view: View) -> RoundDocument | None:
         return None
     if latest.ran != confirmed.world_id:
         return None
-    return replace(confirmed, phase=Phase.RUNNING, ran=latest.ran, master=latest.master)
+    # The token of the round that ran: it may have been named twice, in a store that forgot.
+    return replace(
+        confirmed,
+        phase=Phase.RUNNING,
+        ran=latest.ran,
+        master=latest.master,
+        fencing_token=latest.fencing_token,
+    )
 
 
 def _stay_out(view: View) -> Action:
@@ -416,6 +423,14 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
     if document.phase is Phase.FORMING and number > 0:
         about = "lost" if document.cause.lost else "forming"
         yield about, this_round, f"round {number} forms: {document.reason}"
+    if view.unheard >= view.rules.lease and (it := view.member) and _went_on(view, document, it):
+        yield (
+            "two worlds",
+            it.world_id,
+            f"round {number} came without this node, whose workers ran on in round {it.round}: "
+            f"two worlds of this run may have trained at once, for at most {view.unheard:.1f} s, "
+            "in which the store accepted no heartbeat of this node",
+        )
     if document.lost and document.leader == view.me:
         names = Names().plus(labels(view.records or {}, document.lost))
         text = f"round {number} goes on without {names}: lease ran out"
@@ -477,6 +492,13 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
                     f"{record.label} has {record.policy or 'no policy'} in --rdzv-conf, this node "
                     f"{view.record.policy or 'none'}: set them alike, for the leader's count",
                 )
+
+
+def _went_on(view: View, document: RoundDocument, member: RoundDocument) -> bool:
+    """Whether the run has had a later round than ``member``, without this node."""
+    if view.me in document.ranks or document.ran in (None, member.world_id):
+        return False
+    return document.is_of(member) or member.incarnation in view.asked_tombstones
 
 
 def _remarks_on_the_network(

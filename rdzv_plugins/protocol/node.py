@@ -13,9 +13,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError, Version
+from rdzv_plugins.kv import (
+    AccessDeniedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    Version,
+)
 from rdzv_plugins.protocol import diagnosis, member, rules
 from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
+from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -96,7 +102,6 @@ class Node:
     Public members may be used from other threads; one thread drives the generators.
 
     Attributes:
-        waiting: what ``num_nodes_waiting()`` returns.
         closing: this node is closing the run. Do not stop it now: the first step ends all agents,
             this node's too, and a later one gives the run's keys their end.
     """
@@ -113,8 +118,8 @@ class Node:
     ) -> None:
         self.id = node_id
         self.record = record
-        self.waiting = 0
         self.closing = False
+        self._waiting = 0
         self._rules = rules
         self._join_timeout = join_timeout
         self._clock = clock
@@ -122,6 +127,10 @@ class Node:
         self._wall = wall
         self._share = chance.random()
         self._seen = Observer(node_id, rules, clock)
+        self._contact = Contact(rules, clock)
+        self._told_to_stop = False
+        # By which it was last looked whether the round of this node's agent is over.
+        self._judged: RoundDocument | None = None
         self._joining = False
         self._join_ordered = False
         self._failed = False
@@ -175,6 +184,17 @@ class Node:
     def document(self) -> RoundDocument | None:
         """The document as last read."""
         return self._seen.document
+
+    @property
+    def waiting(self) -> int:
+        """What ``num_nodes_waiting()`` returns."""
+        return self._waiting or int(self.is_cut_off)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether this node takes itself for lost while its agent's workers run. Rule 24."""
+        runs = self.record.status is Status.RUN and self._member is not None
+        return runs and not self._joining and self._contact.is_given_up
 
     @property
     def ordered(self) -> bool:
@@ -331,7 +351,7 @@ class Node:
                 return
 
     def _timed(self, steps: Effects[None]) -> Effects[None]:
-        """Carry out ``steps``; note how long the node pauses, and whether the store answers."""
+        """Carry out ``steps``; note how long the node pauses, and what the store answers."""
         seen = self._seen
         answer: Any = None
         error: Exception | None = None
@@ -340,6 +360,10 @@ class Node:
                 request = steps.throw(error) if error is not None else steps.send(answer)
             except StopIteration:
                 return
+            if seen.document is not self._judged and not self._joining:
+                # At once: the requests before the next decision may take long.
+                self._judged = seen.document
+                self._waiting = member.nodes_waiting(self.view())
             answer, error, asked = None, None, self._clock()
             try:
                 answer = yield request
@@ -351,8 +375,13 @@ class Node:
             if error is None:
                 if type(request) not in LOCAL:
                     seen.answered()
+                if isinstance(request, PutRecord):
+                    self._contact.accepted(asked)
+                    self._told_to_stop = False
             elif isinstance(error, RendezvousConnectionError):
                 seen.failed()
+                if isinstance(error, AccessDeniedError):
+                    self._contact.denied()
 
     def _turn(self) -> Effects[None]:
         self._take_orders()
@@ -381,7 +410,7 @@ class Node:
             yield from seen.read_document()
             if seen.token != token:
                 return
-        self.waiting = member.nodes_waiting(view)
+        self._waiting = member.nodes_waiting(view)
         if member.waits_for_a_living_round(view):
             # A spare waits for as long as the round lasts, as torch's redundant nodes do.
             self._join_deadline = self._clock() + self._join_timeout
@@ -446,7 +475,8 @@ class Node:
             self._record_due = self._ring = True
             # A node that joins again may have lost the leader: look at it now, not an interval on.
             self._seen.read_again(document=True, leader=self._member is not None)
-            self.waiting = 0
+            self._waiting = 0
+            self._contact.workers_stopped()
         if self._done_reported:
             self._done_reported = False
             if self.record.status is Status.RUN and not self._joining:
@@ -546,6 +576,7 @@ class Node:
             carried=self._carried if looks_back else None,
             fetches=looks_back and self._carried is None,
             checks=document is not None and self._network.is_of(document),
+            unheard=self._contact.unheard,
             until_first_lease=seen.until_first_lease(now),
         )
 
@@ -572,6 +603,7 @@ class Node:
                 yield from self._confirm(document, is_master, seconds)
             case rules.Start(document):
                 self._member, self._suspect = document, False
+                self._contact.workers_start()
                 self._given[document.incarnation] = document.round
                 place = f"rank {document.ranks[self.id]} of {document.size}"
                 text = f"round {document.round}: {place}, MASTER {document.master}"
@@ -903,6 +935,13 @@ class Node:
             self._joining = False
             self.record = replace(self.record, status=Status.LEFT)
             yield from FinishJoin(Outcome(error=error))
+        if self.is_cut_off and not self._told_to_stop:
+            self._told_to_stop = True
+            yield from Tell(
+                "cut off",
+                f"{self._contact.why}, so that the others may go on without it: its workers are "
+                f"to stop, and it asks for a round again, for {self._join_timeout:g} s ({error})",
+            )
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
         pause *= 0.5 + 0.5 * self._chance.random()
         yield from Rest(pause)

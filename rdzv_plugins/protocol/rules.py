@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,6 +65,8 @@ class Rules:
         node_unit: the number of nodes of a round is a multiple of it.
         segment: a round takes whole segments of so many nodes of one domain.
         network_check: a round runs once its nodes have exchanged data, and have reached rank 0.
+        outage_limit: a node of which the store has accepted no heartbeat for so long stops its
+            workers; infinite: only if the store refuses it, after its lease.
     """
 
     min_nodes: int
@@ -89,6 +92,7 @@ class Rules:
     node_unit: int = 1
     segment: int = 1
     network_check: bool = False
+    outage_limit: float = math.inf
 
     @property
     def minds_domains(self) -> bool:
@@ -139,6 +143,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         carried: the exclusions that outlive runs, for a leader; None: not read.
         fetches: they are being read.
         checks: this node checks its network, and has not confirmed its rank yet.
+        unheard: the most seconds in a row in which this node's workers ran, in the round that they
+            were given last, and the store accepted no heartbeat of it.
         until_first_lease: seconds until the first of all leases could run out, the shortest after
             the longest silence; None: one has, as far as is confirmed, or this is not known. A
             leader that knows it need not go through all nodes.
@@ -177,6 +183,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     carried: tuple[Exclusion, ...] | None
     fetches: bool
     checks: bool = False
+    unheard: float = 0.0
     until_first_lease: float | None = None
 
     @property

@@ -13,7 +13,7 @@ from .plan import FASTEST, SLOWEST
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["FAULTS", "end_faults", "part"]
+__all__ = ["FAULTS", "end_faults", "part", "refuse"]
 
 
 def _victim(world: World) -> Host | None:
@@ -326,6 +326,33 @@ def _mend_link(world: World, link: frozenset[str]) -> None:
         world.network.bad_links.discard(link)
 
 
+def refuse(world: World, whom: str) -> None:
+    """The store answers some hosts that they have no right: their password was changed, say."""
+    chance = world.refusals
+    alive = [host for host in world.hosts if host.alive]
+    if not alive:
+        return
+    seconds = chance.choice((1.0, 4.0, 10.0)) * chance.uniform(0.5, 1.5)
+    chosen = {
+        "one": [chance.choice(alive)],
+        "some": [host for host in alive if chance.random() < 0.5],
+        "all": alive,
+    }[whom]
+    world.inject(f"refused: {whom}")
+    names = " ".join(host.id for host in chosen)
+    world.note(f"the store refuses for {seconds:.1f} s: {names}")
+    for host in chosen:
+        host.refused = True
+        if chance.random() < 0.5:
+            host.break_wait()  # Else what waits goes on, over the connection that it has.
+    world.kernel.after(seconds, _admit, chosen)
+
+
+def _admit(chosen: list[Host]) -> None:
+    for host in chosen:
+        host.refused = False
+
+
 def _duration(world: World) -> float:
     return world.chance.choice((0.2, 1.0, 3.0, 8.0)) * world.chance.uniform(0.5, 1.5)
 
@@ -339,7 +366,7 @@ def end_faults(world: World) -> None:
     network.bad_links = {*sorted(network.bad_links, key=sorted)[:1]} if stays else set()
     low, high = world.plan.rates
     for host in world.hosts:
-        host.cut_off = False
+        host.cut_off = host.refused = False
         host.link = ""
         if host.grey != "lists" or not world.plan.stays_grey:
             host.grey = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -9,7 +10,13 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from rdzv_plugins.kv import Entry, RendezvousConnectionError, RendezvousStateError, Version
+from rdzv_plugins.kv import (
+    AccessDeniedError,
+    Entry,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    Version,
+)
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
@@ -38,6 +45,9 @@ __all__ = ["Agent", "Host"]
 _POLL = 0.1
 """Seconds between two looks of the agent at ``num_nodes_waiting()``."""
 _CLOSE_TIMEOUT = 10.0
+_EXACT = 1e-6
+_STOPS_WITHIN = 2 * _POLL
+"""Seconds on its clock, from the moment when its workers are to stop until its agent stops them."""
 _MOST_VAIN = 20
 """Most listings that show nothing new, within an interval and for any reason but a node's lease."""
 _MOST_REQUESTS = 2000
@@ -90,9 +100,13 @@ class Host:
         """What of its requests fails: "lists", "some", or "slow" ones."""
         self.long_join = world.join_timeout > world.plan.join_timeout
         self.stalled_until = 0.0
+        self.woke = 0.0
+        """When its last stall ended, on its clock."""
         self._stalled_at: float | None = None
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self.cut_off = False
+        self.cut_off = self.refused = False
+        # When it sent the last heartbeat that was accepted; whether it was refused since then.
+        self._accepted, self._was_refused = self.clock(), False
         self.link = ""
         """To other hosts it is "cut off", "unreachable", "hidden" as rank 0, or "slow"."""
         # Of its own source, so that all else is as it would be without orders.
@@ -200,6 +214,7 @@ class Host:
             self.track.evidence.disturbed = now
         self._stalled_at = None
         self.clock.set()
+        self.woke = self.clock()
         held, self._held = self._held, []
         for call, arguments in held:
             self.world.kernel.at(now, call, *arguments)
@@ -439,6 +454,8 @@ class Host:
             return
         self._polling = False
         if self.agent is Agent.RUNNING and self.node.waiting > 0:
+            if self.node.is_cut_off and self.clock() - self._accepted < self._patience - _EXACT:
+                self.world.violated("two worlds", f"the workers of {self.id} stop too soon")
             self._failed = False
             self._stop_workers()
 
@@ -561,9 +578,43 @@ class Host:
             self._note_read(*self._delivery[1:])
         self._delivery = None
         self._note_trouble(error)
+        self._note_contact(error)
         if error is None:
             self._note_news(answer)
         self._step(answer, error)
+
+    def _note_contact(self, error: Exception | None) -> None:
+        """Rule 24, as design.md has it: look whether it stops its workers in time."""
+        news = False
+        if error is None and isinstance(self._request, effects.PutRecord):
+            self._accepted, self._was_refused = self._asked, False
+            news = self.rules.outage_limit < math.inf
+        elif isinstance(error, AccessDeniedError) and not self._was_refused:
+            self._was_refused = news = True
+        if news:
+            left = max(0.0, self._accepted + self._patience - self.clock())
+            self._plan_to_look(self.clock.real(left) + 1e-6)
+
+    @property
+    def _patience(self) -> float:
+        """How long its workers run on after the last heartbeat that was accepted."""
+        limit = self.rules.outage_limit
+        return min(self.rules.lease, limit) if self._was_refused else limit
+
+    def _plan_to_look(self, seconds: float) -> None:
+        """Its agent polls in real life; here only when that may tell it something."""
+        after = self.world.kernel.after
+        after(seconds, self._watch)
+        after(seconds + self.clock.real(_STOPS_WITHIN), self._look_at_rule_24, self._accepted)
+
+    def _look_at_rule_24(self, accepted: float) -> None:
+        if accepted != self._accepted or self._is_late(self._plan_to_look, 0.0):
+            return
+        over = self.clock() - accepted - self._patience
+        if self.agent is Agent.RUNNING and over >= _STOPS_WITHIN - 1e-3:
+            if self.clock() - self.woke >= _STOPS_WITHIN:
+                self.world.violated("two worlds", f"the workers of {self.id} run on, cut off")
+            self._plan_to_look(0.0)
 
     @property
     def _outage(self) -> float:
@@ -614,6 +665,32 @@ class Host:
             document = RoundDocument.decode(entry.value) if entry else None
             if document is not None and document.leader is not None:
                 self.track.evidence.heard[document.leader] = self.world.kernel.now
+            if document is not None:
+                self._note_later_round(document)
+
+    def _note_later_round(self, document: RoundDocument) -> None:
+        """Where a later round of its run has run without it, its workers are to stop at once."""
+        mine = self._round
+        if self.agent is not Agent.RUNNING or mine is None or not document.is_of(mine):
+            return
+        known = self.node.latest
+        if document.closed or (known and (known.closed or known.place > document.place)):
+            return  # Who knows that its run was closed goes on, whatever the store forgot.
+        if document.round > mine.round and document.ran not in (None, mine.world_id):
+            # Where its rank stands in shards, it may read two of them first.
+            reads = 0 if document.is_whole else 2
+            seconds = _STOPS_WITHIN + reads * self.world.plan.request_timeout
+            self.world.kernel.after(
+                self.clock.real(seconds), self._look_at_later_round, self._shift
+            )
+
+    def _look_at_later_round(self, shift: int) -> None:
+        if shift == self._shift and self.agent is Agent.RUNNING and not self.stalls:
+            if self.clock() - self.woke >= _STOPS_WITHIN:
+                self.world.violated("two worlds", f"the workers of {self.id} run on, replaced")
+            self.world.kernel.after(
+                self.clock.real(_STOPS_WITHIN), self._look_at_later_round, shift
+            )
 
     def _step(self, answer: Any, error: Exception | None) -> None:
         life = self._life
@@ -796,6 +873,10 @@ class Host:
     def fails(self, turn: int, why: str) -> None:
         """The outstanding request ends in an error."""
         self.receive(turn, None, RendezvousConnectionError(why))
+
+    def is_refused(self, turn: int) -> None:
+        """The store answers that this host has no right."""
+        self.receive(turn, None, AccessDeniedError("refused"))
 
     def break_wait(self) -> None:
         """The connection on which it waits breaks."""

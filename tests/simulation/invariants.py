@@ -143,6 +143,15 @@ INVARIANTS = {
     "listing showed it",
     "closed": "the document of a closed run is overwritten only by the same document with "
     "`expires`, or by nodes of a run that is not closed",
+    "two worlds": "the workers of a host are told to stop within two polls of its agent once the "
+    "store has accepted no heartbeat of it for its lease and has refused it since the last one, "
+    "with `on_outage=stop` once none was accepted for `outage_limit`, and in any case once it has "
+    "read that a later round of its run ran without it; for the first two reasons none is told so "
+    "sooner; so two worlds are there for no longer than "
+    "the store is silent to a host after its lease, or not at all after `outage_limit`",
+    "fencing": "the fencing token of a round that a host gets is larger than that of each earlier "
+    "round of its incarnation, and than that of each round of any incarnation that was named "
+    "before, by more than the clocks of hosts differ; the latter alone where the store lost data",
     "pace": "a running round that ends for newcomers alone has run for `min_uptime`, and for the "
     "last call unless they fill it or a worker named the moment; `resize_interval` has passed "
     "since the last round with newcomers was named; and `grow` allows it (`checkpoint`: a worker's "
@@ -368,6 +377,9 @@ class Checker:
         self._uptimes: dict[str, list[tuple[float, int]]] = {}
         # Who was drained in an incarnation, and in which epoch.
         self._drained: dict[tuple[str, str], int] = {}
+        # When each world was named first and last, in which epoch, and the tokens that hosts got.
+        self._namings: dict[World, tuple[float, float, int]] = {}
+        self._tokens: dict[World, int] = {}
         self._ever_drained: set[str] = set()
         self._founded: dict[str, float] = {}
         self._blamed: dict[tuple[str, str], list[float]] = {}
@@ -629,6 +641,7 @@ class Checker:
             raise InvariantError(
                 "agreement", f"{node} was given {show(document)}, nobody wrote that"
             )
+        self._judge_token(node, world, document)
         self._given.add(world)
         track.last_rounds[document.incarnation] = document.round
         track.member = document.incarnation
@@ -652,6 +665,19 @@ class Checker:
                     f"{_show_world(theirs.world)}, and the leases of both hold",
                 )
 
+    def _judge_token(self, node: str, world: World, document: RoundDocument) -> None:
+        token, (named, _, epoch) = document.fencing_token, self._namings[world]
+        for other, theirs in self._tokens.items():
+            _, last, then = self._namings[other]
+            earlier = other[0] == world[0] and other[1] < world[1] and then == epoch
+            if (earlier or named - last > 2 * SKEW) and theirs >= token:
+                raise InvariantError(
+                    "fencing",
+                    f"{node} was given {show(document)} with the token {token}, and "
+                    f"{_show_world(other)} had {theirs}",
+                )
+        self._tokens[world] = max(token, self._tokens.get(world, 0))
+
     def wrote(
         self,
         node: str,
@@ -664,6 +690,10 @@ class Checker:
         self.checks += 1
         track = self._tracks[node]
         self._founded.setdefault(after.incarnation, self._now())
+        if after.phase is Phase.CONFIRMING:
+            world = world_of(after)
+            first, _, since = self._namings.get(world, (self._now(), 0.0, epoch))
+            self._namings[world] = first, self._now(), since
         if after.closed:
             self._judge_closing(node, track, before, after, epoch)
             self._stood.add(_image(after))

@@ -49,6 +49,7 @@ _MODULES = (
     "member",
     "observer",
     "cleanup",
+    "contact",
     "node",
 )
 
@@ -105,6 +106,11 @@ _DRAINS, _EXCLUDES = (
         ("drain", "restart", "drain", "drain", "restart"),
         ("exclude", "exclude", "include", "exclude", "exclude"),
     )
+)
+# Where the store refuses hosts.
+_REFUSED = Focus(
+    kinds=("newcomer",),
+    settings={"refusals": tuple(Fault(4.0 * n, kind) for n, kind in enumerate(("one", "all") * 2))},
 )
 # Where all but the smallest rounds stand in shards.
 _APART = Focus(settings={"inline": 1})
@@ -1177,6 +1183,60 @@ MUTANTS: dict[str, Mutant] = {
             },
         ),
     ),
+    "stays-though-refused": Mutant(
+        "rule 24: a node that the store refuses stops its workers after its lease",
+        (_in("contact", "        self._denied = True\n", "        pass\n"),),
+        focus=_REFUSED,
+    ),
+    "refused-for-ever": Mutant(
+        "rule 24: a heartbeat that the store accepts ends a refusal",
+        (_in("contact", "self._accepted, self._denied = sent, False", "self._accepted = sent"),),
+        focus=Focus(
+            kinds=("outage",),
+            settings={"refusals": tuple(Fault(3.0 * n, "some") for n in range(6))},
+        ),
+    ),
+    "deaf-to-outage-limit": Mutant(
+        "rule 24: with on_outage=stop a node without an accepted heartbeat stops its workers",
+        (
+            _in(
+                "contact",
+                "return min(rules.lease, rules.outage_limit) if self._denied else "
+                "rules.outage_limit",
+                "return rules.lease if self._denied else 1e9",
+            ),
+        ),
+        focus=Focus(kinds=("partition", "outage"), settings={"outage_limit": 2.0}),
+    ),
+    "runs-on-replaced": Mutant(
+        "rule 24: a node stops its workers once it reads that a later round ran without it",
+        (
+            _in(
+                "member",
+                "    if document.round > member.round or document.world_id != member.world_id:\n"
+                "        return max(1, document.waiting)\n",
+                "    if document.round > member.round + 2:\n"
+                "        return max(1, document.waiting)\n",
+            ),
+        ),
+        focus=Focus(kinds=("partition", "partition", "stall")),
+    ),
+    "token-by-the-clock": Mutant(
+        "rule 25: a fencing token grows with each round, whatever the clocks of leaders show",
+        (_in("leader", "max(document.fencing_token + 1, int(wall * 1000))", "int(wall * 1000)"),),
+        focus=Focus(kinds=("leave", "newcomer"), settings={"last_call": 0.0, "min_nodes": 1}),
+    ),
+    "token-by-the-count": Mutant(
+        "rule 25: a fencing token is larger than all before also where the store lost them",
+        (
+            _in(
+                "leader",
+                "max(document.fencing_token + 1, int(wall * 1000))",
+                "document.fencing_token + 1",
+            ),
+        ),
+        focus=Focus(kinds=("amnesia", "worker failure", "kill all, then resubmit")),
+    ),
     "ends-rounds-too-soon": Mutant(
         "rule 17: a round runs for min_uptime before it is ended for newcomers",
         (_in("growth", '        (rules.min_uptime - view.uptime, "to min_uptime"),\n', ""),),
@@ -1242,6 +1302,7 @@ def build(name: str) -> type[Node]:
     cleanup.__dict__.update(with_rank=observer.with_rank)
     node.__dict__.update(
         member=modules["member"],
+        Contact=modules["contact"].Contact,
         Observer=observer.Observer,
         close_run=cleanup.close_run,
         let_expire=cleanup.let_expire,

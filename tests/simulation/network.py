@@ -67,6 +67,11 @@ class Network:
             else:
                 after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
             return
+        if host.refused:
+            world.inject("refused")
+            seconds = (world.refusals.random() + world.refusals.random()) * plan.latency
+            after(seconds, host.is_refused, turn)
+            return
         out, back = self.latency(), self.latency()
         if host.grey and self._fails_there(host, request):
             world.inject(f"grey host: {host.grey}")
@@ -146,7 +151,7 @@ class Network:
             host.receive(turn, answer)
 
     def reaches(self, host: Host) -> bool:
-        return not self._is_cut_off(host)
+        return not (self._is_cut_off(host) or host.refused)
 
     def _fails_there(self, host: Host, request: effects.Effect[Any]) -> bool:
         match host.grey:

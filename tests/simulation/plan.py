@@ -26,6 +26,7 @@ __all__ = [
     "ORDERS",
     "OTHER_SETTINGS",
     "QUIET_AFTER",
+    "REFUSALS",
     "SKEW",
     "SLOWEST",
     "TORCH_TIMEOUT",
@@ -91,6 +92,9 @@ ORDERS = ("drain", "drain", "restart", "resize", "exclude", "exclude", "include"
 LINKS = ("cut off", "cut off", "unreachable", "hidden", "bad link", "bad link", "slow")
 """Kinds of faults between hosts, each as often as it is named."""
 
+REFUSALS = ("one", "one", "some", "all")
+"""Whom the store refuses for a time, each as often as it is named."""
+
 _MOST_KINDS = 6
 _AMBUSHES = (
     "crash",
@@ -152,6 +156,8 @@ UNSTEERED: Mapping[str, Any] = {
     "quarantine_after": 0,
     "network_check": False,
     "links": (),
+    "refusals": (),
+    "outage_limit": math.inf,
 }
 """Settings without policies and without orders from people."""
 
@@ -189,6 +195,7 @@ class Plan:
         exits_unfit: a node whose check failed ends, and another is started in its place.
         orders: what people order, and when.
         links: what befalls the network between hosts, and when.
+        refusals: whom the store refuses, and when.
         one_stays_bad: one link stays bad when the faults stop.
         without_check: chance that a host has no network check in a run that has it.
         ending: how the run ends once it stands still: "succeeds", "fails", or "is left".
@@ -229,6 +236,7 @@ class Plan:
     exits_unfit: bool = False
     orders: tuple[Fault, ...] = ()
     links: tuple[Fault, ...] = ()
+    refusals: tuple[Fault, ...] = ()
     one_stays_bad: bool = False
     without_check: float = 0.0
 
@@ -316,7 +324,28 @@ class Plan:
 
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
-    return _with_links(_with_quarantine(_with_orders(_with_checks(_placed(_paced(plan))))))
+    plan = _with_links(_with_quarantine(_with_orders(_with_checks(_placed(_paced(plan))))))
+    return _with_outage_limit(_with_refusals(plan))
+
+
+def _with_refusals(plan: Plan) -> Plan:
+    chance = random.Random(f"refusals of {plan.seed}")
+    if chance.random() < 0.75:
+        return plan
+    given = (
+        Fault(chance.uniform(0.0, QUIET_AFTER - 0.5), chance.choice(REFUSALS))
+        for _ in range(chance.randint(1, 4))
+    )
+    return replace(plan, refusals=tuple(sorted(given, key=lambda fault: fault.at)))
+
+
+def _with_outage_limit(plan: Plan) -> Plan:
+    chance = random.Random(f"outage limit of {plan.seed}")
+    if chance.random() < 0.75:
+        return plan
+    rules = plan.rules
+    limit = chance.choice((2.0 * rules.interval, rules.lease, 1.5 * rules.lease))
+    return replace(plan, rules=replace(rules, outage_limit=limit))
 
 
 def _with_links(plan: Plan) -> Plan:

@@ -22,7 +22,7 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.roster import complete
 from rdzv_plugins.protocol.rules import Failure, Rules
 
-from .faults import FAULTS, end_faults, part
+from .faults import FAULTS, end_faults, part, refuse
 from .host import Agent, Host
 from .invariants import Checker, Evidence, InvariantError, show, world_of
 from .kernel import Kernel
@@ -101,6 +101,8 @@ class World:
         self.person = random.Random(f"orders given in {plan.seed}")
         # Of the network between hosts.
         self.links = random.Random(f"links in {plan.seed}")
+        # Of who is refused by the store.
+        self.refusals = random.Random(f"refusals in {plan.seed}")
         self.kernel = Kernel()
         self.store = Store(
             lambda: self.kernel.now, self.kernel.at, plan.staleness > 0, _has(plan, "fail-over")
@@ -222,7 +224,12 @@ class World:
         chance, own = self.chance, rules or self.plan.rules
         if self.plan.other_settings and chance.random() < self.plan.other_settings:
             factor = chance.choice(OTHER_SETTINGS)
-            own = replace(own, interval=factor * own.interval, lease=factor * own.lease)
+            own = replace(
+                own,
+                interval=factor * own.interval,
+                lease=factor * own.lease,
+                outage_limit=factor * own.outage_limit,
+            )
             self.inject("other settings")
         if plan_without := self.plan.without_check:
             checks = self.links.random() >= plan_without
@@ -367,6 +374,8 @@ class World:
             kernel.at(order.at, give, self, order.kind)
         for fault in plan.links:
             kernel.at(fault.at, part, self, fault.kind)
+        for fault in plan.refusals:
+            kernel.at(fault.at, refuse, self, fault.kind)
         kernel.run(QUIET_AFTER)
         end_faults(self)
         settled = self._stand_still(bound(plan) + self._held_up())

@@ -39,7 +39,7 @@ class Life:
     """Drives one node by hand, over the in-memory store.
 
     Attributes:
-        down: the store is away for this node.
+        down: the store is away for this node, or fails with ``error``.
         fails: which requests fail besides.
         told, said: the lines of its log: warnings, and others.
         master: what opening a TCPStore comes to; None: it never ends.
@@ -59,6 +59,7 @@ class Life:
         self.archive = archive(server)
         self.time = time
         self.down = False
+        self.error: RendezvousConnectionError | None = None
         self.fails: Callable[[effects.Effect[Any]], bool] = lambda request: False
         self.last_word_fails: Exception | None = None
         self.master: str | Exception | None = "host:1"
@@ -161,7 +162,7 @@ class Life:
         if leaves and self.last_word_fails:
             raise self.last_word_fails
         if self.down or self.fails(request):
-            raise RendezvousConnectionError("down")
+            raise self.error or RendezvousConnectionError("down")
         return perform(self.client, self.archive, request)
 
 

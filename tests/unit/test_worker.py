@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import rdzv_plugins
 from rdzv_plugins.config import ENVIRONMENT_PREFIX
-from rdzv_plugins.worker import VARIABLE, CurrentRound, current, hand_down, take_back
+from rdzv_plugins.worker import (
+    VARIABLE,
+    CurrentRound,
+    FencedError,
+    current,
+    hand_down,
+    take_back,
+)
 from tests import replace
 
 NOW = CurrentRound(
@@ -80,3 +88,60 @@ class TestVariable:
 def test_a_moment_in_a_run_that_ended_is_no_fault() -> None:
     hand_down(replace(NOW, resize_file="/nowhere/1-abc"))
     assert rdzv_plugins.resize_now()
+
+
+class TestFence:
+    """Whoever has the largest token last keeps all others out."""
+
+    def test_an_older_round_is_kept_out(self, tmp_path: Path) -> None:
+        file = tmp_path / "checkpoint.fence"
+        wrote = []
+        for token, world in ((5, "1-a"), (5, "1-a"), (9, "2-b")):
+            hand_down(replace(NOW, fencing_token=token, world_id=world))
+            with rdzv_plugins.fence(file):
+                wrote.append(token)
+        assert wrote == [5, 5, 9]
+        for token, world in ((5, "1-a"), (8, "1-c"), (9, "2-other")):
+            hand_down(replace(NOW, fencing_token=token, world_id=world))
+            refused = pytest.raises(FencedError, match=rf"token 9, this worker's is {token}")
+            with refused, rdzv_plugins.fence(file):
+                wrote.append(token)
+        assert wrote == [5, 5, 9]
+
+    def test_a_process_that_is_no_worker_is_let_through(self, tmp_path: Path) -> None:
+        with rdzv_plugins.fence(tmp_path / "checkpoint.fence"):
+            pass
+        assert not [*tmp_path.iterdir()]
+
+    def test_an_error_inside_lets_the_fence_go(self, tmp_path: Path) -> None:
+        hand_down(replace(NOW, fencing_token=1))
+        with pytest.raises(ValueError, match="full"), rdzv_plugins.fence(tmp_path / "fence"):
+            raise ValueError("full")
+        hand_down(replace(NOW, fencing_token=2))
+        with rdzv_plugins.fence(tmp_path / "fence"):
+            pass
+
+    def test_no_older_process_writes_after_a_newer_one(self, tmp_path: Path) -> None:
+        """Twelve processes, each of a round of its own, write one checkpoint again and again."""
+        code = (
+            "import sys, time, rdzv_plugins\n"
+            "from rdzv_plugins.worker import CurrentRound, FencedError, hand_down\n"
+            "token, folder = int(sys.argv[1]), sys.argv[2]\n"
+            "hand_down(CurrentRound(run_id='run', round=token, world_id=f'{token}-a', cause='',\n"
+            "                       fencing_token=token))\n"
+            "end = time.monotonic() + 1.0\n"
+            "try:\n"
+            "    while time.monotonic() < end:\n"
+            "        with rdzv_plugins.fence(folder + '/fence'):\n"
+            "            with open(folder + '/log', 'a') as log: log.write(f'{token}\\n')\n"
+            "except FencedError:\n"
+            "    pass\n"
+        )
+        processes = [
+            subprocess.Popen([sys.executable, "-c", code, str(token), str(tmp_path)])
+            for token in range(12, 0, -1)
+        ]
+        assert [process.wait(60) for process in processes] == [0] * 12
+        wrote = [int(line) for line in (tmp_path / "log").read_text().split()]
+        assert wrote == sorted(wrote)
+        assert wrote[-1] == 12
