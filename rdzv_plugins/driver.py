@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.kv import (
+    AccessDeniedError,
     Entry,
     KeyValueClient,
     RendezvousConnectionError,
@@ -97,6 +98,7 @@ class Driver:
         self._nudges: SimpleQueue[None] = SimpleQueue()
         self._outcomes: SimpleQueue[effects.Outcome] = SimpleQueue()
         self._outage_since: float | None = None
+        self._told_of_refusal = False
         self._told: str | None = None
         self._told_of_the_archive = False
         self._inspected = False
@@ -366,15 +368,26 @@ class Driver:
             if str(error) != self._told:
                 self._log.error(str(error))
             self._told = str(error)
-        elif self._outage_since is None:
+            return
+        denied = isinstance(error, AccessDeniedError)
+        if self._outage_since is None:
             self._outage_since = time.monotonic()
+        elif self._told_of_refusal or not denied:
+            return
+        self._told_of_refusal = denied
+        if denied:
+            self._log.warning(
+                f"{error} -- others may go on without this node, so that its workers are stopped "
+                "after its lease; this node keeps trying"
+            )
+        else:
             self._log.warning(f"{error} -- what runs goes on, and this node keeps trying")
 
     def _note_success(self, request: effects.Effect[Any]) -> None:
         if self._outage_since is None or type(request) in effects.LOCAL:
             return
         self._log.warning(f"the store is back after {time.monotonic() - self._outage_since:.1f} s")
-        self._outage_since = None
+        self._outage_since, self._told_of_refusal = None, False
 
 
 class _Aside:

@@ -74,5 +74,5 @@ class Contact:
         """Why it takes itself for lost, for people."""
         seconds = f"{self._patience:g} s"
         if self._denied:
-            return f"the store refuses this node and has accepted no heartbeat of it for {seconds}"
-        return f"the store has accepted no heartbeat of this node for {seconds} (on_outage=stop)"
+            return f"the store refuses it, and has accepted no heartbeat of it for {seconds}"
+        return f"the store has accepted no heartbeat of it for {seconds} (on_outage=stop)"

@@ -939,8 +939,9 @@ class Node:
             self._told_to_stop = True
             yield from Tell(
                 "cut off",
-                f"{self._contact.why}, so that the others may go on without it: its workers are "
-                f"to stop, and it asks for a round again, for {self._join_timeout:g} s ({error})",
+                f"the others may go on without this node, so that its workers are to stop: "
+                f"{self._contact.why}; it asks for a round again, for {self._join_timeout:g} s "
+                f"({error})",
             )
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
         pause *= 0.5 + 0.5 * self._chance.random()

@@ -36,7 +36,7 @@ class TestANodeThatTheStoreRefuses:
         assert other.time.now >= sent + RULES.lease
         bear(other, 1.0)
         (told,) = [line for line in other.told if "its workers are to stop" in line]
-        assert "the store refuses this node" in told
+        assert "the store refuses it" in told
         assert "refused the credentials" in told
 
     def test_it_asks_again_and_comes_back_once_it_is_let_in(self, pair: tuple[Life, Life]) -> None:

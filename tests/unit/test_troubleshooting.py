@@ -17,6 +17,7 @@ LINES = re.findall(r"^(?:### |- )`([^`]*)`", PAGE, re.MULTILINE)
 
 # Parts of texts that explain themselves: each says what failed and what to do, or what is allowed.
 EXPLAINS_ITSELF = (
+    "option 'outage_limit'",
     # The command line and the options.
     "--nnodes '…' is neither N nor MIN:MAX, with 1 <= MIN <= MAX",
     "--peers: '…' is neither host nor host:port",

@@ -1,0 +1,217 @@
+"""For how long two worlds of one run train, where some nodes lose the store and others do not.
+
+Real torchrun agents and real servers. The workers note each moment that matters: "begin", and
+"sigterm" as their agent stops them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import redis
+
+from rdzv_plugins.testing.proxy import Proxy
+from tests import Measure, replace
+from tests.integration.jobs import Job
+from tests.integration.stores import RunningStore, every_store
+
+pytestmark = pytest.mark.timeout(240)
+
+# A lease of 3 s, as in the other scenarios with torchrun.
+INTERVAL, LEASE = 1.0, 3.0
+
+# torch's agents look ten times a second; they share two cores with all that a test runs.
+SOON = 1.0
+
+
+class Doorkeeper:
+    """Users of a Redis or a PostgreSQL that are let in, or are not, from one moment to the next."""
+
+    def __init__(self, store: RunningStore) -> None:
+        self._store = store
+        host, port = store.address
+        self._is_redis = store.name == "redis"
+        self._redis: Any = redis.Redis(host, port) if self._is_redis else None
+        self._endpoint = store.endpoint
+
+    def admit(self, user: str) -> RunningStore:
+        """The store as this user reaches it."""
+        host, port = self._store.address
+        if self._is_redis:
+            self._redis.acl_setuser(
+                user, enabled=True, passwords=["+secret"], keys=["*"], channels=["*"],
+                categories=["+@all"], reset=True,
+            )  # fmt: skip
+            return replace(self._store, endpoint=f"redis://{user}:secret@{host}:{port}")
+        self._ask(f"CREATE ROLE {user} SUPERUSER LOGIN")
+        return replace(self._store, endpoint=f"postgresql://{user}@{host}:{port}/postgres")
+
+    def shut_out(self, user: str) -> float:
+        """Refuse the user from now on, and end what it has; returns when."""
+        if self._is_redis:
+            self._redis.acl_setuser(user, enabled=False)
+            self._redis.execute_command("CLIENT", "KILL", "USER", user)
+        else:
+            self._ask(f"ALTER ROLE {user} NOLOGIN")
+            self._ask(
+                f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = '{user}'"
+            )
+        return time.monotonic()
+
+    def let_in(self, user: str) -> None:
+        if self._is_redis:
+            self._redis.acl_setuser(user, enabled=True)
+        else:
+            self._ask(f"ALTER ROLE {user} LOGIN")
+
+    def _ask(self, statement: str) -> None:
+        with psycopg.connect(self._endpoint, autocommit=True) as db:
+            db.execute(statement)
+
+
+Submit = Callable[..., Job]
+
+
+@contextmanager
+def jobs(folder: Path, **options: object) -> Iterator[Submit]:
+    """Makes the parts of one job; each reaches the store in its own way."""
+    made: list[Job] = []
+
+    def submit(store: RunningStore) -> Job:
+        run_id = made[0].run_id if made else None
+        job = Job(
+            folder,
+            store,
+            nodes="1:3",
+            run_id=run_id,
+            keep_alive_interval=INTERVAL,
+            keep_alive_max_attempt=3,
+            replacement_timeout=0,
+            last_call_timeout=1,
+            heartbeat_timeout=2,
+            **options,
+        )
+        made.append(job)
+        return job
+
+    try:
+        yield submit
+    finally:
+        for job in made:
+            job.close()
+
+
+with_users = pytest.mark.parametrize(
+    "store", ["redis", pytest.param("postgres", marks=pytest.mark.soak)], indirect=True
+)
+
+
+@with_users
+def test_all_that_are_refused_stop_before_a_newcomer_trains(
+    store: RunningStore, tmp_path: Path, record_property: Measure
+) -> None:
+    """The password is rotated, and the old nodes never read it again."""
+    door = Doorkeeper(store)
+    with jobs(tmp_path) as submit:
+        old, new = submit(door.admit("old")), submit(store)
+        old.begin("ab")
+        refused = door.shut_out("old")
+        new.start_at("c")
+        stopped = {name: old.await_event(name, "sigterm", LEASE + 10) for name in "ab"}
+        world = new.await_begun("c")
+        began = min(world.began.values())
+        record_property("workers stopped after, s", round(max(stopped.values()) - refused, 2))
+        record_property("two worlds, s", round(max(stopped.values()) - began, 2))
+        assert min(stopped.values()) - refused > LEASE - INTERVAL - SOON
+        assert max(stopped.values()) - refused < LEASE + 2 * SOON
+        assert max(stopped.values()) < began + SOON
+        for name in "ab":
+            old.await_line(name, "the store refuses it", "its workers are to stop")
+        # They ask again, and come back once they are let in.
+        door.let_in("old")
+        everybody = [*old.agents.values(), *new.agents.values()]
+        old.agents = {agent.name: agent for agent in everybody}
+        assert old.await_begun("abc", after=began).size == 3
+
+
+@with_users
+def test_who_alone_is_refused_stops_and_the_other_goes_on(
+    store: RunningStore, tmp_path: Path, record_property: Measure
+) -> None:
+    door = Doorkeeper(store)
+    with jobs(tmp_path) as submit:
+        one, other = submit(door.admit("one")), submit(door.admit("other"))
+        one.start_at("a")
+        other.start_at("b")
+        together = {**one.agents, **other.agents}
+        one.agents = other.agents = together
+        one.await_begun("ab")
+        refused = door.shut_out("one")
+        stopped = one.await_event("a", "sigterm", LEASE + 10)
+        began = max(other.await_begun("b", after=refused).began.values())
+        record_property("workers stopped after, s", round(stopped - refused, 2))
+        record_property("two worlds, s", round(stopped - began, 2))
+        assert stopped < began + SOON
+        door.let_in("one")
+        one.await_begun("ab", after=began)
+
+
+@every_store
+def test_who_comes_back_from_a_silent_store_stops_at_once_and_tells(
+    store: RunningStore, tmp_path: Path, record_property: Measure
+) -> None:
+    with Proxy(store.address) as proxy, jobs(tmp_path) as submit:
+        away = submit(replace(store, endpoint=store.endpoint_at(proxy.address)))
+        there = submit(store)
+        away.start_at("a")
+        there.start_at("b")
+        away.agents = there.agents = {**away.agents, **there.agents}
+        away.await_begun("ab")
+        proxy.black_hole()
+        cut = time.monotonic()
+        began = max(there.await_begun("b", after=cut).began.values())
+        assert away.noted("a", cut) == []
+        proxy.release()
+        back = away.await_line("a", "the store is back after")
+        seen = time.monotonic()
+        stopped = away.await_event("a", "sigterm", 30)
+        record_property("stopped after the store was back, s", round(stopped - seen, 2))
+        record_property("two worlds, s", round(stopped - began, 2))
+        assert stopped < seen + SOON, back
+        told = away.await_line("a", "two worlds of this run may have trained at once")
+        seconds = float(told.partition("for at most ")[2].partition(" s")[0])
+        assert stopped - began <= seconds + SOON
+        away.await_begun("ab", after=began)
+
+
+@every_store
+def test_with_on_outage_stop_the_workers_stop(
+    store: RunningStore, tmp_path: Path, record_property: Measure
+) -> None:
+    limit = 2.5
+    with (
+        Proxy(store.address) as proxy,
+        jobs(tmp_path, on_outage="stop", outage_limit=limit) as submit,
+    ):
+        away = submit(replace(store, endpoint=store.endpoint_at(proxy.address)))
+        there = submit(store)
+        away.start_at("a")
+        there.start_at("b")
+        away.agents = there.agents = {**away.agents, **there.agents}
+        away.await_begun("ab")
+        proxy.black_hole()
+        cut = time.monotonic()
+        stopped = away.await_event("a", "sigterm", limit + 10)
+        record_property("workers stopped after, s", round(stopped - cut, 2))
+        assert stopped - cut < limit + SOON
+        began = max(there.await_begun("b", after=cut).began.values())
+        record_property("two worlds, s", round(stopped - began, 2))
+        assert stopped < began
+        proxy.release()
+        away.await_begun("ab", after=began)
