@@ -128,7 +128,8 @@ class Node:
         self._share = chance.random()
         self._seen = Observer(node_id, rules, clock)
         self._contact = Contact(rules, clock)
-        self._told_to_stop = False
+        # Why its workers were to stop last, and whether its log says so.
+        self._cut_off, self._told_to_stop = "", False
         # By which it was last looked whether the round of this node's agent is over.
         self._judged: RoundDocument | None = None
         self._joining = False
@@ -377,7 +378,7 @@ class Node:
                     seen.answered()
                 if isinstance(request, PutRecord):
                     self._contact.accepted(asked)
-                    self._told_to_stop = False
+                    self._cut_off, self._told_to_stop = "", False
             elif isinstance(error, RendezvousConnectionError):
                 seen.failed()
                 if isinstance(error, AccessDeniedError):
@@ -455,6 +456,7 @@ class Node:
             self._ring = self._ring or not record.is_unfit
             self._record_due = self._record_due or self.record != record
         if self._join_ordered:
+            cut_off = self._contact.why if self.is_cut_off else ""
             self._join_ordered = False
             self._joining = True
             self._joined_at = self._clock()
@@ -476,6 +478,7 @@ class Node:
             # A node that joins again may have lost the leader: look at it now, not an interval on.
             self._seen.read_again(document=True, leader=self._member is not None)
             self._waiting = 0
+            self._cut_off = self._cut_off or cut_off
             self._contact.workers_stopped()
         if self._done_reported:
             self._done_reported = False
@@ -494,6 +497,8 @@ class Node:
             nnodes = f"{self._rules.min_nodes}:{self._rules.max_nodes}"
             return f"joined as {self.record.label}, --nnodes={nnodes}"
         why = "its workers failed" if self._failed else "its round is over"
+        if self._cut_off:
+            why = f"it was cut off: {self._cut_off}"
         return f"{self.record.label} asks for the next round: {why}"
 
     def _new_incarnation(self) -> str:
@@ -935,12 +940,14 @@ class Node:
             self._joining = False
             self.record = replace(self.record, status=Status.LEFT)
             yield from FinishJoin(Outcome(error=error))
-        if self.is_cut_off and not self._told_to_stop:
+        if self.is_cut_off:
+            self._cut_off = self._contact.why
+        if self._cut_off and not self._told_to_stop:
             self._told_to_stop = True
             yield from Tell(
                 "cut off",
                 f"the others may go on without this node, so that its workers are to stop: "
-                f"{self._contact.why}; it asks for a round again, for {self._join_timeout:g} s "
+                f"{self._cut_off}; it asks for a round again, for {self._join_timeout:g} s "
                 f"({error})",
             )
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)

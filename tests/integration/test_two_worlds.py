@@ -166,28 +166,39 @@ def test_who_alone_is_refused_stops_and_the_other_goes_on(
 def test_who_comes_back_from_a_silent_store_stops_at_once_and_tells(
     store: RunningStore, tmp_path: Path, record_property: Measure
 ) -> None:
+    """Meanwhile its workers run on, and a fence keeps them from the checkpoint."""
+    fence = tmp_path / "checkpoint.fence"
     with Proxy(store.address) as proxy, jobs(tmp_path) as submit:
         away = submit(replace(store, endpoint=store.endpoint_at(proxy.address)))
         there = submit(store)
-        away.start_at("a")
-        there.start_at("b")
+        away.start_at("a", training={"fence": fence})
+        there.start_at("b", training={"fence": fence})
         away.agents = there.agents = {**away.agents, **there.agents}
         away.await_begun("ab")
         proxy.black_hole()
         cut = time.monotonic()
         began = max(there.await_begun("b", after=cut).began.values())
-        assert away.noted("a", cut) == []
+        away.await_event("a", "fenced")
+        away.await_line("a", "what runs goes on, and this node keeps trying")
+        assert away.noted("a", cut) == ["fenced"]
         proxy.release()
-        back = away.await_line("a", "the store is back after")
+        released = time.monotonic()
+        told = away.await_line("a", "two worlds of this run may have trained at once")
         seen = time.monotonic()
         stopped = away.await_event("a", "sigterm", 30)
-        record_property("stopped after the store was back, s", round(stopped - seen, 2))
+        record_property("workers stopped after the network was back, s", stopped - released)
+        record_property("workers stopped after it was told, s", stopped - seen)
         record_property("two worlds, s", round(stopped - began, 2))
-        assert stopped < seen + SOON, back
-        told = away.await_line("a", "two worlds of this run may have trained at once")
+        assert stopped < seen + SOON
         seconds = float(told.partition("for at most ")[2].partition(" s")[0])
         assert stopped - began <= seconds + SOON
         away.await_begun("ab", after=began)
+
+        def tokens() -> list[int]:
+            return [int(line) for line in fence.with_suffix(".log").read_text().split()]
+
+        away.await_that(lambda: len({*tokens()}) == 3, "a token of each round", 10)
+    assert tokens() == sorted(tokens())
 
 
 @every_store

@@ -601,6 +601,12 @@ class Host:
         limit = self.rules.outage_limit
         return min(self.rules.lease, limit) if self._was_refused else limit
 
+    @property
+    def _could_have_polled(self) -> bool:
+        """Whether it has neither stood still nor begun to run just now."""
+        ran = (self.world.kernel.now - self.changed) * self.clock.rate
+        return min(ran, self.clock() - self.woke) >= _STOPS_WITHIN - _EXACT
+
     def _plan_to_look(self, seconds: float) -> None:
         """Its agent polls in real life; here only when that may tell it something."""
         after = self.world.kernel.after
@@ -611,8 +617,8 @@ class Host:
         if accepted != self._accepted or self._is_late(self._plan_to_look, 0.0):
             return
         over = self.clock() - accepted - self._patience
-        if self.agent is Agent.RUNNING and over >= _STOPS_WITHIN - 1e-3:
-            if self.clock() - self.woke >= _STOPS_WITHIN:
+        if self.agent is Agent.RUNNING and over >= _STOPS_WITHIN - _EXACT:
+            if self._could_have_polled:
                 self.world.violated("two worlds", f"the workers of {self.id} run on, cut off")
             self._plan_to_look(0.0)
 
@@ -686,7 +692,7 @@ class Host:
 
     def _look_at_later_round(self, shift: int) -> None:
         if shift == self._shift and self.agent is Agent.RUNNING and not self.stalls:
-            if self.clock() - self.woke >= _STOPS_WITHIN:
+            if self._could_have_polled:
                 self.world.violated("two worlds", f"the workers of {self.id} run on, replaced")
             self.world.kernel.after(
                 self.clock.real(_STOPS_WITHIN), self._look_at_later_round, shift
