@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import socket
+import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TypeVar
+
+import ifaddr
 
 from rdzv_plugins.endpoint import parse_endpoint
 
 __all__ = [
+    "ANY_PORT",
+    "Candidate",
+    "OwnAddress",
+    "candidates",
     "dial_self",
+    "gloo_address",
+    "interface_of",
     "is_local",
+    "is_loopback",
     "is_out_of_reach",
     "is_own_ip",
     "listen",
@@ -22,45 +35,149 @@ __all__ = [
     "node_address",
     "route_to",
     "store_hosts",
+    "store_is_at_loopback",
 ]
 
 T = TypeVar("T")
 Address = IPv4Address | IPv6Address
 
+ANY_PORT = range(1)
+"""Whichever port is free."""
+
 # An unreachable DNS must not delay the start: the resolver's own time-out is 10 s or more per name.
 _RESOLVER_SECONDS = 2.0
 
-# An address for documentation (RFC 5737): its route is the default route.
-_ANYWHERE = ("192.0.2.1", 9)
+# Addresses for documentation (RFC 5737, RFC 3849): their routes are the default routes.
+_ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
+
+_SIOCGIFFLAGS, _IFF_UP = 0x8913, 0x1
 
 
-def node_address(local_addr: str | None, store_hosts: Iterable[tuple[str, int]]) -> str:
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An address of this host, and the interface that has it."""
+
+    address: Address
+    interface: str
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.interface})"
+
+    @property
+    def is_global(self) -> bool:
+        """Whether other hosts may reach it: it is neither loopback nor link-local."""
+        return not (self.address.is_loopback or self.address.is_link_local)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAddress:
+    """The address that a node announces.
+
+    Attributes:
+        address: an IP address; also a name, if ``--local-addr`` is one.
+        why: why it was taken, for people.
+    """
+
+    address: str
+    why: str
+
+
+def node_address(
+    local_addr: str | None,
+    store_hosts: Iterable[tuple[str, int]],
+    *,
+    interface: str | None = None,
+    network: str | None = None,
+    alone: bool = False,
+) -> OwnAddress:
     """An address of this host to which a server can bind and its peers can connect.
 
-    In this order: ``local_addr``; the host's fully qualified name, if it resolves to an address of
-    this host that is neither loopback nor link-local; the address from which the host reaches the
-    store, or, if that is loopback or unknown, the address of its short name; loopback. A name
-    without a dot is not returned: nobody else can resolve a container's name (pytorch #150532).
+    In this order: ``local_addr``; the first address of ``interface`` in ``network``; the address
+    from which the host reaches the store; if that is loopback or unknown, the address of the
+    default route, or of the first interface that other hosts may reach; loopback. A name is never
+    chosen: nobody else may be able to resolve it.
 
     Args:
         local_addr: as in ``--local-addr``.
-        store_hosts: (name, port) of the store's servers; if none resolves, the default route
-            decides. Nothing is sent to them.
+        store_hosts: (name, port) of the store's servers. Nothing is sent to them.
+        interface, network: the options of these names.
+        alone: no other node will be in the run, so that loopback is as good.
 
-    Returns:
-        A name or an IP address, within 4 s even if name resolution hangs.
+    Returns within 2 s even if name resolution hangs. Raises `ValueError` if no address of this host
+    is on the interface and in the network.
     """
     if local_addr:
-        return local_addr
-    unknown: tuple[str, Address | None] = ("", None)
-    name, own = _within(_RESOLVER_SECONDS, _own_name, unknown)
-    if own is not None and "." in name:
-        return name
-    hosts = list(store_hosts)
-    route = _within(_RESOLVER_SECONDS, lambda: route_to(hosts), None) or route_to([_ANYWHERE])
-    if route is not None and not route.is_loopback:
-        return str(route)
-    return str(own or route or "127.0.0.1")
+        return OwnAddress(local_addr, "--local-addr")
+    if interface is not None or network is not None:
+        return _asked_for(interface, network)
+    route = _route_in_time(store_hosts)
+    if route is not None and (alone or not route.is_loopback):
+        return OwnAddress(str(route), "from it this host reaches the store")
+    store = "where the store is, is not known" if route is None else "the store is at loopback"
+    default = route_to(_ANYWHERE)
+    if default is not None and not (default.is_loopback or default.is_link_local):
+        return OwnAddress(str(default), f"{store}: that of the default route")
+    first = next((it for it in candidates() if it.is_global), None)
+    if first is not None:
+        return OwnAddress(str(first.address), f"{store}, and there is no default route: the first")
+    return OwnAddress(str(route or "127.0.0.1"), f"{store}, and this host has no other address")
+
+
+def _asked_for(interface: str | None, network: str | None) -> OwnAddress:
+    every = candidates()
+    inside = ip_network(network, strict=False) if network is not None else None
+    for it in every:
+        if interface in (None, it.interface) and (inside is None or it.address in inside):
+            options = {"interface": interface, "network": network}
+            asked = ", ".join(f"{name}={value}" for name, value in options.items() if value)
+            return OwnAddress(str(it.address), asked)
+    where = [f"on interface '{interface}'"] if interface is not None else []
+    where += [f"in network '{network}'"] if network is not None else []
+    names = ", ".join(str(it) for it in every)
+    raise ValueError(f"this host has no address {' '.join(where)}; it has {names or 'none'}")
+
+
+def candidates() -> list[Candidate]:
+    """The addresses of this host, those that other hosts are likeliest to reach first.
+
+    Interfaces are in the order in which they came up, which bridges and tunnels do last; of those
+    that are down there is none. IPv4 comes before IPv6, whose link-local addresses are left out.
+    """
+    found = [
+        Candidate(address, name)
+        for name, ips in _adapters()
+        for address in ips
+        if not (address.version == 6 and address.is_link_local)
+    ]
+    return sorted(found, key=lambda it: (not it.is_global, it.address.version))
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has an IP address; None: it is a name, or not this host's own."""
+    return next((it.interface for it in candidates() if str(it.address) == address), None)
+
+
+def _adapters() -> list[tuple[str, list[Address]]]:
+    return [
+        # An IPv6 address comes with its flow and scope.
+        (
+            adapter.name,
+            [ip_address(ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for ip in adapter.ips],
+        )
+        for adapter in sorted(ifaddr.get_adapters(), key=lambda it: it.index or 0)
+        if _is_up(adapter.name)
+    ]
+
+
+def _is_up(interface: str) -> bool:
+    # Not /sys/class/net, which may be that of another network namespace.
+    asked = struct.pack("16sH14x", os.fsencode(interface), 0)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+            flags: int = struct.unpack("16sH14x", fcntl.ioctl(line, _SIOCGIFFLAGS, asked))[1]
+    except (OSError, struct.error):
+        return True
+    return bool(flags & _IFF_UP)
 
 
 def store_hosts(endpoint: str) -> list[tuple[str, int]]:
@@ -70,55 +187,98 @@ def store_hosts(endpoint: str) -> list[tuple[str, int]]:
         return []
     try:
         # The port does not affect the route: any port will do.
-        return [*parse_endpoint(endpoint, default_port=_ANYWHERE[1], schemes=[scheme]).hosts]
+        return [*parse_endpoint(endpoint, default_port=9, schemes=[scheme]).hosts]
     except ValueError:
         return []
 
 
+def store_is_at_loopback(endpoint: str) -> bool:
+    """Whether the endpoint is a socket's path, or a host that is reached at loopback."""
+    if endpoint.startswith("unix://"):
+        return True
+    route = _route_in_time(store_hosts(endpoint))
+    return route is not None and route.is_loopback
+
+
 def is_out_of_reach(address: str, store_hosts: Iterable[tuple[str, int]]) -> bool:
     """Whether ``address`` is loopback while the store, as its route shows, is on another host."""
+    if not is_loopback(address):
+        return False
+    route = _route_in_time(store_hosts)
+    return route is not None and not route.is_loopback
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is a loopback address, or ``localhost``; other names are not looked up."""
     try:
-        if address != "localhost" and not ip_address(address).is_loopback:
-            return False
+        return address == "localhost" or ip_address(address).is_loopback
     except ValueError:
         return False
-    hosts = list(store_hosts)
-    route = _within(_RESOLVER_SECONDS, lambda: route_to(hosts), None)
-    return route is not None and not route.is_loopback
 
 
 def is_local(address: str) -> bool:
     """Whether an address or name is this host's own. Raises OSError if it cannot be resolved."""
-    for family, kind, protocol, _, target in socket.getaddrinfo(
-        address, 0, type=socket.SOCK_STREAM
-    ):
-        with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
-            probe.bind(target)
-            return True
-    return False
+    return any(
+        _binds(family, target)
+        for family, _, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    )
 
 
 def is_own_ip(address: str) -> bool:
     """Whether it is an IP address of this host; no name is looked up, which may take long."""
     try:
-        return _is_own(ip_address(address))
+        own = ip_address(address)
     except ValueError:
         return False
+    return _binds(_family(own), (str(own), 0))
 
 
-def listen() -> socket.socket:
-    """A socket on a free port of all addresses, as a TCPStore's is."""
+def gloo_address() -> Address | None:
+    """Where gloo listens in this host's workers, as the host's name decides; None: not known.
+
+    It takes the first address of the name to which it can bind, else loopback, unless
+    ``GLOO_SOCKET_IFNAME`` names an interface.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    return _within(_RESOLVER_SECONDS, _first_of_own_name, None)
+
+
+def _first_of_own_name() -> Address:
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        for family, _, _, _, target in found:
+            if _binds(family, target):
+                return ip_address(str(target[0]).partition("%")[0])
+    return IPv4Address("127.0.0.1")
+
+
+def listen(address: str | None = None, ports: Sequence[int] = ANY_PORT) -> socket.socket:
+    """A socket that listens on the first of these ports that is free; raises OSError if none is.
+
+    Args:
+        address: only there, if it is an IP address of this host; else on all addresses.
+    """
+    for port in ports[:-1]:
+        with contextlib.suppress(OSError):
+            return _listen(address, port)
+    return _listen(address, ports[-1])
+
+
+def _listen(address: str | None, port: int) -> socket.socket:
+    if address is not None and is_own_ip(address):
+        return socket.create_server((address, port), family=_family(ip_address(address)))
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
-def dial_self(address: str, seconds: float) -> int:
-    """Open a port on all addresses, and connect to it at ``address``; returns the port.
+def dial_self(address: str, seconds: float, ports: Sequence[int] = ANY_PORT) -> int:
+    """Open a port where rank 0 would, and connect to it at ``address``; returns the port.
 
     Raises OSError, and UnicodeError for what cannot be a name.
     """
-    with listen() as server:
+    with listen(address, ports) as server:
         port: int = server.getsockname()[1]
         socket.create_connection((address, port), seconds).close()
         return port
@@ -131,35 +291,7 @@ def loopback() -> str:
     c10d connects to 127.0.0.1 as ::ffff:127.0.0.1, which no /etc/hosts contains; the /etc/hosts of
     every distribution and container with IPv6 contains ::1.
     """
-    return "::1" if _is_own(IPv6Address("::1")) else "127.0.0.1"
-
-
-def _own_name() -> tuple[str, Address | None]:
-    """The host's name, and its first address to which peers may be able to connect."""
-    name = socket.getfqdn()
-    for address in _resolve(name):
-        if not address.is_loopback and not address.is_link_local and _is_own(address):
-            return name, address
-    return name, None
-
-
-def _resolve(name: str) -> list[Address]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    # UnicodeError: a name that the IDNA codec refuses.
-    except (OSError, UnicodeError):
-        return []
-    return [ip_address(str(item[4][0]).partition("%")[0]) for item in found]
-
-
-def _is_own(address: Address) -> bool:
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((str(address), 0))
-    except OSError:
-        return False
-    return True
+    return "::1" if is_own_ip("::1") else "127.0.0.1"
 
 
 def route_to(hosts: Iterable[tuple[str, int]]) -> Address | None:
@@ -174,6 +306,24 @@ def route_to(hosts: Iterable[tuple[str, int]]) -> Address | None:
                     probe.connect(target)
                     return ip_address(str(probe.getsockname()[0]).partition("%")[0])
     return None
+
+
+def _route_in_time(hosts: Iterable[tuple[str, int]]) -> Address | None:
+    every = list(hosts)
+    return _within(_RESOLVER_SECONDS, lambda: route_to(every), None)
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    return socket.AF_INET6 if address.version == 6 else socket.AF_INET
+
+
+def _binds(family: int, target: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(target)
+    except OSError:
+        return False
+    return True
 
 
 def _within(seconds: float, question: Callable[[], T], otherwise: T) -> T:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -167,6 +169,15 @@ class Settings:
                                     exception) counts as passed, with a warning
     check_disk              none    the directory for the check ``disk``; none: $TMPDIR
     check_disk_free         1       GiB that must be free there
+    interface               none    the network interface whose address the others dial, e.g. ib0;
+                                    none: the one by which this node reaches the store, or, if it
+                                    does so at loopback, that of the default route
+    network                 none    the network in which the address is that the others dial, e.g.
+                                    10.1.0.0/16. ``--local-addr`` overrides both
+    master_port             none    the port, or the range of ports such as 30000-30010, that rank
+                                    0's MASTER_PORT is of, and ``network_check``'s: the next one
+                                    that is free, in turn; none: any free one. Not the ports that
+                                    gloo or NCCL open
     log_level               INFO    from which level on this package's lines go to stderr: DEBUG,
                                     INFO, WARNING or ERROR; without effect where the application
                                     has set up logging
@@ -177,9 +188,9 @@ class Settings:
     otel                    false   report the same metrics through OpenTelemetry, if the
                                     application has set it up (extra ``otel``)
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
-                                    this backend; it has no metrics and otel, and none of the
-                                    options from restart_on_loss to rejoin_timeout and from
-                                    abandoned_ttl to check_disk_free)
+                                    this backend; it has no master_port, no metrics and otel,
+                                    and none of the options from restart_on_loss to rejoin_timeout
+                                    and from abandoned_ttl to check_disk_free)
     ======================= ======= ===============================================================
     """
 
@@ -221,6 +232,9 @@ class Settings:
     check_fails_open: bool = option(False)
     check_disk: str | None = option(None)
     check_disk_free: float = option(1.0, least=0)
+    interface: str | None = option(None)
+    network: str | None = option(None)
+    master_port: str | None = option(None)
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     metrics_port: int | None = option(None, least=0)
     metrics_host: str | None = option(None)
@@ -243,11 +257,31 @@ class Settings:
                     f"keep_alive_interval ({self.keep_alive_interval:g} s): between two heartbeats "
                     "workers are not to stop"
                 )
+        if self.network is not None:
+            try:
+                ip_network(self.network, strict=False)
+            except ValueError:
+                raise ValueError(
+                    f"option 'network': '{self.network}' is no network such as 10.1.0.0/16"
+                ) from None
+        if self.master_port is not None:
+            first, last = _port_range(self.master_port)
+            if not 0 < first <= last <= _LARGEST_PORT:
+                raise ValueError(
+                    f"option 'master_port': '{self.master_port}' is neither a port nor a range "
+                    f"such as 30000-30010, up to {_LARGEST_PORT}"
+                )
 
     @property
     def check_names(self) -> list[str]:
         """The names in ``checks``; in ``--rdzv-conf`` a comma begins the next option."""
         return (self.checks or "").replace(",", " ").replace("+", " ").split()
+
+    @property
+    def ports(self) -> range:
+        """Those of ``master_port``; port 0 stands for any that is free."""
+        first, last = _port_range(self.master_port or "0")
+        return range(first, last + 1)
 
     def placed_in(self, domain: str | None) -> Settings:
         """These, of a node in this domain."""
@@ -367,6 +401,12 @@ def first_line(name: str, path: str) -> str:
     if not lines or not lines[0]:
         raise UnreadableFileError(f"{name} '{path}' has no first line")
     return lines[0]
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    """The first and the last port of ``N`` or ``N-M``; -1 where it is neither."""
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
+    return (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
 
 
 def option_names(*classes: type) -> list[str]:

@@ -11,10 +11,10 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from ipaddress import ip_address
 
-from rdzv_plugins.addresses import listen
+from rdzv_plugins.addresses import ANY_PORT, listen
 
 __all__ = ["EXCHANGED", "Answering", "dial", "exchange"]
 
@@ -130,15 +130,23 @@ class Answering:
         node: the id of this node; who does not know it is a stranger.
         address: of this node; where it is an address of this host, nothing else is listened on.
         name: of the thread.
+        ports: of which it takes the first that is free; raises OSError if none is.
 
     Attributes:
         port: where it listens.
     """
 
-    def __init__(self, node: str, address: str, name: str, size: int = EXCHANGED) -> None:
+    def __init__(
+        self,
+        node: str,
+        address: str,
+        name: str,
+        size: int = EXCHANGED,
+        ports: Sequence[int] = ANY_PORT,
+    ) -> None:
         self._greeting = _greeting(node)
         self._size = size
-        self._server = _listen_at(address)
+        self._server = listen(address, ports)
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
         self._clients: dict[int, _Client] = {}
@@ -201,13 +209,3 @@ class Answering:
         del self._clients[client.line.fileno()]
         selector.unregister(client.line)
         client.line.close()
-
-
-def _listen_at(address: str) -> socket.socket:
-    """On this address if it is one of this host's, else on all, as a TCPStore does."""
-    try:
-        own = ip_address(address)
-        family = socket.AF_INET6 if own.version == 6 else socket.AF_INET
-        return socket.create_server((address, 0), family=family)
-    except (ValueError, OSError):
-        return listen()

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -38,9 +37,9 @@ from rdzv_plugins.addresses import (
     is_out_of_reach,
     is_own_ip,
     listen,
-    loopback,
     node_address,
     store_hosts,
+    store_is_at_loopback,
 )
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings, idle_options, option_names, without_effect
@@ -70,11 +69,13 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.parting import goes_on_without, newcomers_with
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
+from rdzv_plugins.reach import Reach
 from rdzv_plugins.signals import SignalWatch
 from rdzv_plugins.stores import load, opener, strange_variables
 from rdzv_plugins.topology import find_domain
 from rdzv_plugins.torch_compat.agent_store import AgentStore
 from rdzv_plugins.torch_compat.events import Events, record_failed_creation
+from rdzv_plugins.torch_compat.master_store import open_store
 from rdzv_plugins.torch_compat.torchrun import idle_arguments, max_restarts
 from rdzv_plugins.worker import CurrentRound, hand_down, take_back
 
@@ -123,6 +124,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules: the run's settings.
         settings: the handler's options.
         address: under which the other nodes reach this one.
+        store_is_here: the store is reached at loopback: other hosts may have another one there.
 
     Attributes:
         blames: the agent finds out whose failure ended the workers of all, and asks for another
@@ -139,6 +141,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules: Rules,
         settings: Settings,
         address: str,
+        store_is_here: bool = False,
     ) -> None:
         self._client = client
         self._archive = archive
@@ -148,6 +151,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._address = address
         # Rank 0 looks a name up later, in a thread of its own.
         self._address_checked = is_own_ip(address)
+        self._store_is_here = store_is_here
+        # Of master_port, where the next search for a free port begins.
+        self._next_port = 0
         self._servers: dict[str, TCPStore] = {}
         self._store: AgentStore | None = None
         self._was_told = False
@@ -161,7 +167,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         node_id = secrets.token_hex(8)
         self._answering: Answering | None = None
         if rules.network_check and rules.max_nodes > 1:
-            self._answering = Answering(node_id, address, f"rdzv-{run_id}-answers")
+            name = f"rdzv-{run_id}-answers"
+            try:
+                self._answering = Answering(node_id, address, name, ports=settings.ports)
+            except OSError as error:
+                raise RendezvousStateError(
+                    f"no port of master_port={settings.master_port or 'any'} is free at "
+                    f"'{address}' for the network check ({error}): name more, or end what listens "
+                    "there"
+                ) from error
         # Seconds of pauses since it was last in a round, and the next, where it is cut off.
         self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
         record = NodeRecord(
@@ -189,6 +203,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             time.time,
         )
         self._log = RunLog(log, run_id, self._node)
+        self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
         self._gate = gate_of(settings, self._rank_0, self._log.warning)
         self._last: RoundDocument | None = None
         # Who came to a run that went on already, this node among them; None: it did not come so.
@@ -289,9 +304,40 @@ class StoreRendezvousHandler(RendezvousHandler):
             is_over=lambda: self._ended or self._node.over,
             on_done=self._driver.report_done,
         )
+        self._look_beside(document, address)
         return RendezvousInfo(
             self._store, rank, world_size, RendezvousStoreInfo(address, int(port))
         )
+
+    def _look_beside(self, document: RoundDocument, address: str) -> None:
+        """Tell people, later, of what will keep this node's workers from reaching the others."""
+        if document.size == 1:
+            return
+        is_first = document.ranks[self._node.id] == 0
+
+        def others() -> bool:
+            # In natural order the last is on another host if any is; of many, one surely is.
+            if not is_first:
+                return self._is_elsewhere(address)
+            if not document.participants:
+                return True
+            with suppress(RendezvousConnectionError):
+                entry = self._client.get(NODES_PREFIX + document.participants[-1])
+                last = readable(entry) if entry is not None else None
+                return last is not None and self._is_elsewhere(last.address)
+            return False
+
+        def is_over() -> bool:
+            latest = self._node.latest
+            return self._ended or latest is None or not latest.is_of(document)
+
+        # Where torch's store is not shared, a worker opens that port later.
+        master = document.master if self.use_agent_store and not is_first else None
+        self._reach.look(document.round, master, document.size, others, is_over)
+
+    def _is_elsewhere(self, address: str) -> bool:
+        """Whether the address of another node is another host's, as far as it tells."""
+        return address != self._address and not is_own_ip(address)
 
     def _join(self) -> RoundDocument:
         """The next round; raises as `next_rendezvous` does."""
@@ -683,6 +729,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._client.close()
         if self._answering is not None:
             self._answering.close(_STOP_SECONDS)
+        self._reach.close(_STOP_SECONDS)
         self._driver.await_masters(_STOP_SECONDS)
         self._servers.clear()
         take_back(self._handed_down)
@@ -716,24 +763,39 @@ class StoreRendezvousHandler(RendezvousHandler):
         torch's workers connect to MASTER_PORT without a prefix per round. This is called in a
         thread that may hang: before c10d dials an address it looks up its name, for a log line.
         """
-        if not self.use_agent_store:
-            return f"{self._address}:{_free_port()}"
         if not self._address_checked:
             self._check_address()
             self._address_checked = True
         try:
-            server = TCPStore(
-                # The server listens on all addresses; its own client dials this one.
-                host_name=loopback(),
-                port=0,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=max(_MASTER_SECONDS, self._rules.lease)),
-            )
-        except (OSError, RuntimeError, ValueError) as error:
+            port = self._open_port(world_id)
+        except OSError as error:
+            if not self._servers:
+                raise RendezvousConnectionError(
+                    f"no port of master_port={self._settings.master_port or 'any'} is free at "
+                    f"'{self._address}' ({error}): name more, or end what listens there"
+                ) from error
+            # Its own of former rounds: this node's workers of those have ended.
+            self._servers = {}
+            return self._open_master(world_id)
+        except (RuntimeError, ValueError) as error:
             raise RendezvousConnectionError(f"cannot open a TCPStore ({error})") from error
-        self._servers[world_id] = server
-        return f"{self._address}:{server.port}"
+        return f"{self._address}:{port}"
+
+    def _open_port(self, world_id: str) -> int:
+        """Open a TCPStore, on the next port in turn; if workers open it, find a port for them."""
+        ports = [*self._settings.ports]
+        ports = ports[self._next_port :] + ports[: self._next_port]
+        if not self.use_agent_store:
+            with listen(self._address, ports) as server:
+                port: int = server.getsockname()[1]
+        else:
+            timeout = max(_MASTER_SECONDS, self._rules.lease)
+            name = f"rdzv-{self._run_id}-door"
+            opened = self._servers[world_id] = open_store(self._address, timeout, ports, name)
+            port = opened.port
+        if port in self._settings.ports:
+            self._next_port = (port - self._settings.ports[0] + 1) % len(ports)
+        return port
 
     def _dial(self, request: effects.DialPeer) -> float:
         """Dial another node for the network check; called in a thread, returns the seconds."""
@@ -755,7 +817,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         try:
             if not is_local(self._address):
-                dial_self(self._address, self._rules.request)
+                dial_self(self._address, self._rules.request, self._settings.ports)
         except (OSError, UnicodeError) as error:
             retryable = isinstance(error, TimeoutError) or (
                 isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
@@ -795,6 +857,12 @@ class StoreRendezvousHandler(RendezvousHandler):
                 more = ""
                 if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
                     more = f"; last_call_timeout alone is {rules.last_call:g} s"
+                if self._store_is_here and rules.max_nodes > 1:
+                    more += (
+                        "; the store is at loopback, so that other hosts have another one there: "
+                        "for nodes on several hosts, name an address of it that all reach, unless "
+                        "an agent or a proxy of a store that all share listens there"
+                    )
                 return RendezvousTimeoutError(
                     f"{run} did not complete a round of {rules.min_nodes} to {rules.max_nodes} "
                     f"nodes within {patience:g} s: {self._what_it_waited_for(outcome)}{more}"
@@ -827,12 +895,6 @@ def _what_failed(error: BaseException) -> str:
     return f"its workers failed (rank {rank} {ended}{more})"
 
 
-def _free_port() -> int:
-    with listen() as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandler:
     """What ``--rdzv-backend`` stands for.
 
@@ -860,6 +922,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
         _tell_what_is_idle(store, params, settings)
         refuse_unless_installed(settings)
         refuse_unknown_checks(settings)
+        address = _own_address(params, settings)
         opened = connect(params.run_id)
     except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
         set_up("INFO")
@@ -869,7 +932,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
     log.info("run '%s': connected to %s '%s'", params.run_id, opened.name, redact(params.endpoint))
     try:
         archive = Archive(connect, params.run_id, settings.history_ttl)
-        return _over(opened, archive, params, settings)
+        return _over(opened, archive, params, settings, address)
     except BaseException:
         opened.close()
         raise
@@ -916,21 +979,13 @@ def _over(
     archive: Archive,
     params: RendezvousParameters,
     settings: Settings,
+    address: str,
 ) -> RendezvousHandler:
     if settings.handler == "torch":
         from rdzv_plugins.torch_compat.dynamic_handler import create_torch_handler
 
-        return create_torch_handler(params, settings, client)
+        return create_torch_handler(params, settings, client, address)
     rules = rules_of(settings, params.min_nodes, params.max_nodes)
-    hosts = store_hosts(params.endpoint)
-    address = node_address(params.local_addr, hosts)
-    if params.max_nodes > 1 and is_out_of_reach(address, hosts):
-        log.warning(
-            "run '%s': the address of this node, '%s', is loopback, but the store is on another "
-            "host: other hosts cannot reach this one. Name an address with --local-addr",
-            params.run_id,
-            address,
-        )
     if settings.rank_order == "topology" and settings.domain is None:
         log.warning(
             "run '%s': rank_order=topology, but nobody knows the domain of this node; its rank "
@@ -945,7 +1000,31 @@ def _over(
             params.run_id,
             rules.lease,
         )
-    return StoreRendezvousHandler(client, archive, params.run_id, rules, settings, address)
+    is_here = store_is_at_loopback(params.endpoint)
+    return StoreRendezvousHandler(
+        client, archive, params.run_id, rules, settings, address, store_is_here=is_here
+    )
+
+
+def _own_address(params: RendezvousParameters, settings: Settings) -> str:
+    """The address that this node announces; raises `ValueError` if there is none as demanded."""
+    hosts = store_hosts(params.endpoint)
+    own = node_address(
+        params.local_addr,
+        hosts,
+        interface=settings.interface,
+        network=settings.network,
+        alone=params.max_nodes == 1,
+    )
+    log.debug("run '%s': other nodes dial '%s': %s", params.run_id, own.address, own.why)
+    if params.max_nodes > 1 and is_out_of_reach(own.address, hosts):
+        log.warning(
+            "run '%s': the address of this node, '%s', is loopback, but the store is on another "
+            "host: other hosts cannot reach this one. Name an address with --local-addr",
+            params.run_id,
+            own.address,
+        )
+    return own.address
 
 
 def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:

@@ -193,21 +193,30 @@ class Fleet:
     def start(
         self,
         name: str,
-        address: str = "127.0.0.1",
+        address: str | None = "127.0.0.1",
         config: Mapping[str, object] | None = None,
         training: Mapping[str, object] | None = None,
+        *,
+        within: Sequence[str] = (),
+        endpoint: str | None = None,
     ) -> Agent:
         """Start an agent; its log gets the output of the agent and of its workers.
 
-        ``config`` and ``training`` are this agent's own, on top of the fleet's.
+        Args:
+            address: as ``--local-addr``; None: not given.
+            config, training: this agent's own, on top of the fleet's.
+            within: the command that becomes the agent, where it runs on another host.
+            endpoint: this agent's own; None: the fleet's.
         """
         options = {**self._config, **(config or {})}
-        command = [sys.executable, *self._launcher]
+        command = [*within, sys.executable, *self._launcher]
         command += [f"--nnodes={self._nodes}", "--nproc-per-node=1"]
-        command += [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}"]
+        command += [f"--rdzv-backend={self.backend}"]
+        command += [f"--rdzv-endpoint={endpoint or self.endpoint}"]
         if self.run_id != _DEFAULT_RUN_ID:
             command += [f"--rdzv-id={self.run_id}"]
-        command += [f"--local-addr={address}"]
+        if address is not None:
+            command += [f"--local-addr={address}"]
         command += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}"]
         if self._max_restarts is not None:
             command += [f"--max-restarts={self._max_restarts}"]

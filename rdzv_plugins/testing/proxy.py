@@ -1,10 +1,11 @@
-"""A TCP proxy on 127.0.0.1 that counts round trips and breaks connections on demand."""
+"""A TCP proxy that counts round trips and breaks connections on demand."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 __all__ = ["Proxy"]
@@ -19,22 +20,32 @@ class Proxy:
         address: where clients connect: (host, port).
         round_trips: answers that began so far, over all connections; an answer is everything that
             the server sends between two requests of the client.
+
+    Args:
+        address: where to listen.
+        new_socket: makes the sockets that listen, which may be those of another network namespace.
     """
 
-    def __init__(self, target: Address) -> None:
+    def __init__(
+        self,
+        target: Address,
+        address: Address = ("127.0.0.1", 0),
+        new_socket: Callable[[], socket.socket] = socket.socket,
+    ) -> None:
         self._target = target
+        self._new_socket = new_socket
         self._changed = threading.Condition()
         self._links: set[_Link] = set()
         self._listener: socket.socket | None = None
         self._mode = "forward"
         self._answers_to_cut: int | None = None
         self.round_trips = 0
-        self.address: Address = ("127.0.0.1", 0)
+        self.address = address
         self.accept()
 
     def accept(self) -> None:
         """Listen again after `refuse`, at the same address."""
-        listener = socket.socket()
+        listener = self._new_socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(self.address)
         listener.listen(128)

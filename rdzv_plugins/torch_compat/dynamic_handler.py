@@ -18,7 +18,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from rdzv_plugins.addresses import node_address, store_hosts
 from rdzv_plugins.config import Settings, option_names
 from rdzv_plugins.kv import (
     KeyValueClient,
@@ -92,9 +91,12 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
 
 
 def create_torch_handler(
-    params: RendezvousParameters, settings: Settings, client: KeyValueClient
+    params: RendezvousParameters, settings: Settings, client: KeyValueClient, address: str
 ) -> MendedDynamicRendezvousHandler:
     """What ``--rdzv-conf handler=torch`` stands for; the handler owns ``client`` and closes it.
+
+    Args:
+        address: of this node.
 
     Raises:
         ValueError: the run id is empty, or torch's handler does not have an option that is set.
@@ -106,7 +108,7 @@ def create_torch_handler(
         KeyValueBackend(client, params.backend),
         params.min_nodes,
         params.max_nodes,
-        node_address(params.local_addr, store_hosts(params.endpoint)),
+        address,
         RendezvousTimeout(
             join=timedelta(seconds=settings.join_timeout),
             # torch refuses 0.
@@ -129,7 +131,7 @@ def check_settings(settings: Settings) -> None:
 
 def _refuse_ours(settings: Settings) -> None:
     every = option_names(Settings)
-    names = ["metrics_port", "metrics_host", "otel"]
+    names = ["master_port", "metrics_port", "metrics_host", "otel"]
     ours = (("restart_on_loss", "rejoin_timeout"), ("abandoned_ttl", "check_disk_free"))
     for first, last in ours:
         names += every[every.index(first) : every.index(last) + 1]

@@ -35,7 +35,7 @@ def server() -> MemoryServer:
 @pytest.fixture
 def handler(server: MemoryServer) -> Iterator[MendedDynamicRendezvousHandler]:
     client = MemoryClient(server, "run")
-    created = create_torch_handler(PARAMS, Settings(), client)
+    created = create_torch_handler(PARAMS, Settings(), client, "127.0.0.1")
     yield created
     created._stop_heartbeats()
 
@@ -85,7 +85,7 @@ def test_our_options_reach_torch_fractions_and_all(server: MemoryServer) -> None
         keep_alive_interval=0.25, keep_alive_max_attempt=7,
     )  # fmt: skip
     params = RendezvousParameters("redis", "", "run", 2, 4, local_addr="node-1")
-    handler = create_torch_handler(params, settings, MemoryClient(server, "run"))
+    handler = create_torch_handler(params, settings, MemoryClient(server, "run"), "node-1")
     reached = handler.settings
     assert (reached.run_id, reached.min_nodes, reached.max_nodes) == ("run", 2, 4)
     assert reached.timeout.join == timedelta(seconds=1.5)
@@ -109,10 +109,10 @@ def test_an_older_torch_refuses_what_it_cannot_be_told(
     monkeypatch.setattr(dynamic_handler, "TAKES_KEEP_ALIVE", False)
     monkeypatch.setattr(DynamicRendezvousHandler, "from_backend", classmethod(from_backend))
     client = MemoryClient(server, "run")
-    assert create_torch_handler(PARAMS, Settings(), client)._client is client
+    assert create_torch_handler(PARAMS, Settings(), client, "127.0.0.1")._client is client
     for settings in (Settings(keep_alive_interval=1), Settings(keep_alive_max_attempt=7)):
         with pytest.raises(ValueError, match="need a later torch, or handler=rdzv"):
-            create_torch_handler(PARAMS, settings, client)
+            create_torch_handler(PARAMS, settings, client, "127.0.0.1")
 
 
 def test_keys_of_rounds_long_past_are_deleted(
@@ -129,13 +129,13 @@ def test_keys_of_rounds_long_past_are_deleted(
 def test_shutdown_closes_the_run_and_the_client_and_frees_the_run_id(server: MemoryServer) -> None:
     settings = Settings(closed_ttl=1.0, keep_alive_interval=0.25)
     client = MemoryClient(server, "run")
-    handler = create_torch_handler(PARAMS, settings, client)
+    handler = create_torch_handler(PARAMS, settings, client, "127.0.0.1")
     handler.next_rendezvous()
     closed = time.monotonic()
     assert handler.shutdown()
     with pytest.raises(RendezvousConnectionError, match="closed"):
         client.get("key")
-    latecomer = create_torch_handler(PARAMS, settings, MemoryClient(server, "run"))
+    latecomer = create_torch_handler(PARAMS, settings, MemoryClient(server, "run"), "127.0.0.1")
     with pytest.raises(RendezvousClosedError):
         latecomer.next_rendezvous()
     # The latecomer keeps nothing alive: the run's keys are gone after closed_ttl.
@@ -143,13 +143,13 @@ def test_shutdown_closes_the_run_and_the_client_and_frees_the_run_id(server: Mem
     while observer.list("") and time.monotonic() < closed + 10:
         time.sleep(0.05)
     assert time.monotonic() >= closed + 1
-    again = create_torch_handler(PARAMS, settings, MemoryClient(server, "run"))
+    again = create_torch_handler(PARAMS, settings, MemoryClient(server, "run"), "127.0.0.1")
     assert again.next_rendezvous().world_size == 1
     again.shutdown()
 
 
 def test_shutdown_closes_the_client_even_if_the_store_is_gone(server: MemoryServer) -> None:
     client = MemoryClient(server, "run")
-    handler = create_torch_handler(PARAMS, Settings(), client)
+    handler = create_torch_handler(PARAMS, Settings(), client, "127.0.0.1")
     client.close()
     assert not handler.shutdown()

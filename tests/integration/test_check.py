@@ -226,7 +226,7 @@ def test_json_has_the_same_findings(redis: RunningStore) -> None:
     shown = json.loads(result.output)
     assert shown["schema"] == 1
     assert shown["status"] == result.exit_code == 1
-    assert shown["verdict"] == "a job works, with 1 warning (address)"
+    assert shown["verdict"] == "a job works, with 2 warnings (address, store's host)"
     lines = check(*arguments).lines
     assert [(it["mark"], it["what"]) for it in shown["findings"]] == [
         (mark, what) for mark, what, _ in lines

@@ -73,7 +73,7 @@ class Run:
         backend: RendezvousBackend
         if self.kind.startswith("mended"):
             params = RendezvousParameters("redis", "", self.id, least, most, local_addr=ADDRESS)
-            return create_torch_handler(params, settings, self._client())
+            return create_torch_handler(params, settings, self._client(), ADDRESS)
         store: TCPStore | KeyValueStore
         if self.kind == "stock, c10d":
             port = self.tcp[0].port if self.tcp else 0

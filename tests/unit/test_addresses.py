@@ -11,7 +11,20 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rdzv_plugins import addresses
-from rdzv_plugins.addresses import is_out_of_reach, is_own_ip, node_address, store_hosts
+from rdzv_plugins.addresses import (
+    OwnAddress,
+    candidates,
+    gloo_address,
+    interface_of,
+    is_out_of_reach,
+    is_own_ip,
+    listen,
+    node_address,
+    store_hosts,
+    store_is_at_loopback,
+)
+from rdzv_plugins.reach import gloo_fault
+from rdzv_plugins.servers.process import free_ports
 
 Resolve = Callable[..., list[Any]]
 
@@ -55,40 +68,122 @@ def name_service(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, st
 NameService = Callable[[str, dict[str, str]], None]
 
 
+def announced(local_addr: str | None, hosts: list[tuple[str, int]], **options: Any) -> str:
+    return node_address(local_addr, hosts, **options).address
+
+
 def test_local_addr_comes_first() -> None:
-    assert node_address("10.9.8.7", [("localhost", 1)]) == "10.9.8.7"
+    assert announced("10.9.8.7", [("localhost", 1)], interface="none") == "10.9.8.7"
 
 
-def test_a_full_name_that_resolves_to_this_host_is_taken(
-    name_service: NameService, own: str
+@pytest.mark.parametrize("resolves_to", ["own", "127.0.1.1", "192.0.2.77", "not at all"])
+@pytest.mark.parametrize("name", ["node-7.example.org", "3f9d0c1b2a"])
+def test_a_name_is_never_announced(
+    name_service: NameService, own: str, name: str, resolves_to: str
 ) -> None:
-    name_service("node-7.example.org", {"node-7.example.org": own})
-    assert node_address(None, [("127.0.0.1", 1)]) == "node-7.example.org"
+    name_service(name, {name: own if resolves_to == "own" else resolves_to})
+    assert announced(None, [("192.0.2.1", 6379)]) == own
+    # Also where the store is reached through a proxy on this host.
+    assert announced(None, [("127.0.0.1", 6379)]) == own
 
 
-@pytest.mark.parametrize("resolves_to", ["127.0.1.1", "192.0.2.77", "not at all"])
-def test_a_name_that_is_not_this_hosts_own_is_not(
-    name_service: NameService, own: str, resolves_to: str
-) -> None:
-    name_service("node-7.example.org", {"node-7.example.org": resolves_to})
-    assert node_address(None, [("192.0.2.1", 6379)]) == own
-
-
-def test_a_short_name_stands_for_its_address(name_service: NameService, own: str) -> None:
-    name_service("3f9d0c1b2a", {"3f9d0c1b2a": own})
-    assert node_address(None, [("192.0.2.1", 6379)]) == own
-    # Even where the store is reached through a proxy on this host.
-    assert node_address(None, [("127.0.0.1", 6379)]) == own
-
-
-def test_a_store_on_loopback_gives_loopback(name_service: NameService) -> None:
+def test_a_store_on_loopback_gives_the_default_route(name_service: NameService, own: str) -> None:
     name_service("vm", {"vm": "127.0.1.1", "localhost": "127.0.0.1"})
-    assert node_address(None, [("localhost", 6379)]) == "127.0.0.1"
+    found = node_address(None, [("localhost", 6379)])
+    assert (found.address, found.why) == (
+        own, "the store is at loopback: that of the default route"
+    )  # fmt: skip
+    assert announced(None, [("localhost", 6379)], alone=True) == "127.0.0.1"
+
+
+def have(monkeypatch: pytest.MonkeyPatch, *adapters: tuple[str, list[str]]) -> None:
+    """Let this host have these interfaces and addresses, and no default route."""
+    found = [(name, [ip_address(it) for it in ips]) for name, ips in adapters]
+    monkeypatch.setattr(addresses, "_adapters", lambda: found)
+    monkeypatch.setattr(addresses, "_ANYWHERE", ())
+
+
+LO = ("lo", ["127.0.0.1", "::1"])
+
+
+def test_without_a_default_route_the_first_address_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = [("127.0.0.1", 6379)]
+    have(monkeypatch, LO, ("eth0", ["fe80::1", "169.254.1.1"]), ("ib0", ["fd00::7", "10.1.0.7"]))
+    assert announced(None, store) == "10.1.0.7"
+    have(monkeypatch, LO, ("ib0", ["fe80::1", "fd00::7"]))
+    assert announced(None, store) == "fd00::7"
+    have(monkeypatch, LO, ("eth0", ["fe80::1", "169.254.1.1"]))
+    assert node_address(None, store) == OwnAddress(
+        "127.0.0.1", "the store is at loopback, and this host has no other address"
+    )
+
+
+def test_interface_and_network_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(
+        monkeypatch,
+        LO,
+        ("eth0", ["10.1.0.7", "10.2.0.7"]),
+        ("ib0", ["fd00::7", "10.1.3.7", "169.254.3.7"]),
+    )
+    store = [("192.0.2.1", 6379)]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"interface": "ib0"}, "10.1.3.7"),
+        ({"network": "10.2.0.0/16"}, "10.2.0.7"),
+        ({"network": "10.2.0.9/16"}, "10.2.0.7"),
+        ({"network": "fd00::/8"}, "fd00::7"),
+        ({"network": "10.1.0.0/16"}, "10.1.0.7"),
+        ({"network": "10.1.0.0/16", "interface": "ib0"}, "10.1.3.7"),
+        ({"network": "169.254.0.0/16"}, "169.254.3.7"),
+        ({"interface": "lo"}, "127.0.0.1"),
+    ]
+    for options, expected in cases:
+        found = node_address(None, store, **options)
+        asked = ", ".join(f"{name}={options[name]}" for name in sorted(options))
+        assert found == OwnAddress(expected, asked)
+    with pytest.raises(
+        ValueError, match=r"no address on interface 'ib1'; it has 10\.1\.0\.7 \(eth"
+    ):
+        node_address(None, store, interface="ib1")
+    with pytest.raises(
+        ValueError, match=r"no address on interface 'ib0' in network '10\.2\.0\.0/16'"
+    ):
+        node_address(None, store, interface="ib0", network="10.2.0.0/16")
+
+
+def test_the_addresses_of_this_host_are_found(own: str) -> None:
+    found = candidates()
+    assert own in [str(it.address) for it in found]
+    assert interface_of(own) not in (None, "lo")
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.77") is interface_of("localhost") is None
+    assert [it.is_global for it in found] == sorted((it.is_global for it in found), reverse=True)
+
+
+def test_gloo_listens_where_its_hosts_name_is(
+    name_service: NameService, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "vm")
+    for resolves_to, address in (
+        ("127.0.1.1", "127.0.1.1"), (own, own), ("192.0.2.77", "127.0.0.1"), ("", "127.0.0.1")
+    ):  # fmt: skip
+        name_service("vm", {"vm": resolves_to})
+        assert str(gloo_address()) == address
+        fault = gloo_fault(own)
+        assert bool(fault) == (address != own)
+        assert not fault or fault.endswith(f"set GLOO_SOCKET_IFNAME={interface_of(own)}")
+        assert gloo_fault("127.0.0.1") == ""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert gloo_address() is None
+    assert gloo_fault(own) == ""
 
 
 def test_the_first_host_that_resolves_decides(name_service: NameService) -> None:
     name_service("vm", {"b": "127.0.0.1"})
-    assert node_address(None, [("a", 1), ("b", 1), ("192.0.2.1", 1)]) == "127.0.0.1"
+    hosts = [("a", 1), ("b", 1), ("192.0.2.1", 1)]
+    assert announced(None, hosts, alone=True) == "127.0.0.1"
 
 
 @pytest.mark.parametrize("hosts", [[], [("us-east-1", 9)]])
@@ -96,7 +191,7 @@ def test_without_a_host_the_default_route_decides(
     name_service: NameService, own: str, hosts: list[tuple[str, int]]
 ) -> None:
     name_service("vm", {})
-    assert node_address(None, hosts) == own
+    assert announced(None, hosts) == own
 
 
 def test_a_dead_name_service_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, own: str) -> None:
@@ -104,29 +199,48 @@ def test_a_dead_name_service_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, 
     answered = threading.Event()
     real: Resolve = socket.getaddrinfo
 
-    def stuck(*args: Any) -> str:
-        answered.wait(60)
-        return "too.late.example.org"
-
     def getaddrinfo(host: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return real(host if host[0].isdecimal() else stuck(), *args, **kwargs)
+        if not host[0].isdecimal():
+            answered.wait(60)
+        return real(host, *args, **kwargs)
 
-    monkeypatch.setattr(socket, "getfqdn", stuck)
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     start = time.monotonic()
     try:
-        assert node_address(None, [("redis.example.org", 6379)]) == own
-        assert time.monotonic() - start < 4
+        assert announced(None, [("redis.example.org", 6379)]) == own
+        assert time.monotonic() - start < 2
     finally:
         answered.set()
 
 
 @pytest.mark.parametrize("hosts", [[], [("localhost", 6379)], [("192.0.2.1", 6379)]])
 def test_a_server_on_the_real_address_can_be_reached(hosts: list[tuple[str, int]]) -> None:
-    address = node_address(None, hosts)
+    address = announced(None, hosts)
     server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
     server.set("key", "x")
     assert TCPStore(address, server.port, is_master=False).get("key") == b"x"
+
+
+def test_ports_are_taken_in_their_order() -> None:
+    ports = free_ports(3)
+    with listen("127.0.0.1", ports) as first, listen("127.0.0.1", ports) as second:
+        assert [it.getsockname()[1] for it in (first, second)] == ports[:2]
+        with listen("127.0.0.1", ports), pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", ports)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "here"),
+    [
+        ("unix:///run/redis.sock", True),
+        ("redis://localhost:1", True),
+        ("[::1]:1", True),
+        ("192.0.2.1:6379", False),
+        ("", False),
+    ],
+)
+def test_a_store_at_loopback(endpoint: str, here: bool) -> None:
+    assert store_is_at_loopback(endpoint) is here
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -9,9 +10,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 
-from rdzv_plugins.addresses import dial_self, is_out_of_reach, node_address, route_to, store_hosts
+from rdzv_plugins.addresses import (
+    candidates,
+    dial_self,
+    is_out_of_reach,
+    node_address,
+    route_to,
+    store_hosts,
+    store_is_at_loopback,
+)
 from rdzv_plugins.cli.check.job import Job
+from rdzv_plugins.config import Settings
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.reach import gloo_fault
 
 __all__ = ["check", "check_peers"]
 
@@ -21,32 +32,77 @@ _PATIENCE = 3.0
 _LONGEST_LOOKUP = 10.0
 
 
-def check(job: Job) -> Iterator[Finding]:
+def check(job: Job, settings: Settings) -> Iterator[Finding]:
     """Open a port, as rank 0 does for its TCPStore, and dial it at this node's address."""
     hosts = store_hosts(job.endpoint)
-    address = node_address(job.local_addr or None, hosts)
-    values = {"address": address}
-    advice = "name an address of this host with --local-addr"
+    alone = job.nnodes is not None and job.nnodes[1] == 1
+    found = [str(it) for it in candidates()]
     try:
-        port = dial_self(address, _PATIENCE)
+        own = node_address(
+            job.local_addr or None,
+            hosts,
+            interface=settings.interface,
+            network=settings.network,
+            alone=alone,
+        )
+    except ValueError as error:
+        yield Finding(Mark.FAILED, "address", str(error), "see: ip address")
+        return
+    address = own.address
+    values: dict[str, object] = {"address": address, "why": own.why, "candidates": found}
+    advice = "name an address of this host with --local-addr, interface= or network="
+    try:
+        port = dial_self(address, _PATIENCE, settings.ports)
     except (OSError, UnicodeError) as error:
-        found = f"this host cannot be reached at '{address}' ({error})"
-        yield Finding(Mark.FAILED, "address", found, advice, values)
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            text = f"no port of master_port={settings.master_port} is free at '{address}'"
+            yield Finding(
+                Mark.FAILED, "address", text, "name more, or end what listens there", values
+            )
+            return
+        text = f"this host cannot be reached at '{address}' ({error})"
+        yield Finding(Mark.FAILED, "address", text, advice, values)
         return
-    found = f"other nodes dial '{address}'; port {port} was opened and dialled there"
-    if not _is_loopback(address):
-        yield Finding(Mark.OK, "address", found, values=values)
-        return
+    among = f", of {', '.join(found)}" if len(found) > 1 else ""
+    text = (
+        f"other nodes dial '{address}' ({own.why}{among}); port {port} was opened and dialled there"
+    )
     others = [[host] for host in hosts] + [[(host, port or 1)] for host, port in job.peers]
     elsewhere = any(is_out_of_reach("localhost", other) for other in others)
-    alone = job.nnodes is not None and job.nnodes[1] == 1
-    if alone or not (elsewhere or job.local_addr):
-        found += "; it is loopback: only nodes on this host reach it"
-        yield Finding(Mark.OK, "address", found, values=values)
+    if not _is_loopback(address):
+        yield Finding(Mark.OK, "address", text, values=values)
+    elif alone or not (elsewhere or job.local_addr):
+        text += "; it is loopback: only nodes on this host reach it"
+        yield Finding(Mark.OK, "address", text, values=values)
+    else:
+        why = ", but the store or a peer is on another host" if elsewhere else ""
+        text = f"'{address}' is loopback{why}: nodes on other hosts cannot reach this one"
+        yield Finding(Mark.WARNING, "address", text, advice, values)
+    yield from _of_several_hosts(job, address, elsewhere)
+
+
+def _of_several_hosts(job: Job, address: str, elsewhere: bool) -> Iterator[Finding]:
+    """What keeps nodes of several hosts apart, if the job is to have some."""
+    if job.nnodes is None and not elsewhere:
         return
-    why = ", but the store or a peer is on another host" if elsewhere else ""
-    found = f"'{address}' is loopback{why}: nodes on other hosts cannot reach this one"
-    yield Finding(Mark.WARNING, "address", found, advice, values)
+    if job.nnodes is not None and job.nnodes[1] == 1:
+        return
+    if store_is_at_loopback(job.endpoint):
+        yield _of_own_store(job)
+    if fault := gloo_fault(address):
+        yield Finding(Mark.WARNING, "gloo", fault)
+
+
+def _of_own_store(job: Job) -> Finding:
+    if job.backend == "consul":
+        text = "it is at loopback, as Consul's agents are: each host needs one of the same servers"
+        return Finding(Mark.OK, "store's host", text)
+    text = "it is at loopback: nodes on other hosts have another store there, and wait in vain"
+    advice = (
+        "name an address of it that all hosts reach, unless all nodes are on this host, or a proxy "
+        "of a store that all share listens there"
+    )
+    return Finding(Mark.WARNING, "store's host", text, advice)
 
 
 def check_peers(job: Job) -> Iterator[Finding]:

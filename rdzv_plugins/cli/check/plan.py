@@ -7,6 +7,7 @@ from functools import partial
 
 from rdzv_plugins.cli.check import address, health, options, run, store
 from rdzv_plugins.cli.check.job import Job
+from rdzv_plugins.config import Settings
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.stores import open_run
 
@@ -17,7 +18,7 @@ def carry_out(job: Job) -> Iterator[Finding]:
     """The findings, each as soon as it is made."""
     yield from job.malformed
     chosen = yield from options.check(job)
-    yield from address.check(job)
+    yield from address.check(job, chosen.settings if chosen is not None else Settings())
     yield from address.check_peers(job)
     if chosen is None:
         advice = "mend the options first"

@@ -1,0 +1,285 @@
+"""Agents on several hosts, which are network namespaces, and the addresses that they give.
+
+Run as a program, in namespaces of its own (see `test_addresses`): it plays one scenario, and prints
+what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rdzv_plugins import servers
+from rdzv_plugins.demo.agents import Fleet, World
+from rdzv_plugins.testing.proxy import Proxy
+from tests.integration.hosts import PROGRAM, Host, Network
+
+INTERVAL, ATTEMPTS = 0.5, 4
+PATIENCE = 60.0
+
+# Of the store, at any address.
+PORT = 6000
+
+GLOO = {"GLOO_SOCKET_IFNAME": "eth2"}
+
+NAMED = "127.0.0.1 localhost\n::1 localhost\n10.1.0.{number} {name}\n"
+
+_WORKER = Path(__file__).with_name("worker.py")
+
+
+class Job(Fleet):
+    """A fleet whose agents run on hosts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        backend: str,
+        endpoint: str,
+        *,
+        nodes: str = "2",
+        environ: dict[str, str] | None = None,
+        trains: bool = False,
+        **config: object,
+    ) -> None:
+        super().__init__(
+            folder,
+            backend=backend,
+            endpoint=endpoint,
+            run_id=folder.name,
+            nodes=nodes,
+            config={
+                "keep_alive_interval": INTERVAL,
+                "keep_alive_max_attempt": ATTEMPTS,
+                "last_call_timeout": 0.5,
+                "join_timeout": 60,
+                **config,
+            },
+            environ=environ or {},
+            max_restarts=3,
+            script=("--module", "rdzv_plugins.demo.train") if trains else [str(_WORKER)],
+        )
+
+    def start_on(self, hosts: Sequence[Host], **config: object) -> None:
+        for host in hosts:
+            self.start(host.name, None, config, within=host.within)
+
+    def await_begun(self, size: int) -> World:
+        """Wait until the workers of so many agents have begun in one world."""
+
+        def found() -> World | None:
+            self.read_events()
+            worlds = reversed(self._worlds.values())
+            return next((it for it in worlds if len(it.began) == it.size == size), None)
+
+        return self.await_that(found, f"a world of {size}", PATIENCE)
+
+    def await_line(self, name: str, words: str, timeout: float = PATIENCE) -> str:
+        """Wait until a line of an agent's log has these words."""
+
+        def found() -> str | None:
+            return next((it for it in self.lines(name) if words in it), None)
+
+        return self.await_that(found, f"'{words}' in the log of {name}", timeout)
+
+    def lines(self, name: str) -> list[str]:
+        return self.agents[name].log.read_text(errors="replace").splitlines()
+
+    def logs(self) -> dict[str, list[str]]:
+        return {name: self.lines(name) for name in self.agents}
+
+    def finish(self) -> None:
+        """Let all workers end by themselves, with success."""
+        for name in self.agents:
+            (self.folder / f"{name}.partial").write_text("0")
+            (self.folder / f"{name}.partial").rename(self.folder / f"{name}.end")
+
+    def ends(self, timeout: float = PATIENCE) -> list[int]:
+        """The exit statuses of all agents, once they have ended."""
+        return [agent.process.wait(timeout) for agent in self.agents.values()]
+
+
+def check(host: Host, backend: str, endpoint: str, *arguments: str) -> list[str]:
+    """The lines of ``rdzv check`` on a host."""
+    command = [sys.executable, "-m", "rdzv_plugins.cli", "check", "--rdzv-backend", backend]
+    command += ["--rdzv-endpoint", endpoint, *arguments]
+    # Its status tells of warnings.
+    return host.run("sh", "-c", '"$@" || true', "sh", *command).splitlines()
+
+
+class Scene:
+    """What a scenario needs, and what is closed after it."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.enter = stack.enter_context
+        self._folder = folder
+
+    def network(self, *names: str, **options: Any) -> list[Host]:
+        return self.enter(Network(names, **options)).hosts
+
+    def server(self, backend: str = "redis") -> tuple[str, int]:
+        host, _, port = self.enter(servers.start(backend)).endpoint.rpartition(":")
+        return host.rpartition("/")[2], int(port)
+
+    def job(self, backend: str, endpoint: str, name: str = "job", **options: Any) -> Job:
+        job = Job(self._folder / name, backend, endpoint, **options)
+        self.enter(job)
+        return job
+
+
+def at_loopback(scene: Scene, backend: str) -> dict[str, Any]:
+    """The store is reached at each host's own loopback, and the host's name is 127.0.1.1."""
+    hosts = scene.network("a", "b")
+    server = scene.server(backend)
+    for host in hosts:
+        scene.enter(host.forward(server, PORT))
+    endpoint = f"127.0.0.1:{PORT}"
+    environ = {"GLOO_SOCKET_IFNAME": "eth1"}
+    job = scene.job(backend, endpoint, trains=True, environ=environ)
+    job.start_on(hosts)
+    world = job.await_world("ab", timeout=PATIENCE)
+    job.await_step(world, 5)
+    job.stop_training()
+    return {
+        "master": world.master,
+        "statuses": job.ends(),
+        "checked": check(hosts[0], backend, endpoint, "--nnodes", "2"),
+    }
+
+
+def own_stores(scene: Scene) -> dict[str, Any]:
+    """Each host has a store of its own at its loopback."""
+    hosts = scene.network("a", "b")
+    for host in hosts:
+        scene.enter(host.forward(scene.server(), PORT))
+    job = scene.job("redis", f"127.0.0.1:{PORT}", join_timeout=3)
+    job.start_on(hosts)
+    return {
+        "statuses": job.ends(),
+        "logs": job.logs(),
+        "checked": check(hosts[0], "redis", f"127.0.0.1:{PORT}", "--nnodes", "2"),
+    }
+
+
+def own_names(scene: Scene, local_addr: str) -> dict[str, Any]:
+    """Each host alone resolves its own dotted name; rank 0 may be told to announce it."""
+    hosts = scene.network("a.internal", "b.internal", hosts_file=NAMED)
+    store = scene.enter(Proxy(scene.server(), (f"10.1.0.{PROGRAM}", PORT)))
+    job = scene.job("redis", "{}:{}".format(*store.address))
+    for host in hosts:
+        named = host.name if local_addr == "name" else None
+        job.start(host.name, named, within=host.within)
+    world = job.await_begun(2)
+    told = job.await_line("b.internal", "cannot resolve MASTER") if local_addr == "name" else ""
+    job.finish()
+    return {"master": world.master, "told": told, "statuses": job.ends()}
+
+
+def out_of_reach(scene: Scene) -> dict[str, Any]:
+    """The hosts do not reach each other over the network in which the store is."""
+    hosts = scene.network("a", "b", networks=(1, 2), apart=(1,))
+    store = scene.enter(Proxy(scene.server(), (f"10.1.0.{PROGRAM}", PORT)))
+    endpoint = "{}:{}".format(*store.address)
+    lost = scene.job("redis", endpoint, "lost")
+    lost.start_on(hosts)
+    lost.await_begun(2)
+    told = lost.await_line("b", "cannot dial MASTER")
+    lost.finish()
+    lost.ends()
+    masters = {}
+    for option, value in (("interface", "eth2"), ("network", "10.2.0.0/16")):
+        job = scene.job("redis", endpoint, option, trains=True, environ=GLOO, **{option: value})
+        job.start_on(hosts)
+        world = job.await_world("ab", timeout=PATIENCE)
+        masters[option] = world.master
+        job.stop_training()
+        job.ends()
+    conf = "network=10.2.0.0/16"
+    return {
+        "told": told,
+        "masters": masters,
+        "checked": check(hosts[0], "redis", endpoint, "--rdzv-conf", conf, "--nnodes", "2"),
+    }
+
+
+def gloos_choice(scene: Scene) -> dict[str, Any]:
+    """gloo would listen at loopback, since the host's name is there; then as the line says."""
+    hosts = scene.network("a", "b")
+    store = scene.enter(Proxy(scene.server(), (f"10.1.0.{PROGRAM}", PORT)))
+    endpoint = "{}:{}".format(*store.address)
+    job = scene.job("redis", endpoint, environ={"GLOO_SOCKET_IFNAME": ""})
+    job.start_on(hosts)
+    job.await_begun(2)
+    told = {host.name: job.await_line(host.name, "set GLOO_SOCKET_IFNAME=") for host in hosts}
+    job.finish()
+    job.ends()
+    return {"told": told, "checked": check(hosts[0], "redis", endpoint, "--nnodes", "2")}
+
+
+def at_loopback_only(scene: Scene) -> dict[str, Any]:
+    """The nodes of two hosts say that they are at loopback."""
+    hosts = scene.network("a", "b")
+    store = scene.enter(Proxy(scene.server(), (f"10.1.0.{PROGRAM}", PORT)))
+    job = scene.job("redis", "{}:{}".format(*store.address))
+    for host in hosts:
+        job.start(host.name, f"127.0.0.{host.number}", within=host.within)
+    world = job.await_begun(2)
+    told = job.await_line("b", "is at loopback, and not on this host")
+    job.finish()
+    return {"master": world.master, "told": told, "statuses": job.ends()}
+
+
+def ports(scene: Scene) -> dict[str, Any]:
+    """MASTER_PORT is of a range, of which some ports are taken; and where it listens."""
+    hosts = scene.network("a", "b", networks=(1, 2))
+    store = scene.enter(Proxy(scene.server(), (f"10.1.0.{PROGRAM}", PORT)))
+    endpoint, conf = "{}:{}".format(*store.address), "30000-30002"
+    taken = scene.enter(hosts[0].new_socket())
+    taken.bind(("10.1.0.1", 30000))
+    taken.listen()
+    job = scene.job("redis", endpoint, nodes="1:2", master_port=conf)
+    job.start_on(hosts[:1])
+    first = job.await_begun(1)
+    port = int(first.master.rpartition(":")[2])
+    reached = [f"10.{n}.0.1" for n in (1, 2) if hosts[1].reaches((f"10.{n}.0.1", port))]
+    job.start_on(hosts[1:])
+    second = job.await_begun(2)
+    job.finish()
+    job.ends()
+    for number in (30001, 30002):
+        more = scene.enter(hosts[0].new_socket())
+        more.bind(("10.1.0.1", number))
+        more.listen()
+    full = scene.job("redis", endpoint, "full", nodes="1", master_port=conf, join_timeout=5)
+    full.start_on(hosts[:1])
+    arguments = ("--rdzv-conf", f"master_port={conf}", "--nnodes", "1:2")
+    return {
+        "masters": [first.master, second.master],
+        "reached": reached,
+        "statuses": full.ends(),
+        "full": full.lines("a"),
+        "checked": check(hosts[0], "redis", endpoint, *arguments),
+    }
+
+
+SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
+    it.__name__: it
+    for it in (
+        at_loopback, own_stores, own_names, out_of_reach, gloos_choice, at_loopback_only, ports
+    )
+}  # fmt: skip
+
+
+def main(scenario: str, *arguments: str) -> None:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        seen = SCENARIOS[scenario](Scene(stack, folder), *arguments)
+    print(json.dumps(seen))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

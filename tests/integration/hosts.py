@@ -1,0 +1,150 @@
+"""Hosts as network namespaces: each with its own loopback, name, /etc/hosts and addresses.
+
+For programs that run in namespaces of their own (see `namespaces.in_namespaces`): all that is made
+here is gone with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from rdzv_plugins.testing.proxy import Proxy
+from tests.integration.namespaces import bring_up_loopback
+
+__all__ = ["DEBIAN", "PROGRAM", "Host", "Network"]
+
+PROGRAM = 254
+"""In what the address of the program ends, in each network."""
+
+_CLONE_NEWNET = 0x40000000
+_LONGEST_SECONDS = 300
+
+DEBIAN = "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {name}\n"
+"""Debian's /etc/hosts: the host's own name is at loopback."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with a name.
+
+    Attributes:
+        number: its address in each network ends in it.
+    """
+
+    name: str
+    number: int
+    process: subprocess.Popen[bytes] = field(repr=False)
+
+    @property
+    def within(self) -> list[str]:
+        """The command in front of one that is to run on this host."""
+        return ["nsenter", f"--target={self.process.pid}", "--net", "--uts", "--mount", "--"]
+
+    def run(self, *command: str) -> str:
+        """Its output. Raises `CalledProcessError`."""
+        done = subprocess.run([*self.within, *command], check=True, stdout=subprocess.PIPE)
+        return done.stdout.decode()
+
+    def new_socket(self) -> socket.socket:
+        """One of this host's."""
+        made: list[socket.socket] = []
+
+        def make() -> None:
+            libc = ctypes.CDLL(None, use_errno=True)
+            number = os.open(f"/proc/{self.process.pid}/ns/net", os.O_RDONLY)
+            # Of this thread alone.
+            if libc.setns(number, _CLONE_NEWNET) == 0:
+                made.append(socket.socket())
+            os.close(number)
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        return made[0]
+
+    def reaches(self, target: tuple[str, int]) -> bool:
+        """Whether somebody listens there, as seen from this host."""
+        with self.new_socket() as line:
+            line.settimeout(2)
+            return line.connect_ex(target) == 0
+
+    def forward(self, target: tuple[str, int], port: int = 0) -> Proxy:
+        """A proxy at this host's loopback for a server of the program's own host."""
+        return Proxy(target, ("127.0.0.1", port), self.new_socket)
+
+
+class Network:
+    """Hosts, a switch between those of each network, and the program's own host.
+
+    A context manager. In the network ``10.N.0.0/24`` host n has the address ``10.N.0.n`` on the
+    interface ``ethN``, and the program 10.N.0.254. Where ``apart`` has N, hosts reach the program
+    alone.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        networks: Sequence[int] = (1,),
+        apart: Sequence[int] = (),
+        hosts_file: str = DEBIAN,
+    ) -> None:
+        bring_up_loopback()
+        for network in networks:
+            _ip(f"link add br{network} type bridge")
+            _ip(f"addr add 10.{network}.0.{PROGRAM}/24 dev br{network}")
+            _ip(f"link set br{network} up")
+        self.hosts: list[Host] = []
+        for number, name in enumerate(names, start=1):
+            host = Host(name, number, _new_namespaces())
+            self.hosts.append(host)
+            host.run("hostname", name)
+            file = Path(tempfile.mkdtemp()) / "hosts"
+            file.write_text(hosts_file.format(name=name, number=number))
+            host.run("mount", "--bind", str(file), "/etc/hosts")
+            host.run("ip", "link", "set", "lo", "up")
+            for network in networks:
+                end, inside = f"v{network}h{number}", f"eth{network}"
+                pid = host.process.pid
+                _ip(f"link add {end} type veth peer name {inside} netns {pid}")
+                _ip(f"link set {end} master br{network} up")
+                if network in apart:
+                    _ip(f"link set {end} type bridge_slave isolated on")
+                address = f"10.{network}.0.{number}/24"
+                host.run("ip", "addr", "add", address, "dev", inside)
+                host.run("ip", "link", "set", inside, "up")
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for host in self.hosts:
+            host.process.kill()
+            host.process.wait()
+
+
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True)
+
+
+def _new_namespaces() -> subprocess.Popen[bytes]:
+    """A process in namespaces of its own, which lasts as long as it does."""
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c"]
+    command += [f"echo; exec sleep {_LONGEST_SECONDS}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process

@@ -1,0 +1,112 @@
+"""Addresses of nodes on several hosts, which are network namespaces, with real torchrun agents."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.integration.namespaces import in_namespaces
+from tests.integration.stores import KINDS, absent
+
+pytestmark = pytest.mark.timeout(240)
+
+soak = pytest.mark.soak
+
+
+def play(scenario: str, *arguments: str) -> Any:
+    if shutil.which("ip") is None:
+        absent("ip is not installed")
+    command = in_namespaces("tests.integration.addressed", scenario, *arguments)
+    played = subprocess.run(command, stdout=subprocess.PIPE, timeout=200)
+    assert played.returncode == 0
+    return json.loads(played.stdout)
+
+
+def only(lines: list[str], *words: str) -> str:
+    """The only line that has all these words."""
+    found = [line for line in lines if all(word in line for word in words)]
+    assert len(found) == 1, lines
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(it.server, marks=() if it.name == "consul" else soak) for it in KINDS],
+)
+def test_a_store_at_each_hosts_loopback(backend: str) -> None:
+    # As agents of Consul are, a proxy, a tunnel or a sidecar.
+    seen = play("at_loopback", backend)
+    assert seen["master"].startswith("10.1.0.1:")
+    assert seen["statuses"] == [0, 0]
+    address = only(seen["checked"], "address: ")
+    assert "other nodes dial '10.1.0.1' (the store is at loopback, and there is no" in address
+    assert "of 10.1.0.1 (eth1), 127.0.0.1 (lo)" in address
+    mark = "ok  " if backend == "consul" else "warning "
+    assert only(seen["checked"], "store's host: it is at loopback").startswith(mark)
+
+
+def test_two_stores_each_at_its_hosts_loopback() -> None:
+    seen = play("own_stores")
+    assert seen["statuses"] == [1, 1]
+    for name in "ab":
+        error = only(seen["logs"][name], "handler", "did not complete a round of 2 to 2 nodes")
+        assert "1 of 2 is here; the store is at loopback, so that other hosts have another" in error
+    line = only(seen["checked"], "store's host: ")
+    assert line.startswith("warning")
+    assert "nodes on other hosts have another store there, and wait in vain" in line
+
+
+def test_a_name_that_only_its_own_host_resolves_is_not_announced() -> None:
+    seen = play("own_names", "none")
+    assert seen["master"].startswith("10.1.0.1:")
+    assert seen["statuses"] == [0, 0]
+
+
+def test_a_name_that_others_cannot_resolve_is_told() -> None:
+    seen = play("own_names", "name")
+    assert seen["master"].startswith("a.internal:")
+    assert f"this host cannot resolve MASTER {seen['master']} (" in seen["told"]
+
+
+def test_the_network_that_the_nodes_share_is_chosen() -> None:
+    seen = play("out_of_reach")
+    assert "this host cannot dial MASTER 10.1.0.1:" in seen["told"]
+    assert "interface=, network= or --local-addr" in seen["told"]
+    for master in seen["masters"].values():
+        assert master.startswith("10.2.0.1:")
+    line = only(seen["checked"], "address: ")
+    assert "other nodes dial '10.2.0.1' (network=10.2.0.0/16, of 10.1.0.1 (eth1), 10.2.0" in line
+
+
+def test_what_gloo_would_listen_at_is_told() -> None:
+    seen = play("gloos_choice")
+    for name in "ab":
+        says = f"the name of this host, '{name}', stands for 127.0.1.1, where gloo's workers on"
+        assert says in seen["told"][name]
+        assert seen["told"][name].endswith("set GLOO_SOCKET_IFNAME=eth1")
+    line = only(seen["checked"], "gloo: ")
+    assert line.startswith("warning")
+    assert line.endswith("set GLOO_SOCKET_IFNAME=eth1")
+
+
+def test_a_master_at_loopback_of_another_host_is_told() -> None:
+    seen = play("at_loopback_only")
+    assert seen["master"].startswith("127.0.0.1:")
+    says = f"MASTER {seen['master']} is at loopback, and not on this host ("
+    assert says in seen["told"]
+
+
+def test_ports_of_master() -> None:
+    seen = play("ports")
+    # The first was taken; the second was of the round before.
+    assert seen["masters"] == ["10.1.0.1:30001", "10.1.0.1:30002"]
+    # The host has 10.2.0.1 as well.
+    assert seen["reached"] == ["10.1.0.1"]
+    assert seen["statuses"] == [1]
+    says = "no port of master_port=30000-30002 is free at '10.1.0.1'"
+    assert [line for line in seen["full"] if says in line] != []
+    assert only(seen["checked"], "address: ").startswith(f"failed   address: {says}")
