@@ -729,7 +729,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._client.close()
         if self._answering is not None:
             self._answering.close(_STOP_SECONDS)
-        self._reach.close(_STOP_SECONDS)
+        self._reach.close()
         self._driver.await_masters(_STOP_SECONDS)
         self._servers.clear()
         take_back(self._handed_down)

@@ -16,6 +16,7 @@ from rdzv_plugins.exchange import dial
 __all__ = ["Reach", "gloo_fault"]
 
 _DIAL_SECONDS = 5.0
+_STOP_SECONDS = 0.2
 # A round that ends at once has nobody at MASTER any more: look again before it is told.
 _ATTEMPTS, _PAUSE_SECONDS = 2, 1.0
 # Rank 0's TCPStore has one thread, and workers dial it too: so many nodes dial it in a second.
@@ -37,7 +38,7 @@ class Reach:
         self._name = name
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._told_of_gloo = False
+        self._looked_at_gloo = False
 
     def look(
         self,
@@ -62,10 +63,10 @@ class Reach:
             self._closed.wait(random.uniform(0.0, size / _DIALS_A_SECOND))
             if master is not None:
                 self._look_at_master(round_, master, is_over)
-            if not (self._told_of_gloo or self._closed.is_set()):
-                fault = gloo_fault(self._address)
-                if fault and others():
-                    self._told_of_gloo = True
+            # The name of this host may be asked of a DNS server: once, and only if it matters.
+            if not (self._looked_at_gloo or self._closed.is_set()) and others():
+                self._looked_at_gloo = True
+                if fault := gloo_fault(self._address):
                     self._warn(f"round {round_} has several hosts, and {fault}")
 
         self._thread = threading.Thread(target=work, name=self._name, daemon=True)
@@ -74,11 +75,11 @@ class Reach:
         except RuntimeError:
             self._thread = None  # None can start now: another round will do.
 
-    def close(self, seconds: float) -> None:
-        """End the thread; one that hangs in a resolver is left to end by itself."""
+    def close(self) -> None:
+        """End the thread; one that dials or hangs in a resolver is left to end by itself."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(seconds)
+            self._thread.join(_STOP_SECONDS)
 
     def _look_at_master(self, round_: int, master: str, is_over: Callable[[], bool]) -> None:
         for attempt in range(_ATTEMPTS):

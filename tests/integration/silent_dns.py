@@ -23,7 +23,6 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
 from rdzv_plugins import servers
-from rdzv_plugins.addresses import loopback
 from rdzv_plugins.handler import create_handler
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.stores import open_client
@@ -93,7 +92,8 @@ def _run_a_round(handlers: list[RendezvousHandler]) -> None:
     masters = {info.bootstrap_store_info.master_port for info in infos if info.bootstrap_store_info}
     assert len(masters) == 1, masters
     # From an address that has a name, or its thread asks DNS, as when any worker connects.
-    socket.create_connection((loopback(), masters.pop()), 5).close()
+    named = ("127.0.0.1", 0)
+    socket.create_connection((_ADDRESS, masters.pop()), 5, source_address=named).close()
 
 
 def _in_a_child(call: Callable[[], None], seconds: float) -> str | None:
