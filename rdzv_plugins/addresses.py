@@ -106,10 +106,13 @@ def node_address(
     Returns within 2 s even if name resolution hangs. Raises `ValueError` if no address of this host
     is on the interface and in the network.
     """
+    options = {"interface": interface, "network": network}
+    asked = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
     if local_addr:
-        return OwnAddress(local_addr, "--local-addr")
-    if interface is not None or network is not None:
-        return _asked_for(interface, network)
+        overrides = f", which overrides {asked}" if asked else ""
+        return OwnAddress(local_addr, f"--local-addr{overrides}")
+    if asked:
+        return OwnAddress(str(_on_network(interface, network)), asked)
     route = _route_in_time(store_hosts)
     if route is not None and (alone or not route.is_loopback):
         return OwnAddress(str(route), "from it this host reaches the store")
@@ -123,14 +126,12 @@ def node_address(
     return OwnAddress(str(route or "127.0.0.1"), f"{store}, and this host has no other address")
 
 
-def _asked_for(interface: str | None, network: str | None) -> OwnAddress:
+def _on_network(interface: str | None, network: str | None) -> Address:
     every = candidates()
     inside = ip_network(network, strict=False) if network is not None else None
     for it in every:
         if interface in (None, it.interface) and (inside is None or it.address in inside):
-            options = {"interface": interface, "network": network}
-            asked = ", ".join(f"{name}={value}" for name, value in options.items() if value)
-            return OwnAddress(str(it.address), asked)
+            return it.address
     where = [f"on interface '{interface}'"] if interface is not None else []
     where += [f"in network '{network}'"] if network is not None else []
     names = ", ".join(str(it) for it in every)

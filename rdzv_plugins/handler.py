@@ -1016,7 +1016,9 @@ def _own_address(params: RendezvousParameters, settings: Settings) -> str:
         network=settings.network,
         alone=params.max_nodes == 1,
     )
-    log.debug("run '%s': other nodes dial '%s': %s", params.run_id, own.address, own.why)
+    overridden = params.local_addr and (settings.interface or settings.network)
+    level = logging.INFO if overridden else logging.DEBUG
+    log.log(level, "run '%s': other nodes dial '%s' (%s)", params.run_id, own.address, own.why)
     if params.max_nodes > 1 and is_out_of_reach(own.address, hosts):
         log.warning(
             "run '%s': the address of this node, '%s', is loopback, but the store is on another "

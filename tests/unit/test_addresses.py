@@ -73,7 +73,8 @@ def announced(local_addr: str | None, hosts: list[tuple[str, int]], **options: A
 
 
 def test_local_addr_comes_first() -> None:
-    assert announced("10.9.8.7", [("localhost", 1)], interface="none") == "10.9.8.7"
+    found = node_address("10.9.8.7", [("localhost", 1)], interface="ib7")
+    assert found == OwnAddress("10.9.8.7", "--local-addr, which overrides interface=ib7")
 
 
 @pytest.mark.parametrize("resolves_to", ["own", "127.0.1.1", "192.0.2.77", "not at all"])
