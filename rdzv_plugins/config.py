@@ -189,7 +189,7 @@ class Settings:
                                     application has set it up (extra ``otel``)
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
                                     this backend; it has no master_port, no metrics and otel,
-                                    and none of the options from restart_on_loss to rejoin_timeout
+                                    and none of the options from restart_on_loss to outage_limit
                                     and from abandoned_ttl to check_disk_free)
     ======================= ======= ===============================================================
     """
