@@ -132,7 +132,7 @@ def check_settings(settings: Settings) -> None:
 def _refuse_ours(settings: Settings) -> None:
     every = option_names(Settings)
     names = ["master_port", "metrics_port", "metrics_host", "otel"]
-    ours = (("restart_on_loss", "rejoin_timeout"), ("abandoned_ttl", "check_disk_free"))
+    ours = (("restart_on_loss", "outage_limit"), ("abandoned_ttl", "check_disk_free"))
     for first, last in ours:
         names += every[every.index(first) : every.index(last) + 1]
     if given := [name for name in names if getattr(settings, name) != getattr(Settings(), name)]:

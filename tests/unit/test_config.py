@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -318,3 +319,28 @@ def test_an_empty_endpoint_is_this_host() -> None:
 def test_a_malformed_endpoint_is_refused(endpoint: str, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         parse_endpoint(endpoint, default_port=5, schemes=["redis"])
+
+
+def test_torchs_handler_refuses_what_it_does_not_have() -> None:
+    from rdzv_plugins.torch_compat.dynamic_handler import check_settings
+
+    with pytest.raises(ValueError, match="has no on_outage, outage_limit"):
+        check_settings(Settings(handler="torch", on_outage="stop", outage_limit=20.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"outage_limit": "20"}, "with on_outage=stop only"),
+        ({"on_outage": "stop", "outage_limit": "9.9"}, "at least twice keep_alive_interval"),
+    ],
+)
+def test_an_outage_limit_that_cannot_be(given: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_options(Settings, given, {})
+
+
+def test_how_long_workers_run_on_in_an_outage() -> None:
+    assert Settings().patience_in_an_outage == math.inf
+    assert Settings(on_outage="stop").patience_in_an_outage == 15.0
+    assert Settings(on_outage="stop", outage_limit=40.0).patience_in_an_outage == 40.0
