@@ -17,11 +17,14 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.kv import (
     AccessDeniedError,
+    Attempts,
     Entry,
+    ExhaustedError,
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
     Version,
+    as_outage,
 )
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.logs import RunLog
@@ -93,12 +96,15 @@ class Driver:
         # For the archive: since when it is to be written, when it was so, and what.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._noting: threading.Thread | None = None
+        self._begins_to_note = Attempts()
         self._stopping = threading.Event()
         # Queues, not conditions: a signal's exception in the main thread could leave a lock held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
         self._outcomes: SimpleQueue[effects.Outcome] = SimpleQueue()
         self._outage_since: float | None = None
         self._told_of_refusal = False
+        # The outage is this host's, not the store's.
+        self._ran_out = False
         self._told: str | None = None
         self._told_of_the_archive = False
         self._inspected = False
@@ -113,12 +119,15 @@ class Driver:
         since = self._outage_since
         return time.monotonic() - since if since is not None else 0.0
 
-    def join(self, failed: bool = False, waited: float = 0.0) -> effects.Outcome:
+    def join(
+        self, failed: bool = False, waited: float = 0.0, patience: float = 0.0
+    ) -> effects.Outcome:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 
         One caller at a time. The caller only waits and makes no request: at a signal torch raises
         an exception in it, which a store's client could swallow. An exception withdraws the join.
-        The arguments are those of `Node.order_join`.
+        The first two arguments are those of `Node.order_join`. Where this host lets no thread start
+        for ``patience`` seconds, this raises `ExhaustedError`.
         """
         _empty(self._outcomes)
         if self._stopping.is_set():
@@ -126,7 +135,7 @@ class Driver:
         try:
             # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
             self._node.order_join(failed, waited)
-            self._have_it_taken_up()
+            self._have_it_taken_up(patience - waited)
             return take(self._outcomes)
         except BaseException:
             self._node.order_withdrawal()
@@ -143,18 +152,32 @@ class Driver:
         if self._stopping.is_set():
             return effects.Outcome()
         self._node.report_unfit(reason)
-        self._have_it_taken_up()
+        with suppress(ExhaustedError):  # It is told with the next reason.
+            self._have_it_taken_up(0.0)
         try:
             return take(self._outcomes, seconds)
         except Empty:
             return None
 
-    def _have_it_taken_up(self) -> None:
-        if not self.running:
+    def _have_it_taken_up(self, patience: float) -> None:
+        deadline, attempts = time.monotonic() + patience, Attempts()
+        while not self.running:
             self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
-            self._thread.start()
-        else:
-            self._nudge_until(self._has_taken_up, 5)
+            try:
+                self._thread.start()
+                return
+            except Exception as error:
+                self._thread = None
+                missing = _of_the_store(error)
+            if time.monotonic() >= deadline:
+                raise missing
+            if attempts.fail():
+                self._log.warning(f"{missing} -- what runs goes on, and this node keeps trying")
+            with suppress(Empty):
+                # Nobody but `stop` tells of an outcome now, which the caller is to take.
+                self._outcomes.put(take(self._outcomes, attempts.seconds_left))
+                return
+        self._nudge_until(self._has_taken_up, 5)
 
     def report_done(self) -> None:
         """The workers of this node succeeded."""
@@ -208,27 +231,37 @@ class Driver:
         self._client.interrupt()
 
     def _live(self) -> None:
+        missing: ExhaustedError | None = None
         while not self._stopping.is_set():
             try:
-                self._drive(watched(self._node.run(), self._watchers))
+                self._drive(watched(self._node.run(), self._watchers), missing)
             except Exception as error:
-                log.exception("the rendezvous of this node met an unforeseen error; it starts over")
-                self._deliver(effects.Outcome(error=error))
+                # In the node itself, which bears it as soon as it can.
+                if (missing := as_outage(error)) is None:
+                    log.exception(
+                        "the rendezvous of this node met an unforeseen error; it starts over"
+                    )
+                    self._deliver(effects.Outcome(error=error))
                 self._stopping.wait(_PAUSE_AFTER_A_BUG)
 
-    def _drive(self, life: effects.Effects[None]) -> None:
+    def _drive(self, life: effects.Effects[None], failed: Exception | None = None) -> None:
+        """Carry out ``life``; ``failed``: what its first request is answered with."""
         request = next(life)
         over = False
         while self._node.closing or not self._stopping.is_set():
-            try:
-                answer = self._perform(request)
-            except (RendezvousConnectionError, RendezvousStateError) as error:
-                request = life.throw(error)
-                if isinstance(request, effects.Rest):
-                    self._note_failure(error)
-            else:
+            if failed is None:
+                try:
+                    answer = self._perform(request)
+                except Exception as error:
+                    failed = _of_the_store(error)
+            if failed is None:
                 self._note_success(request)
                 request = life.send(answer)
+            else:
+                request = life.throw(failed)
+                if isinstance(request, effects.Rest):
+                    self._note_failure(failed)
+                failed = None
             was_over, over = over, self._node.over
             if over and not was_over:
                 # The agent may wait in its c10d store for nodes that are gone.
@@ -245,12 +278,27 @@ class Driver:
                     world,
                     seconds,
                     lambda: self._open(world),
+                    lambda error: node.master_opened(
+                        world, None, ExhaustedError(f"cannot open a TCPStore ({error})")
+                    ),
                     is_taken_up=lambda: node.record.world_id == world,
                 )
             case effects.FetchExclusions(run, seconds):
-                return self._beside("exclusions", run, seconds, lambda: self._fetch(run))
+                return self._beside(
+                    "exclusions",
+                    run,
+                    seconds,
+                    lambda: self._fetch(run),
+                    lambda error: self._node.exclusions_read(run, (), error),
+                )
             case effects.DialPeer(attempt=attempt, seconds=seconds) as dial:
-                return self._beside("network", attempt, seconds, lambda: self._dial_peer(dial))
+                return self._beside(
+                    "network",
+                    attempt,
+                    seconds,
+                    lambda: self._dial_peer(dial),
+                    lambda error: self._node.peer_dialled(attempt, 0.0, error),
+                )
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):
@@ -267,6 +315,8 @@ class Driver:
 
     def _park_and_note(self, key: str, version: Version | None, seconds: float) -> Entry | None:
         """Park; write to the archive once the run has been quiet, or after a second."""
+        if self._begins_to_note.seconds_left:
+            return self._client.wait(key, version, seconds)
         if time.monotonic() - self._to_note[0][0] >= _NOTED_AFTER_SECONDS:
             self._note()
             return self._client.wait(key, version, seconds)
@@ -300,9 +350,15 @@ class Driver:
                 self._warn_of_the_store()
 
         thread = threading.Thread(target=note, name=f"{self._name}-history", daemon=True)
-        with suppress(RuntimeError):  # No thread can start while the process exits.
+        try:
             thread.start()
-            self._noting = thread
+        except (RuntimeError, MemoryError):
+            # None can start now: another time, unless the process exits.
+            self._to_note, self._inspected = due, not inspects
+            self._begins_to_note.fail()
+            return
+        self._noting = thread
+        self._begins_to_note.succeed()
 
     def _warn_of_the_store(self) -> None:
         """Log what may lose the run; a store that does not answer now is told of elsewhere."""
@@ -317,12 +373,13 @@ class Driver:
         key: str,
         seconds: float,
         work: Callable[[], None],
+        failed: Callable[[Exception], None],
         is_taken_up: Callable[[], bool] | None = None,
     ) -> None:
         """Have ``work`` done in a thread of its own, unless that goes on; wait for it so long.
 
         If it takes longer, its thread ends the node's wait once it is done. ``work`` raises
-        nothing: it tells the node what came of it.
+        nothing: it tells the node what came of it, as ``failed`` does where no thread can start.
         """
         mine = next((it for it in reversed(self._asides) if it.what == what), None)
         if mine is None or mine.key != key or mine.done.is_set():
@@ -334,7 +391,11 @@ class Driver:
                     taken_up = is_taken_up or self._has_taken_up
                     self._nudge_until(lambda: self._stopping.is_set() or taken_up(), 1)
 
-            mine = _Aside(what, key, run, f"{self._name}-{what}")
+            try:
+                mine = _Aside(what, key, run, f"{self._name}-{what}")
+            except Exception as error:
+                failed(_of_the_store(error))
+                return
             self._asides = [*(it for it in self._asides if it.thread.is_alive()), mine]
         if seconds and not mine.done.wait(seconds):
             mine.late = True
@@ -343,26 +404,28 @@ class Driver:
         try:
             self._node.master_opened(world_id, self._open_master(world_id), None)
         except Exception as error:
-            self._node.master_opened(world_id, None, error)
+            self._node.master_opened(world_id, None, as_outage(error) or error)
 
     def _fetch(self, incarnation: str) -> None:
         try:
             self._node.exclusions_read(incarnation, self._archive.exclusions(time.time()), None)
         except Exception as error:
-            self._node.exclusions_read(incarnation, (), error)
+            self._node.exclusions_read(incarnation, (), as_outage(error) or error)
 
     def _dial_peer(self, request: effects.DialPeer) -> None:
         try:
             assert self._dial is not None
             self._node.peer_dialled(request.attempt, self._dial(request), None)
         except Exception as error:
-            self._node.peer_dialled(request.attempt, 0.0, error)
+            self._node.peer_dialled(request.attempt, 0.0, as_outage(error) or error)
 
     def _deliver(self, outcome: effects.Outcome) -> None:
         self._outcomes.put(outcome)
 
     def _note_failure(self, error: Exception) -> None:
         """Log a failure once, however often it repeats."""
+        if isinstance(error, ExhaustedError) and self._outage_since is None:
+            self._ran_out = True
         if isinstance(error, RendezvousStateError):
             # The store answers: what it holds, or this host, is at fault.
             if str(error) != self._told:
@@ -386,8 +449,12 @@ class Driver:
     def _note_success(self, request: effects.Effect[Any]) -> None:
         if self._outage_since is None or type(request) in effects.LOCAL:
             return
-        self._log.warning(f"the store is back after {time.monotonic() - self._outage_since:.1f} s")
-        self._outage_since, self._told_of_refusal = None, False
+        seconds = time.monotonic() - self._outage_since
+        if self._ran_out:
+            self._log.warning(f"this node can ask the store again after {seconds:.1f} s")
+        else:
+            self._log.warning(f"the store is back after {seconds:.1f} s")
+        self._outage_since, self._ran_out, self._told_of_refusal = None, False, False
 
 
 class _Aside:
@@ -463,8 +530,8 @@ def carry_out(
             continue
         try:
             answer = perform(client, archive, request)
-        except (RendezvousConnectionError, RendezvousStateError) as failure:
-            error = failure
+        except Exception as failure:
+            error = _of_the_store(failure)
 
 
 def watched(
@@ -500,6 +567,15 @@ def _watched(
                 if watcher not in failed:
                     log.exception("what a node does could not be reported; the node goes on")
                     failed.append(watcher)
+
+
+def _of_the_store(error: Exception) -> Exception:
+    """What a node is told of a failed request; raises what says nothing of store or host."""
+    if isinstance(error, RendezvousConnectionError | RendezvousStateError):
+        return error
+    if (missing := as_outage(error)) is None:
+        raise error
+    return missing
 
 
 def _empty(queue: SimpleQueue[Any]) -> None:

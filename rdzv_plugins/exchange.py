@@ -152,7 +152,11 @@ class Answering:
         self._clients: dict[int, _Client] = {}
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._server.close()
+            raise
 
     def close(self, seconds: float = 2.0) -> None:
         """End the thread; after ``seconds`` it is left to end by itself."""
@@ -190,8 +194,9 @@ class Answering:
                 # Strangers first, then who has been here for longest.
                 clients = self._clients.values()
                 self._drop(selector, min(clients, key=lambda it: (it.known, it.since)))
-            client = self._clients[line.fileno()] = _Client(line, self._greeting, self._size)
+            client = _Client(line, self._greeting, self._size)
             selector.register(line, selectors.EVENT_READ, client)
+            self._clients[line.fileno()] = client
 
     def _serve_one(self, selector: selectors.BaseSelector, client: _Client) -> None:
         wrote = client.writes

@@ -47,7 +47,14 @@ from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.exchange import Answering, dial, exchange
 from rdzv_plugins.health import gate_of, refuse_unknown_checks
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv import (
+    Attempts,
+    ExhaustedError,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    as_outage,
+)
 from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.logs import RunLog, set_up
 from rdzv_plugins.metrics import Report, refuse_unless_installed
@@ -349,11 +356,14 @@ class StoreRendezvousHandler(RendezvousHandler):
         if failed and self._costs_the_others() and self._give_up("its workers failed"):
             run = f"run '{self._run_id}'"
             raise RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
-        waited = self._await_fitness()
-        outcome = self._driver.join(failed, waited)
-        while outcome.failure is Failure.CUT_OFF and not self._ended:
-            self._stay_cut_off(self._node.record.unfit)
-            outcome = self._driver.join(failed, waited + self._cut_off_for)
+        waited, patience = self._await_fitness(), self._settings.join_timeout
+        try:
+            outcome = self._driver.join(failed, waited, patience)
+            while outcome.failure is Failure.CUT_OFF and not self._ended:
+                self._stay_cut_off(self._node.record.unfit)
+                outcome = self._driver.join(failed, waited + self._cut_off_for, patience)
+        except ExhaustedError as error:
+            self._raise(error)
         self._was_told = False
         self._refuse(outcome)
         document, before = outcome.document, self._last
@@ -580,8 +590,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         if not self._node.in_round:
             return False
         thread = threading.Thread(target=ask, name=f"rdzv-{self._run_id}-end", daemon=True)
-        thread.start()
-        thread.join()
+        with suppress(RuntimeError):  # None can start now: as where the store does not answer.
+            thread.start()
+            thread.join()
         return any(answers)
 
     def _others_go_on(self, *, left: bool = False) -> bool:
@@ -922,13 +933,42 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
         _tell_what_is_idle(store, params, settings)
         refuse_unless_installed(settings)
         refuse_unknown_checks(settings)
-        address = _own_address(params, settings)
-        opened = connect(params.run_id)
+        return _make_patiently(connect, params, settings)
     except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
         set_up("INFO")
         # First the line that counts: torchrun prints its own frames before the error.
         log.error("run '%s': %s", params.run_id, error)
         raise error.with_traceback(None) from None
+
+
+def _make_patiently(
+    connect: Callable[[str], KeyValueClient], params: RendezvousParameters, settings: Settings
+) -> RendezvousHandler:
+    """Make the handler, within ``join_timeout`` where this host has run out of something."""
+    deadline, attempts = time.monotonic() + settings.join_timeout, Attempts()
+    while True:
+        try:
+            return _make(connect, params, settings)
+        except Exception as error:
+            if (missing := as_outage(error)) is None:
+                raise
+            if time.monotonic() >= deadline:
+                raise missing from None
+            if attempts.fail():
+                log.warning(
+                    "run '%s': this node cannot join yet: %s; it tries again for %g s",
+                    params.run_id,
+                    missing,
+                    settings.join_timeout,
+                )
+        time.sleep(attempts.seconds_left)
+
+
+def _make(
+    connect: Callable[[str], KeyValueClient], params: RendezvousParameters, settings: Settings
+) -> RendezvousHandler:
+    address = _own_address(params, settings)
+    opened = connect(params.run_id)
     log.info("run '%s': connected to %s '%s'", params.run_id, opened.name, redact(params.endpoint))
     try:
         archive = Archive(connect, params.run_id, settings.history_ttl)

@@ -27,6 +27,7 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
     Version,
+    exhausted,
 )
 from rdzv_plugins.kv.base import StoreClient
 from rdzv_plugins.kv.findings import Finding
@@ -323,6 +324,8 @@ class Report:
                 name=f"rdzv-{run_id}-metrics",
             )
         except (OSError, UnicodeError) as error:
+            if exhausted(error) is not None:
+                raise  # The node, too, is not made now.
             log.warning(f"no metrics are served: {host}:{port} cannot be opened ({error})")
             return
         self._outputs.append(output)

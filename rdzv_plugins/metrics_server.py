@@ -7,6 +7,7 @@ import os
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from rdzv_plugins.kv import exhausted
 
 __all__ = ["MetricsServer"]
 
@@ -61,7 +64,11 @@ class MetricsServer:
         self._server.set_app(self._answer)
         _open.add(self._server)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._server.server_close()
+            raise
 
     @property
     def url(self) -> str:
@@ -112,6 +119,14 @@ class _Server(WSGIServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if exhausted(error) is not None:
+                time.sleep(_LOOK_SECONDS)  # The client still waits: do not ask again at once.
+            raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a client of the metrics went away", exc_info=True)

@@ -10,6 +10,7 @@ handlers are, one of ours replaces the system's.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -23,7 +24,11 @@ from typing import TypeVar
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from rdzv_plugins.kv import Attempts, exhausted
+
 __all__ = ["SignalWatch", "take"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -69,22 +74,35 @@ class SignalWatch:
         self._name = name
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._released = False
+        self._attempts = Attempts()
 
     def renew(self) -> None:
         """Listen, and replace the system's handlers; cheap, and to be called again and again.
 
-        Python allows this in the main thread only; in another nothing happens.
+        Python allows this in the main thread only; in another nothing happens. Where this host lets
+        nobody listen, that is told once, and tried again by later calls.
         """
         if self._released or threading.current_thread() is not threading.main_thread():
             return
         for number in _FATAL:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _raise)
-        if _listening is None:
+        if _listening is None and not self._attempts.seconds_left:
             # A handler's exception in the midst of it would leave a watch without a thread.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_FATAL, signal.SIGINT))
             try:
                 self._listen()
+            except Exception as error:
+                if (missing := exhausted(error)) is None:
+                    raise
+                if self._attempts.fail():
+                    log.warning(
+                        "%s, so nobody listens for signals yet: the leave of this node is "
+                        "announced only when its process ends; this is tried again",
+                        missing,
+                    )
+            else:
+                self._attempts.succeed()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -101,16 +119,23 @@ class SignalWatch:
         global _listening
         receive, send = socket.socketpair()
         send.setblocking(False)
+        thread = threading.Thread(target=self._run, args=(receive,), name=self._name, daemon=True)
         taken = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
         if taken != -1:
             signal.set_wakeup_fd(taken)  # An event loop in the main thread needs it.
             receive.close()
             send.close()
             return
+        try:
+            thread.start()
+        except BaseException:
+            signal.set_wakeup_fd(-1)
+            receive.close()
+            send.close()
+            raise
         # Referred to while it is installed: a closed descriptor's number is soon another file's.
         _listening = self
         self._sockets = receive, send
-        threading.Thread(target=self._run, args=(receive,), name=self._name, daemon=True).start()
 
     def _run(self, receive: socket.socket) -> None:
         while not self._released:

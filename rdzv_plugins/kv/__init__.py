@@ -11,18 +11,23 @@ from rdzv_plugins.kv.contract import (
     Version,
     parse_counter,
 )
+from rdzv_plugins.kv.exhaustion import Attempts, ExhaustedError, as_outage, exhausted
 from rdzv_plugins.kv.memory import MemoryClient, MemoryServer
 
 __all__ = [
     "AccessDeniedError",
+    "Attempts",
     "Capabilities",
     "ClientClosedError",
     "Entry",
+    "ExhaustedError",
     "KeyValueClient",
     "MemoryClient",
     "MemoryServer",
     "RendezvousConnectionError",
     "RendezvousStateError",
     "Version",
+    "as_outage",
+    "exhausted",
     "parse_counter",
 ]

@@ -44,6 +44,7 @@ from rdzv_plugins.kv.contract import (
     Version,
     parse_counter,
 )
+from rdzv_plugins.kv.exhaustion import ExhaustedError, exhausted
 from rdzv_plugins.kv.retry import longest_pause, retry
 
 __all__ = [
@@ -130,6 +131,7 @@ class Problem:
             `RendezvousStateError` instead of `RendezvousConnectionError`.
         secret: the library's error may show a password: it is not chained.
         denied: the store answered, and refuses this client: raise `AccessDeniedError`.
+        exhausted: this host has run out of something: raise `ExhaustedError`.
     """
 
     text: str
@@ -138,6 +140,7 @@ class Problem:
     state: bool = False
     secret: bool = False
     denied: bool = False
+    exhausted: bool = False
 
 
 class WokenError(Exception):
@@ -434,7 +437,7 @@ class StoreClient(KeyValueClient):
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         deadline = time.monotonic() + timeout
-        wake = self._take_wake()
+        wake = self._call(lambda _: self._take_wake())
         try:
             return self._wait(key, version, deadline, wake)
         except WokenError:
@@ -540,12 +543,21 @@ class StoreClient(KeyValueClient):
         return problem is not None and problem.retryable
 
     def _meaning(self, error: Exception) -> Problem | None:
-        """As `_problem`, also for a file that cannot be read: it was there at the start."""
-        if isinstance(error, UnreadableFileError):
+        """As `_problem`, also for what this host has run out of, and for a file that is away.
+
+        No library's error hides the first; the second was there at the start.
+        """
+        unreadable = isinstance(error, UnreadableFileError)
+        problem = self._problem(error) if not unreadable else None
+        if (missing := exhausted(error)) is not None:
+            undone = problem is not None and problem.undone
+            text = f"could not be asked: {missing}"
+            return Problem(text, retryable=True, undone=undone, exhausted=True)
+        if unreadable:
             return Problem(
                 f"was not asked, for {error}; is it being replaced?", retryable=True, undone=True
             )
-        return self._problem(error)
+        return problem
 
     def _learn(self, request: Callable[[Limit], T]) -> tuple[T | None, str]:
         """For `inspect`: the answer, or None and why there is none, such as a missing right."""
@@ -586,7 +598,9 @@ class StoreClient(KeyValueClient):
         if (problem := self._meaning(error)) is None:
             raise error
         kind: type[RendezvousError] = RendezvousConnectionError
-        if problem.state:
+        if problem.exhausted:
+            kind = ExhaustedError
+        elif problem.state:
             kind = RendezvousStateError
         elif problem.denied:
             kind = AccessDeniedError

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import Entry, Version
+from rdzv_plugins.kv import Attempts, Entry, ExhaustedError, Version
 from rdzv_plugins.protocol.documents import NODES_PREFIX, Found, NodeRecord, RoundDocument
-from rdzv_plugins.protocol.effects import DialPeer, Effects, Read
+from rdzv_plugins.protocol.effects import DialPeer, Effects, Read, Tell
 from rdzv_plugins.protocol.links import partner_in
 from rdzv_plugins.protocol.roster import ranks_in, shard_key
 
@@ -58,6 +58,9 @@ class NetworkCheck:
         # The dial that goes on, and since when; what was reported of it, and not taken up yet.
         self._attempts = 0
         self._dialling: tuple[str, float] | None = None
+        # It could not begin, for want of a thread or a descriptor, which is no fault of the link.
+        self._beginnings = Attempts(clock)
+        self._begins_again = False
         self._report: _Report | None = None
         self._answer: _Report | None = None
 
@@ -68,7 +71,12 @@ class NetworkCheck:
 
     @property
     def seconds_left(self) -> float:
-        """Until the dial that goes on has failed."""
+        """Until the dial that goes on has failed, or is to begin again."""
+        left = self._left
+        return min(left, self._beginnings.seconds_left) if self._begins_again else left
+
+    @property
+    def _left(self) -> float:
         since = self._dialling[1] if self._dialling is not None else self._clock()
         return max(0.0, since + self._limit - self._clock())
 
@@ -131,21 +139,29 @@ class NetworkCheck:
         others = (node for node, rank in ranks.items() if rank == 0 and node != self._me)
         self._first = next(others, None)
         self._found, self._dialling, self._answer = Found(), None, None
+        self._begins_again = False
         self._world_id = document.world_id
 
     def _dial(self, node: str, endpoint: str, exchanges: bool) -> Effects[tuple[float, str] | None]:
         """The seconds that it took, and against which endpoint and why it failed; None: not yet."""
-        if self._dialling is None:
+        if self._dialling is None or (self._begins_again and not self._beginnings.seconds_left):
             self._attempts += 1
             attempt = f"{self._world_id} {self._attempts}"
-            self._dialling, self._answer = (attempt, self._clock()), None
-            limit = self._limit
+            since = self._clock() if self._dialling is None else self._dialling[1]
+            self._dialling, self._answer, self._begins_again = (attempt, since), None, False
+            limit = self._left
             yield from DialPeer(attempt, node, endpoint, exchanges, limit, _AT_ONCE_SECONDS)
             self.take_up()
-        if self._answer is None and self.seconds_left > 0:
+        if self._answer is None and self._left > 0:
             return None
         _, seconds, error = self._answer or ("", self._limit, TimeoutError("no answer in time"))
-        self._dialling = self._answer = None
+        if isinstance(error, ExhaustedError) and self._left > 0:
+            self._answer, self._begins_again = None, True
+            if self._beginnings.fail():
+                yield Tell("network", f"{endpoint} cannot be dialled: {error}; this is tried again")
+            return None
+        self._dialling, self._answer, self._begins_again = None, None, False
+        self._beginnings.succeed()
         why = " ".join(str(error).split())[:_LONGEST_WHY] if error is not None else ""
         if error is not None:
             why = f"{endpoint} ({why or type(error).__name__})"

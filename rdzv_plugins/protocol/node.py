@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.kv import (
     AccessDeniedError,
+    Attempts,
     RendezvousConnectionError,
     RendezvousStateError,
     Version,
@@ -167,6 +168,9 @@ class Node:
         # As rank 0: the TCPStore of the round of a world_id, and since when it is being opened.
         self._opened: tuple[str, str | None, Exception | None] | None = None
         self._opening: tuple[str, float] | None = None
+        # How often it could not be opened since one was, and whether it is to be tried again.
+        self._openings = Attempts(clock)
+        self._reopens = False
         # As the leader of a first round: the exclusions that outlive runs, once they are read; for
         # which incarnation and since when they are read, when to try again, and what came of it.
         self._carried: tuple[Exclusion, ...] | None = None
@@ -756,7 +760,7 @@ class Node:
         return None
 
     def _begin_to_open_master(self, world_id: str) -> Effects[None]:
-        self._opening, self._opened = (world_id, self._clock()), None
+        self._opening, self._opened, self._reopens = (world_id, self._clock()), None, False
         yield from OpenMaster(world_id, 0.0)
 
     def _open_master(self, world_id: str) -> Effects[str | None]:
@@ -766,18 +770,20 @@ class Node:
             yield from self._begin_to_open_master(world_id)
         assert self._opening is not None
         since = self._opening[1]
-        if self._opened is None and now - since < _MASTER_SECONDS:
+        is_due = self._reopens and not self._openings.seconds_left
+        if is_due or (self._opened is None and not self._reopens and now - since < _MASTER_SECONDS):
+            self._reopens = False
             yield from OpenMaster(world_id, _MASTER_SECONDS)
         if self._opened is not None and self._opened[0] == world_id:
             _, address, error = self._opened
             if address is not None:
+                self._openings.succeed()
                 return address
-            self._opened = None
+            self._opened, self._reopens = None, True
             if isinstance(error, RendezvousStateError):
                 raise error  # Trying again is of no use.
-            yield from Tell("master", str(error))
-            if now - since < self._rules.lease:
-                yield from OpenMaster(world_id, _MASTER_SECONDS)
+            if self._openings.fail():
+                yield from Tell("master", f"{error}; rank 0 tries again")
         if now - since >= self._rules.lease:
             # This node asks for another round, in which another node is rank 0.
             yield from Tell("master", "no TCPStore within the lease: another node is to be rank 0")
@@ -791,7 +797,10 @@ class Node:
             self._record_due = self._ring = True
             return None
         if self._opened is None:
-            yield from self._wait(max(0.0, since + self._rules.lease - now))
+            left = since + self._rules.lease - now
+            if self._reopens:
+                left = min(left, self._openings.seconds_left)
+            yield from self._wait(max(0.0, left))
         return None
 
     def _end_join(self, outcome: Outcome) -> Effects[None]:

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 
 from rdzv_plugins.config import (
     ENVIRONMENT_PREFIX,
@@ -26,7 +26,12 @@ from rdzv_plugins.config import (
     unknown_variables,
 )
 from rdzv_plugins.endpoint import redact
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv import (
+    ExhaustedError,
+    KeyValueClient,
+    RendezvousConnectionError,
+    exhausted,
+)
 
 __all__ = [
     "STORES",
@@ -145,7 +150,8 @@ def open_client(
 
     Raises:
         ValueError: an unknown backend, a bad endpoint or option, or a missing client package.
-        RendezvousConnectionError: the store cannot be reached or refuses the credentials.
+        RendezvousConnectionError: the store cannot be reached or refuses the credentials, or this
+            host has run out of threads, descriptors or memory.
     """
     return open_run(
         client_class(name), endpoint, run_id, config or {}, request_timeout=request_timeout
@@ -187,7 +193,13 @@ def open_run(
         opened: KeyValueClient = connect(
             endpoint, f"{options.prefix}/{run_id}", options, request_timeout
         )
-    except ValueError as error:
+    except Exception as error:
+        if not isinstance(error, RendezvousError) and (missing := exhausted(error)) is not None:
+            # Some of a client is made before its first request, such as threads.
+            where = f"{client.name} at '{redact(endpoint)}'"
+            raise ExhaustedError(f"{where} could not be asked: {missing}") from None
+        if not isinstance(error, ValueError):
+            raise
         text = f"{client.name} at '{redact(endpoint)}': {error}"
         if isinstance(error, UnreadableFileError) and (endpoint, repr(options)) in _reached:
             raise RendezvousConnectionError(f"{text}; is it being replaced?") from None

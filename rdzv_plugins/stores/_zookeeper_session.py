@@ -161,9 +161,9 @@ class Session:
                 if self._closed:
                     raise NotConnectedError("closed")
                 if self._ended:
-                    self._ended = False
                     _stop(self._zk, 0.0)
                     self._zk = self._connect()
+                    self._ended = False  # Not before: its threads may not start.
                     self._check()
                     raise AuthFailedError
                 if not self.may_recover(ConnectionLoss()):

@@ -30,6 +30,7 @@ from torch.distributed.elastic.events.api import NodeState, RdzvEvent
 from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.metrics.api import NullMetricHandler, getStream, put_metric
 
+from rdzv_plugins.kv import Attempts
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import STATE_KEY, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
@@ -86,6 +87,7 @@ class Events:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failed = False
+        self._attempts = Attempts()
         # The status of the record as last written, and in which of torch's lists the node stands.
         self._status: Status | None = None
         self._place: str | None = None
@@ -268,12 +270,14 @@ class Events:
         if self._queue.qsize() >= _MOST_QUEUED or os.getpid() != self._pid:
             return
         self._queue.put(delivery)
-        if self._thread is None:
+        if self._thread is None and not self._attempts.seconds_left:
             self._thread = threading.Thread(target=self._deliver, name=self._name, daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:
-                return  # From Python 3.12 on, no thread can start while the process exits.
+            except (RuntimeError, MemoryError):
+                # None can start now: with a later event, unless the process exits.
+                self._thread = None
+                self._attempts.fail()
 
     def _deliver(self) -> None:
         while (delivery := self._queue.get()) is not None:

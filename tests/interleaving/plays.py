@@ -6,11 +6,12 @@ thread, which announces the leave, and an exception in the agent, wherever it wa
 
 from __future__ import annotations
 
+import errno
 import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,12 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins import driver, handler, signals
+from rdzv_plugins import archive, driver, handler, signals
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
 from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
-from rdzv_plugins.kv import MemoryClient, MemoryServer, memory, retry
+from rdzv_plugins.kv import MemoryClient, MemoryServer, exhaustion, memory, retry
+from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -37,7 +39,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
 )
 from rdzv_plugins.torch_compat import c10d_store
-from tests.interleaving.scheduler import Queue, Scheduler, Task
+from tests.interleaving.scheduler import Queue, Scheduler, StuckError, Task
 
 __all__ = ["Play", "play"]
 
@@ -48,6 +50,8 @@ SETTINGS = Settings(
 AT_ONCE = 2.0
 ENDS = (RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError)
 STORE_ENDS = (DistNetworkError, DistStoreError)
+# So soon a thread repeats nothing that it does by itself.
+_A_MOMENT = 1e-3
 _BARRIER = "torchelastic/agent/terminal_state/"
 
 
@@ -74,6 +78,21 @@ class Agent:
             return farewell(failure)
 
         self.handler._node.farewell = counted  # type: ignore[method-assign]
+        self.did: list[effects.Effect[Any]] = []
+        self.did_at = 0.0
+        self.handler._watchers.append(self.note)
+
+    def note(self, request: effects.Effect[Any], answer: object, error: object) -> None:
+        """No action repeats without a request, a wait or a change."""
+        now = self.play.scheduler.now
+        if type(request) not in effects.LOCAL or now - self.did_at > _A_MOMENT:
+            self.did.clear()
+        if type(request) in effects.LOCAL:
+            self.did.append(request)
+            # Twice where another thread answers just as the first ends.
+            if self.did.count(request) > 2:
+                self.play.repeated.append(f"{self.name} repeats {request}")
+        self.did_at = now
 
     def live(self) -> None:
         """As the process of a launcher and its agent does."""
@@ -162,7 +181,27 @@ class Play:
         self.nodes = self.random.choice((1, 2, 2, 3))
         self.least = self.random.randint(1, self.nodes)
         self.opening = self.random.choice((0.0, 0.0, 0.0, 0.06, 3.0, 40.0))
+        # When no host lets a thread start, and opens anything.
+        begins = 1000.0 + self.random.choice((0.0, 0.0, 0.3, 5.0))
+        self.refuses = begins, begins + self.random.choice((0.0, 0.0, 0.0, 0.5, 4.0))
+        self.repeated: list[str] = []
         self.agents: list[Agent] = []
+
+    def refuse(self, error: Exception) -> None:
+        begins, ends = self.refuses
+        if begins <= self.scheduler.now < ends:
+            raise error
+
+    def thread(self, **options: Any) -> Task:
+        made = Task(self.scheduler, **options)
+        start = made.start
+
+        def start_unless_refused() -> None:
+            self.refuse(RuntimeError("can't start new thread"))
+            start()
+
+        made.start = start_unless_refused  # type: ignore[method-assign]
+        return made
 
     def make(self, name: str) -> StoreRendezvousHandler:
         made = StoreRendezvousHandler(
@@ -179,6 +218,7 @@ class Play:
         return made
 
     def open_server(self, *_: object) -> SimpleNamespace:
+        self.refuse(OSError(errno.EMFILE, "Too many open files"))
         self.scheduler.time.sleep(self.opening * self.random.random())
         return SimpleNamespace(port=self.random.randint(1, 9999))
 
@@ -194,7 +234,11 @@ class Play:
                         agent.be_told_to_leave(lambda: self._task(agent.name))
 
                     calls.append((f"signal of {agent.name}", tell))
-            self.scheduler.run(*calls)
+            try:
+                self.scheduler.run(*calls)
+            except StuckError:
+                assert not self.repeated, self.repeated[0]  # That is why.
+                raise
             self.check()
 
     def _task(self, name: str) -> Task:
@@ -213,15 +257,21 @@ class Play:
             randbits=drawn.getrandbits,
         )
         at_exit = SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
+        calendar = SimpleNamespace(now=lambda zone: datetime.fromtimestamp(scheduler.now, zone))
         places: list[tuple[object, str, object]] = [
+            (driver, "datetime", calendar),
+            (archive, "datetime", calendar),
             (handler, "secrets", secrets),
             (handler, "atexit", at_exit),
             (handler, "open_store", self.open_server),
             (retry, "random", drawn),
         ]
-        for module in (driver, handler, memory, retry, signals, c10d_store):
+        for module in (driver, exhaustion, handler, memory, retry, signals, c10d_store):
+            threading = scheduler.threading
+            if module in (driver, handler):
+                threading.Thread = self.thread
             for name, value in (
-                ("threading", scheduler.threading),
+                ("threading", threading),
                 ("time", scheduler.time),
                 ("SimpleQueue", lambda: Queue(scheduler)),
             ):
@@ -237,6 +287,7 @@ class Play:
                 each.stop()
 
     def check(self) -> None:
+        assert not self.repeated, self.repeated[0]
         client = MemoryClient(self.server, "run")
         entry = client.get(STATE_KEY)
         document = RoundDocument.decode(entry.value) if entry else None
@@ -269,6 +320,7 @@ class Play:
         return (
             all(agent.last == "succeed" and agent.last_at >= 1.0 for agent in self.agents)
             and self.opening < 0.1
+            and self.refuses[0] == self.refuses[1]
             and self.scheduler._haste == 0.0
         )
 

@@ -11,6 +11,9 @@ import pytest
 
 from rdzv_plugins.driver import Driver
 from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.kv import Attempts
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.node import Node
 from tests import Measure
 from tests.interleaving.plays import play
 from tests.interleaving.scheduler import StuckError
@@ -59,12 +62,29 @@ def end_whenever_asked(self: Any, last_word: Any, failed: str) -> bool:
     return bool(END(self, last_word, failed))
 
 
+def open_in_a_loop(self: Any, world_id: str) -> Any:
+    """As it was: nothing is asked, and nobody waits, between two attempts."""
+    self._openings = Attempts(self._clock)
+    opened: Any = OPEN(self, world_id)
+    answer: Any = None
+    while True:
+        try:
+            request = opened.send(answer)
+        except StopIteration as end:
+            return end.value
+        if self._reopens and isinstance(request, effects.Park):
+            return None
+        answer = yield request
+
+
 END = StoreRendezvousHandler._end
+OPEN = Node._open_master
 MUTANTS: dict[str, tuple[type, str, Any]] = {
     "the farewell is never said": (StoreRendezvousHandler, "_end", end_without_a_last_word),
     "it is said by all who end the node": (StoreRendezvousHandler, "_end", end_whenever_asked),
     "a stop tells no waiting agent": (Driver, "stop", stop_without_an_outcome),
     "the first round's outcome is lost": (Driver, "_deliver", deliver_nothing),
+    "what cannot be opened is tried again and again": (Node, "_open_master", open_in_a_loop),
 }
 
 

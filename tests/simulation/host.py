@@ -52,6 +52,8 @@ _MOST_VAIN = 20
 """Most listings that show nothing new, within an interval and for any reason but a node's lease."""
 _MOST_REQUESTS = 2000
 """In a second, on one host; a leader whose store answers in no time comes to some hundreds."""
+_MOST_OPENINGS = 6
+"""Of a TCPStore for one round, in a second, where none could be opened."""
 
 
 class Agent(StrEnum):
@@ -155,6 +157,11 @@ class Host:
         self._round: RoundDocument | None = None
         self._polling = False
         self._masters = 0
+        # What it did by itself since it last asked the store, waited, or heard anything new.
+        self._did: list[Effect[Any]] = []
+        self._heard: dict[str, object] = {}
+        # When it began to open a TCPStore for the round of a world_id, of which none was opened.
+        self._openings: tuple[str, list[float]] = "", []
         self._opening = self._fetching = self._dialling = "", 0.0
         self._pause = 1.0
         self._nudges = False
@@ -536,6 +543,7 @@ class Host:
 
     def _nudge(self) -> None:
         """End a wait of the node."""
+        self._did.clear()  # For something new.
         if isinstance(self._request, effects.Park | effects.Rest):
             self.receive(self._turn, None)
 
@@ -712,6 +720,7 @@ class Host:
                 self._finish(None)
                 return
             self._request, error = request, None
+            self._note_action(request)
             if isinstance(request, effects.FinishJoin):
                 answer = None
                 self._ended(request.outcome)
@@ -728,6 +737,28 @@ class Host:
             self._issue(request)
             break
         self._watch()
+
+    def _note_action(self, request: Effect[Any]) -> None:
+        if not isinstance(request, _LOCAL) or isinstance(request, effects.Rest):
+            self._did.clear()
+        elif request in self._did:
+            self.world.violated(
+                "rests",
+                f"{self.id} repeats {request}, and neither asked, nor waited, nor heard anything",
+            )
+        else:
+            self._did.append(request)
+
+    def _hear(self, of: str, news: object) -> None:
+        """It is told what came of what it does beside; what it was told before is no news."""
+        if self._heard.get(of) != news:
+            self._did.clear()
+        self._heard[of] = news
+
+    def _waited(self, seconds: float, ended: float) -> None:
+        """What it does beside had not ended after so long."""
+        if seconds > 0 and ended > self.world.kernel.now + seconds:
+            self._did.clear()
 
     def _finish(self, result: object) -> None:
         at_end = self._at_end
@@ -783,6 +814,7 @@ class Host:
         if self._opening[0] != world_id or self._opening[1] <= now:
             self._opening = world_id, now + self._begin_to_open(world_id)
         ends = min(self._opening[1], now + request.seconds)
+        self._waited(request.seconds, self._opening[1])
         # Not before the node was told that it is open.
         self.world.kernel.at(max(ends, now + 0.0001) + 1e-6, self.receive, turn, None)
 
@@ -790,6 +822,11 @@ class Host:
         """Seconds until the node is told."""
         world, address = self.world, None
         self._masters += 1
+        before = self._openings[1] if self._openings[0] == world_id else []
+        now = world.kernel.now
+        self._openings = world_id, [*(it for it in before if now - it < 1.0), now]
+        if len(self._openings[1]) > _MOST_OPENINGS:
+            world.violated("rests", f"{self.id} opens a TCPStore again and again, without a pause")
         plan, chance, error = world.plan, world.chance, None
         pause, fails = 0.001, False
         if not world.network.quiet:
@@ -808,6 +845,7 @@ class Host:
     def _opened(
         self, world_id: str, address: str | None, error: Exception | None, nudge: bool
     ) -> None:
+        self._hear("master", address or str(error))
         self.node.master_opened(world_id, address, error)
         if nudge:
             self._nudge()
@@ -826,6 +864,7 @@ class Host:
             world.kernel.after(seconds, self._dialled, request, world.whole(document),
                                seconds * self.clock.rate, error, seconds > waits)  # fmt: skip
         ends = min(self._dialling[1], now + waits)
+        self._waited(waits, self._dialling[1])
         world.kernel.at(max(ends, now + 0.0001) + 1e-6, self.receive, turn, None)
 
     def _dialled(self, request: effects.DialPeer, document: RoundDocument, seconds: float,
@@ -835,6 +874,7 @@ class Host:
         self.world.checker.dialled(
             self.id, document, request.node, request.exchanges, error is None
         )
+        self._hear("peer", (request.attempt, str(error)))
         self.node.peer_dialled(request.attempt, seconds, error)
         if nudge:
             self._nudge()
@@ -855,6 +895,7 @@ class Host:
             self._fetching = incarnation, now + pause
             world.kernel.after(pause, self._exclusions_read, incarnation)
         ends = self._fetching[1]
+        self._waited(request.seconds, ends)
         self._nudges = self._nudges or (request.seconds > 0 and ends > now + request.seconds)
         world.kernel.at(min(ends, now + request.seconds) + 2e-6, self.receive, turn, None)
 
@@ -867,6 +908,7 @@ class Host:
         else:
             held = (it for _, it in world.exclusions.values())
             found = tuple(it for it in held if it.holds(self._wall()))
+        self._hear("exclusions", (found, str(error)))
         self.node.exclusions_read(incarnation, found, error)
         if self._nudges:
             self._nudges = False

@@ -169,7 +169,9 @@ INVARIANTS = {
     "rests": "no host makes more than 2,000 requests per second, or decides forever without a "
     "request, or asks again for the same tombstone within `closed_ttl`, without having read "
     "another document since the answer, or lists the nodes again and again within an interval, "
-    "though nothing is new (20 times, and twice for each host)",
+    "though nothing is new (20 times, and twice for each host), or repeats what it does beside the "
+    "store or says without having asked the store, waited, or heard anything new, or tries to open "
+    "a TCPStore for one round more than 6 times in a second",
     "gets going": "after the faults stop, every live host is in one world or a spare within a "
     "bounded time, if there are enough hosts; otherwise its join has ended, and nobody waits for "
     "a round that has lost all its nodes; no leader is dead or has failing listings; afterwards "

@@ -808,6 +808,30 @@ MUTANTS: dict[str, Mutant] = {
         ),
         seed=1636,
     ),
+    "opens-in-a-loop": Mutant(
+        "rank 0 that cannot open a TCPStore tries it again and again, and asks the store for "
+        "nothing meanwhile",
+        (
+            _in("node", "self._reopens and not self._openings.seconds_left", "self._reopens"),
+            _in(
+                "node",
+                "                left = min(left, self._openings.seconds_left)\n",
+                "                return None\n",
+            ),
+        ),
+    ),
+    "opens-without-a-pause": Mutant(
+        "rank 0 that cannot open a TCPStore tries it again at once, after a look at the store",
+        (
+            _in("node", "self._reopens and not self._openings.seconds_left", "self._reopens"),
+            _in(
+                "node",
+                "                left = min(left, self._openings.seconds_left)\n",
+                "                left = 0.0\n",
+            ),
+        ),
+        focus=Focus(settings={"no_master": 0.9}),
+    ),
     "one-tombstone-at-a-time": Mutant(
         "a node that was in two runs asks for their tombstones in turn, forever",
         (

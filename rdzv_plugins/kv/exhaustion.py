@@ -1,0 +1,96 @@
+"""What a host has run out of, as an outage of it: told once, and tried again after growing pauses.
+
+Threads, descriptors and memory are missing for a second as well as for good, and whoever has none
+can end nothing but itself. So a node treats this as it treats a store that is away.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from rdzv_plugins.kv.contract import RendezvousConnectionError
+
+__all__ = ["Attempts", "ExhaustedError", "as_outage", "exhausted"]
+
+_ERRNOS = {
+    errno.EMFILE: "this process may open no more files (see ulimit -n)",
+    errno.ENFILE: "this host can open no more files",
+    errno.ENOMEM: "this host has no memory left",
+    errno.ENOBUFS: "this host has no memory left for a socket",
+}
+# CPython's words; while the interpreter ends it says something else.
+_NO_THREAD = "can't start new thread"
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+
+
+class ExhaustedError(RendezvousConnectionError):
+    """This host has run out of threads, descriptors or memory: the store was not asked."""
+
+
+def exhausted(error: BaseException | None) -> str | None:
+    """What this host has run out of, if the error, or one behind it, says that."""
+    behind: list[BaseException] = []
+    while error is not None and error not in behind:
+        if isinstance(error, ExhaustedError):
+            return str(error)
+        if isinstance(error, MemoryError):
+            return _ERRNOS[errno.ENOMEM]
+        if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+            return "this host lets this process start no thread (see ulimit -u, or its pids limit)"
+        if isinstance(error, OSError) and error.errno in _ERRNOS:
+            return _ERRNOS[error.errno]
+        if isinstance(error, socket.gaierror) and (found := _no_descriptor()):
+            return found  # A resolver that can open no socket says that it knows no such name.
+        behind.append(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def as_outage(error: Exception) -> ExhaustedError | None:
+    """The contract's error for what `exhausted` tells; None: it tells nothing."""
+    if isinstance(error, ExhaustedError):
+        return error
+    missing = exhausted(error)
+    return ExhaustedError(missing) if missing is not None else None
+
+
+def _no_descriptor() -> str | None:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return _ERRNOS.get(error.errno or 0)
+    return None
+
+
+class Attempts:
+    """When to try again what has failed: after pauses that grow up to 2 s.
+
+    Args:
+        clock: monotonic, in seconds; None: this host's.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or (lambda: time.monotonic())
+        self._failures = 0
+        self._due = 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the next one; 0: it is due."""
+        return max(0.0, self._due - self._clock()) if self._failures else 0.0
+
+    def fail(self) -> bool:
+        """One has failed; returns whether it is the first since one succeeded, which is told."""
+        self._due = self._clock() + min(_FIRST_PAUSE * 2.0**self._failures, _LONGEST_PAUSE)
+        self._failures = min(self._failures + 1, 16)
+        return self._failures == 1
+
+    def succeed(self) -> bool:
+        """One has succeeded; returns whether others had failed before."""
+        failures, self._failures = self._failures, 0
+        return failures > 0

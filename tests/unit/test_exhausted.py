@@ -1,0 +1,210 @@
+"""What a host has run out of is told once, and tried again; it ends no node."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from rdzv_plugins.archive import Archive
+from rdzv_plugins.driver import Driver
+from rdzv_plugins.kv import (
+    Attempts,
+    ExhaustedError,
+    MemoryClient,
+    MemoryServer,
+    RendezvousConnectionError,
+    as_outage,
+    exhausted,
+)
+from rdzv_plugins.protocol.documents import NodeRecord, Status
+from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.testing.harness import until
+
+RULES = Rules(min_nodes=1, max_nodes=1, lease=0.6, interval=0.2, last_call=0.0)
+
+
+def behind(cause: BaseException) -> Exception:
+    error = ValueError("a library's own")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+        (OSError(errno.ENFILE, "Too many open files in system"), "this host can open no more"),
+        (MemoryError(), "no memory left"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "no memory left"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (behind(OSError(errno.EMFILE, "Too many open files")), "ulimit -n"),
+    ],
+)
+def test_it_knows_what_is_missing(error: Exception, words: str) -> None:
+    missing = as_outage(error)
+    assert isinstance(missing, RendezvousConnectionError)
+    assert words in str(missing)
+    assert as_outage(missing) is missing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ECONNREFUSED, "Connection refused"),
+        RuntimeError("can't create new thread at interpreter shutdown"),
+        ValueError("no"),
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+    ],
+)
+def test_it_takes_nothing_else_for_that(error: Exception) -> None:
+    assert exhausted(error) is None
+
+
+def test_pauses_grow_and_the_first_failure_is_told() -> None:
+    now = [100.0]
+    attempts = Attempts(lambda: now[0])
+    told, pauses = [], []
+    for _ in range(9):
+        assert attempts.seconds_left == 0
+        told.append(attempts.fail())
+        pauses.append(attempts.seconds_left)
+        now[0] += attempts.seconds_left
+    assert told == [True, *8 * [False]]
+    assert pauses == sorted(pauses)
+    assert [pauses[0], pauses[-1]] == pytest.approx([0.05, 2.0])
+    assert attempts.succeed()
+    assert not attempts.succeed()
+    assert attempts.fail()
+
+
+class Refusing:
+    """A host that lets no thread of some names start for a while."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: str) -> None:
+        self.refused: list[float] = []
+        self.until = float("inf")
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if time.monotonic() < self.until and thread.name.endswith(ends):
+                self.refused.append(time.monotonic())
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def driver_of(client: Any, server: MemoryServer) -> Driver:
+    record = NodeRecord(
+        address="host", pid=1, beat=0, status=Status.JOIN, round=-1, min_nodes=1, max_nodes=1,
+        interval=RULES.interval, lease=RULES.lease,
+    )  # fmt: skip
+    node = Node("n1", record, RULES, 20.0, time.monotonic, random.Random(1), time.time)
+    archive = Archive(lambda run: MemoryClient(server, run), "run", 3600.0)
+    return Driver(node, client, archive, lambda _: "host:1", "run")
+
+
+def test_the_nodes_own_thread_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = Refusing(monkeypatch, "rdzv-run")
+    host.until = time.monotonic() + 0.6
+    server = MemoryServer()
+    driver = driver_of(MemoryClient(server, "run"), server)
+    outcome = driver.join(patience=20.0)
+    assert outcome.document is not None
+    assert 3 <= len(host.refused) <= 6
+    lines = [it.message for it in caplog.records if "start no thread" in it.message]
+    assert len(lines) == 1
+    driver.stop(5)
+
+
+def test_a_newcomer_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    Refusing(monkeypatch, "rdzv-run")
+    server = MemoryServer()
+    driver = driver_of(MemoryClient(server, "run"), server)
+    began = time.monotonic()
+    with pytest.raises(ExhaustedError, match="start no thread"):
+        driver.join(patience=0.5)
+    assert time.monotonic() - began >= 0.5
+    driver.stop(5)
+
+
+def test_a_stop_ends_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Refusing(monkeypatch, "rdzv-run")
+    server = MemoryServer()
+    driver = driver_of(MemoryClient(server, "run"), server)
+    ended: list[object] = []
+    agent = threading.Thread(target=lambda: ended.append(driver.join(patience=60.0)))
+    agent.start()
+    assert until(lambda: len(host.refused) > 5, 10)
+    driver.stop(0.1)
+    agent.join(2)
+    assert [getattr(it, "document", "none") for it in ended] == [None]
+
+
+@pytest.mark.parametrize("ends", [("-master",), ("-exclusions",), ("-history",)])
+def test_whatever_it_does_beside_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: tuple[str, ...]
+) -> None:
+    host = Refusing(monkeypatch, *ends)
+    server = MemoryServer()
+    driver = driver_of(MemoryClient(server, "run"), server)
+    outcomes: list[Any] = []
+    agent = threading.Thread(target=lambda: outcomes.append(driver.join(patience=20.0)))
+    agent.start()
+    assert until(lambda: len(host.refused) > 2, 10)
+    host.until = 0.0
+    agent.join(10)
+    assert outcomes
+    assert outcomes[0].document is not None
+    archive = Archive(lambda run: MemoryClient(server, run), "run", 3600.0)
+    assert until(lambda: len(archive.rows()) > 0, 10)
+    driver.stop(5)
+    assert driver.outage_seconds == 0
+    assert not [it for it in caplog.records if it.exc_info]
+
+
+class Poor(MemoryClient):
+    """Its host lets it open nothing for a while."""
+
+    until = float("inf")
+
+    def put_many(self, values: Any) -> None:
+        if time.monotonic() < self.until:
+            raise OSError(errno.EMFILE, "Too many open files")
+        super().put_many(values)
+
+
+def test_a_request_that_finds_no_descriptor_is_borne(caplog: pytest.LogCaptureFixture) -> None:
+    server = MemoryServer()
+    client = Poor(server, "run")
+    client.until = time.monotonic() + 1.0
+    driver = driver_of(client, server)
+    assert driver.join(patience=20.0).document is not None
+    driver.stop(5)
+    lines = [it.message for it in caplog.records]
+    assert len([it for it in lines if "may open no more files" in it]) == 1
+    assert len([it for it in lines if "can ask the store again after 1." in it]) == 1
+
+
+def test_a_node_that_has_no_memory_itself_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = MemoryServer()
+    driver = driver_of(MemoryClient(server, "run"), server)
+    turn, failures = Node._turn, [MemoryError(), MemoryError()]
+
+    def turns(self: Node) -> Any:
+        if failures:
+            raise failures.pop()
+        return turn(self)
+
+    monkeypatch.setattr(Node, "_turn", turns)
+    assert driver.join(patience=20.0).document is not None
+    driver.stop(5)
