@@ -505,12 +505,11 @@ class StoreClient(KeyValueClient):
         if self._closed:
             raise ClientClosedError(self.where) if wake is None else WokenError
         limit = Limit(time.monotonic() + self.timeout, wake)
-        denial: Exception | None = None
+        denials: list[Exception] = []
 
         def retryable(error: Exception) -> bool:
-            nonlocal denial
             if self._is_denied(error):
-                denial = error
+                denials.append(error)
             return self._retryable(error, wake)
 
         try:
@@ -525,8 +524,10 @@ class StoreClient(KeyValueClient):
                     failed=error,
                 )
         except Exception as error:
-            # One server's refusal tells more than another one's silence.
-            self._fail(denial if denial is not None and self._is_silence(error) else error, wake)
+            # One server's refusals tell more than another one's silence; but a server that stops in
+            # the midst of a log-in looks like one that refuses it.
+            refused = len(denials) > 1 and self._is_silence(error)
+            self._fail(denials[-1] if refused else error, wake)
 
     def _is_denied(self, error: Exception) -> bool:
         problem = self._meaning(error)

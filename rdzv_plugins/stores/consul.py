@@ -183,6 +183,8 @@ class Client(StoreClient):
             return Problem(
                 f"refused the token ({text}); set one in $RDZV_PLUGINS_TOKEN that has "
                 f'key_prefix "{self._prefix}/" {{ policy = "write" }}',
+                # A server that has just started may not have read its tokens yet.
+                retryable=error.was_accepted and "ACL not found" in text,
                 # A proxy on the way may answer 403 too.
                 denied=status == 401 or _OF_ACL.search(text) is not None,
             )
@@ -300,12 +302,18 @@ class Item(NamedTuple):
 
 
 class RefusedError(Exception):
-    """Consul answered with an error; ``status`` is the HTTP status."""
+    """Consul answered with an error.
 
-    def __init__(self, status: int, body: bytes) -> None:
+    Attributes:
+        status: the HTTP status.
+        was_accepted: an earlier request came with the same token and was not refused.
+    """
+
+    def __init__(self, status: int, body: bytes, was_accepted: bool) -> None:
         text = _line(body.decode(errors="replace"))
         super().__init__(f"HTTP {status}: {text}")
         # A transaction reports a missing right as a conflict.
+        self.was_accepted = was_accepted
         self.status = 403 if status == 409 and "Permission denied" in text else status
 
 
@@ -325,6 +333,7 @@ class _Transport:
         self._query = {name: value for name, value in scope.items() if value} | {"consistent": ""}
         files = options.token_file, options.password_file
         self._headers = FromFiles(partial(_headers, target, options), *files)
+        self._accepted: Mapping[str, str] | None = None
         self._thread = threading.local()
 
     def inspect(self) -> Finding:
@@ -356,11 +365,13 @@ class _Transport:
     ) -> Any:
         query = urlencode([*(params or ()), *self._query.items()])
         now = self._thread
-        request = Request(method, f"{quote(path, safe='/:')}?{query}", self._headers.get(), body)
+        headers = self._headers.get()
+        request = Request(method, f"{quote(path, safe='/:')}?{query}", headers, body)
         answer = self._http.ask(request, now.limit, now.held)
         now.headers = answer.headers
         if answer.status != 200 and (answer.status, method) != (404, "GET"):
-            raise RefusedError(answer.status, answer.body)
+            raise RefusedError(answer.status, answer.body, headers is self._accepted)
+        self._accepted = headers
         text = answer.body.decode(errors="replace")
         return callback(consul.base.Response(answer.status, answer.headers, text))
 

@@ -123,6 +123,8 @@ class Client(StoreClient):
                 "the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user="
             )
         self._token: str | None = None
+        # The last token that a member has accepted.
+        self._accepted: str | None = None
         *prefix, run = segments(namespace, options.prefix)
         self._grant = f"readwrite --prefix '{'/'.join(prefix)}/'"
         # The path itself is the key of the mark.
@@ -251,14 +253,15 @@ class Client(StoreClient):
             revision = seen.guard
         start = {"start_revision": str(revision + 1), "filters": ["NODELETE"]}
         body = json.dumps({"create_request": {**self._one(key), **start}}).encode()
-        watch = Request("POST", "/v3/watch", self._authorised(limit), body)
+        headers = self._authorised(limit)
+        watch = Request("POST", "/v3/watch", headers, body)
         with self._http.stream(watch, limit.within(_LONGEST_PARK)) as (response, member):
             if response.status != 200:
-                self._refuse(member, response.status, response.read())
+                self._refuse(member, response.status, response.read(), headers)
             for line in response:
                 message = _parsed(line)
                 if "error" in message:
-                    self._refuse(member, response.status, line)
+                    self._refuse(member, response.status, line, headers)
                 for event in reversed(message["result"].get("events", [])):
                     stored = Stored.parse(b64decode(event["kv"]["value"]))
                     if seen is None or stored.version != seen.version:
@@ -289,7 +292,7 @@ class Client(StoreClient):
                 "in $RDZV_PLUGINS_PASSWORD",
                 retryable=error.of_token,
                 undone=error.of_token,
-                denied=True,
+                denied=not error.stale,
             )
         if "CommonName of client" in text:
             return Problem(
@@ -454,7 +457,8 @@ class Client(StoreClient):
             self._token = None
             raise
         if answer.status != 200:
-            self._refuse(answer.server, answer.status, answer.body)
+            self._refuse(answer.server, answer.status, answer.body, headers)
+        self._accepted = headers.get("Authorization")
         return _parsed(answer.body)
 
     def _authorised(self, limit: Limit) -> Mapping[str, str]:
@@ -467,11 +471,15 @@ class Client(StoreClient):
             self._token = token
         return {**_HEADERS, "Authorization": token}
 
-    def _refuse(self, member: int, status: int, body: bytes) -> NoReturn:
+    def _refuse(
+        self, member: int, status: int, body: bytes, headers: Mapping[str, str]
+    ) -> NoReturn:
         """Raise a member's error; after a retryable one the next request goes to another member."""
         error = RefusedError(status, body)
         if error.of_token:
             self._token = None
+            # A member that has restarted knows no token; the next log-in tells whom it lets in.
+            error.stale = headers.get("Authorization") == self._accepted
         elif error.retryable:
             self._http.leave(member)
         elif str(error).endswith(("key not found", "lease not found")):
@@ -487,7 +495,10 @@ class RefusedError(Exception):
         status: the HTTP status.
         of_token: a retry with a new token may succeed.
         retryable: the next attempt, perhaps at another member, may succeed.
+        stale: the token was accepted before.
     """
+
+    stale = False
 
     def __init__(self, status: int, body: bytes) -> None:
         try:

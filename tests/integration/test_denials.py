@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.kv import AccessDeniedError
+from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.servers import Security
+from rdzv_plugins.testing.threads import Background
 from tests.integration.administrators import ADMINISTRATORS, Administrator, administered
+from tests.integration.stores import KINDS, Kind, started
 
 
 @pytest.fixture(params=ADMINISTRATORS, ids=lambda kind: kind.name)
@@ -41,3 +48,41 @@ def test_secret_that_ends_and_is_not_handed_out(administrator: Administrator, ru
             administrator.store.open(run_id)
     finally:
         client.close()
+
+
+GUARDED = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb")]
+
+
+@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", GUARDED, ids=lambda kind: kind.name)
+def test_server_that_starts_again_denies_nobody(kind: Kind, run_id: str, how: str) -> None:
+    """Whoever is refused may end its training: an outage must never look like a refusal."""
+    security = Security(user="joe", password=str(uuid.uuid4()))
+    with started(kind, security=security) as store:
+        assert store.server is not None
+        (node,) = store.server.nodes
+        clients = [store.open(run_id, request_timeout=1) for _ in range(4)]
+        told: list[Exception] = []
+        ended = threading.Event()
+
+        def ask(client: KeyValueClient) -> None:
+            while not ended.is_set():
+                try:
+                    client.put("key", b"value")
+                except RendezvousConnectionError as error:
+                    told.append(error)
+
+        asking = [Background(partial(ask, client)) for client in clients]
+        try:
+            for _ in range(3):
+                node.stop() if how == "stopped" else node.kill()
+                time.sleep(1.2)
+                node.start()
+                time.sleep(0.5)
+        finally:
+            ended.set()
+            for client, thread in zip(clients, asking, strict=True):
+                thread.result(20)
+                client.close()
+    assert told, "nobody noticed the outage"
+    assert [error for error in told if isinstance(error, AccessDeniedError)] == []

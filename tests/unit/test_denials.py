@@ -83,7 +83,13 @@ class PartlyDenied(DictClient):
 
 def test_refusal_of_one_server_outlasts_the_silence_of_another() -> None:
     with pytest.raises(AccessDeniedError):
-        PartlyDenied(ConnectionResetError("silent"), KeyError("refused")).get("key")
+        PartlyDenied(KeyError("refused"), ConnectionResetError("silent"), KeyError("no")).get("key")
+
+
+def test_server_that_stops_in_a_log_in_refuses_nobody() -> None:
+    with pytest.raises(RendezvousConnectionError) as caught:
+        PartlyDenied(KeyError("refused")).get("key")
+    assert not isinstance(caught.value, AccessDeniedError)
 
 
 def test_silence_of_all_is_no_denial() -> None:
