@@ -1074,7 +1074,8 @@ class _Sentinels(redis.Sentinel):
         # redis-py's own does not tell a refusal from silence, and shows the settings in its error.
         ways = Counter(map(_place, self.sentinels))
         refusals: Counter[str] = Counter()
-        told: dict[str, str] = {}
+        failures: dict[str, str] = {}
+        answers: dict[str, str] = {}
         client: Any
         for at, client in enumerate(self.sentinels):
             place = _place(client)
@@ -1083,15 +1084,17 @@ class _Sentinels(redis.Sentinel):
             except (errors.ConnectionError, errors.TimeoutError, errors.NoPermissionError) as error:
                 refused = isinstance(error, _REFUSALS) or refuses_client(str(error))
                 refusals[place] += refused
-                told[place] = str(error)
+                failures[place] = str(error)
                 continue
             if state and self.check_master_state(state, service_name):
                 self.sentinels[0], self.sentinels[at] = client, self.sentinels[0]
                 return state["ip"], state["port"]
-            told[place] = f"knows no '{service_name}' that is up"
+            answers[place] = f"knows no '{service_name}' that is up"
         failure = MasterNotFoundError
         if any(refusals[place] == number for place, number in ways.items()):
             failure = _SentinelRefusalError
+        # Who was let in one way tells more by that than by the refusal of another.
+        told = failures | answers
         said = ", ".join(f"{place}: {answer}" for place, answer in told.items())
         raise failure(said)
 

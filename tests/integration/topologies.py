@@ -55,33 +55,43 @@ class Member(Redis):
         return [binary, file]
 
 
-class Sentinel(Redis):
-    """A redis-server that watches another; it demands no password itself."""
+# Of a configuration, what a Sentinel does not know.
+_OF_SERVERS = ("appendonly no", "save 3600 2000000000")
 
-    def __init__(self, watched: Node, password: str | None) -> None:
-        super().__init__(Security())
+
+class Sentinel(Redis):
+    """A redis-server that watches another.
+
+    Args:
+        password: of the servers.
+        own: what it demands itself.
+    """
+
+    def __init__(self, watched: Node, password: str | None, own: Security) -> None:
+        super().__init__(own)
         self._watched = watched
         self._password = password
 
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        binary, file = super().command(node, nodes)
         lines = [
-            f"bind {HOST}",
-            f"port {node.port}",
-            f'dir "{node.directory}"',
+            *(line for line in Path(file).read_text().splitlines() if line not in _OF_SERVERS),
             f"sentinel monitor {NAME} {HOST} {self._watched.port} 1",
             f"sentinel down-after-milliseconds {NAME} 500",
             f"sentinel failover-timeout {NAME} 5000",
         ]
         if self._password:
             lines.append(f"sentinel auth-pass {NAME} {self._password}")
-        file = node.directory / "sentinel.conf"
-        file.write_text("\n".join(lines) + "\n")
-        return [str(self._binary), str(file), "--sentinel"]
+        Path(file).write_text("\n".join(lines) + "\n")
+        return [binary, file, "--sentinel"]
 
 
 @contextmanager
-def sentinel(folder: Path, password: str | None = None) -> Iterator[Topology]:
-    """A primary, a replica and a Sentinel."""
+def sentinel(
+    folder: Path, password: str | None = None, own: Security | None = None
+) -> Iterator[Topology]:
+    """A primary, a replica and a Sentinel, which demands a user and TLS of its ``own``."""
+    own = own or Security()
     ports = free_ports(3)
 
     def lines(node: Node) -> list[str]:
@@ -90,12 +100,12 @@ def sentinel(folder: Path, password: str | None = None) -> Iterator[Topology]:
 
     member = Member(lines, password)
     servers = [Node(member, index, [ports[index]], folder / str(index)) for index in (0, 1)]
-    watcher = Node(Sentinel(servers[0], password), 2, [ports[2]], folder / "2")
+    watcher = Node(Sentinel(servers[0], password, own), 2, [ports[2]], folder / "2")
     with _serving(servers):
         replica = _ask(servers[1], password)
         _await(lambda: replica.info("replication")["master_link_status"] == "up")
         with _serving([watcher]):
-            told = _ask(watcher)
+            told = _ask(watcher, own.password, own.user, own.ca_file)
             # Known, connected and of known rank: else it would not be promoted.
             _await(
                 lambda: [it["master-link-status"] for it in told.sentinel_slaves(NAME)] == ["ok"]
@@ -184,8 +194,12 @@ def _serving(nodes: Sequence[Node]) -> Iterator[None]:
             node.end()
 
 
-def _ask(node: Node, password: str | None = None) -> Any:
-    return redis.Redis(HOST, node.port, password=password, decode_responses=True)
+def _ask(
+    node: Node, password: str | None = None, user: str | None = None, ca_file: str | None = None
+) -> Any:
+    login = {"username": user, "password": password}
+    tls = {"ssl": True, "ssl_ca_certs": ca_file} if ca_file else {}
+    return redis.Redis(HOST, node.port, decode_responses=True, **login, **tls)  # type: ignore[arg-type]
 
 
 def _await(condition: Callable[[], bool]) -> None:
