@@ -10,7 +10,10 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Finding", "Mark", "of_connection", "of_version"]
+__all__ = ["Finding", "Mark", "of_connection", "of_space", "of_version"]
+
+# A server of which so much is taken has little left.
+_MUCH = 0.9
 
 
 class Mark(StrEnum):
@@ -88,6 +91,22 @@ def of_connection(
         found = "plain: the password can be read on its way to another host"
         return Finding(Mark.WARNING, "TLS", found, "enable TLS on the server, and here", values)
     return Finding(Mark.OK, "TLS", "plain, not encrypted", values=values)
+
+
+def of_space(used: int, most: int, advice: str) -> Finding:
+    """Whether a server has room for writes, in bytes; ``most`` 0: it has no limit that is known."""
+    values = {"used_bytes": used, "max_bytes": most}
+    if not most:
+        return Finding(
+            Mark.OK, "space", f"{used:,} bytes are used, of no known limit", values=values
+        )
+    found = f"{used:,} of {most:,} bytes are used"
+    if used >= most:
+        return Finding(Mark.FAILED, "space", f"{found}: writes are refused", advice, values)
+    if used >= _MUCH * most:
+        found = f"{found}: little is left, and a full server takes no writes"
+        return Finding(Mark.WARNING, "space", found, advice, values)
+    return Finding(Mark.OK, "space", found, values=values)
 
 
 def _is_loopback(host: str) -> bool:

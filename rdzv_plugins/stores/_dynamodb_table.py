@@ -201,6 +201,13 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
         )
     if code == _MISSING:
         return Problem(f"does not exist ({said})")
+    if code == "ItemCollectionSizeLimitExceededException":
+        return Problem(
+            f"is full: it took no write for {timeout:g} s ({said}); delete what nobody needs of "
+            "the run, or name another table",
+            retryable=True,
+            undone=True,
+        )
     if throttled or code == "TransactionCanceledException":
         faults = {str(it.get("Code")) for it in _answer(error).get("CancellationReasons", ())}
         return Problem(

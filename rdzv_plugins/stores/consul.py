@@ -205,6 +205,12 @@ class Client(StoreClient):
             return Problem("requires TLS; write https:// in front of the endpoint, or tls=true")
         if status < 500:
             return Problem(f"refused a request: {text}", state=True)
+        if "no space left" in text:
+            return Problem(
+                f"is full: it took no write for {self.timeout:g} s ({text}); make room on the "
+                "disks of its servers",
+                retryable=True,
+            )
         # Without a leader, or a connection to the leader, an agent forwards nothing.
         unsent = "No cluster leader" in text or "rpc error getting client" in text
         return self._unreachable(error, undone=unsent)
@@ -387,11 +393,6 @@ def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
         raise ValueError(
             f"the user '{user}' is for HTTP basic authentication, which needs a token besides: "
             "set $RDZV_PLUGINS_TOKEN; a token alone needs no user"
-        )
-    if user is None and None not in (token, password):
-        raise ValueError(
-            "there are a token and a password: leave the password out, or name the user of "
-            "HTTP basic authentication with user="
         )
     if user is not None and token is not None:
         login = base64.b64encode(f"{user}:{password or ''}".encode()).decode()

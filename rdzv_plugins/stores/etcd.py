@@ -53,7 +53,7 @@ from rdzv_plugins.kv.base import (
     version_of,
 )
 from rdzv_plugins.kv.contract import Capabilities, Version
-from rdzv_plugins.kv.findings import Finding, Mark, of_version
+from rdzv_plugins.kv.findings import Finding, Mark, of_space, of_version
 from rdzv_plugins.stores._http import Request, http_of, http_problem
 
 __all__ = ["Client", "Options"]
@@ -63,6 +63,7 @@ _LARGEST = 1024 * 1024
 _OPERATIONS = 128
 # A watch is renewed this often, in seconds, in case its member hangs.
 _LONGEST_PARK = 15.0
+_QUOTA = re.compile(rb"(?m)^etcd_server_quota_backend_bytes (\S+)$")
 _VERSION = re.compile(f"[0-9a-f]{{{2 * (STAMP_BYTES - 1)}}}")
 # The most keys of which a client remembers that it has put them.
 _REMEMBERED = 1000
@@ -308,7 +309,10 @@ class Client(StoreClient):
             )
         if "space exceeded" in text:
             return Problem(
-                f"is full ({text}); compact and defragment it, then `etcdctl alarm disarm`"
+                f"is full: it took no write for {self.timeout:g} s ({text}); "
+                "compact and defragment it, then `etcdctl alarm disarm`",
+                retryable=True,
+                undone=True,
             )
         if error.retryable:
             return Problem(
@@ -330,6 +334,10 @@ class Client(StoreClient):
         else:
             yield of_version("etcd", str(status.get("version", "")), self.least_version)
             yield _role(status)
+            size, quota = int(status.get("dbSize", 0)), self._quota(status)
+            yield of_space(
+                size, quota, "compact and defragment it, or raise its --quota-backend-bytes"
+            )
         alarm = {"action": "GET"}
         answer, why = self._learn(lambda limit: self._ask("maintenance/alarm", alarm, limit))
         if answer is None:
@@ -342,6 +350,15 @@ class Client(StoreClient):
             yield Finding(Mark.FAILED, "alarms", found, advice, {"alarms": alarms})
         else:
             yield Finding(Mark.OK, "alarms", "none", values={"alarms": []})
+
+    def _quota(self, status: Mapping[str, Any]) -> int:
+        """The most bytes of the member's database; 0: not known."""
+        if "dbSizeQuota" in status:  # Since 3.6.
+            return int(status["dbSizeQuota"])
+        metrics = Request("GET", "/metrics", {})
+        answer, _ = self._learn(lambda limit: self._http.ask(metrics, limit))
+        found = _QUOTA.search(answer.body) if answer is not None else None
+        return int(float(found[1])) if found else 0
 
     # Parts of requests about the run's keys.
 

@@ -162,6 +162,10 @@ _PROBLEMS = {
         "was not ready for {timeout:g} s ({said})", retryable=True
     ),
     r"^(40|55P03|57014)": Problem("was too busy for {timeout:g} s ({said})", retryable=True),
+    r"^53100|No space left on device": Problem(
+        "is full: it took no write for {timeout:g} s ({said}); make room on its disk",
+        retryable=True,
+    ),
     r"^(53|58)": Problem("lacks resources ({said}); its log says more", retryable=True),
     r"^42P01": Problem("has no table {table}; set create_table=true, or run: {statement}"),
     r"^42501": Problem(

@@ -54,7 +54,7 @@ from rdzv_plugins.kv.base import (
     in_background,
     stamped,
 )
-from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
+from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import (
     context_if,
@@ -129,6 +129,8 @@ _NOT_NOW = re.compile(
     "(?:^|: -)(?:ASK|BUSY|CLUSTERDOWN|MASTERDOWN|MISCONF|MOVED|NOREPLICAS|READONLY|TRYAGAIN|"
     "UNBLOCKED) "
 )
+# redis-py takes the code, OOM, away. A script that has written something is never refused.
+_IS_FULL = re.compile("used memory > 'maxmemory'")
 _REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPermissionError)
 _RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello"
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
@@ -690,6 +692,14 @@ class Client(StoreClient):
                 retryable=True,
                 denied=isinstance(error, _SentinelRefusalError),
             )
+        if isinstance(error, errors.ResponseError) and _IS_FULL.search(text):
+            said = text.partition(" script:")[0].rstrip(".")
+            return Problem(
+                f"is full: it took no write for {self.timeout:g} s ({said}); raise its maxmemory, "
+                "or delete what nobody needs",
+                retryable=True,
+                undone=True,
+            )
         if _not_now(error):
             return Problem(
                 f"did not execute a request within {self.timeout:g} s "
@@ -719,7 +729,7 @@ class Client(StoreClient):
         hosts = [host for host, _ in self._target.hosts]
         yield of_connection(self._tls is not None, self._target.log_in is not None, hosts)
         if info is None:
-            for what in ("version", "role", "eviction", "persistence"):
+            for what in ("version", "role", "eviction", "space", "persistence"):
                 found = "not known: the user may not run INFO"
                 yield Finding(Mark.UNKNOWN, what, found, "`ACL SETUSER <user> +info` allows it")
             return
@@ -729,6 +739,7 @@ class Client(StoreClient):
             yield of_version("redis", info.get("redis_version", ""), self.least_version)
         yield self._role(info)
         yield _eviction(info)
+        yield _space(info)
         yield self._persistence(info)
 
     def _info(self, limit: Limit) -> dict[str, str]:
@@ -1119,6 +1130,15 @@ class _LogIn(redis.CredentialProvider):
 def _log_in(user: str | None, secret: Callable[[], str | None]) -> _LogIn | None:
     """None: there is neither a user nor a password."""
     return _LogIn(user, secret) if user is not None or secret() is not None else None
+
+
+def _space(info: Mapping[str, str]) -> Finding:
+    most = int(info.get("maxmemory", "0"))
+    # As the server counts: without the buffers of its replicas and of its append-only file.
+    used = int(info.get("used_memory", "0")) - int(info.get("mem_not_counted_for_evict", "0"))
+    if info.get("maxmemory_policy", "noeviction") != "noeviction":
+        most = 0  # It makes room.
+    return of_space(used, most, "raise maxmemory, or delete what nobody needs")
 
 
 class _Target(NamedTuple):

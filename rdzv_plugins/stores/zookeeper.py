@@ -282,6 +282,13 @@ class Client(StoreClient):
                 problem = self._unreachable(ConnectionLoss(reason))
             undone = isinstance(error, NotConnectedError)
             return replace(problem, retryable=may_recover, undone=undone)
+        if isinstance(error, QuotaExceededError):
+            return Problem(
+                f"is full: it took no write for {self.timeout:g} s (the quota of "
+                f"'{self._parents[-1]}' is used up); raise it with setquota, in zkCli.sh",
+                retryable=True,
+                undone=True,
+            )
         if isinstance(error, KazooException):
             return Problem(
                 f"refused a request: {type(error).__name__} {error}".rstrip(), state=True

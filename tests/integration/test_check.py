@@ -407,7 +407,7 @@ def test_redis_rights(redis: RunningStore, admin: Any) -> None:
     mended = check_store(store)
     assert mended.status == 0
     assert mended.of("rights")[0] == "ok"
-    for what in ("version", "role", "eviction", "persistence"):
+    for what in ("version", "role", "eviction", "space", "persistence"):
         mark, text = mended.of(what)
         assert mark == "unknown"
         assert "the user may not run INFO" in text
@@ -559,6 +559,29 @@ def test_eviction_and_persistence(redis: RunningStore, admin: Any) -> None:
         admin.config_set("save", before[0])
 
 
+def test_little_space_and_none(redis: RunningStore, admin: Any) -> None:
+    try:
+        # So much that the connections of the check are little.
+        admin.set("ballast", b"x" * (32 << 20))
+        used = admin.info("memory")["used_memory"]
+        # Enough for the requests of the check, its largest value included.
+        admin.config_set("maxmemory", 64 << 20)
+        assert check_store(redis).of("space")[0] == "ok"
+        admin.config_set("maxmemory", int(used * 1.06))
+        told = check_store(redis)
+        mark, text = told.of("space")
+        assert mark == "warning"
+        assert "little is left, and a full server takes no writes; raise maxmemory" in text
+        admin.config_set("maxmemory", used // 2)
+        told = check_store(redis)
+        assert told.status == 2
+        assert told.only("failed")[0] == "space"
+        assert "bytes are used: writes are refused; raise maxmemory" in told.only("failed")[1]
+    finally:
+        admin.config_set("maxmemory", 0)
+        admin.delete("ballast")
+
+
 def test_the_leaders_log_warns_of_eviction_and_of_no_persistence(
     redis: RunningStore, admin: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -626,7 +649,10 @@ def test_full_etcd() -> None:
         port = store.address[1]
         status, answer = ask(port, "POST", "/v3/maintenance/alarm", alarm, security=Security())
         assert status == 200, answer
-        what, text = check_store(store).only("failed")
+        told = check_store(store)
+        # 2 GiB is etcd's own default; it is told in its metrics, of 3.6 in its status.
+        assert "of 2,147,483,648 bytes are used" in told.of("space")[1]
+        what, text = told.only("failed")
     assert what == "alarms"
     assert "NOSPACE: writes are refused; compact" in text
 

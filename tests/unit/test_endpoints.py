@@ -95,7 +95,6 @@ TOGETHER: list[tuple[str, str, Mapping[str, str], str]] = [
     ("redis", "unix:///s", {"ca_file": "ca.pem"}, "option 'ca_file': nothing would be encrypted"),
     ("zookeeper", "{at}", {"key_file": "a"}, "option 'key_file': nothing would be encrypted"),
     ("consul", "{at}", {"cert_file": "a"}, "option 'cert_file': nothing would be encrypted"),
-    ("consul", ":secret@{at}", {"TOKEN": "t"}, "there are a token and a password"),
     ("etcd-v3", "{at}", {"ca_file": "ca.pem"}, "option 'ca_file': nothing would be encrypted"),
     ("postgres", "{at}", {"ca_file": "ca.pem"}, "option 'ca_file': nothing would be encrypted"),
     ("postgres", "postgresql://{at}/?sslmode=prefer", {"tls": "true"}, "does without TLS"),

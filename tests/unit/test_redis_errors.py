@@ -40,9 +40,14 @@ REFUSALS = [
     SCRIPT_MET.format(error="The user executing the script can't run this command or subcommand"),
 ]
 
+FULL = [
+    "OOM command not allowed when used memory > 'maxmemory'.",
+    "OOM command not allowed when used memory > 'maxmemory'. script: 5b5d2a, on @user_script:4.",
+    SCRIPT_MET.format(error="-OOM command not allowed when used memory > 'maxmemory'."),
+]
+
 HOPELESS = [
     "NOTANUMBER",
-    "OOM command not allowed when used memory > 'maxmemory'.",
     "WRONGTYPE Operation against a key holding the wrong kind of value",
     "BUSYGROUP Consumer Group name already exists",
 ]
@@ -54,6 +59,15 @@ def test_what_may_be_done_at_another_time_is_asked_again(answer: str) -> None:
     assert problem.retryable
     assert problem.undone, "an addition would not be asked again"
     assert "did not execute a request within" in problem.text
+
+
+@pytest.mark.parametrize("answer", FULL)
+def test_a_full_server_is_an_outage(answer: str) -> None:
+    problem = meaning(read(answer))
+    assert problem.text.startswith("is full: it took no write for 5 s (")
+    assert "user_script" not in problem.text or "Error running" in problem.text
+    assert problem.retryable
+    assert problem.undone, "an addition would not be asked again"
 
 
 @pytest.mark.parametrize("answer", REFUSALS)
