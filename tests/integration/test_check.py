@@ -562,7 +562,8 @@ def test_eviction_and_persistence(redis: RunningStore, admin: Any) -> None:
 def test_little_space_and_none(redis: RunningStore, admin: Any) -> None:
     try:
         # So much that the connections of the check are little.
-        admin.set("ballast", b"x" * (32 << 20))
+        for _ in range(32):
+            admin.rpush("ballast", *[b"x" * (1 << 14)] * 64)
         used = admin.info("memory")["used_memory"]
         # Enough for the requests of the check, its largest value included.
         admin.config_set("maxmemory", 64 << 20)
