@@ -20,7 +20,7 @@ Limits: linearizable on one primary. The client uses the first of several hosts 
 ``synchronous_standby_names`` is set, so a promoted standby may lack the last writes; the round
 protocol survives that, as it survives a restart without data. Values up to 64 MiB, so connections
 limit the number of nodes, not sizes: a node holds two connections, each a process of the server,
-which accepts 100 by default (``max_connections``). PgBouncer must be in session mode.
+which accepts 100 by default (``max_connections``). PgBouncer must be in session mode, which the client finds out at its start.
 `Client.put_many` is atomic up to 100 keys and 1 MiB.
 The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
 DELETE`` on the table; to create the table (create_table=true), also ``CREATE`` on the schema.
@@ -117,6 +117,23 @@ _ELSEWHERE = {"connect_timeout": "write heartbeat_timeout="}
 # The values of sslmode with which libpq surely encrypts.
 _ENCRYPTS = ("require", "verify-ca", "verify-full")
 
+# A server tells its process by the connection itself; a pooler answers for it.
+_BEHIND = """SELECT pg_backend_pid(), set_config('statement_timeout', CASE pg_backend_pid()
+ WHEN {pid} THEN '{milliseconds}' ELSE current_setting('statement_timeout') END, false)"""
+_TIMEOUT = "SET statement_timeout = {milliseconds}"
+
+# In a pool of 8 with 6 busy clients one look in 30 met nothing.
+_LOOKS = 10
+
+# The pools, by endpoint, user and database, that were found to keep a connection for a client.
+_KEEP_SESSIONS: set[tuple[object, ...]] = set()
+
+# A connection that has logged in, and waits for the answer to libpq's own query.
+_LOGGED_IN = (
+    pq.ConnStatus.CHECK_WRITABLE, pq.ConnStatus.CHECK_TARGET,
+    pq.ConnStatus.CHECK_STANDBY, pq.ConnStatus.CONSUME,
+)  # fmt: skip
+
 # What errors mean, by a pattern of their code and text: the first that matches counts. Errors of a
 # refused connection have no code.
 _PROBLEMS = {
@@ -147,6 +164,16 @@ _PROBLEMS = {
     r"SSL error: (?!unexpected eof)|certificate|private key": Problem(
         "failed the TLS handshake ({said}); check that ca_file signed the server's certificate, "
         "that it names the endpoint's host, and cert_file and key_file if the server requires them"
+    ),
+    r"answered no query|query_wait_timeout|no more connections allowed": Problem(
+        "is behind a pooler that had no connection left for {timeout:g} s ({said}); a node needs "
+        "two: raise its default_pool_size, or pool_size of the database",
+        retryable=True,
+    ),
+    r"^(26000|42P05)|statement pooling mode|gave this client's server": Problem(
+        "is behind a pooler that keeps no connection for a client ({said}; of PgBouncer: "
+        "pool_mode=transaction or statement), so that prepared statements, locks and LISTEN get "
+        "mixed up; name the server itself, or a pool with pool_mode=session"
     ),
     r"^53300|too many (clients|connections)|remaining connection slots": Problem(
         "had no connection left for {timeout:g} s ({said}); a node needs two: raise "
@@ -208,6 +235,14 @@ class UnconnectedError(psycopg.OperationalError):
     """No host accepted a connection: no request was sent."""
 
 
+class CrowdedError(psycopg.OperationalError):
+    """The connection has logged in, and nobody executes its queries."""
+
+
+class MixedUpError(psycopg.OperationalError):
+    """A pooler gives a connection's server to other clients in between."""
+
+
 class LateError(UnconnectedError, TimeoutError):
     """No host accepted a connection in time: an earlier attempt may tell why."""
 
@@ -217,35 +252,65 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 
     Attributes:
         limit: of the current request.
+        pooled: whether a pooler is between it and the server; its statement time-out is not set.
         key: the key for which it listens.
         notified: whether a notification has arrived.
     """
 
     limit: Limit
+    pooled = False
     key: str | None = None
     notified = False
 
     @classmethod
     def open(cls, conninfo: str, limit: Limit, seconds: float) -> Connection:
         """Connect to one host (psycopg's own connect cannot be woken). The server cancels a
-        statement after ``seconds``, so that it executes no abandoned one later."""
+        statement after ``seconds``, so that it executes no abandoned one later.
+
+        Raises `CrowdedError` where a pooler has no connection to the server left.
+        """
+        logged_in = False
         pgconn = pq.PGconn.connect_start(conninfo.encode())
         try:
             while (status := pgconn.connect_poll()) != pq.PollingStatus.OK:
                 if status == pq.PollingStatus.FAILED:
                     raise psycopg.OperationalError(pgconn.error_message.decode("utf-8", "replace"))
                 reading = status == pq.PollingStatus.READING
+                logged_in = pgconn.status in _LOGGED_IN
                 _await(pgconn.socket, Wait.R if reading else Wait.W, limit)
             pgconn.nonblocking = 1
             db = cls(pgconn)
             db.limit = limit
             db.autocommit = True
             db.add_notify_handler(db.hear)
-            db.execute(f"SET statement_timeout = {max(1, int(seconds * 1000))}")
+            logged_in = True
+            db.pooled = db._learn_process(seconds) != pgconn.backend_pid
+        except TimeoutError as error:
+            pgconn.finish()
+            if logged_in:
+                raise CrowdedError("it logged this client in, and answered no query") from error
+            raise
         except BaseException:
             pgconn.finish()
             raise
         return db
+
+    def _learn_process(self, seconds: float) -> int:
+        """The server's process; unless a pooler is in between, with ``seconds`` a statement.
+
+        A pooler in transaction mode would hand the time-out on to other clients.
+        """
+        pid, milliseconds = self.pgconn.backend_pid, _milliseconds(seconds)
+        row = self.execute(_BEHIND.format(pid=pid, milliseconds=milliseconds)).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    @property
+    def process(self) -> int:
+        """The server's process that executes its requests now."""
+        row = self.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
+        assert row is not None
+        return int(row[0])
 
     def hear(self, _: psycopg.Notify) -> None:
         self.notified = True
@@ -298,7 +363,35 @@ class Client(StoreClient):
         self._host: object = None
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
-        self._connect(lambda limit: self._read([], limit))
+        self._pool = self.where, self._server.get("user"), self._server.get("dbname")
+        self._connect(self._begin)
+
+    def _begin(self, limit: Limit) -> None:
+        with self._connection(limit) as first:
+            if first.pooled and self._pool not in _KEEP_SESSIONS:
+                # A node needs two in any case.
+                with self._connection(limit) as second:
+                    self._learn_mode(first, second)
+        self._read([], limit)
+
+    def _learn_mode(self, first: Connection, second: Connection) -> None:
+        """Raise `MixedUpError` unless the pooler keeps a connection for its client. Leaves nothing.
+
+        Else the pooler gives the first one's server to the second, and the first one another; in
+        a busy pool it takes some looks to meet this.
+        """
+        before = first.process
+        for _ in range(_LOOKS):
+            second.execute("BEGIN")
+            try:
+                kept = second.process != before and first.process == before
+            finally:
+                second.execute("ROLLBACK")
+            if not kept:
+                raise MixedUpError("it gave this client's server to another one")
+        _KEEP_SESSIONS.add(self._pool)
+        for db in (first, second):
+            db.execute(_TIMEOUT.format(milliseconds=_milliseconds(self.timeout)))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         return _found(self._ask(_READ, limit, keys=_names(keys)))
@@ -375,6 +468,9 @@ class Client(StoreClient):
         # The log-in by scram-sha-256, the default, does not send the password.
         yield of_connection(tls, False, [], self._verified)
         yield of_version("postgres", version, self.least_version)
+        if self._pool in _KEEP_SESSIONS:
+            found = "a pooler in session mode is in between; a node takes two of its connections"
+            yield Finding(Mark.OK, "pooler", found)
         if standby:
             found = "a standby, which accepts no writes"
             yield Finding(Mark.FAILED, "role", found, "name the primary, or all servers")
@@ -475,12 +571,19 @@ class Client(StoreClient):
                 failures.append(error)
             else:
                 self._host = attempt.get("host"), attempt.get("port")
+                if db.pooled and self._pool in _KEEP_SESSIONS:
+                    db.execute(_TIMEOUT.format(milliseconds=_milliseconds(self.timeout)))
                 return db
         # A file may have been replaced meanwhile: libpq's error does not name the option.
         self._server.get()
         late = all(isinstance(error, TimeoutError) for error in failures)
         kind = LateError if late else UnconnectedError
         raise kind("; ".join(map(_said, failures)))
+
+
+def _milliseconds(seconds: float) -> int:
+    """For statement_timeout, where 0 is none."""
+    return max(1, int(seconds * 1000))
 
 
 def _await(fd: int, want: Wait, limit: Limit) -> Ready:
