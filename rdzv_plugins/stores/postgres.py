@@ -20,7 +20,8 @@ Limits: linearizable on one primary. The client uses the first of several hosts 
 ``synchronous_standby_names`` is set, so a promoted standby may lack the last writes; the round
 protocol survives that, as it survives a restart without data. Values up to 64 MiB, so connections
 limit the number of nodes, not sizes: a node holds two connections, each a process of the server,
-which accepts 100 by default (``max_connections``). PgBouncer must be in session mode, which the client finds out at its start.
+which accepts 100 by default (``max_connections``). PgBouncer must be in session mode; the client finds
+out at its start.
 `Client.put_many` is atomic up to 100 keys and 1 MiB.
 The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
 DELETE`` on the table; to create the table (create_table=true), also ``CREATE`` on the schema.
@@ -363,7 +364,8 @@ class Client(StoreClient):
         self._host: object = None
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
-        self._pool = self.where, self._server.get("user"), self._server.get("dbname")
+        server = self._server.get()
+        self._pool = self.where, server.get("user"), server.get("dbname")
         self._connect(self._begin)
 
     def _begin(self, limit: Limit) -> None:
