@@ -20,8 +20,8 @@ Limits: linearizable on one primary. The client uses the first of several hosts 
 ``synchronous_standby_names`` is set, so a promoted standby may lack the last writes; the round
 protocol survives that, as it survives a restart without data. Values up to 64 MiB, so connections
 limit the number of nodes, not sizes: a node holds two connections, each a process of the server,
-which accepts 100 by default (``max_connections``). PgBouncer must be in session mode; the client finds
-out at its start.
+which accepts 100 by default (``max_connections``), and two more while it reads or writes the
+history. PgBouncer must be in session mode, which the client finds out at its start.
 `Client.put_many` is atomic up to 100 keys and 1 MiB.
 The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
 DELETE`` on the table; to create the table (create_table=true), also ``CREATE`` on the schema.
@@ -126,9 +126,6 @@ _TIMEOUT = "SET statement_timeout = {milliseconds}"
 # In a pool of 8 with 6 busy clients one look in 30 met nothing.
 _LOOKS = 10
 
-# The pools, by endpoint, user and database, that were found to keep a connection for a client.
-_KEEP_SESSIONS: set[tuple[object, ...]] = set()
-
 # A connection that has logged in, and waits for the answer to libpq's own query.
 _LOGGED_IN = (
     pq.ConnStatus.CHECK_WRITABLE, pq.ConnStatus.CHECK_TARGET,
@@ -168,7 +165,7 @@ _PROBLEMS = {
     ),
     r"answered no query|query_wait_timeout|no more connections allowed": Problem(
         "is behind a pooler that had no connection left for {timeout:g} s ({said}); a node needs "
-        "two: raise its default_pool_size, or pool_size of the database",
+        "two, and two more for its history: raise its default_pool_size",
         retryable=True,
     ),
     r"^(26000|42P05)|statement pooling mode|gave this client's server": Problem(
@@ -364,13 +361,13 @@ class Client(StoreClient):
         self._host: object = None
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
-        server = self._server.get()
-        self._pool = self.where, server.get("user"), server.get("dbname")
+        # Whether a pooler keeps a connection for this client; False: not known, or there is none.
+        self._keeps_sessions = False
         self._connect(self._begin)
 
     def _begin(self, limit: Limit) -> None:
         with self._connection(limit) as first:
-            if first.pooled and self._pool not in _KEEP_SESSIONS:
+            if first.pooled and not self._keeps_sessions:
                 # A node needs two in any case.
                 with self._connection(limit) as second:
                     self._learn_mode(first, second)
@@ -391,7 +388,7 @@ class Client(StoreClient):
                 second.execute("ROLLBACK")
             if not kept:
                 raise MixedUpError("it gave this client's server to another one")
-        _KEEP_SESSIONS.add(self._pool)
+        self._keeps_sessions = True
         for db in (first, second):
             db.execute(_TIMEOUT.format(milliseconds=_milliseconds(self.timeout)))
 
@@ -470,7 +467,7 @@ class Client(StoreClient):
         # The log-in by scram-sha-256, the default, does not send the password.
         yield of_connection(tls, False, [], self._verified)
         yield of_version("postgres", version, self.least_version)
-        if self._pool in _KEEP_SESSIONS:
+        if self._keeps_sessions:
             found = "a pooler in session mode is in between; a node takes two of its connections"
             yield Finding(Mark.OK, "pooler", found)
         if standby:
@@ -573,7 +570,7 @@ class Client(StoreClient):
                 failures.append(error)
             else:
                 self._host = attempt.get("host"), attempt.get("port")
-                if db.pooled and self._pool in _KEEP_SESSIONS:
+                if db.pooled and self._keeps_sessions:
                     db.execute(_TIMEOUT.format(milliseconds=_milliseconds(self.timeout)))
                 return db
         # A file may have been replaced meanwhile: libpq's error does not name the option.

@@ -144,19 +144,17 @@ def test_a_busy_pool_of_transactions_is_told_too(pool: Pool, run_id: str) -> Non
             other.join(10)
 
 
-def test_a_pool_of_sessions_works_for_as_many_nodes_as_it_has_pairs(
-    pool: Pool, run_id: str
-) -> None:
+def test_a_pool_of_sessions_tells_when_it_has_none_left(pool: Pool, run_id: str) -> None:
     store = pool("session", 4)
     run = Run(store, run_id)
     try:
-        members = [run.start((2, 3), heartbeat_timeout="2") for _ in range(2)]
+        members = [run.start((2, 3), heartbeat_timeout="1") for _ in range(2)]
         agents.until(one_world(members), 30)
         with pytest.raises(RendezvousConnectionError) as caught:
-            run.start((2, 3), heartbeat_timeout="2")
+            run.start((2, 3), heartbeat_timeout="1")
         told = str(caught.value)
-        assert "is behind a pooler that had no connection left for 2 s (it logged this" in told
-        assert "a node needs two: raise its default_pool_size" in told
+        assert "is behind a pooler that had no connection left for 1 s (it logged this" in told
+        assert "a node needs two, and two more for its history: raise its default_pool" in told
         what, found = failure_of_check(store)
         assert what == "store"
         assert "a node needs two" in found
@@ -166,13 +164,14 @@ def test_a_pool_of_sessions_works_for_as_many_nodes_as_it_has_pairs(
 
 
 def test_check_and_nodes_agree_on_a_pool(pool: Pool, run_id: str) -> None:
-    """Three nodes start with a pool of six; the check opens no more at once than there are."""
+    """The check opens no more at once than there are."""
     store = pool("session", 6)
     status, lines = check(store)
     assert status == 1, lines
     assert re.search("ok +pooler: a pooler in session mode is in between", lines)
     assert re.search("ok +contention: \\d+ writers at once, as no more could connect of 16", lines)
-    run = Run(store, run_id)
+    # Six for the nodes, and two for what they note.
+    run = Run(pool("session", 8), run_id)
     try:
         members = [run.start((3, 3)) for _ in range(3)]
         agents.until(one_world(members), 30)
@@ -194,7 +193,8 @@ def test_each_request_through_a_pool_of_sessions(pool: Pool, run_id: str) -> Non
 
 def check(store: RunningStore) -> tuple[int, str]:
     """The exit status of `rdzv check`, and its lines."""
-    conf = ",".join(f"{name}={value}" for name, value in store.config.items())
+    options = {**store.config, "heartbeat_timeout": "1"}
+    conf = ",".join(f"{name}={value}" for name, value in options.items())
     arguments = ["-b", store.backend, "-e", store.endpoint, "-c", conf, "--nnodes", "1"]
     result = CliRunner().invoke(app, ["check", *arguments, "--local-addr", "127.0.0.1"])
     return result.exit_code, result.output
