@@ -47,7 +47,9 @@ class Host:
     @property
     def within(self) -> list[str]:
         """The command in front of one that is to run on this host."""
-        return ["nsenter", f"--target={self.process.pid}", "--net", "--uts", "--mount", "--"]
+        # Without --wd it would begin in the root directory.
+        where = [f"--target={self.process.pid}", f"--wd={Path.cwd()}"]
+        return ["nsenter", *where, "--net", "--uts", "--mount", "--"]
 
     def run(self, *command: str) -> str:
         """Its output. Raises `CalledProcessError`."""
