@@ -7,6 +7,7 @@ what it saw as JSON.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,8 +17,12 @@ from typing import Any
 
 from rdzv_plugins import servers
 from rdzv_plugins.demo.agents import Fleet, World
+from rdzv_plugins.endpoint import parse_endpoint
+from rdzv_plugins.servers.process import find_file
+from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
 from tests.integration.hosts import PROGRAM, Host, Network
+from tests.integration.stores import KINDS, running
 
 INTERVAL, ATTEMPTS = 0.5, 4
 PATIENCE = 60.0
@@ -115,15 +120,36 @@ class Scene:
     """What a scenario needs, and what is closed after it."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
-        self.enter = stack.enter_context
+        self.enter, self.callback = stack.enter_context, stack.callback
         self._folder = folder
 
     def network(self, *names: str, **options: Any) -> list[Host]:
         return self.enter(Network(names, **options)).hosts
 
-    def server(self, backend: str = "redis") -> tuple[str, int]:
-        host, _, port = self.enter(servers.start(backend)).endpoint.rpartition(":")
-        return host.rpartition("/")[2], int(port)
+    def server(self) -> tuple[str, int]:
+        """The address of a Redis on the program's own host."""
+        return parse_endpoint(
+            self.enter(servers.start("redis")).endpoint, default_port=0, schemes=["redis"]
+        ).hosts[0]
+
+    def agent_of_consul(self, host: Host | None) -> None:
+        """Start a client on a host; a server on the program's own. It ends with its namespace."""
+        binary = find_file("consul", ["consul", "usr/bin/consul"])
+        if binary is None:
+            raise servers.NotInstalledError("consul is not installed")
+        folder = self._folder / f"consul-{host.name if host else 'server'}"
+        at = f"10.1.0.{host.number if host else PROGRAM}"
+        command = [str(binary), "agent", f"-node={folder.name}", f"-bind={at}"]
+        command += [f"-data-dir={folder}", "-log-level=warn"]
+        command += [f"-retry-join=10.1.0.{PROGRAM}"] if host else ["-server", "-bootstrap-expect=1"]
+        within = host.within if host else []
+        agent = subprocess.Popen([*within, *command], stdout=subprocess.DEVNULL)
+        self.callback(agent.wait)
+        self.callback(agent.kill)
+        ask = [*within, str(binary), "kv", "put", "is-ready", "yes"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        if not until(lambda: subprocess.run(ask, **quiet).returncode == 0, PATIENCE):  # type: ignore[call-overload]
+            raise TimeoutError(f"Consul's agent at {at} does not serve")
 
     def job(self, backend: str, endpoint: str, name: str = "job", **options: Any) -> Job:
         job = Job(self._folder / name, backend, endpoint, **options)
@@ -131,23 +157,39 @@ class Scene:
         return job
 
 
-def at_loopback(scene: Scene, backend: str) -> dict[str, Any]:
+def at_loopback(scene: Scene, name: str, handler: str = "rdzv") -> dict[str, Any]:
     """The store is reached at each host's own loopback, and the host's name is 127.0.1.1."""
     hosts = scene.network("a", "b")
-    server = scene.server(backend)
+    (kind,) = (it for it in KINDS if it.name == name)
+    store = scene.enter(running(kind))
     for host in hosts:
-        scene.enter(host.forward(server, PORT))
-    endpoint = f"127.0.0.1:{PORT}"
+        scene.enter(host.forward(store.address, PORT))
+    endpoint = store.endpoint_at(("127.0.0.1", PORT))
+    return _trains(scene, hosts, kind.backend, endpoint, handler=handler, **store.config)
+
+
+def agents_of_consul(scene: Scene) -> dict[str, Any]:
+    """Each host has an agent of the servers of Consul."""
+    hosts = scene.network("a", "b")
+    for host in [None, *hosts]:
+        scene.agent_of_consul(host)
+    return _trains(scene, hosts, "consul", "http://127.0.0.1:8500")
+
+
+def _trains(
+    scene: Scene, hosts: list[Host], backend: str, endpoint: str, **config: str
+) -> dict[str, Any]:
     environ = {"GLOO_SOCKET_IFNAME": "eth1"}
-    job = scene.job(backend, endpoint, trains=True, environ=environ)
+    job = scene.job(backend, endpoint, trains=True, environ=environ, **config)
     job.start_on(hosts)
     world = job.await_world("ab", timeout=PATIENCE)
     job.await_step(world, 5)
     job.stop_training()
+    conf = ",".join(f"{name}={value}" for name, value in config.items())
     return {
         "master": world.master,
         "statuses": job.ends(),
-        "checked": check(hosts[0], backend, endpoint, "--nnodes", "2"),
+        "checked": check(hosts[0], backend, endpoint, "--nnodes", "2", "--rdzv-conf", conf),
     }
 
 
@@ -269,7 +311,8 @@ def ports(scene: Scene) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     it.__name__: it
     for it in (
-        at_loopback, own_stores, own_names, out_of_reach, gloos_choice, at_loopback_only, ports
+        at_loopback, agents_of_consul, own_stores, own_names, out_of_reach, gloos_choice,
+        at_loopback_only, ports,
     )
 }  # fmt: skip
 

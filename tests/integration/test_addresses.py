@@ -34,18 +34,22 @@ def only(lines: list[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [pytest.param(it.server, marks=() if it.name == "consul" else soak) for it in KINDS],
+    "scenario",
+    [
+        "agents_of_consul",
+        # A proxy, a tunnel, a sidecar.
+        *(pytest.param(f"at_loopback {it.name}", marks=soak) for it in KINDS),
+        pytest.param("at_loopback redis torch", marks=soak),
+    ],
 )
-def test_a_store_at_each_hosts_loopback(backend: str) -> None:
-    # As agents of Consul are, a proxy, a tunnel or a sidecar.
-    seen = play("at_loopback", backend)
+def test_a_store_at_each_hosts_loopback(scenario: str) -> None:
+    seen = play(*scenario.split())
     assert seen["master"].startswith("10.1.0.1:")
     assert seen["statuses"] == [0, 0]
     address = only(seen["checked"], "address: ")
     assert "other nodes dial '10.1.0.1' (the store is at loopback, and there is no" in address
     assert "of 10.1.0.1 (eth1), 127.0.0.1 (lo)" in address
-    mark = "ok  " if backend == "consul" else "warning "
+    mark = "ok  " if "consul" in scenario else "warning "
     assert only(seen["checked"], "store's host: it is at loopback").startswith(mark)
 
 
