@@ -77,13 +77,14 @@ from rdzv_plugins.protocol.parting import goes_on_without, newcomers_with
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.reach import Reach
+from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.signals import SignalWatch
 from rdzv_plugins.stores import load, opener, strange_variables
 from rdzv_plugins.topology import find_domain
 from rdzv_plugins.torch_compat.agent_store import AgentStore
 from rdzv_plugins.torch_compat.events import Events, record_failed_creation
 from rdzv_plugins.torch_compat.master_store import open_store
-from rdzv_plugins.torch_compat.torchrun import idle_arguments, max_restarts
+from rdzv_plugins.torch_compat.torchrun import idle_arguments, makes_log_folders, max_restarts
 from rdzv_plugins.worker import CurrentRound, hand_down, take_back
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
@@ -926,6 +927,7 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
 
 def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
     try:
+        refuse_unless_possible(params.run_id)
         store = load(client)
         settings, connect = opener(store, params)
         settings = _placed(settings, params)
@@ -933,6 +935,13 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
         _tell_what_is_idle(store, params, settings)
         refuse_unless_installed(settings)
         refuse_unknown_checks(settings)
+        if (why := why_no_log_folder(params.run_id)) is not None and makes_log_folders():
+            log.warning(
+                "run '%s': %s, so that the workers cannot start: use another id, or "
+                "--log-dir=/dev/null",
+                params.run_id,
+                why,
+            )
         return _make_patiently(connect, params, settings)
     except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
         set_up("INFO")

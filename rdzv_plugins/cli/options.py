@@ -51,7 +51,19 @@ EndpointOption = Annotated[
         help="as for torchrun; empty: this host (dynamodb: AWS's configuration)",
     ),
 ]
-RunOption = Annotated[str, typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="the run's id")]
+
+
+def _possible(run_id: str) -> str:
+    """Refuse an id that no run can have; "": none was given, where that is possible."""
+    from rdzv_plugins.run_ids import refuse_unless_possible
+
+    return refuse_unless_possible(run_id) if run_id else run_id
+
+
+RunOption = Annotated[
+    str,
+    typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", callback=_possible, help="the run's id"),
+]
 ConfOption = Annotated[
     str, typer.Option("--rdzv-conf", "-c", help="<option>=<value>,... as for torchrun")
 ]

@@ -41,7 +41,6 @@ _LONGEST = 365 * _UNITS["d"]
 AllRunsOption = Annotated[
     bool, typer.Option("--all-runs", help="of all runs under the prefix, also those to come")
 ]
-RunIdOption = Annotated[str, typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="the run's id")]
 
 
 def drain(
@@ -116,7 +115,7 @@ def resize(
 
 def exclude(
     host: Annotated[str, typer.Argument(metavar="HOST", help="the address that its nodes use")],
-    run_id: RunIdOption = "",
+    run_id: RunOption = "",
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     lasts: Annotated[
         str, typer.Option("--for", help="how long, such as 90s, 30m, 1h, 2d; else until include")
@@ -153,7 +152,7 @@ def exclude(
 
 def include(
     host: Annotated[str, typer.Argument(metavar="HOST", help="as it was excluded")],
-    run_id: RunIdOption = "",
+    run_id: RunOption = "",
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     all_runs: AllRunsOption = False,
 ) -> None:  # fmt: skip
@@ -175,7 +174,7 @@ def include(
 
 
 def excluded(
-    run_id: RunIdOption = "",
+    run_id: RunOption = "",
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     as_json: JsonOption = False, all_runs: AllRunsOption = False,
 ) -> None:  # fmt: skip

@@ -178,9 +178,7 @@ def close(
 
 
 def clean(
-    run_id: Annotated[
-        str, typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="the run's id")
-    ] = "",
+    run_id: RunOption = "",
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     dead: Annotated[bool, typer.Option(help="all dead runs under the prefix instead")] = False,
     force: Annotated[bool, typer.Option(help="even if nodes are live: they write again")] = False,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-__all__ = ["OURS", "idle_arguments", "max_restarts"]
+__all__ = ["OURS", "idle_arguments", "makes_log_folders", "max_restarts"]
 
 OURS = "rdzv run"
 """The first of ``sys.argv`` in the process of `rdzv run`."""
@@ -31,6 +32,12 @@ def max_restarts() -> int | None:
     if arguments is None or sys.argv[0] == OURS:
         return None
     return int(arguments.max_restarts)
+
+
+def makes_log_folders() -> bool:
+    """Whether this torchrun makes a folder for logs that is named after the run, as by default."""
+    arguments = _arguments()
+    return arguments is not None and arguments.log_dir != os.devnull
 
 
 def idle_arguments() -> list[str]:

@@ -19,6 +19,11 @@ LINES = re.findall(r"^(?:### |- )`([^`]*)`", PAGE, re.MULTILINE)
 EXPLAINS_ITSELF = (
     "option 'outage_limit'",
     # The command line and the options.
+    "--rdzv-id is empty: give the run an id",
+    "--rdzv-id …: ids that begin with '…' are reserved for what rdzv-plugins keeps",
+    "--rdzv-id …: control characters, and bytes that are no UTF-8, are not allowed",
+    "--rdzv-id …: … bytes, at most … are allowed",
+    "so that the workers cannot start: use another id, or --log-dir=/dev/null",
     "--nnodes '…' is neither N nor MIN:MAX, with 1 <= MIN <= MAX",
     "--peers: '…' is neither host nor host:port",
     "--rdzv-conf: the option '…' has no value",

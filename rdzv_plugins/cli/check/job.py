@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rdzv_plugins.cli.options import parse_conf
 from rdzv_plugins.endpoint import parse_endpoint
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
 
 __all__ = ["Job", "parse_nnodes", "parse_peers"]
 
@@ -49,6 +50,15 @@ class Job:
         malformed = []
         options: dict[str, str] = {}
         parsed_nnodes, parsed_peers = None, []
+        try:
+            if run_id:
+                refuse_unless_possible(run_id)
+        except ValueError as error:
+            malformed.append(Finding(Mark.FAILED, "run", str(error)))
+            run_id = ""
+        if (why := why_no_log_folder(run_id)) is not None:
+            found, advice = f"{why}: no worker starts", "use another id, or --log-dir=/dev/null"
+            malformed.append(Finding(Mark.WARNING, "run", found, advice))
         try:
             options = parse_conf(conf)
         except ValueError as error:

@@ -1,0 +1,91 @@
+"""Run ids as people choose them, on every store: each has its own keys and its own archive."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from rdzv_plugins.archive import Archive, list_runs
+from rdzv_plugins.inspection import delete_run
+from rdzv_plugins.protocol.documents import Phase, RoundDocument
+from rdzv_plugins.protocol.round_record import record_of
+from rdzv_plugins.run_ids import refuse_unless_possible
+from tests.integration.agents import Agent, Run, until
+from tests.integration.stores import RunningStore
+
+pytestmark = pytest.mark.timeout(240)
+
+# What is next to each other here must not be mixed up. The longest are as long as any may be.
+TAILS = [
+    "", "/rounds", "/ended", "/", ".", " ", "}", "{x}", "%2Frounds", "*", "?x=1&y#z", "\\", "-ü",
+    "-u\u0308", "-🏖", ":watch:state", "/../x",
+]  # fmt: skip
+LONGEST = ["/" * 495, "\u65e5" * 165]
+
+
+@pytest.fixture
+def ids() -> list[str]:
+    job = f"job-{secrets.token_hex(6)}"
+    return [*(f"{job}{tail}" for tail in (*TAILS, *LONGEST)), job.upper()]
+
+
+@pytest.fixture
+def cleared(running_store: RunningStore, ids: list[str]) -> Iterator[RunningStore]:
+    yield running_store
+    for run_id in ids:
+        for namespace in (run_id, f"!archive/{run_id}"):
+            with closing(running_store.open(namespace)) as client:
+                delete_run(client)
+
+
+def running(incarnation: str) -> RoundDocument:
+    return RoundDocument(
+        incarnation=incarnation, round=1, phase=Phase.RUNNING, leader="n1", min_nodes=1,
+        max_nodes=1, participants=("n1",), master="host:1",
+    )  # fmt: skip
+
+
+def test_no_id_sees_what_another_one_has(cleared: RunningStore, ids: list[str]) -> None:
+    store, incarnations = cleared, {run_id: secrets.token_hex(8) for run_id in ids}
+    for run_id, incarnation in incarnations.items():
+        assert refuse_unless_possible(run_id) == run_id
+        with closing(store.open(run_id)) as client:
+            client.put("state", incarnation.encode())
+            client.put(f"nodes/{incarnation}", b"here")
+        archive = Archive(store.open, run_id, 600.0)
+        archive.put_tombstone(running(incarnation))
+        archive.note(record_of(running(incarnation), {}))
+    for run_id, incarnation in incarnations.items():
+        with closing(store.open(run_id)) as client:
+            found = {key: entry.value for key, entry in client.list("").items()}
+            assert found == {"state": incarnation.encode(), f"nodes/{incarnation}": b"here"}, run_id
+        with closing(store.open(f"!archive/{run_id}")) as client:
+            keys = {f"ended/{incarnation}", f"rounds/{incarnation}/00000001"}
+            assert client.list("").keys() == keys, run_id
+        assert [row.incarnation for row in Archive(store.open, run_id, 600.0).rows()] == [
+            incarnation
+        ]
+    listed = list_runs(store.open)
+    assert {it: listed[it].incarnation for it in ids} == incarnations
+    # Whoever deletes one leaves the others what is theirs.
+    with closing(store.open(ids[0])) as client:
+        assert delete_run(client) == 2
+    for run_id in ids[1:]:
+        with closing(store.open(run_id)) as client:
+            assert len(client.list("")) == 2, run_id
+
+
+@pytest.mark.parametrize("tail", ["/x", " ü*?#%}", "." * 470])
+def test_a_run_of_an_odd_id_lives_and_ends(running_store: RunningStore, tail: str) -> None:
+    run = Run(running_store, f"job-{secrets.token_hex(6)}{tail}")
+    agents: list[Agent] = []
+    try:
+        agents += [run.start((1, 2)), run.start((1, 2))]
+        until(lambda: all(it.world is not None and it.world[1] == 2 for it in agents), 30)
+        until(lambda: len(run.history()) > 0, 10)
+    finally:
+        for agent in agents:
+            agent.end()

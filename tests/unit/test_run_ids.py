@@ -1,0 +1,116 @@
+"""Which run ids are possible: what none can have is refused before any store is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from typer.testing import CliRunner
+
+from rdzv_plugins.cli import app
+from rdzv_plugins.handler import create_handler
+from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
+from rdzv_plugins.stores import STORES
+from rdzv_plugins.torch_compat.torchrun import makes_log_folders
+
+RESERVED = ["!runs", "!excluded", "!archive/job", "!"]
+IMPOSSIBLE = [*RESERVED, "a\nb", "a\tb", "a\x7f", "x" * 513, "ü" * 257, "a\udc80"]
+
+# Nobody listens there: what asks the store fails with another error, and later.
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize("run_id", [*IMPOSSIBLE, ""])
+def test_what_no_run_can_have_is_refused_in_one_line(run_id: str) -> None:
+    with pytest.raises(ValueError, match="--rdzv-id") as refused:
+        refuse_unless_possible(run_id)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("run_id", ["none", "job 1", "a/b", ".", "..", "ü" * 256, "a!b", "日本"])
+def test_others_are_possible(run_id: str) -> None:
+    assert refuse_unless_possible(run_id) == run_id
+
+
+@pytest.mark.parametrize("handler", ["rdzv", "torch"])
+@pytest.mark.parametrize("backend", STORES)
+def test_the_agent_refuses_it(backend: str, handler: str, caplog: pytest.LogCaptureFixture) -> None:
+    params = RendezvousParameters(backend, NOWHERE, "!excluded", 1, 1, handler=handler)
+    with pytest.raises(ValueError, match="reserved"):
+        create_handler(backend, params)
+    assert [it.levelname for it in caplog.records] == ["ERROR"]
+
+
+COMMANDS = [
+    ["status"], ["history"], ["watch"], ["close"], ["drain", "node"], ["restart"], ["resize"],
+    ["exclude", "host"], ["include", "host"], ["excluded"], ["clean"], ["clean", "--force"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", STORES)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_each_command_refuses_it(command: list[str], backend: str) -> None:
+    said = CliRunner().invoke(app, [*command, "-b", backend, "-e", NOWHERE, "-i", "!excluded"])
+    assert isinstance(said.exception, ValueError)
+    assert "reserved" in str(said.exception)
+
+
+def test_there_is_no_other_command_that_takes_an_id() -> None:
+    """Each callback that has a run id is in the list above, or is `check`."""
+    named = {command[0] for command in COMMANDS} | {"check"}
+    takes = {
+        it.name or it.callback.__name__.replace("_runs", "")
+        for it in app.registered_commands
+        if it.callback is not None and "run_id" in it.callback.__annotations__
+    }
+    assert takes == named
+
+
+def test_a_command_says_it_in_one_line() -> None:
+    command = [sys.executable, "-m", "rdzv_plugins.cli", "clean", "-i", "!excluded", "--force"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 1
+    assert said.stderr.count("\n") == 1
+    assert said.stderr.startswith("rdzv: --rdzv-id '!excluded': ids that begin with '!' are res")
+
+
+@pytest.mark.parametrize("backend", STORES)
+def test_check_says_it(backend: str) -> None:
+    said = CliRunner().invoke(app, ["check", "-b", backend, "-e", NOWHERE, "-i", "!runs"])
+    assert said.exit_code == 2
+    assert "ids that begin with '!' are reserved" in said.stdout
+
+
+@pytest.mark.parametrize("run_id", ["job1/x", "a/b/c", "x" * 247, "x" * 300, "ü" * 124])
+def test_it_knows_which_ids_torch_makes_no_folder_for(run_id: str, tmp_path: Path) -> None:
+    assert why_no_log_folder(run_id)
+    with pytest.raises(OSError, match=r"File name too long|No such file"):
+        DefaultLogsSpecs(log_dir=str(tmp_path))._make_log_dir(str(tmp_path), run_id)
+    said = CliRunner().invoke(app, ["check", "-e", NOWHERE, "-i", run_id])
+    assert "torch names a folder of its --log-dir after the run id" in said.stdout
+
+
+@pytest.mark.parametrize("run_id", ["job1", ".", "..", "x" * 246, "ü" * 123, "a b*?\\"])
+def test_it_makes_one_for_the_others(run_id: str, tmp_path: Path) -> None:
+    assert why_no_log_folder(run_id) is None
+    made = DefaultLogsSpecs(log_dir=str(tmp_path))._make_log_dir(str(tmp_path), run_id)
+    assert Path(made).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "makes"),
+    [([], True), (["--log-dir", tempfile.gettempdir()], True), (["--log-dir", os.devnull], False)],
+)
+def test_only_torchrun_with_a_folder_is_warned(
+    arguments: list[str], makes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not makes_log_folders()
+    monkeypatch.setattr(sys, "argv", ["torchrun", *arguments, "script.py"])
+    assert makes_log_folders() is makes
