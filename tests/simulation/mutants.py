@@ -445,7 +445,7 @@ MUTANTS: dict[str, Mutant] = {
             _in("leader", "    if strays or highest >= document.round:\n", "    if strays:\n"),
             _in("leader", "round=max(document.round, highest + 1),", "round=document.round,"),
         ),
-        seed=3715,
+        seed=4246,
         focus=Focus(
             kinds=("amnesia", "amnesia", "partition", "worker failure"),
             settings={"stop": 0.05, "max_restarts": 100, "last_call": 0.0, "min_nodes": 1},
@@ -951,8 +951,8 @@ MUTANTS: dict[str, Mutant] = {
                 "with_rank(document, node_id, {})",
             ),
         ),
-        seed=51003980,
-        focus=_APART,
+        seed=393,
+        focus=Focus(kinds=("fail-over", "close", "worker failure"), settings={"inline": 1}),
     ),
     "no-doubt": Mutant(
         "a leader takes a large part of the world for lost without another lease",
