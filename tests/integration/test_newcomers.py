@@ -37,7 +37,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
 
 @pytest.fixture
 def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
-    with runs(store, tmp_path, nodes="1:3", run_id=tmp_path.name, quarantine_after=1) as make:
+    with runs(store, tmp_path, nodes="1:3", run_id=tmp_path.name, quarantine_after=3) as make:
         yield make
 
 
@@ -45,9 +45,9 @@ def restarts(launcher: Sequence[str]) -> int | None:
     return 3 if launcher == TORCHRUN else None
 
 
-def is_quarantined(run: Run, host: str) -> bool:
+def has_a_strike(run: Run, host: str) -> bool:
     document = run.document()
-    return document is not None and [it.host for it in document.quarantined] == [host]
+    return document is not None and [it.host for it in document.strikes] == [host]
 
 
 def is_open(run: Run) -> bool:
@@ -81,7 +81,7 @@ def test_a_newcomer_that_fails_leaves_the_others_alone(
     world = run.await_world("ab", after=ended)
     run.await_step(world, world.last_step + 10)
     assert is_open(run)
-    assert is_quarantined(run, "127.0.0.3")
+    assert has_a_strike(run, "127.0.0.3")
     (said,) = (row.reason for row in run.archive.rows() if "left (" in row.reason)
     assert f"127.0.0.3[{broken.agents['c'].pid}] left ({why}" in said
     log = broken.agents["c"].log.read_text()
