@@ -49,9 +49,11 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.orphans import Guard
 from rdzv_plugins.stores import is_store
 
 __all__ = ["RunAgent", "torchrun"]
@@ -88,18 +90,49 @@ class RunAgent(LocalElasticAgent):
     """
 
     _failure: RunResult | None = None
+    # Before the first workers there is none.
+    _guard: Guard | None = None
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, StoreRendezvousHandler):
             handler.blames = True
-        result: RunResult = super().run(role)
-        return result
+        try:
+            result: RunResult = super().run(role)
+            return result
+        finally:
+            if self._guard is not None:
+                self._guard.stop()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failure = None
+        self._guard = guard = self._guard or Guard()
+        guard.start()
         started: dict[int, Any] = super()._start_workers(worker_group)
+        guard.watch(started.values())
+        self._heed_shutdown_timeout()
         return started
+
+    def _heed_shutdown_timeout(self) -> None:
+        """Give workers as long to stop as ``--shutdown-timeout`` says, whyever they are stopped.
+
+        torch does so at a signal and at the end, and else kills them after 30 s. In an earlier
+        torch there is no such option.
+        """
+        context, seconds = self._pcontext, getattr(self, "_shutdown_timeout", None)
+        if context is None or seconds is None:
+            return
+        close = context.close
+
+        def close_in_time(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            close(death_sig, seconds)
+
+        context.close = close_in_time  # type: ignore[method-assign]
+
+    def _shutdown(self, *args: Any, **options: Any) -> None:
+        super()._shutdown(*args, **options)
+        if self._guard is not None:
+            self._guard.watch(())
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """As torch's; HEALTHY for workers whose failure follows from a change of the round.
@@ -110,6 +143,8 @@ class RunAgent(LocalElasticAgent):
         handler = worker_group.spec.rdzv_handler
         # Keep the first result: failed workers that were stopped may look different later.
         result = self._failure or super()._monitor_workers(worker_group)
+        if result.state is WorkerState.UNHEALTHY:
+            return self._stuck(worker_group)
         if result.state is not WorkerState.FAILED or not isinstance(
             handler, StoreRendezvousHandler
         ):
@@ -119,6 +154,20 @@ class RunAgent(LocalElasticAgent):
             return result
         log.warning("the workers failed because the round is over; no restart is counted")
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _stuck(self, worker_group: WorkerGroup) -> RunResult:
+        """A failure for workers in uninterruptible sleep; torch's launcher takes it for success."""
+        pids = self._pcontext.pids() if self._pcontext is not None else {}
+        # torch's own table of them; it begins one that is not there yet.
+        stuck = set(getattr(self, "_uninterruptible_state_first_seen", pids.values()))
+        failures = {}
+        for local_rank, pid in pids.items():
+            if pid in stuck:
+                # It has no exit code: it cannot end.
+                failure = ProcessFailure(local_rank, pid, exitcode=0, error_file="")
+                failure.message = "in uninterruptible sleep: the kernel, a device or a disk hangs"
+                failures[worker_group.workers[local_rank].global_rank] = failure
+        return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _is_own(
         self, worker_group: WorkerGroup, handler: StoreRendezvousHandler, result: RunResult

@@ -230,6 +230,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._driver = Driver(
             self._node, client, archive, self._open_master, run_id, self._watchers, self._dial
         )
+        self._closed = False
         self._ending = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
@@ -516,6 +517,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             if latest is None and self._client.get(STATE_KEY) is None:
                 latest = never_seen
             self._close(latest, Outcome.CLOSED, "by request", may_close=lambda _: True)
+            self._closed = True
 
         with self._events.of("set_closed"):
             self._await_store(close)
@@ -524,7 +526,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         """End this node; closes the run if this node is in it, as torch's handler does.
 
         torch's launcher calls this while an exception is raised if the agent failed. The run is
-        then closed as failed, and the other agents end too.
+        then closed as failed, and the other agents end too; so it is where the workers of this node
+        did not succeed, which its agent says in the store of the round.
 
         The node only leaves, and the run stays open, in five cases: the node is in no round (it
         was refused, timed out or was replaced); its workers succeeded while others still work; it
@@ -538,8 +541,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         only_leaves = isinstance(error, SignalException | KeyboardInterrupt) or waits_for_others
         if only_leaves or not self._node.in_round:
             return self._leave()
-        outcome = Outcome.SUCCEEDED if error is None else Outcome.FAILED
-        why = "its workers succeeded" if error is None else _what_failed(error)
+        latest = self._node.latest
+        closed = self._closed or (latest is not None and latest.closed)
+        if error is None and (self._node.done or closed):
+            outcome, why = Outcome.SUCCEEDED, "its workers succeeded"
+        elif error is None:
+            # torch's launcher raises nothing where a worker is in uninterruptible sleep.
+            outcome, why = Outcome.FAILED, "its agent ended, and its workers had not"
+        else:
+            outcome, why = Outcome.FAILED, _what_failed(error)
         of_workers = isinstance(error, ChildFailedError)
         if error is not None and (self._is_new if of_workers else not self._node.done):
             return self._give_up(why, closes=True)
@@ -899,7 +909,7 @@ def _what_failed(error: BaseException) -> str:
         text = f": {' '.join(str(error).split())}" if isinstance(error, OSError) else ""
         return f"its agent failed ({type(error).__name__}{text[:_LONGEST_REASON]})"
     rank, first = error.get_first_failure()
-    ended = f"exited with {first.exitcode}"
+    ended = f"exited with {first.exitcode}" if first.exitcode else "hangs in the kernel"
     if first.exitcode < 0:
         ended = f"was ended by {first.signal_name()}"
     others = len(error.failures) - 1

@@ -19,7 +19,7 @@ from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 
-__all__ = ["LEASE", "Cut", "Site"]
+__all__ = ["LEASE", "Cut", "Site", "succeed"]
 
 INTERVAL = 0.3
 LEASE = 3 * INTERVAL
@@ -28,6 +28,15 @@ _REQUESTS = {
     "get", "put", "put_many", "compare_and_set", "list", "wait", "expire", "add", "get_many",
     "delete_many",
 }  # fmt: skip
+
+
+def succeed(handler: StoreRendezvousHandler) -> bool:
+    """What torch's agent and launcher do once the workers of all nodes have succeeded."""
+    store = handler._store
+    assert store is not None
+    store.add("torchelastic/agent/terminal_state/num_members", 1)
+    store.all_done = True
+    return handler.shutdown()
 
 
 class Cut(MemoryClient):

@@ -19,7 +19,12 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    MultiprocessContext,
+    PContext,
+    SubprocessContext,
+)
 from torch.distributed.launcher import api
 
 from rdzv_plugins import agent
@@ -348,6 +353,16 @@ def test_torchs_loop_still_asks_as_we_answer() -> None:
         assert parameters == ["self", "worker_group"], CHANGED + method
     assert "_remaining_restarts" in loop, CHANGED + "_remaining_restarts"
     assert "_start_workers" in names(SimpleElasticAgent._initialize_workers), CHANGED + "starting"
+
+
+def test_torch_still_stops_its_workers_where_we_give_them_time() -> None:
+    for stops in (LocalElasticAgent._shutdown, SubprocessContext._poll, MultiprocessContext._poll):
+        assert "close" in names(stops), CHANGED + stops.__qualname__
+    assert "_pcontext" in names(LocalElasticAgent._shutdown), CHANGED + "_pcontext"
+    close = list(inspect.signature(PContext.close).parameters)
+    assert close == ["self", "death_sig", "timeout"], CHANGED + "PContext.close"
+    if hasattr(run.parse_args(["train.py"]), "shutdown_timeout"):  # type: ignore[no-untyped-call]
+        assert "_shutdown_timeout" in names(SimpleElasticAgent.__init__), CHANGED + "its time"
 
 
 def test_another_backends_agent_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.testing.threads import Background
-from tests.handlers.site import LEASE, Site
+from tests.handlers.site import LEASE, Site, succeed
 from tests.handlers.site import site as make_site
 
 
@@ -85,7 +85,7 @@ class TestWhoWasReplaced:
         replaced, other = site.handler(2, 2, cut), site.handler(2, 2)
         site.join(replaced, other)
         cut.cut()
-        assert other.shutdown()
+        assert succeed(other)
         site.await_sweep()
         pair = [site.handler(2, 2) for _ in range(2)]
         site.join(*pair)
@@ -107,7 +107,7 @@ class TestFinishedRuns:
         cut.cut()
         site.await_that(lambda: other.num_nodes_waiting() > 0)
         site.join(other)
-        assert other.shutdown()
+        assert succeed(other)
         site.await_sweep()
         cut.down = False
         # It is told that its run has ended, writes nothing back, and disturbs its workers no more
@@ -126,7 +126,7 @@ class TestFinishedRuns:
             site.join(away, other)
         ended = site.document
         cut.cut()
-        assert other.shutdown()
+        assert succeed(other)
         site.await_sweep()
         pair = [site.handler(2, 2) for _ in range(2)]
         site.join(*pair)
@@ -150,7 +150,7 @@ class TestFinishedRuns:
         first = site.handler(1, 1)
         (info,) = site.join(first)
         info.store.set("mark", "of the first")
-        first.shutdown()
+        succeed(first)
         site.await_sweep()
         second = site.handler(1, 1)
         (again,) = site.join(second)
@@ -245,7 +245,7 @@ class TestClosing:
         assert again.shutdown()
         document = site.document
         assert document is not None
-        assert (document.phase, document.outcome) == ("closed", Outcome.SUCCEEDED)
+        assert (document.phase, document.outcome) == ("closed", Outcome.FAILED)
 
 
 def _is_there(site: Site) -> bool:

@@ -21,7 +21,7 @@ from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.inspection import Condition, Inspection, settle
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.testing.threads import Background
-from tests.handlers.site import LEASE, Site
+from tests.handlers.site import LEASE, Site, succeed
 from tests.handlers.site import site as make_site
 
 BAD = "sh: GPU 3 is hot"
@@ -254,7 +254,7 @@ class TestWhenTheRunEnds:
         joins = Background(out.next_rendezvous)
         site.await_that(lambda: other.num_nodes_waiting() > 0)
         site.join(other)
-        assert other.shutdown()
+        assert succeed(other)
         with pytest.raises(SystemExit) as raised:
             joins.result(20.0)
         assert raised.value.code == 0
@@ -265,7 +265,7 @@ class TestWhenTheRunEnds:
         site.join(other)
         joins = Background(out.next_rendezvous)
         says_why(site, out)
-        assert other.shutdown()
+        assert succeed(other)
         with pytest.raises(RendezvousClosedError, match="run 'run' is closed"):
             joins.result(20.0)
 

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
-from tests.handlers.site import Site
+from tests.handlers.site import Site, succeed
 from tests.handlers.site import site as make_site
 
 ME = f"127.0.0.1[{os.getpid()}]"
@@ -60,7 +60,7 @@ def test_each_event_is_one_line(site: Site, lines: Lines) -> None:
         f"{ME} asks for the next round: its round is over",
         f"round 1: rank 0 of 1, MASTER {master} ({ME} left)",
     ]
-    assert stays.shutdown()
+    assert succeed(stays)
     assert lines() == [f"the run is closed: its workers succeeded: closed by {ME}"]
 
 
@@ -72,7 +72,7 @@ def test_who_finds_the_run_closed_says_by_whom(site: Site, lines: Lines) -> None
     assert lines(1) == [f"the run is closed: by request: closed by {ME}"]
     # In one process both have one name, and only who closed a run is silent when it sees that.
     assert not second._node.told_of_the_end
-    assert second.shutdown()
+    assert succeed(second)
     assert lines() == [f"the run is closed: by request: closed by {ME}"]
 
 
@@ -122,7 +122,7 @@ def test_records_have_fields(site: Site, lines: Lines, caplog: pytest.LogCapture
     site.join(alone)
     site.join(alone)
     assert until(lambda: len(caplog.records) == 5, 5.0)
-    alone.shutdown()
+    succeed(alone)
     why = f"{ME} joined again (its workers failed)"
     found = [
         (fields["rdzv_run"], fields["rdzv_round"], fields["rdzv_node"], fields["rdzv_cause"])

@@ -199,6 +199,16 @@ def test_who_comes_back_is_new_to_the_run_that_goes_on(site: Site) -> None:
     assert back._node.record.status is Status.LEFT
 
 
+def test_an_agent_that_ends_before_its_workers_succeeded_is_no_success(site: Site) -> None:
+    """torch's launcher raises nothing where a worker is in uninterruptible sleep."""
+    first, second = node(site, 1, 2), node(site, 1, 2)
+    site.join(first, second)
+    assert first.shutdown()
+    assert site.document is not None
+    assert site.document.outcome is Outcome.FAILED
+    site.await_that(second.num_nodes_waiting)
+
+
 def test_it_counts_for_quarantine(site: Site) -> None:
     *old, new = with_a_newcomer(site, quarantine_after=2)
     assert end_with(new, workers_failed())

@@ -1,0 +1,100 @@
+"""Ends the workers of an agent that is killed: ``kill -9`` reaches no handler of its.
+
+torch starts each worker in a session of its own, where it outlives its agent, writes the same
+checkpoint as its replacement, and keeps the GPU. So `rdzv run` has a process beside it: this file,
+run as a program without packages. It reads the agent's pipe, which the system closes however the
+agent ends, and then kills what the agent has named last. Linux's parent-death signal would have to
+be set in each worker, and reaches none of its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable
+
+__all__ = ["Guard"]
+
+log = logging.getLogger(__name__)
+
+_STOP_SECONDS = 2.0
+
+
+class Guard:
+    """The process that kills workers when this process is gone; for one thread."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        itself = weakref.ref(self)
+        # A forked worker would hold the pipe open.
+        os.register_at_fork(after_in_child=lambda: guard._let_go() if (guard := itself()) else None)
+
+    def start(self) -> None:
+        """Start the process, unless it runs; where that fails, the workers have no guard."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        try:
+            self._process = subprocess.Popen(
+                # Without site: nothing that is installed runs in it.
+                [sys.executable, "-I", "-S", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+        except OSError as error:
+            self._process = None
+            log.warning("workers will outlive this agent if it is killed: %s", error)
+
+    def watch(self, workers: Iterable[int]) -> None:
+        """Name the processes that are to end with this one, in place of those named before."""
+        if self._process is not None and self._process.stdin is not None:
+            line = " ".join(map(str, workers))
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(f"{line}\n".encode())
+                self._process.stdin.flush()
+
+    def stop(self) -> None:
+        """End the process; what was named last ends, unless that was nothing."""
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                process.stdin.close()
+                process.wait(_STOP_SECONDS)
+
+    def _let_go(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._process.stdin.fileno())
+            self._process = None
+
+
+def _kill(worker: int) -> None:
+    """Kill a worker, and all of its session that are in its group."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(worker, signal.SIGKILL)
+            return
+        except OSError:
+            continue  # Python's own start methods give a worker no group.
+
+
+def _main() -> None:
+    # What stops a whole service, or a terminal, must not end it before the agent.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    workers: list[int] = []
+    for line in sys.stdin.buffer:
+        workers = [int(word) for word in line.split()]
+    for worker in workers:
+        _kill(worker)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,148 @@
+"""How workers end, and what an agent makes of it: agents on a real redis."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.agent.server import local_elastic_agent
+
+from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
+from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, RoundDocument
+from rdzv_plugins.testing.harness import until
+from tests import Measure
+from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.test_run import Launch, of_a_run, said
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[RunningStore]:
+    with running(next(kind for kind in KINDS if kind.name == "redis")) as started:
+        yield started
+
+
+def pids(file: Path, count: int) -> list[int]:
+    """The process ids that workers have written, one a line."""
+    assert until(lambda: file.exists() and len(file.read_text().split()) == count, 60)
+    return [*map(int, file.read_text().split())]
+
+
+def live(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def outcome(store: RunningStore, run_id: str) -> Outcome | None:
+    client = store.open(run_id)
+    try:
+        entry = client.get(STATE_KEY)
+        return RoundDocument.decode(entry.value).outcome if entry else None
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_workers_end_with_their_agent(
+    store: RunningStore,
+    tmp_path: Path,
+    run_id: str,
+    number: signal.Signals,
+    record_property: Measure,
+) -> None:
+    """And what they have started, also where they ignore all that can be ignored."""
+    script = f"trap '' TERM HUP; sleep 600 & echo $! $$$$ >> {tmp_path}/pids; wait"
+    arguments = ["--nproc-per-node=2", *of_a_run(store, run_id, "1:1", 3, script)]
+    with Launch(tmp_path / "a", RDZV_RUN, *arguments) as a:
+        found = pids(tmp_path / "pids", 4)
+        assert all(map(live, found))
+        a.process.send_signal(number)
+        began = time.monotonic()
+        assert until(lambda: not any(map(live, found)), 10), a.log.read_text()
+        record_property("ended after, s", round(time.monotonic() - began, 3))
+
+
+def test_what_outlives_its_worker_outlives_the_agents_own_end(
+    store: RunningStore, tmp_path: Path, run_id: str
+) -> None:
+    script = f"sleep 600 & echo $! >> {tmp_path}/pids"
+    with Launch(tmp_path / "a", RDZV_RUN, *of_a_run(store, run_id, "1:1", 3, script)) as a:
+        assert a.end() == 0
+    (pid,) = pids(tmp_path / "pids", 1)
+    try:
+        assert live(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("event", ["change", "failure"])
+def test_workers_have_as_long_as_it_was_said(
+    store: RunningStore, tmp_path: Path, run_id: str, event: str, record_property: Measure
+) -> None:
+    """Where the membership changes, and where another worker of the node has failed."""
+    script = f"trap '' TERM; touch {tmp_path}/began.$GROUP_WORLD_SIZE.$RANK; "
+    if event == "failure":
+        script += (
+            f'[ "$RANK" = 0 ] && while [ ! -e {tmp_path}/fail ]; do sleep 0.1; done && exit 3; '
+        )
+    script += "while :; do sleep 0.1; done"
+    arguments = ["--shutdown-timeout=1", "--nproc-per-node=2"]
+    arguments += of_a_run(store, run_id, "1:2", 60, script)
+    with Launch(tmp_path / "a", RDZV_RUN, *arguments) as a:
+        assert until((tmp_path / "began.1.1").exists, 60)
+        if event == "failure":
+            (tmp_path / "fail").touch()
+            assert until(lambda: said(a, "closing signal SIGTERM"), 20)
+            began = time.monotonic()
+            assert a.end(20) == 1
+        else:
+            with Launch(tmp_path / "b", RDZV_RUN, *arguments):
+                assert until(lambda: said(a, "closing signal SIGTERM"), 60)
+                began = time.monotonic()
+                assert until((tmp_path / "began.2.1").exists, 20), a.log.read_text()
+    record_property("stopped after, s", round(time.monotonic() - began, 2))
+
+
+@pytest.mark.skipif(
+    not hasattr(local_elastic_agent, "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"),
+    reason="this torch does not look for workers in uninterruptible sleep",
+)
+@pytest.mark.parametrize(
+    ("launcher", "status"),
+    [pytest.param(RDZV_RUN, 1, id="rdzv run"), pytest.param(TORCHRUN, 0, id="torchrun")],
+)
+def test_a_worker_that_hangs_in_the_kernel_is_no_success(
+    store: RunningStore,
+    tmp_path: Path,
+    run_id: str,
+    launcher: Sequence[str],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun's own status is torch's; the run is not told that it succeeded."""
+    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "1")
+    pipe = tmp_path / "pipe"
+    script = f"exec {sys.executable} -m tests.integration.stuck {pipe}"
+    arguments = ["--shutdown-timeout=1", *of_a_run(store, run_id, "1:1", 3, script)]
+    with Launch(tmp_path / "a", launcher, *arguments) as a:
+        try:
+            assert until(lambda: said(a, "stuck in uninterruptible sleep"), 60)
+            if launcher is TORCHRUN:
+                # It would wait for 30 s until it kills the worker.
+                os.close(os.open(pipe, os.O_WRONLY))
+            assert a.end() == status, a.log.read_text()
+        finally:
+            with suppress(OSError):
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    if launcher is RDZV_RUN:
+        assert said(a, "in uninterruptible sleep: the kernel, a device or a disk hangs")
+    assert outcome(store, run_id) is Outcome.FAILED

@@ -1,0 +1,63 @@
+"""The process that ends workers with their agent: real processes, and a real kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rdzv_plugins.testing.harness import until
+
+# An agent whose worker is a child of each kind; it prints their process ids.
+AGENT = """
+import os, subprocess, sys, time
+from rdzv_plugins.orphans import Guard
+guard = Guard()
+guard.start()
+forked = os.fork()
+if forked == 0:
+    time.sleep(600)
+session = subprocess.Popen(["sleep", "600"], start_new_session=True)
+guard.watch([forked, session.pid])
+print(forked, session.pid, flush=True)
+sys.stdin.read()
+if sys.argv[1] == "forget":
+    guard.watch([])
+guard.stop()
+os.kill(forked, 9)
+os.waitpid(forked, 0)
+"""
+
+
+def live(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("end", ["kill", "stop", "forget"])
+def test_what_was_named_last_ends_with_the_agent(end: str) -> None:
+    program = [sys.executable, "-c", AGENT, end]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        forked, session = map(int, agent.stdout.readline().split())
+        try:
+            assert live(forked)
+            assert live(session)
+            if end == "kill":
+                agent.kill()
+            else:
+                agent.communicate(timeout=20)
+            assert until(lambda: not live(forked), 10)
+            if end == "forget":
+                assert live(session)
+            else:
+                assert until(lambda: not live(session), 10)
+        finally:
+            if live(session):
+                os.kill(session, signal.SIGKILL)
