@@ -44,6 +44,7 @@ def live(pid: int) -> bool:
 def test_what_was_named_last_ends_with_the_agent(end: str) -> None:
     program = [sys.executable, "-c", AGENT, end]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdin is not None
         assert agent.stdout is not None
         forked, session = map(int, agent.stdout.readline().split())
         try:
@@ -52,7 +53,8 @@ def test_what_was_named_last_ends_with_the_agent(end: str) -> None:
             if end == "kill":
                 agent.kill()
             else:
-                agent.communicate(timeout=20)
+                agent.stdin.close()
+                assert agent.wait(20) == 0
             assert until(lambda: not live(forked), 10)
             if end == "forget":
                 assert live(session)
