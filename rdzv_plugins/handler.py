@@ -56,7 +56,7 @@ from rdzv_plugins.kv import (
     as_outage,
 )
 from rdzv_plugins.kv.retry import retry, store_is_away
-from rdzv_plugins.logs import RunLog, set_up
+from rdzv_plugins.logs import RunLog, set_up, told
 from rdzv_plugins.metrics import Report, refuse_unless_installed
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.choice import Sizes
@@ -357,7 +357,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         failed = self._store is not None and not self._was_told
         if failed and self._costs_the_others() and self._give_up("its workers failed"):
             run = f"run '{self._run_id}'"
-            raise RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
+            self._raise(
+                RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
+            )
         waited, patience = self._await_fitness(), self._settings.join_timeout
         try:
             outcome = self._driver.join(failed, waited, patience)
@@ -398,6 +400,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _raise(self, error: BaseException) -> NoReturn:
         if isinstance(error, Exception):
             self._log.error(str(error))
+            told(error)
         raise error.with_traceback(None) from None
 
     def _await_fitness(self) -> float:
@@ -863,8 +866,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             case Failure.CLOSED | Failure.SPARE_CLOSED:
                 why = f" ({latest.reason})" if latest is not None and latest.reason else ""
                 return RendezvousClosedError(
-                    f"{run} is closed{why}; its id can be used again after closed_ttl "
-                    f"({self._settings.sweep_after:g} s)"
+                    f"{run} is closed{why}; its id is free within {self._settings.sweep_after:g} s "
+                    f"(closed_ttl), or at once with: rdzv clean -i {self._run_id}"
                 )
             case Failure.MISMATCH:
                 document = self._node.document
@@ -957,6 +960,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
         set_up("INFO")
         # First the line that counts: torchrun prints its own frames before the error.
         log.error("run '%s': %s", params.run_id, error)
+        told(error)
         raise error.with_traceback(None) from None
 
 

@@ -7,7 +7,7 @@ import logging
 from rdzv_plugins.protocol.effects import Tell
 from rdzv_plugins.protocol.node import Node
 
-__all__ = ["RunLog", "set_up"]
+__all__ = ["RunLog", "is_told", "set_up", "told"]
 
 _PACKAGE = "rdzv_plugins"
 
@@ -30,6 +30,17 @@ def set_up(level: str) -> None:
     # An application that sets logging up later shows each line itself.
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     package.addHandler(handler)
+
+
+def told(error: BaseException) -> None:
+    """Note that the log has the error's line, so that nobody needs its traceback as well."""
+    if logging.getLogger(_PACKAGE).isEnabledFor(logging.ERROR):
+        vars(error)["told_by_rdzv"] = True
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether the log has the error's line."""
+    return "told_by_rdzv" in vars(error)
 
 
 class RunLog:

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TypeVar
@@ -32,7 +33,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FATAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FATAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
+# Nobody can handle the first two; the others by default end no process.
+_NEVER = (
+    signal.SIGKILL,
+    signal.SIGSTOP,
+    signal.SIGCHLD,
+    signal.SIGCONT,
+    signal.SIGURG,
+    signal.SIGWINCH,
+)
+# Where torch's launcher puts its --signals-to-handle, before it makes a handler.
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _TORCHS = "torch.distributed.elastic"
 
 # How late a signal may be noticed that came just as a wait began.
@@ -84,12 +96,13 @@ class SignalWatch:
         """
         if self._released or threading.current_thread() is not threading.main_thread():
             return
-        for number in _FATAL:
+        ending = _ending(os.environ.get(_HANDLED, ""))
+        for number in ending:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _raise)
         if _listening is None and not self._attempts.seconds_left:
             # A handler's exception in the midst of it would leave a watch without a thread.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_FATAL, signal.SIGINT))
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
             try:
                 self._listen()
             except Exception as error:
@@ -147,8 +160,20 @@ class SignalWatch:
 _listening: SignalWatch | None = None
 
 
+@cache
+def _ending(told: str) -> frozenset[signal.Signals]:
+    """The signals that end this process unless an application handles them.
+
+    Args:
+        told: the names of those for which torch's agent ends, besides the usual ones.
+    """
+    names = {name.strip() for name in told.split(",")}
+    more = {number for number in signal.Signals if number.name in names}
+    return frozenset({*_FATAL, *more} - {*_NEVER})
+
+
 def _ends_this_process(number: int) -> bool:
-    if number not in (*_FATAL, signal.SIGINT):
+    if number not in _ending(os.environ.get(_HANDLED, "")):
         return False
     handler = signal.getsignal(number)
     return handler is _raise or (getattr(handler, "__module__", "") or "").startswith(_TORCHS)
@@ -162,7 +187,7 @@ def _raise(number: int, _: FrameType | None) -> None:
 
 def _restore() -> None:
     global _listening
-    for number in _FATAL:
+    for number in signal.Signals:
         if signal.getsignal(number) is _raise:
             signal.signal(number, signal.SIG_DFL)
     if _listening is not None:

@@ -59,8 +59,7 @@ def main() -> None:
     # torch warns so on import in every environment without NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     if sys.argv[1:2] == ["run"]:
-        # Not through typer, which treats "--", Ctrl-C and a broken pipe differently; errors look
-        # as in torchrun.
+        # Not through typer, which treats "--", Ctrl-C and a broken pipe differently.
         run.launch(sys.argv[2:])
         return
     try:

@@ -25,10 +25,19 @@ def run(context: typer.Context) -> None:
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Run torchrun with these arguments; raises what torchrun's main function raises."""
+    """Run torchrun with these arguments; raises what torchrun's main function raises.
+
+    An error of the rendezvous, whose line the log has, is exit status 1 without torch's traceback.
+    """
     from rdzv_plugins.agent import torchrun
+    from rdzv_plugins.logs import is_told
     from rdzv_plugins.torch_compat.torchrun import OURS
 
     # argparse prints this name in the usage.
     sys.argv = [OURS, *arguments]
-    torchrun(arguments)
+    try:
+        torchrun(arguments)
+    except Exception as error:
+        if not is_told(error):
+            raise
+        sys.exit(1)

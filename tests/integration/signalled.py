@@ -68,6 +68,19 @@ def poll(handler: StoreRendezvousHandler, case: str) -> NoReturn:
         time.sleep(0.05)
 
 
+def handled(handler: StoreRendezvousHandler) -> None:
+    """As with ``--signals-to-handle=SIGUSR1``: the agent stops its workers, which save."""
+    handler.next_rendezvous()
+    signal.signal(signal.SIGUSR1, torchs._terminate_process_handler)
+    try:
+        handler.num_nodes_waiting()
+        begin("handled")
+        await_the_signal()
+    except SignalException:
+        time.sleep(SAVING)
+        raise
+
+
 def joining(handler: StoreRendezvousHandler) -> None:
     threading.Timer(0.3, begin, ["joining"]).start()
     handler.next_rendezvous()
@@ -180,6 +193,7 @@ CASES: dict[str, tuple[Callable[[StoreRendezvousHandler], None], int]] = {
     "roles": (exchanging_roles, 1),
     "released": (released, 1),
     "saving": (saving, 1),
+    "handled": (handled, 1),
     "unpolled": (saving_at_once, 1),
     "ending": (ending, 1),
     "barrier": (in_the_exit_barrier, 2),
@@ -200,6 +214,9 @@ def play(endpoint: str, server: int, name: str, how: str, children: list[int]) -
     child = os.fork()
     if child == 0:
         os.dup2(write, 1)
+        if "SIGUSR1" in how:
+            # As torch's launcher does.
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGUSR1"
         lives(make(endpoint, run_id, nodes))
         sys.exit(0)
     os.close(write)

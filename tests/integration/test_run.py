@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -190,6 +191,39 @@ def test_a_signal_ends_an_agent_that_waits_for_an_explanation(
         waits.process.send_signal(signal.SIGTERM)
         assert waits.end(20) == 1
         assert said(waits, "SignalException")
+
+
+@pytest.mark.parametrize("what", ["closed", "another job's", "an option", "a store that is gone"])
+def test_an_error_of_the_rendezvous_is_one_line(
+    store: RunningStore, tmp_path: Path, run_id: str, what: str
+) -> None:
+    arguments = of_a_run(store, run_id, "1:1", LEASE, "exit 0")
+    told = {
+        "closed": f"closed by 127.0.0.1[PID]); its id is free within 60 s (closed_ttl), or at once "
+        f"with: rdzv clean -i {run_id}",
+        "another job's": "; use the same on every node, or another --rdzv-id",
+        "an option": "unknown option 'nonsense'",
+        "a store that is gone": "is it running, and does --rdzv-endpoint name it",
+    }[what]
+    with contextlib.ExitStack() as stack:
+        if what == "closed":
+            with Launch(tmp_path / "a", RDZV_RUN, *arguments) as a:
+                assert a.end() == 0
+            told = told.replace("PID", str(a.process.pid))
+        elif what == "another job's":
+            other = of_a_run(store, run_id, "2:2", LEASE, "exit 0")
+            a = stack.enter_context(Launch(tmp_path / "a", RDZV_RUN, *other))
+            assert until(lambda: said(a, "joined as"), 60)
+        elif what == "an option":
+            arguments = [*arguments[:-4], "--rdzv-conf=nonsense=1", *arguments[-4:]]
+        else:
+            gone = "--rdzv-endpoint=redis://127.0.0.1:9"
+            arguments = [*arguments[:-4], gone, *arguments[-4:]]
+        with Launch(tmp_path / "b", RDZV_RUN, *arguments) as b:
+            assert b.end() == 1
+    errors = [line for line in b.log.read_text().splitlines() if not line.startswith(("I", "W"))]
+    assert len(errors) == 1, b.log.read_text()
+    assert told in errors[0]
 
 
 def said(launch: Launch, words: str) -> bool:

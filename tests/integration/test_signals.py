@@ -23,6 +23,8 @@ ANNOUNCED = {
     "roles SIGTERM": RAISED,
     "released SIGTERM": RAISED,
     "saving SIGTERM": RAISED,
+    "joining SIGUSR1": RAISED,
+    "handled SIGUSR1": RAISED,
     "unpolled SIGTERM": RAISED,
     "own SIGTERM": 7,
     "thread SIGTERM": RAISED,

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.run import get_args_parser
 
 from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, RoundDocument
 from rdzv_plugins.testing.harness import until
 from tests import Measure
+from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.test_run import Launch, of_a_run, said
 
@@ -110,6 +112,29 @@ def test_workers_have_as_long_as_it_was_said(
                 began = time.monotonic()
                 assert until((tmp_path / "began.2.1").exists, 20), a.log.read_text()
     record_property("stopped after, s", round(time.monotonic() - began, 2))
+
+
+@pytest.mark.skipif(
+    "--signals-to-handle" not in get_args_parser().format_help(),
+    reason="this torch has no such option",
+)
+def test_the_others_go_on_at_a_signal_that_torch_was_told_of(
+    store: RunningStore, tmp_path: Path, record_property: Measure
+) -> None:
+    """Slurm's USR1@120: they do not wait until the workers of the first have saved."""
+    launcher = (*TORCHRUN, "--signals-to-handle=SIGTERM,SIGUSR1")
+    job = Job(tmp_path, store, nodes="1:2", launcher=launcher)
+    try:
+        for name in "ab":
+            job.start_at(name, training={"saving": 12 if name == "a" else 0})
+        job.await_begun("ab")
+        told = job.agents["a"].signal(signal.SIGUSR1)
+        job.await_begun("b", after=told)
+        took = time.monotonic() - told
+        assert job.agents["a"].process.poll() is None, "it has saved already"
+        record_property("the other began after, s", round(took, 2))
+    finally:
+        job.close()
 
 
 @pytest.mark.skipif(

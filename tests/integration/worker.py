@@ -1,6 +1,6 @@
 """What the agents of `test_edges` run in place of a training; quick, since it imports no torch.
 
-It works until the file ``<folder>/<name>.end`` is there, which holds its exit status. At SIGTERM it
+It works until the file ``<folder>/<name>.end`` is there, which holds its exit status. At SIGTERM or SIGUSR1 it
 takes ``--saving`` seconds and then ends with 1. With ``--fence`` it holds that file again and
 again, and adds its fencing token to ``<fence>.log``. What it does stands in its journal.
 """
@@ -34,7 +34,9 @@ def main() -> None:
         journal.note("saved")
         os._exit(1)
 
-    signal.signal(signal.SIGTERM, save)
+    # torch hands on the signal that its agent got.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, save)
     journal.note("begin")
     end = options.folder / f"{options.name}.end"
     fenced = False

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from rdzv_plugins.signals import SignalWatch, take
+from rdzv_plugins.signals import SignalWatch, _ending, take
 from rdzv_plugins.testing.harness import until
 
 SECONDS = 20.0
@@ -85,3 +85,18 @@ def test_a_signal_while_the_watch_begins_is_announced(monkeypatch: pytest.Monkey
     finally:
         watch.release()
         signal.signal(signal.SIGTERM, was)
+
+
+@pytest.mark.parametrize(
+    ("told", "more"),
+    [
+        ("", set()),
+        ("SIGUSR1, SIGUSR2", {signal.SIGUSR1, signal.SIGUSR2}),
+        ("SIGTERM,SIGKILL,SIGCHLD,SIGNONSENSE,", set()),
+    ],
+)
+def test_signals_that_torch_was_told_to_handle_end_the_process(
+    told: str, more: set[signal.Signals]
+) -> None:
+    usual = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT}
+    assert _ending(told) == usual | more
