@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+import redis
 
 from rdzv_plugins.kv import AccessDeniedError, Entry, RendezvousConnectionError, Version
-from rdzv_plugins.servers import Security
+from rdzv_plugins.servers import NotInstalledError, Security
+from rdzv_plugins.servers.dynamodb import DynamoDB
+from rdzv_plugins.servers.process import HOST, Node, free_ports
+from rdzv_plugins.stores import open_client
+from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from tests import Measure
+from tests.integration import topologies
 from tests.integration.administrators import ADMINISTRATORS, Administrator, administered
 from tests.integration.certificates import Certificates
-from tests.integration.stores import KINDS, Kind, RunningStore, started
+from tests.integration.stores import KINDS, Kind, RunningStore, absent, started
+from tests.integration.test_dashboard import record, write_run
+from tests.integration.test_exporter import exporter, page
 from tests.integration.torchrun import Run
 
 # Seconds within which a client is let in again, a server's restart included.
@@ -185,3 +194,100 @@ def test_old_nodes_and_a_late_one_meet(tmp_path: Path, record_property: Measure)
             assert run.split() is None
         finally:
             run.close()
+
+
+def test_redis_cluster_goes_on_with_the_new_secret(tmp_path: Path, run_id: str) -> None:
+    with topologies.cluster(tmp_path / "servers") as topology:
+        first, _, port = topology.endpoint.partition(",")[0].rpartition(":")
+        members: Any = redis.RedisCluster(first, int(port))
+        file = tmp_path / "secret"
+
+        def let_in(*rights: str) -> None:
+            secret = str(uuid.uuid4())
+            for member in map(members.get_redis_connection, members.get_nodes()):
+                set_user = ["ACL", "SETUSER", "joe", "on", "resetpass", f">{secret}"]
+                member.execute_command(*set_user, *rights)
+                member.execute_command("CLIENT", "KILL", "USER", "joe")
+            file.write_text(secret)
+
+        let_in("~*", "&*", "+@all")
+        config = {**topology.config, "user": "joe", "password_file": str(file)}
+        client = open_client("redis", topology.endpoint, run_id, config)
+        try:
+            client.put("key", b"value")
+            let_in()
+            patiently(lambda: client.put("key", b"another"))
+            open_client("redis", topology.endpoint, run_id, config).close()
+        finally:
+            client.close()
+
+
+class _OneDatabaseForEachKey(DynamoDB):
+    """It checks no credentials, but without -sharedDb each access key has tables of its own."""
+
+    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        return [part for part in super().command(node, nodes) if part != "-sharedDb"]
+
+
+@pytest.mark.soak
+def test_dynamodb_reads_the_file_of_keys_again(
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+    def hand_out(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n")
+
+    hand_out("old")
+    try:
+        kind = _OneDatabaseForEachKey(Security())
+    except NotInstalledError as error:
+        absent(f"no DynamoDB of our own: {error}")
+    (port,) = free_ports(1)
+    node = Node(kind, 0, [port], tmp_path / "server")
+    node.start()
+    try:
+        config = {"create_table": "true", "region": "us-east-1"}
+        client = open_client(
+            "dynamodb", f"http://{HOST}:{port}", run_id, config, request_timeout=20
+        )
+        try:
+            client.put("key", b"of the old key")
+            hand_out("new")
+            assert client.get("key") is None
+            client.put("key", b"of the new key")
+            # Half a file is an attempt that fails, not an end.
+            file.write_text("[default\n")
+            with pytest.raises(RendezvousConnectionError, match="is it being replaced"):
+                client.get("key")
+            hand_out("old")
+            found = client.get("key")
+            assert found is not None
+            assert found.value == b"of the old key"
+        finally:
+            client.close()
+    finally:
+        node.end()
+
+
+def test_commands_that_go_on_follow(tmp_path: Path, record_property: Measure) -> None:
+    """An exporter opens connections while the file is away, and lives on."""
+    kind = next(kind for kind in ADMINISTRATORS if kind.name == "redis")
+    with administered(kind, tmp_path) as administrator:
+        store = administrator.store
+        with exporter(store) as address:
+            write_run(store, "early", {"a": record(1, "10.0.0.1")})
+            assert until(lambda: "run 'early'" in page(f"{address}/why"), 20)
+            administrator.file.unlink()
+            administrator.rotate(hand_out=False)
+            assert until(lambda: "is it being replaced" in page(f"{address}/why"), 20)
+            administrator.hand_out()
+            began = time.monotonic()
+            write_run(store, "late", {"a": record(1, "10.0.0.1")})
+            assert until(lambda: "run 'late'" in page(f"{address}/why"), 20)
+            assert "the store is away" not in page(f"{address}/why")
+            record_property("follows after, s", round(time.monotonic() - began, 2))
