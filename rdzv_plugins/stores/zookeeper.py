@@ -499,6 +499,8 @@ def _secret_or_none(options: Options) -> str:
 
 def _read_files(options: Options, tls: FromFiles[ssl.SSLContext] | None) -> None:
     """Raise UnreadableFileError if a file that the next connection needs cannot be read."""
-    options.secret()
+    if options.sasl:
+        # The other scheme's password is read once.
+        options.secret()
     if tls is not None:
         tls.get()

@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,30 @@ def test_secret_that_ends_and_is_not_handed_out(administrator: Administrator, ru
             client.get("key")
         with pytest.raises(AccessDeniedError):
             administrator.store.open(run_id)
+    finally:
+        client.close()
+
+
+# Several hosts of Redis are Sentinels, see test_sentinel_security, or a Cluster, of whose nodes the
+# one counts that was asked last.
+@pytest.mark.parametrize(
+    "administrator",
+    [kind for kind in ADMINISTRATORS if kind.name != "redis"],
+    ids=lambda kind: kind.name,
+    indirect=True,
+)
+def test_one_server_refuses_and_another_is_away(administrator: Administrator, run_id: str) -> None:
+    host = "{}:{}".format(*administrator.store.address)
+    endpoint = administrator.store.endpoint.replace(host, f"127.0.0.1:1,{host}")
+    store = replace(administrator.store, endpoint=endpoint)
+    client = store.open(run_id, request_timeout=2)
+    try:
+        client.put("key", b"value")
+        administrator.rotate(hand_out=False)
+        with pytest.raises(AccessDeniedError):
+            client.get("key")
+        with pytest.raises(AccessDeniedError):
+            store.open(run_id, request_timeout=2)
     finally:
         client.close()
 
