@@ -61,7 +61,9 @@ def resize_now() -> bool:
         rdzv_plugins.resize_now()
 
     Returns:
-        Whether anybody asks: False in a process that is no worker, and without ``grow=checkpoint``.
+        Whether anybody is told: False in a process that is no worker, without ``grow=checkpoint``,
+        and where the agent's folder for temporary files cannot be written, which is said on stderr
+        once. It never raises.
     """
     from rdzv_plugins import worker
 

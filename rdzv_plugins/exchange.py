@@ -148,6 +148,7 @@ class Answering:
         self._size = size
         self._server = listen(address, ports)
         self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
         self.port: int = self._server.getsockname()[1]
         self._clients: dict[int, _Client] = {}
         self._ends = threading.Event()
@@ -156,6 +157,7 @@ class Answering:
             self._thread.start()
         except BaseException:
             self._server.close()
+            self._selector.close()
             raise
 
     def close(self, seconds: float = 2.0) -> None:
@@ -168,7 +170,7 @@ class Answering:
             self._thread.join(seconds)
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector, self._server:
+        with self._selector as selector, self._server:
             selector.register(self._server, selectors.EVENT_READ)
             while not self._ends.is_set():
                 for key, _ in selector.select(_LOOK_SECONDS):

@@ -9,13 +9,11 @@ import random
 import secrets
 import socket
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -85,7 +83,7 @@ from rdzv_plugins.torch_compat.agent_store import AgentStore
 from rdzv_plugins.torch_compat.events import Events, record_failed_creation
 from rdzv_plugins.torch_compat.master_store import open_store
 from rdzv_plugins.torch_compat.torchrun import idle_arguments, makes_log_folders, max_restarts
-from rdzv_plugins.worker import CurrentRound, hand_down, take_back
+from rdzv_plugins.worker import CurrentRound, Moments, hand_down, take_back
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
@@ -167,10 +165,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._was_told = False
         self._handed_down: str | None = None
         # Where workers say that newcomers may come, one file a round.
-        self._moments: tempfile.TemporaryDirectory[str] | None = None
-        self._moment: Path | None = None
-        if rules.grow == "checkpoint":
-            self._moments = tempfile.TemporaryDirectory(prefix="rdzv-")
+        self._moments: Moments | None = None
         self._pid = os.getpid()
         node_id = secrets.token_hex(8)
         self._answering: Answering | None = None
@@ -211,6 +206,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             time.time,
         )
         self._log = RunLog(log, run_id, self._node)
+        if rules.grow == "checkpoint":
+            self._moments = Moments(self._log.warning)
         self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
         self._gate = gate_of(settings, self._rank_0, self._log.warning)
         self._last: RoundDocument | None = None
@@ -288,8 +285,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             document = self._join()
         rank, world_size = document.ranks[self._node.id], document.size
         self._events.joined(rank, world_size, document.round)
-        if self._moments is not None:
-            self._moment = Path(self._moments.name) / document.world_id
         self._handed_down = hand_down(
             CurrentRound(
                 run_id=self._run_id,
@@ -299,7 +294,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 spares=document.waiting,
                 domain=self._settings.domain,
                 fencing_token=document.fencing_token,
-                resize_file=str(self._moment) if self._moment is not None else None,
+                resize_file=self._moments.begin(document.world_id) if self._moments else None,
             )
         )
         address, _, port = (document.master or "").rpartition(":")
@@ -479,9 +474,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Above 0 when the agent should join again; read from memory, without I/O. Never raises."""
         # next_rendezvous() may have run in another thread, where this is not possible.
         self._signals.renew()
-        if self._moment is not None and self._moment.exists():
-            with suppress(OSError):
-                self._moment.unlink()
+        if self._moments is not None and self._moments.named():
             self._driver.allow_growth()
         waiting = self._node.waiting
         self._was_told = self._was_told or waiting > 0
@@ -751,21 +744,24 @@ class StoreRendezvousHandler(RendezvousHandler):
         return bool(told)
 
     def _release(self) -> None:
-        self._client.close()
-        if self._answering is not None:
-            self._answering.close(_STOP_SECONDS)
-        self._reach.close()
-        self._driver.await_masters(_STOP_SECONDS)
-        self._servers.clear()
-        take_back(self._handed_down)
-        if self._moments is not None:
-            self._moments.cleanup()
-        self._signals.release()
-        if self._report is not None:
-            self._report.close()
-        self._events.close(_STOP_SECONDS)
-        atexit.unregister(self._at_exit)
-        self._gone.set()
+        try:
+            self._client.close()
+            if self._answering is not None:
+                self._answering.close(_STOP_SECONDS)
+            self._reach.close()
+            self._driver.await_masters(_STOP_SECONDS)
+            self._servers.clear()
+            take_back(self._handed_down)
+            if self._moments is not None:
+                self._moments.close()
+            self._signals.release()
+            if self._report is not None:
+                self._report.close()
+            self._events.close(_STOP_SECONDS)
+        finally:
+            # Whatever fails: else the exit of the process waits for this.
+            atexit.unregister(self._at_exit)
+            self._gone.set()
 
     def _name_the_others(self, document: RoundDocument) -> None:
         """Log who is in the run, where jobs share one id."""

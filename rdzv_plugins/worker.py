@@ -7,9 +7,13 @@ the agent's environment.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +23,15 @@ __all__ = [
     "VARIABLE",
     "CurrentRound",
     "FencedError",
+    "Moments",
     "current",
     "fence",
     "hand_down",
     "resize_now",
     "take_back",
 ]
+
+log = logging.getLogger(__name__)
 
 VARIABLE = "RDZV_CURRENT_ROUND"
 """JSON; not RDZV_PLUGINS_*, which are options."""
@@ -56,6 +63,9 @@ class CurrentRound:
     resize_file: str | None = None
 
 
+# Whether it was said that `resize_now` could not do it.
+_told = False
+
 _ROUNDS = msgspec.json.Decoder(CurrentRound)
 
 
@@ -74,10 +84,74 @@ def resize_now() -> bool:
     now = current()
     if now is None or now.resize_file is None:
         return False
-    # The agent of an earlier round, or of a run that ended, has taken the folder away.
-    with suppress(FileNotFoundError):
-        Path(now.resize_file).touch()
+    file = Path(now.resize_file)
+    try:
+        # The agent has made its folder; but cleaners take away what is old there.
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        file.touch()
+    except OSError as error:
+        # One line, once: a training that goes on is worth more than newcomers.
+        global _told
+        if not _told:
+            log.warning(
+                "resize_now() could not tell the agent that newcomers may come (%s): the training "
+                "goes on without them",
+                error,
+            )
+        _told = True
+        return False
     return True
+
+
+class Moments:
+    """Where the workers of an agent say that newcomers may come: a file a round, in a folder.
+
+    Args:
+        warn: tells a person that no worker can say it.
+    """
+
+    def __init__(self, warn: Callable[[str], object]) -> None:
+        self._warn = warn
+        self._warned = False
+        # A name that nobody guesses: whoever makes the folder must be of this user.
+        self._name = f"rdzv-{secrets.token_hex(8)}"
+        self._folder = self._file = ""
+
+    def begin(self, world_id: str) -> str:
+        """The file of this round. Its folder is made anew, since a cleaner may have taken it."""
+        try:
+            self._folder = os.path.join(tempfile.gettempdir(), self._name)
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            # A worker tries it once more when it has something to say.
+            self._folder = self._folder or os.path.join("/tmp", self._name)
+            self._tell(error)
+        self._file = os.path.join(self._folder, world_id)
+        return self._file
+
+    def named(self) -> bool:
+        """Whether a worker has said it since this was asked last; never raises."""
+        try:
+            os.unlink(self._file)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._tell(error)
+            return False
+        return True
+
+    def _tell(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"no worker can say that newcomers may come, for the folder of temporary files "
+                f"cannot be used ({error}); set TMPDIR to another one"
+            )
+
+    def close(self) -> None:
+        """Take the folder away, as far as that is possible."""
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class FencedError(RuntimeError):

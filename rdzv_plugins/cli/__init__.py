@@ -75,8 +75,8 @@ def _is_for_the_user(error: Exception) -> bool:
     if isinstance(error, ValueError):
         return True
     # Imported here: torch takes seconds, and most commands' help needs none of it.
-    from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+    from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError, exhausted
     from rdzv_plugins.servers import ServerError
 
     expected = RendezvousConnectionError, RendezvousStateError, ServerError
-    return isinstance(error, expected)
+    return isinstance(error, expected) or exhausted(error) is not None

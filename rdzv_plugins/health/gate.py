@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import entry_points
@@ -13,6 +14,7 @@ from rdzv_plugins.health import disk, network
 from rdzv_plugins.health.checks import CallCheck, CannotRunError, Check
 from rdzv_plugins.health.command import CommandCheck, arguments_of
 from rdzv_plugins.health.gpu import GpuCheck
+from rdzv_plugins.kv import Attempts, exhausted
 from rdzv_plugins.signals import take
 
 __all__ = ["SHIPPED", "Gate", "gate_of", "refuse_unknown_checks"]
@@ -89,7 +91,7 @@ class Gate:
             attempt.given_up.set()
         try:
             # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
-            attempt.start()
+            self._start(attempt)
             answer = take(attempt.answers, self._seconds)
         except Empty:
             raise CannotRunError(f"it gave no answer within {self._seconds:g} s") from None
@@ -100,6 +102,21 @@ class Gate:
         if isinstance(answer, CannotRunError):
             raise answer.with_traceback(None)
         return answer
+
+    def _start(self, attempt: _Attempt) -> None:
+        """Start its thread, within the time of the check where this host lets none start."""
+        deadline, pauses = time.monotonic() + self._seconds, Attempts()
+        while True:
+            try:
+                return attempt.start()
+            except Exception as error:
+                if (missing := exhausted(error)) is None:
+                    raise
+                if time.monotonic() >= deadline:
+                    attempt.ended.set()
+                    raise CannotRunError(f"it cannot be started ({missing})") from None
+            pauses.fail()
+            time.sleep(pauses.seconds_left)
 
     def close(self) -> None:
         """End the check that runs, and start no more; for another thread than that of `check`.

@@ -12,6 +12,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from torch.distributed.elastic.multiprocessing import SignalException
+
 from rdzv_plugins.kv.contract import RendezvousConnectionError
 
 __all__ = ["Attempts", "ExhaustedError", "as_outage", "exhausted"]
@@ -35,7 +37,8 @@ class ExhaustedError(RendezvousConnectionError):
 def exhausted(error: BaseException | None) -> str | None:
     """What this host has run out of, if the error, or one behind it, says that."""
     behind: list[BaseException] = []
-    while error is not None and error not in behind:
+    # A signal that comes while an error is handled has that error as its context.
+    while not (error is None or error in behind or isinstance(error, SignalException)):
         if isinstance(error, ExhaustedError):
             return str(error)
         if isinstance(error, MemoryError):

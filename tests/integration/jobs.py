@@ -18,16 +18,18 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 
 class Job(Run):
-    """A fleet of agents that run `tests.integration.worker`.
+    """A fleet of agents that run `tests.integration.worker`, or another script of its kind.
 
     One letter a name, as in `Run`: "a" is on 127.0.0.1, and comes first in rank order.
     """
 
-    def __init__(self, folder: Path, store: RunningStore, **options: object) -> None:
+    def __init__(
+        self, folder: Path, store: RunningStore, script: object = _WORKER, **options: object
+    ) -> None:
         super().__init__(
             folder,
             store,
-            script=[str(_WORKER)],
+            script=[str(script)],
             **options,  # type: ignore[arg-type]
         )
 

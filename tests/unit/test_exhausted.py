@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import random
+import signal
 import socket
 import threading
 import time
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.driver import Driver
+from rdzv_plugins.health.checks import CallCheck
+from rdzv_plugins.health.gate import Gate
 from rdzv_plugins.kv import (
     Attempts,
     ExhaustedError,
@@ -65,6 +69,27 @@ def test_it_knows_what_is_missing(error: Exception, words: str) -> None:
 )
 def test_it_takes_nothing_else_for_that(error: Exception) -> None:
     assert exhausted(error) is None
+
+
+def test_a_signal_is_none_though_it_comes_while_one_is_handled() -> None:
+    error = SignalException("got a signal", signal.SIGTERM)
+    error.__context__ = OSError(errno.EMFILE, "Too many open files")
+    assert exhausted(error) is None
+    assert exhausted(error.__context__) is not None
+
+
+def test_a_check_is_started_once_threads_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Refusing(monkeypatch, "rdzv-check-fit", "rdzv-check-poor")
+    host.until = time.monotonic() + 0.6
+    gate = Gate([CallCheck("fit", lambda: lambda: None)], 20.0, False, pytest.fail)
+    assert gate.check() is None
+    assert 3 <= len(host.refused) <= 6
+    host.until = float("inf")
+    gate = Gate([CallCheck("poor", lambda: lambda: None)], 0.3, False, pytest.fail)
+    for _ in range(2):
+        assert "it cannot be started (this host lets this process start no" in str(gate.check())
+    host.until = 0.0
+    assert gate.check() is None
 
 
 def test_pauses_grow_and_the_first_failure_is_told() -> None:

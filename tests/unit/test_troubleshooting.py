@@ -19,6 +19,7 @@ LINES = re.findall(r"^(?:### |- )`([^`]*)`", PAGE, re.MULTILINE)
 EXPLAINS_ITSELF = (
     "option 'outage_limit'",
     # The command line and the options.
+    "resize_now() could not tell the agent that newcomers may come (…): the training goes on",
     "--rdzv-id is empty: give the run an id",
     "--rdzv-id …: ids that begin with '…' are reserved for what rdzv-plugins keeps",
     "--rdzv-id …: control characters, and bytes that are no UTF-8, are not allowed",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 import rdzv_plugins
+from rdzv_plugins import worker
 from rdzv_plugins.config import ENVIRONMENT_PREFIX
 from rdzv_plugins.worker import (
     VARIABLE,
     CurrentRound,
     FencedError,
+    Moments,
     current,
     hand_down,
     take_back,
@@ -85,9 +89,59 @@ class TestVariable:
         assert done.stdout == "3 n2[7] left r7 False\n"
 
 
-def test_a_moment_in_a_run_that_ended_is_no_fault() -> None:
-    hand_down(replace(NOW, resize_file="/nowhere/1-abc"))
-    assert rdzv_plugins.resize_now()
+class TestMoments:
+    """What a worker says by a file, wherever that cannot be."""
+
+    @pytest.fixture(autouse=True)
+    def _untold(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(worker, "_told", False)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def test_one_is_named_once(self) -> None:
+        moments = Moments(pytest.fail)
+        assert not moments.named()
+        hand_down(replace(NOW, resize_file=moments.begin("1-a")))
+        assert not moments.named()
+        assert rdzv_plugins.resize_now()
+        assert moments.named()
+        assert not moments.named()
+        moments.begin("2-b")
+        assert rdzv_plugins.resize_now()  # Of a worker of the round before.
+        assert not moments.named()
+        moments.close()
+
+    def test_a_folder_that_a_cleaner_took_is_made_anew(self, tmp_path: Path) -> None:
+        moments = Moments(pytest.fail)
+        hand_down(replace(NOW, resize_file=moments.begin("1-a")))
+        (folder,) = tmp_path.iterdir()
+        folder.rmdir()
+        assert not moments.named()
+        assert rdzv_plugins.resize_now()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert moments.named()
+        folder.rmdir()
+        moments.begin("2-b")
+        assert folder.is_dir()
+        moments.close()
+        assert not folder.exists()
+
+    def test_what_cannot_be_said_is_told_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone" / "gone"))
+        (tmp_path / "gone").touch()
+        told: list[str] = []
+        moments = Moments(told.append)
+        hand_down(replace(NOW, resize_file=moments.begin("1-a")))
+        for number in range(3):
+            assert not rdzv_plugins.resize_now()
+            assert not moments.named()
+            moments.begin(f"2-{number}")
+        moments.close()
+        assert len(told) == 1
+        assert "set TMPDIR to another one" in told[0]
+        assert [it.message for it in caplog.records if "resize_now() could not" in it.message]
+        assert len(caplog.records) == 1
 
 
 class TestFence:
