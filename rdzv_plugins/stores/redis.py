@@ -910,7 +910,13 @@ class Client(StoreClient):
                 cluster: Any = client
                 if self._doubtful:
                     # The primary may be dead: the other nodes know who has its slots now.
-                    cluster.nodes_manager.initialize()
+                    try:
+                        cluster.nodes_manager.initialize()
+                    except errors.RedisClusterException:
+                        # Or all have other addresses: of the endpoint redis-py keeps nothing.
+                        self._redis = None
+                        cluster.close()
+                        self._redis = cluster = self._make()
                     self._doubtful = False
                 client = cluster.get_redis_connection(cluster.get_node_from_key(self._hash))
         except errors.RedisClusterException as error:

@@ -65,6 +65,10 @@ class Proxy:
             self._listener = None
         self.cut()
 
+    def lead_to(self, target: Address) -> None:
+        """Lead new connections to another server."""
+        self._target = target
+
     def cut(self) -> None:
         """Close every connection; new ones are accepted."""
         with self._changed:

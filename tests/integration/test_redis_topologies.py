@@ -102,6 +102,31 @@ def test_nodes_join_while_there_is_no_primary(
     assert all(agent.error is None and len(agent.rounds) == 1 for agent in agents)
 
 
+def test_all_members_of_a_cluster_have_other_addresses(
+    tmp_path: Path, run_id: str, record_property: Measure
+) -> None:
+    """As pods that were all made anew: only the name in the endpoint leads to them."""
+    with topologies.moving_cluster(tmp_path) as moving:
+        store = RunningStore(
+            name="redis", backend="redis", endpoint=moving.endpoint, config={"cluster": "true"}
+        )
+        run = Run(store, run_id)
+        try:
+            agents = [run.start((2, 3), heartbeat_timeout="2") for _ in range(2)]
+            until(one_world(agents), 30)
+            with Watch(agents) as watch:
+                moving.move()
+                began = time.monotonic()
+                await_beats(store, run_id, len(agents), PATIENCE)
+                record_property("beating again, s", round(time.monotonic() - began, 2))
+            assert watch.seen == []
+            agents.append(run.start((2, 3)))
+            until(one_world(agents), 30)
+        finally:
+            for agent in run.agents:
+                agent.end()
+
+
 @pytest.mark.parametrize("option", ["sentinel", "cluster"])
 def test_nobody_answers(option: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RDZV_PLUGINS_PASSWORD", "hunter2")

@@ -14,9 +14,10 @@ import redis
 from rdzv_plugins.servers import Node, Security
 from rdzv_plugins.servers.process import HOST, free_ports
 from rdzv_plugins.servers.redis import Redis
+from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import until
 
-__all__ = ["Topology", "cluster", "sentinel"]
+__all__ = ["Moving", "Topology", "cluster", "moving_cluster", "sentinel"]
 
 # The name by which the Sentinel knows the primary.
 NAME = "training"
@@ -164,6 +165,49 @@ def cluster(folder: Path) -> Iterator[Topology]:
         yield Topology(
             ",".join(hosts[:2]), {"cluster": "true"}, lambda run_id: shard(run_id)[0], hand_over
         )
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A Cluster behind a name that stays.
+
+    Attributes:
+        endpoint: as in ``--rdzv-endpoint``.
+        move: stops all members, and starts them with their data at other addresses.
+    """
+
+    endpoint: str
+    move: Callable[[], None]
+
+
+@contextmanager
+def moving_cluster(folder: Path) -> Iterator[Moving]:
+    """A primary with all slots, behind a proxy that stands for the name."""
+    member = Member(
+        lambda node: [
+            "cluster-enabled yes",
+            f"cluster-port {node.ports[1]}",
+            "cluster-node-timeout 1000",
+            "appendonly yes",
+        ]
+    )
+    old, new = (Node(member, 0, free_ports(2), folder / "member") for _ in range(2))
+    with Proxy((HOST, old.port)) as proxy, _serving([old]):
+        _ask(old).execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        _await(lambda: "cluster_state:ok" in _ask(old).execute_command("CLUSTER", "INFO"))
+
+        def move() -> None:
+            proxy.refuse()
+            old.stop()
+            new.start()
+            _await(lambda: "cluster_state:ok" in _ask(new).execute_command("CLUSTER", "INFO"))
+            proxy.lead_to((HOST, new.port))
+            proxy.accept()
+
+        try:
+            yield Moving("{}:{}".format(*proxy.address), move)
+        finally:
+            new.end()
 
 
 def _slots(client: Any) -> Any:
