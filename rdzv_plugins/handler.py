@@ -49,6 +49,7 @@ from rdzv_plugins.kv import (
     Attempts,
     ExhaustedError,
     KeyValueClient,
+    LateCredentialsError,
     RendezvousConnectionError,
     RendezvousStateError,
     as_outage,
@@ -963,13 +964,14 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
 def _make_patiently(
     connect: Callable[[str], KeyValueClient], params: RendezvousParameters, settings: Settings
 ) -> RendezvousHandler:
-    """Make the handler, within ``join_timeout`` where this host has run out of something."""
+    """Make the handler, within ``join_timeout`` where this host lacks what it may get yet."""
     deadline, attempts = time.monotonic() + settings.join_timeout, Attempts()
     while True:
         try:
             return _make(connect, params, settings)
         except Exception as error:
-            if (missing := as_outage(error)) is None:
+            late = error if isinstance(error, LateCredentialsError) else None
+            if (missing := late or as_outage(error)) is None:
                 raise
             if time.monotonic() >= deadline:
                 raise missing from None

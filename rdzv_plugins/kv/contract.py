@@ -33,6 +33,7 @@ __all__ = [
     "ClientClosedError",
     "Entry",
     "KeyValueClient",
+    "LateCredentialsError",
     "RendezvousConnectionError",
     "RendezvousStateError",
     "Version",
@@ -49,6 +50,10 @@ class AccessDeniedError(RendezvousConnectionError):
     So the store lives, and other clients may reach it. It is raised only for an answer of the
     server's own, never where this client does not trust the server.
     """
+
+
+class LateCredentialsError(RendezvousConnectionError):
+    """This host has no credentials, and may get them yet: its metadata service may come later."""
 
 
 class ClientClosedError(RendezvousConnectionError):

@@ -34,7 +34,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from rdzv_plugins.config import UnreadableFileError
 from rdzv_plugins.endpoint import parse_endpoint, redact
-from rdzv_plugins.kv import RendezvousConnectionError
+from rdzv_plugins.kv import LateCredentialsError, RendezvousConnectionError
 from rdzv_plugins.kv.base import UNREACHED, Limit, Problem, Wake, in_background, is_unresolved
 from rdzv_plugins.kv.retry import retry
 from rdzv_plugins.stores._files import FromFiles
@@ -69,14 +69,18 @@ _DENIED = re.compile(
     "|UnrecognizedClient)(Exception)?|InvalidClientTokenId|SignatureDoesNotMatch"
 )
 _UNTRUSTED = re.compile("CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER")
-_UNCONFIGURED = (NoCredentialsError, NoRegionError, PartialCredentialsError, ProfileNotFound)
+_UNCONFIGURED = (NoRegionError, PartialCredentialsError, ProfileNotFound)
+# At a boot an agent may be there before the service that has the credentials of the host's role.
+_LATE = (NoCredentialsError, CredentialRetrievalError)
 
 
 class Table:
     """A table and the server's clock. A request is one attempt and raises boto3's errors."""
 
     def __init__(self, endpoint: str, options: Options, where: str, request_timeout: float) -> None:
-        """Raises `ValueError` for an error that only other settings can fix."""
+        """Raises `ValueError` for an error that only other settings can fix, and
+        `LateCredentialsError`.
+        """
         self.name = options.table
         self._where = where
         self._timeout = request_timeout
@@ -86,7 +90,16 @@ class Table:
         self._ahead = -math.inf
         # botocore renews credentials that say when they end, but keeps the keys of a file for ever.
         connect = partial(_connect, endpoint, options, request_timeout)
-        self._boto = FromFiles(connect, *_files_of_aws())
+        try:
+            self._boto = FromFiles(connect, *_files_of_aws())
+        except _LATE as error:
+            raise self._late(error) from error
+
+    def _late(self, error: Exception) -> LateCredentialsError:
+        return LateCredentialsError(
+            f"{self._where} cannot be asked without credentials ({error}); set $AWS_PROFILE or "
+            "profile=..., or give this host a role"
+        )
 
     @property
     def url(self) -> str:
@@ -103,13 +116,16 @@ class Table:
     def open(self, limit: Limit, probe: dict[str, Any]) -> None:
         """Check that the table answers the query ``probe``; with create_table=true, create it.
 
-        Raises `ValueError` for an error that only other settings can fix.
+        Raises `ValueError` for an error that only other settings can fix, and
+        `LateCredentialsError`.
         """
         self._probe = probe
         try:
             self._send(limit, "query", **probe)
         except _UNCONFIGURED as error:
             raise ValueError(_advice(error)) from error
+        except _LATE as error:
+            raise self._late(error) from error
         except ClientError as error:
             if code_of(error) == "ValidationException":
                 raise ValueError(
@@ -193,7 +209,7 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
     """As `StoreClient._problem`, for requests that may take ``timeout`` seconds."""
     code, said = code_of(error), _said(error)
     throttled = _THROTTLED.fullmatch(code) is not None
-    if isinstance(error, (*_UNCONFIGURED, CredentialRetrievalError)) or _DENIED.fullmatch(code):
+    if isinstance(error, (*_UNCONFIGURED, *_LATE)) or _DENIED.fullmatch(code):
         return Problem(
             f"refused the credentials ({said}): check them with 'aws sts get-caller-identity'; "
             f"they must allow {_ACTIONS}",

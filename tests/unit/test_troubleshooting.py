@@ -104,7 +104,7 @@ EXPLAINS_ITSELF = (
     "the URL has a user name: remove it",
     "is --rdzv-endpoint a region or URL that this host reaches?",
     "no region is set: use --rdzv-endpoint=us-east-1 or",
-    "; set $AWS_PROFILE or profile=..., or give this host a role",
+    "…; set $AWS_PROFILE or profile=..., or give this host a role",
     "; `aws configure list-profiles` lists the profiles",
     # What is not installed.
     "needs the package '…', which cannot be imported (…). Install it with: pip install",
