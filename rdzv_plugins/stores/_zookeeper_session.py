@@ -33,6 +33,9 @@ __all__ = ["NotConnectedError", "ReadMany", "Session"]
 # In these states kazoo never connects again.
 _ENDED = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
 
+# kazoo's warning of a server that hung up during a log-in by SASL, as one does that stops.
+_CUT_SHORT = "Connection dropped in SASL"
+
 # A long request checks this often, in seconds, whether its caller was woken.
 _GLANCE = 0.1
 
@@ -161,11 +164,12 @@ class Session:
                 if self._closed:
                     raise NotConnectedError("closed")
                 if self._ended:
+                    failure = self._refusal()
                     _stop(self._zk, 0.0)
                     self._zk = self._connect()
                     self._ended = False  # Not before: its threads may not start.
                     self._check()
-                    raise AuthFailedError
+                    raise failure
                 if not self.may_recover(ConnectionLoss()):
                     self._check()
                     raise NotConnectedError(self.reason)
@@ -181,9 +185,19 @@ class Session:
         while not answer.ready():
             # Nobody wakes a request without a `Wake`: hundreds that glance keep a slow host busy.
             answer.wait(min(limit.seconds, _GLANCE) if limit.wake else limit.seconds)
-        value = answer.get()
+        try:
+            value = answer.get()
+        except AuthFailedError:
+            raise self._refusal() from None
         self._proven = True
         return value
+
+    def _refusal(self) -> Exception:
+        """What a failed log-in was: since 3.6 a server answers whom it refuses."""
+        failure: Exception = AuthFailedError()
+        if self.reason.endswith(_CUT_SHORT):
+            failure = NotConnectedError(self.reason)
+        return failure
 
 
 def _stop(zk: Any, seconds: float) -> None:
