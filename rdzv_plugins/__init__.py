@@ -51,6 +51,25 @@ def fence(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
     return worker.fence(path)
 
 
+def end_with_agent() -> bool:
+    """Have this worker killed at once when its agent is gone; the first line of a script.
+
+    torchrun's workers outlive an agent that is killed with ``kill -9``: they write the same
+    checkpoint as their replacements, and keep the GPU. `rdzv run` ends them itself. For Linux::
+
+        import rdzv_plugins
+
+        rdzv_plugins.end_with_agent()
+
+    Returns:
+        Whether it is so: False on another system, in a process that is no worker, and in one that
+        the agent has not started itself, such as a script that a shell runs.
+    """
+    from rdzv_plugins import worker
+
+    return worker.end_with_agent()
+
+
 def resize_now() -> bool:
     """Say that now is a good moment to let newcomers in, such as just after a checkpoint.
 

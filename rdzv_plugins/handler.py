@@ -296,6 +296,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 domain=self._settings.domain,
                 fencing_token=document.fencing_token,
                 resize_file=self._moments.begin(document.world_id) if self._moments else None,
+                agent=self._pid,
             )
         )
         address, _, port = (document.master or "").rpartition(":")

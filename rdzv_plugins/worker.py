@@ -6,11 +6,14 @@ the agent's environment.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
 import secrets
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +28,7 @@ __all__ = [
     "FencedError",
     "Moments",
     "current",
+    "end_with_agent",
     "fence",
     "hand_down",
     "resize_now",
@@ -51,6 +55,7 @@ class CurrentRound:
         domain: this node's, where it is given or the run minds it; None: not known.
         fencing_token: larger than that of each earlier round of the id; see `rdzv_plugins.fence`.
         resize_file: to be made by whoever says that newcomers may come; None: nobody asks.
+        agent: the process id of the agent that started the worker.
     """
 
     run_id: str
@@ -61,10 +66,13 @@ class CurrentRound:
     domain: str | None = None
     fencing_token: int = 0
     resize_file: str | None = None
+    agent: int = 0
 
 
 # Whether it was said that `resize_now` could not do it.
 _told = False
+# Of Linux's prctl: the signal that a process gets when the thread that started it has ended.
+_PR_SET_PDEATHSIG = 1
 
 _ROUNDS = msgspec.json.Decoder(CurrentRound)
 
@@ -77,6 +85,23 @@ def current() -> CurrentRound | None:
         return None
     # An agent of another backend, that a worker of this one has started, hands the variable on.
     return found if os.environ.get("TORCHELASTIC_RUN_ID", found.run_id) == found.run_id else None
+
+
+def end_with_agent() -> bool:
+    """As `rdzv_plugins.end_with_agent`."""
+    now = current()
+    if now is None or sys.platform != "linux":
+        return False
+    prctl = ctypes.CDLL(None).prctl
+    if os.getppid() == now.agent and prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        return False
+    if os.getppid() == now.agent:
+        return True
+    # torch gives each worker a session of its own: then no other process stands in between, and the
+    # agent is gone. In a container of the worker's own nobody is its parent.
+    if os.getsid(0) == os.getpid() and os.getppid() != 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return False
 
 
 def resize_now() -> bool:

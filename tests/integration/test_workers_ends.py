@@ -73,6 +73,29 @@ def test_workers_end_with_their_agent(
         record_property("ended after, s", round(time.monotonic() - began, 3))
 
 
+AT_ITS_BEGIN = """
+import os, rdzv_plugins, time
+bound = rdzv_plugins.end_with_agent()
+print(os.getpid() if bound else "not bound", file=open("FILE", "w"), flush=True)
+time.sleep(600)
+"""
+
+
+def test_torchruns_workers_end_with_it_where_their_script_says_so(
+    store: RunningStore, tmp_path: Path, run_id: str, record_property: Measure
+) -> None:
+    file = tmp_path / "pids"
+    (tmp_path / "script.py").write_text(AT_ITS_BEGIN.replace("FILE", str(file)))
+    arguments = of_a_run(store, run_id, "1:1", 3, f"exec {sys.executable} {tmp_path}/script.py")
+    with Launch(tmp_path / "a", TORCHRUN, *arguments) as a:
+        (worker,) = pids(file, 1)
+        assert live(worker)
+        a.process.kill()
+        began = time.monotonic()
+        assert until(lambda: not live(worker), 10)
+        record_property("ended after, s", round(time.monotonic() - began, 3))
+
+
 def test_what_outlives_its_worker_outlives_the_agents_own_end(
     store: RunningStore, tmp_path: Path, run_id: str
 ) -> None:

@@ -1,8 +1,8 @@
 """What the agents of `test_edges` run in place of a training; quick, since it imports no torch.
 
-It works until the file ``<folder>/<name>.end`` is there, which holds its exit status. At SIGTERM or SIGUSR1 it
-takes ``--saving`` seconds and then ends with 1. With ``--fence`` it holds that file again and
-again, and adds its fencing token to ``<fence>.log``. What it does stands in its journal.
+It works until the file ``<folder>/<name>.end`` is there, which holds its exit status. At SIGTERM or
+SIGUSR1 it takes ``--saving`` seconds and then ends with 1. With ``--fence`` it holds that file
+again and again, and adds its fencing token to ``<fence>.log``. What it does stands in its journal.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -199,3 +200,45 @@ class TestFence:
         wrote = [int(line) for line in (tmp_path / "log").read_text().split()]
         assert wrote == sorted(wrote)
         assert wrote[-1] == 12
+
+
+# A worker that has read a line before it asks to end with its agent; it prints what came of it.
+BEGINS = """
+import os, sys, rdzv_plugins
+sys.stdin.readline()
+print(rdzv_plugins.end_with_agent(), flush=True)
+"""
+# An agent that starts a worker, and is killed before that asks.
+AGENT = """
+import os, subprocess, sys
+from rdzv_plugins.worker import CurrentRound, hand_down
+hand_down(CurrentRound(run_id="run", round=0, world_id="", cause="", agent=os.getpid()))
+subprocess.Popen(sys.argv[1:], start_new_session=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+class TestEndWithAgent:
+    def run(self, *program: str, **options: Any) -> tuple[int, str]:
+        with subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+        ) as process:
+            said, _ = process.communicate("go\n", timeout=20)
+            return process.returncode, said
+
+    def test_its_parent_is_the_agent(self) -> None:
+        hand_down(replace(NOW, agent=os.getpid()))
+        assert self.run(sys.executable, "-c", BEGINS) == (0, "True\n")
+
+    def test_a_shell_stands_in_between(self) -> None:
+        hand_down(replace(NOW, agent=os.getpid()))
+        shell = "sh", "-c", '"$@"; exit 0', "sh", sys.executable, "-c", BEGINS
+        assert self.run(*shell, start_new_session=True) == (0, "False\n")
+
+    def test_a_process_that_is_no_worker(self) -> None:
+        assert self.run(sys.executable, "-c", BEGINS) == (0, "False\n")
+
+    def test_the_agent_is_gone_before_it_asks(self) -> None:
+        status, said = self.run(sys.executable, "-c", AGENT, sys.executable, "-c", BEGINS)
+        assert (status, said) == (-9, "")
