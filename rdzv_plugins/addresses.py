@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -318,11 +319,17 @@ def _family(address: Address) -> socket.AddressFamily:
     return socket.AF_INET6 if address.version == 6 else socket.AF_INET
 
 
+# A process or a host that has no descriptor, or no memory, left.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+
 def _binds(family: int, target: tuple[object, ...]) -> bool:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind(target)
-    except OSError:
+    except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise  # Whose it is cannot be told now, and `loopback` would keep the answer.
         return False
     return True
 

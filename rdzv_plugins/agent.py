@@ -53,6 +53,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.kv import Attempts, exhausted
 from rdzv_plugins.orphans import Guard
 from rdzv_plugins.stores import is_store
 
@@ -175,6 +176,7 @@ class RunAgent(LocalElasticAgent):
         """Whether the failure is this node's own; waits until that is known."""
         rank, nodes = worker_group.group_rank or 0, worker_group.group_world_size or 1
         word: _Word | None = None
+        began, pauses = time.monotonic(), Attempts()
         try:
             while True:
                 # In this order: closing the run may show as a change, too.
@@ -189,16 +191,27 @@ class RunAgent(LocalElasticAgent):
                     return False
                 if nodes == 1 or (word is not None and word.is_own):
                     return True
-                if word is None:
-                    log.warning(
-                        "the workers failed; waiting up to %.0f s to learn whether a peer is gone",
-                        handler.loss_shows_within,
-                    )
+                if word is None and time.monotonic() - began > _LONGEST_OUTAGE:
+                    return True
+                if word is None and not pauses.seconds_left:
+                    if not pauses.failures:
+                        log.warning(
+                            "the workers failed; waiting up to %.0f s to learn whether a peer is "
+                            "gone",
+                            handler.loss_shows_within,
+                        )
                     # torch stops a node's remaining workers by SIGTERM.
                     ends = {failure.exitcode for failure in result.failures.values()}
                     killed = -signal.SIGKILL in ends <= {-signal.SIGKILL, -signal.SIGTERM}
-                    word = _Word(worker_group.store, rank, nodes, killed, handler.loss_shows_within)
-                    word.start()
+                    patience = handler.loss_shows_within
+                    try:
+                        it = _Word(worker_group.store, rank, nodes, killed, patience)
+                        it.start()
+                        word = it
+                    except Exception as error:
+                        if exhausted(error) is None:
+                            raise
+                        pauses.fail()  # This host lets no thread start now.
                 time.sleep(_LOOK_SECONDS)
         finally:
             if word is not None:

@@ -792,6 +792,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         try:
             port = self._open_port(world_id)
         except OSError as error:
+            if (missing := as_outage(error)) is not None:
+                raise ExhaustedError(f"cannot open a TCPStore ({missing})") from None
             if not self._servers:
                 raise RendezvousConnectionError(
                     f"no port of master_port={self._settings.master_port or 'any'} is free at "
@@ -842,6 +844,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             if not is_local(self._address):
                 dial_self(self._address, self._rules.request, self._settings.ports)
         except (OSError, UnicodeError) as error:
+            if (missing := as_outage(error)) is not None:
+                raise missing from None
             retryable = isinstance(error, TimeoutError) or (
                 isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
             )

@@ -75,25 +75,28 @@ class Attempts:
 
     Args:
         clock: monotonic, in seconds; None: this host's.
+
+    Attributes:
+        failures: since one succeeded.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or (lambda: time.monotonic())
-        self._failures = 0
+        self.failures = 0
         self._due = 0.0
 
     @property
     def seconds_left(self) -> float:
         """Until the next one; 0: it is due."""
-        return max(0.0, self._due - self._clock()) if self._failures else 0.0
+        return max(0.0, self._due - self._clock()) if self.failures else 0.0
 
     def fail(self) -> bool:
         """One has failed; returns whether it is the first since one succeeded, which is told."""
-        self._due = self._clock() + min(_FIRST_PAUSE * 2.0**self._failures, _LONGEST_PAUSE)
-        self._failures = min(self._failures + 1, 16)
-        return self._failures == 1
+        self._due = self._clock() + min(_FIRST_PAUSE * 2.0**self.failures, _LONGEST_PAUSE)
+        self.failures = min(self.failures + 1, 16)
+        return self.failures == 1
 
     def succeed(self) -> bool:
         """One has succeeded; returns whether others had failed before."""
-        failures, self._failures = self._failures, 0
+        failures, self.failures = self.failures, 0
         return failures > 0

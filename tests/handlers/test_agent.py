@@ -326,6 +326,26 @@ def test_time_without_the_store_is_not_counted(fleet: Run, monkeypatch: pytest.M
     assert node.end().state is WorkerState.SUCCEEDED
 
 
+def test_a_failure_is_told_once_a_thread_can_start(
+    fleet: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "rdzv-failure" and len(refused) < 6:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    nodes = [fleet.node("exit 3", lease=LONG, nodes=(2, 2)) for _ in range(2)]
+    results = [node.end() for node in nodes]
+    assert len(refused) == 6
+    codes = [failure.exitcode for result in results for failure in result.failures.values()]
+    assert codes == [3, 3]
+    assert fleet.closed()
+
+
 CHANGED = "torch changed what rdzv_plugins.agent leans on: "
 
 

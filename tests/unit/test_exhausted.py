@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
+import resource
 import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from rdzv_plugins.addresses import is_own_ip, listen, loopback
 from rdzv_plugins.archive import Archive
+from rdzv_plugins.config import Settings
 from rdzv_plugins.driver import Driver
+from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.health.checks import CallCheck
 from rdzv_plugins.health.gate import Gate
 from rdzv_plugins.kv import (
@@ -90,6 +97,45 @@ def test_a_check_is_started_once_threads_can_be(monkeypatch: pytest.MonkeyPatch)
         assert "it cannot be started (this host lets this process start no" in str(gate.check())
     host.until = 0.0
     assert gate.check() is None
+
+
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """This process can open nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.open(os.devnull, os.O_RDONLY)
+    os.close(probe)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probe, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_nothing_wrong_is_learnt_of_the_own_address() -> None:
+    loopback.cache_clear()
+    with no_descriptor():
+        for asked in (lambda: is_own_ip("127.0.0.1"), loopback, lambda: listen()):
+            with pytest.raises(OSError, match="Too many open files"):
+                asked()
+    assert is_own_ip("127.0.0.1")
+    assert loopback() == ("::1" if is_own_ip("::1") else "127.0.0.1")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_rank_0_without_a_descriptor_tries_again(address: str) -> None:
+    """It is no fault of its address, nor of the ports, which would end its join."""
+    server, settings = MemoryServer(), Settings(master_port="30000-30010")
+    archive = Archive(lambda run: MemoryClient(server, run), "run", 3600.0)
+    made = StoreRendezvousHandler(
+        MemoryClient(server, "run"), archive, "run", RULES, settings, address
+    )
+    try:
+        with no_descriptor(), pytest.raises(ExhaustedError, match=r"files|name"):
+            made._open_master("1-a")
+        assert made._open_master("1-a").startswith(address)
+    finally:
+        made.shutdown()
 
 
 def test_pauses_grow_and_the_first_failure_is_told() -> None:
