@@ -339,7 +339,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         # Where torch's store is not shared, a worker opens that port later.
         master = document.master if self.use_agent_store and not is_first else None
-        self._reach.look(document.round, master, document.size, others, is_over)
+        self._reach.plan(document.round, master, document.size, others, is_over)
 
     def _is_elsewhere(self, address: str) -> bool:
         """Whether the address of another node is another host's, as far as it tells."""
@@ -478,6 +478,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._signals.renew()
         if self._moments is not None and self._moments.named():
             self._driver.allow_growth()
+        self._reach.go_on()
         waiting = self._node.waiting
         self._was_told = self._was_told or waiting > 0
         return waiting

@@ -8,7 +8,9 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from rdzv_plugins.addresses import gloo_address, interface_of, is_loopback
 from rdzv_plugins.exchange import dial
@@ -19,6 +21,8 @@ _DIAL_SECONDS = 5.0
 _STOP_SECONDS = 0.2
 # A round that ends at once has nobody at MASTER any more: look again before it is told.
 _ATTEMPTS, _PAUSE_SECONDS = 2, 1.0
+# After a round began.
+_DELAY_SECONDS = 1.0
 # Rank 0's TCPStore has one thread, and workers dial it too: so many nodes dial it in a second.
 _DIALS_A_SECOND = 200.0
 
@@ -37,10 +41,11 @@ class Reach:
         self._warn = warn
         self._name = name
         self._closed = threading.Event()
+        self._planned: tuple[float, Callable[[], None]] | None = None
         self._thread: threading.Thread | None = None
         self._looked_at_gloo = False
 
-    def look(
+    def plan(
         self,
         round_: int,
         master: str | None,
@@ -48,7 +53,7 @@ class Reach:
         others: Callable[[], bool],
         is_over: Callable[[], bool],
     ) -> None:
-        """Begin to look.
+        """Have `go_on` look at this round a while later: no round forms more slowly for it.
 
         Args:
             master: ``address:port`` that is to be dialled; None: not from here, or not yet.
@@ -56,11 +61,8 @@ class Reach:
             others: whether it has nodes on other hosts.
             is_over: whether the round has ended.
         """
-        if self._thread is not None and self._thread.is_alive():
-            return
 
-        def work() -> None:
-            self._closed.wait(random.uniform(0.0, size / _DIALS_A_SECOND))
+        def look() -> None:
             if master is not None:
                 self._look_at_master(round_, master, is_over)
             # The name of this host may be asked of a DNS server: once, and only if it matters.
@@ -69,11 +71,21 @@ class Reach:
                 if fault := gloo_fault(self._address):
                     self._warn(f"round {round_} has several hosts, and {fault}")
 
-        self._thread = threading.Thread(target=work, name=self._name, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:
-            self._thread = None  # None can start now: another round will do.
+        due = time.monotonic() + _DELAY_SECONDS + random.uniform(0.0, size / _DIALS_A_SECOND)
+        self._planned = (due, look)
+
+    def go_on(self) -> None:
+        """Begin to look, if it is time to; to be called again and again."""
+        if self._planned is None or time.monotonic() < self._planned[0]:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            return
+        (_, look), self._planned = self._planned, None
+        # Where none can start now, another round will do.
+        with suppress(RuntimeError):
+            thread = threading.Thread(target=look, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def close(self) -> None:
         """End the thread; one that dials or hangs in a resolver is left to end by itself."""

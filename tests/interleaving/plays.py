@@ -214,7 +214,7 @@ class Play:
         )
         made._check_address = lambda: None  # type: ignore[method-assign]
         # It looks at the real network, in a real thread.
-        made._reach.look = lambda *_: None  # type: ignore[method-assign]
+        made._reach.plan = lambda *_: None  # type: ignore[method-assign]
         return made
 
     def open_server(self, *_: object) -> SimpleNamespace:
