@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
 import struct
 import threading
@@ -50,6 +51,9 @@ _RESOLVER_SECONDS = 2.0
 
 # Addresses for documentation (RFC 5737, RFC 3849): their routes are the default routes.
 _ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
+
+# Where libpq's URL has a socket's folder, as its host or as a parameter.
+_SOCKET = re.compile(r"(?i)(//([^/]*@)?|[?&]host=)(/|%2F)")
 
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 0x1
 
@@ -182,11 +186,11 @@ def _is_up(interface: str) -> bool:
     return bool(flags & _IFF_UP)
 
 
-def store_hosts(endpoint: str) -> list[tuple[str, int]]:
-    """(name, port) of each host in the endpoint of any store; empty if it names no host."""
+def store_hosts(endpoint: str, backend: str) -> list[tuple[str, int]]:
+    """(name, port) of each host in the endpoint of a store; empty if it names no host."""
     scheme = endpoint.partition("://")[0] if "://" in endpoint else ""
-    if not endpoint.strip() or scheme == "unix":
-        return []
+    if scheme == "unix" or (backend == "dynamodb" and not scheme):
+        return []  # A socket's path, or a region of AWS.
     try:
         # The port does not affect the route: any port will do.
         return [*parse_endpoint(endpoint, default_port=9, schemes=[scheme]).hosts]
@@ -194,11 +198,11 @@ def store_hosts(endpoint: str) -> list[tuple[str, int]]:
         return []
 
 
-def store_is_at_loopback(endpoint: str) -> bool:
+def store_is_at_loopback(endpoint: str, backend: str) -> bool:
     """Whether the endpoint is a socket's path, or a host that is reached at loopback."""
-    if endpoint.startswith("unix://"):
+    if endpoint.startswith("unix://") or (backend == "postgres" and _SOCKET.search(endpoint)):
         return True
-    route = _route_in_time(store_hosts(endpoint))
+    route = _route_in_time(store_hosts(endpoint, backend))
     return route is not None and route.is_loopback
 
 

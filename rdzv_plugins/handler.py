@@ -1067,7 +1067,7 @@ def _over(
             params.run_id,
             rules.lease,
         )
-    is_here = store_is_at_loopback(params.endpoint)
+    is_here = store_is_at_loopback(params.endpoint, params.backend)
     return StoreRendezvousHandler(
         client, archive, params.run_id, rules, settings, address, store_is_here=is_here
     )
@@ -1075,7 +1075,7 @@ def _over(
 
 def _own_address(params: RendezvousParameters, settings: Settings) -> str:
     """The address that this node announces; raises `ValueError` if there is none as demanded."""
-    hosts = store_hosts(params.endpoint)
+    hosts = store_hosts(params.endpoint, params.backend)
     own = node_address(
         params.local_addr,
         hosts,

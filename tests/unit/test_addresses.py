@@ -231,23 +231,32 @@ def test_ports_are_taken_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "here"),
+    ("backend", "endpoint", "here"),
     [
-        ("unix:///run/redis.sock", True),
-        ("redis://localhost:1", True),
-        ("[::1]:1", True),
-        ("192.0.2.1:6379", False),
-        ("", False),
+        ("redis", "unix:///run/redis.sock", True),
+        ("redis", "redis://localhost:1", True),
+        ("etcd-v3", "[::1]:1", True),
+        ("zookeeper", "127.0.0.1:1,192.0.2.1:1/rdzv", True),
+        ("redis", "192.0.2.1:6379", False),
+        # No endpoint is localhost, but for DynamoDB.
+        ("consul", "", True),
+        ("dynamodb", "", False),
+        ("dynamodb", "us-east-1", False),
+        ("dynamodb", "http://127.0.0.1:8000", True),
+        ("postgres", "postgresql:///db?host=/run/postgresql", True),
+        ("postgres", "postgresql://me@%2Frun%2Fpostgresql/db", True),
+        ("postgres", "postgresql://me:x@192.0.2.1/db?host=/a", True),
+        ("postgres", "postgresql://me:x@192.0.2.1/db", False),
     ],
 )
-def test_a_store_at_loopback(endpoint: str, here: bool) -> None:
-    assert store_is_at_loopback(endpoint) is here
+def test_a_store_at_loopback(backend: str, endpoint: str, here: bool) -> None:
+    assert store_is_at_loopback(endpoint, backend) is here
 
 
 @pytest.mark.parametrize(
     ("endpoint", "hosts"),
     [
-        ("", []),
+        ("", [("localhost", 9)]),
         ("unix:///run/redis.sock", []),
         ("redis://me:pw@a:1,[::1]:2/0", [("a", 1), ("::1", 2)]),
         ("zk1:2181,zk2:2181/chroot", [("zk1", 2181), ("zk2", 2181)]),
@@ -255,11 +264,11 @@ def test_a_store_at_loopback(endpoint: str, here: bool) -> None:
     ],
 )
 def test_store_hosts(endpoint: str, hosts: list[tuple[str, int]]) -> None:
-    assert store_hosts(endpoint) == hosts
+    assert store_hosts(endpoint, "redis") == hosts
 
 
 def test_a_host_without_a_port_counts() -> None:
-    assert [host for host, _ in store_hosts("consul")] == ["consul"]
+    assert [host for host, _ in store_hosts("consul", "consul")] == ["consul"]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])

@@ -34,7 +34,7 @@ _LONGEST_LOOKUP = 10.0
 
 def check(job: Job, settings: Settings) -> Iterator[Finding]:
     """Open a port, as rank 0 does for its TCPStore, and dial it at this node's address."""
-    hosts = store_hosts(job.endpoint)
+    hosts = store_hosts(job.endpoint, job.backend)
     alone = job.nnodes is not None and job.nnodes[1] == 1
     found = [str(it) for it in candidates()]
     try:
@@ -87,7 +87,7 @@ def _of_several_hosts(job: Job, address: str, elsewhere: bool) -> Iterator[Findi
         return
     if job.nnodes is not None and job.nnodes[1] == 1:
         return
-    if store_is_at_loopback(job.endpoint):
+    if store_is_at_loopback(job.endpoint, job.backend):
         yield _of_own_store(job)
     if fault := gloo_fault(address):
         yield Finding(Mark.WARNING, "gloo", fault)
