@@ -36,15 +36,18 @@ def fence(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
     has locks. Whoever holds it last, by `CurrentRound.fencing_token`, shuts out all earlier rounds,
     also where their workers run on because their node is cut off from the store::
 
-        torch.save(state, "checkpoint.part")
+        now = rdzv_plugins.current()
+        part = f"checkpoint.{now.fencing_token if now else 0}.part"  # Of no other round.
+        torch.save(state, part)
         with rdzv_plugins.fence("checkpoint.fence"):
-            os.replace("checkpoint.part", "checkpoint.pt")
+            os.replace(part, "checkpoint.pt")
 
-    In a process that is no worker of this package it does nothing.
+    In a process that is no worker of this package it does nothing; nor in a thread that holds it.
 
     Raises:
         rdzv_plugins.worker.FencedError: a later round has held it.
         OSError: the file cannot be opened, locked or written.
+        ValueError: the file is no fence, but holds other data, as a checkpoint does.
     """
     from rdzv_plugins import worker
 

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,39 +195,64 @@ class _Holder(msgspec.Struct, frozen=True):
 _HOLDERS = msgspec.json.Decoder(_Holder)
 # One write of so many bytes replaces all that stood there: a crash leaves the old or the new.
 _HOLDER_BYTES = 512
+# Of the run's id: for people, and so that all fits.
+_ID_LENGTH = 64
+
+# Which fences a thread holds, by process and path: it would wait for its own for ever.
+_held = threading.local()
 
 
 @contextmanager
 def fence(path: str | os.PathLike[str]) -> Iterator[None]:
     """As `rdzv_plugins.fence`."""
-    now = current()
-    if now is None:
+    now, process = current(), os.getpid()
+    held: set[tuple[int, str]] = _held.__dict__.setdefault("fences", set())
+    mine = process, os.path.realpath(path)
+    if now is None or mine in held:
         yield
         return
-    mine = _Holder(now.fencing_token, now.world_id, now.run_id)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        held = _holder_in(os.pread(descriptor, _HOLDER_BYTES, 0))
-        if held is not None and held != mine and held.token >= mine.token:
-            raise FencedError(
-                f"'{os.fspath(path)}' is held by a later round of run '{held.run_id}' (fencing "
-                f"token {held.token}, this worker's is {mine.token}): this world was replaced, and "
-                "must write no more"
-            )
-        if held != mine:
-            os.pwrite(descriptor, msgspec.json.encode(mine).ljust(_HOLDER_BYTES), 0)
-            os.fsync(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _take(descriptor, path, now)
+        except OSError as error:
+            error.filename = os.fspath(path)  # Only `open` says it.
+            raise
+        held.add(mine)
         yield
     finally:
+        held.discard(mine)
+        if os.getpid() == process:
+            # A process that was forked meanwhile has the descriptor too, and would keep the lock.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
-def _holder_in(data: bytes) -> _Holder | None:
-    try:
-        return _HOLDERS.decode(data)
-    except msgspec.DecodeError:
-        return None  # A new file.
+def _take(descriptor: int, path: str | os.PathLike[str], now: CurrentRound) -> None:
+    """Write this worker's round into the fence that it has locked; raises as `fence` does."""
+    data, size = os.pread(descriptor, _HOLDER_BYTES, 0), os.fstat(descriptor).st_size
+    held: _Holder | None = None
+    if data.strip(b"\0"):
+        try:
+            held = _HOLDERS.decode(data) if size == _HOLDER_BYTES else None
+        except msgspec.DecodeError:
+            held = None
+        if held is None:
+            raise ValueError(
+                f"'{os.fspath(path)}' is no fence, for it holds other data: a fence is a file of "
+                "its own, beside the checkpoint"
+            )
+    if held is None or held.token < now.fencing_token:
+        mine = _Holder(now.fencing_token, now.world_id, now.run_id[:_ID_LENGTH])
+        os.pwrite(descriptor, msgspec.json.encode(mine).ljust(_HOLDER_BYTES), 0)
+        os.fsync(descriptor)
+    elif held.world_id != now.world_id:
+        raise FencedError(
+            f"'{os.fspath(path)}' is held by a later round of run '{held.run_id}' (fencing token "
+            f"{held.token}, this worker's is {now.fencing_token}): this world was replaced, and "
+            "must write no more"
+        )
 
 
 def hand_down(found: CurrentRound) -> str:

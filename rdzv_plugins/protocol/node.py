@@ -198,8 +198,10 @@ class Node:
     @property
     def is_cut_off(self) -> bool:
         """Whether this node takes itself for lost while its agent's workers run. Rule 24."""
+        # In a closed run nobody beats, and nobody goes on without it.
         runs = self.record.status is Status.RUN and self._member is not None
-        return runs and not self._joining and self._contact.is_given_up
+        in_round = runs and not self._joining and not self._seen.closed
+        return in_round and self._contact.is_given_up
 
     @property
     def ordered(self) -> bool:

@@ -6,6 +6,8 @@ Real torchrun agents and real servers. The workers note each moment that matters
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -226,3 +228,19 @@ def test_with_on_outage_stop_the_workers_stop(
         assert stopped < began
         proxy.release()
         away.await_begun("ab", after=began)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
+def test_with_on_outage_stop_a_closed_run_trains_on(store: RunningStore, tmp_path: Path) -> None:
+    """Closed by request, or since another node has waited long enough for these to end."""
+    with jobs(tmp_path, on_outage="stop", outage_limit=2.0) as submit:
+        job = submit(store)
+        job.begin("ab")
+        close = [sys.executable, "-m", "rdzv_plugins.cli", "close"]
+        before = time.monotonic()
+        subprocess.run([*close, "-e", store.endpoint, "-i", job.run_id], check=True, timeout=60)
+        job.assert_noted("a", [], before, LEASE + SOON)
+        for name in "ab":
+            job.finish(name)
+        assert [job.agents[name].process.wait(30) for name in "ab"] == [0, 0]

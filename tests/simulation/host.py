@@ -461,6 +461,8 @@ class Host:
             return
         self._polling = False
         if self.agent is Agent.RUNNING and self.node.waiting > 0:
+            if self.node.is_cut_off and self._knows_that_it_is_closed:
+                self.world.violated("two worlds", f"the workers of {self.id} stop in a closed run")
             if self.node.is_cut_off and self.clock() - self._accepted < self._patience - _EXACT:
                 self.world.violated("two worlds", f"the workers of {self.id} stop too soon")
             self._failed = False
@@ -610,6 +612,11 @@ class Host:
         return min(self.rules.lease, limit) if self._was_refused else limit
 
     @property
+    def _knows_that_it_is_closed(self) -> bool:
+        """In a closed run nobody beats, and workers may run to their end."""
+        return self.node.latest is not None and self.node.latest.closed
+
+    @property
     def _could_have_polled(self) -> bool:
         """Whether it has neither stood still nor begun to run just now."""
         ran = (self.world.kernel.now - self.changed) * self.clock.rate
@@ -623,6 +630,8 @@ class Host:
 
     def _look_at_rule_24(self, accepted: float) -> None:
         if accepted != self._accepted or self._is_late(self._plan_to_look, 0.0):
+            return
+        if self._knows_that_it_is_closed:
             return
         over = self.clock() - accepted - self._patience
         if self.agent is Agent.RUNNING and over >= _STOPS_WITHIN - _EXACT:

@@ -147,7 +147,7 @@ INVARIANTS = {
     "store has accepted no heartbeat of it for its lease and has refused it since the last one, "
     "with `on_outage=stop` once none was accepted for `outage_limit`, and in any case once it has "
     "read that a later round of its run ran without it; for the first two reasons none is told so "
-    "sooner; so two worlds are there for no longer than "
+    "sooner, and none whose run was closed; so two worlds are there for no longer than "
     "the store is silent to a host after its lease, or not at all after `outage_limit`",
     "fencing": "the fencing token of a round that a host gets is larger than that of each earlier "
     "round of its incarnation, and than that of each round of any incarnation that was named "

@@ -1232,6 +1232,12 @@ MUTANTS: dict[str, Mutant] = {
         ),
         focus=Focus(kinds=("partition", "outage"), settings={"outage_limit": 2.0}),
     ),
+    "cut-off-in-a-closed-run": Mutant(
+        "rule 24: in a closed run nobody beats, and the round that runs goes on",
+        (_in("node", "not self._joining and not self._seen.closed", "not self._joining"),),
+        seed=20,
+        focus=Focus(kinds=("close",), settings={"outage_limit": 2.0}),
+    ),
     "runs-on-replaced": Mutant(
         "rule 24: a node stops its workers once it reads that a later round ran without it",
         (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from rdzv_plugins.kv import AccessDeniedError, MemoryServer
+from rdzv_plugins.protocol.cleanup import close_run
+from rdzv_plugins.protocol.documents import Outcome
 from rdzv_plugins.protocol.effects import Effect, PutRecord
 from tests import replace
 from tests.unit.life import RULES, Life, Time, finish
@@ -99,6 +103,22 @@ class TestAStoreThatIsSilent:
         node.fails = writes
         bear(node, 6.0)
         assert node.node.waiting == 1
+
+
+@pytest.mark.parametrize("limit", [4.0, math.inf])
+def test_in_a_closed_run_nobody_is_cut_off(server: MemoryServer, time: Time, limit: float) -> None:
+    """Its nodes beat no more, and the round that runs goes on to its end."""
+    rules = replace(RULES, min_nodes=1, max_nodes=1, outage_limit=limit)
+    node = Life("n1", server, time, rules)
+    finish(node, node)
+    closing = close_run("rdzv", None, Outcome.CLOSED, "by request", 600.0, lambda _: True)
+    node.carry_out(closing)
+    bear(node, 3 * RULES.lease)
+    assert node.node.waiting == 0
+    refuse(node)
+    node.send(None)
+    bear(node, 3 * RULES.lease)
+    assert node.node.waiting == 0
 
 
 def test_who_comes_back_tells_for_how_long_two_worlds_may_have_trained(

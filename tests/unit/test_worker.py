@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -173,6 +174,97 @@ class TestFence:
         with pytest.raises(ValueError, match="full"), rdzv_plugins.fence(tmp_path / "fence"):
             raise ValueError("full")
         hand_down(replace(NOW, fencing_token=2))
+        with rdzv_plugins.fence(tmp_path / "fence"):
+            pass
+
+    def test_a_checkpoint_is_no_fence(self, tmp_path: Path) -> None:
+        """Whoever gives the checkpoint itself keeps it."""
+        hand_down(replace(NOW, fencing_token=1))
+        for data in (b"weights", b"x" * 512, b"{}".ljust(600)):
+            file = tmp_path / "checkpoint.pt"
+            file.write_bytes(data)
+            with pytest.raises(ValueError, match="is no fence"), rdzv_plugins.fence(file):
+                pass
+            assert file.read_bytes() == data
+
+    @pytest.mark.parametrize("left", [b"", bytes(512)])
+    def test_what_a_crash_before_the_first_write_leaves_is_a_new_fence(
+        self, tmp_path: Path, left: bytes
+    ) -> None:
+        (tmp_path / "fence").write_bytes(left)
+        hand_down(replace(NOW, fencing_token=1))
+        with rdzv_plugins.fence(tmp_path / "fence"):
+            pass
+        hand_down(replace(NOW, fencing_token=0, world_id="0-a"))
+        with pytest.raises(FencedError), rdzv_plugins.fence(tmp_path / "fence"):
+            pass
+
+    def test_a_long_id_is_fenced_too(self, tmp_path: Path) -> None:
+        late = replace(NOW, run_id="\1" * 2000, fencing_token=2**62, world_id="2-b")
+        hand_down(late)
+        for _ in range(2):
+            with rdzv_plugins.fence(tmp_path / "fence"):
+                pass
+        hand_down(replace(late, fencing_token=1, world_id="1-a"))
+        with pytest.raises(FencedError), rdzv_plugins.fence(tmp_path / "fence"):
+            pass
+
+    def test_all_of_one_world_hold_it_whichever_token_they_know(self, tmp_path: Path) -> None:
+        """A store that forgot has named a round twice, and one node began before that."""
+        for token in (1, 2, 1):
+            hand_down(replace(NOW, fencing_token=token))
+            with rdzv_plugins.fence(tmp_path / "fence"):
+                pass
+        hand_down(replace(NOW, fencing_token=1, world_id="2-other"))
+        with pytest.raises(FencedError, match="token 2"), rdzv_plugins.fence(tmp_path / "fence"):
+            pass
+
+    def test_who_holds_it_does_not_wait_for_itself(self, tmp_path: Path) -> None:
+        code = (
+            "import os, sys, rdzv_plugins\n"
+            "with rdzv_plugins.fence('fence'), rdzv_plugins.fence('./fence'):\n"
+            "    print('inside')\n"
+        )
+        hand_down(replace(NOW, fencing_token=1))
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=30, check=True
+        )
+        assert done.stdout == b"inside\n"
+
+    def test_what_was_forked_meanwhile_does_not_keep_it(self, tmp_path: Path) -> None:
+        """As a loader's workers are, while another thread saves."""
+        hand_down(replace(NOW, fencing_token=1))
+        code = (
+            "import os, sys, time, rdzv_plugins\n"
+            "with rdzv_plugins.fence('fence'):\n"
+            "    child = os.fork()\n"
+            "    if child == 0:\n"
+            "        time.sleep(60)\n"
+            "        os._exit(0)\n"
+            "print(child, flush=True)\n"
+            "sys.stdin.read()\n"
+            "os.kill(child, 9)\n"
+        )
+        forked = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdin=-1, stdout=-1)
+        assert forked.stdout is not None
+        assert forked.stdout.readline()
+        hold = "import rdzv_plugins\nwith rdzv_plugins.fence('fence'): pass"
+        try:
+            subprocess.run([sys.executable, "-c", hold], cwd=tmp_path, timeout=20, check=True)
+        finally:
+            forked.communicate(b"", timeout=20)
+
+    def test_an_error_names_the_file(self, tmp_path: Path) -> None:
+        hand_down(replace(NOW, fencing_token=1))
+        with pytest.raises(OSError, match="missing"), rdzv_plugins.fence(tmp_path / "missing/it"):
+            pass
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))  # Like a disk that is full.
+        try:
+            with pytest.raises(OSError, match="fence"), rdzv_plugins.fence(tmp_path / "fence"):
+                pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         with rdzv_plugins.fence(tmp_path / "fence"):
             pass
 
