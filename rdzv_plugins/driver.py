@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -51,6 +52,9 @@ _MAY_LOSE_THE_RUN = ("persistence", "eviction")
 
 # Not while agents wait for the round and start their workers.
 _NOTED_AFTER_SECONDS = 1.0
+
+# The same refusal is not told sooner again.
+_REPEATED_AFTER_SECONDS = 60.0
 
 # glibc's resolver gives a query up after twice 5 s, and may make several of them.
 _LONGEST_LOOK_UP = 30.0
@@ -102,7 +106,9 @@ class Driver:
         self._nudges: SimpleQueue[None] = SimpleQueue()
         self._outcomes: SimpleQueue[effects.Outcome] = SimpleQueue()
         self._outage_since: float | None = None
-        self._told_of_refusal = False
+        self._told_of_outage = self._told_of_refusal = False
+        # When each refusal was told last.
+        self._refusals: dict[str, float] = {}
         # The outage is this host's, not the store's.
         self._ran_out = False
         self._told: str | None = None
@@ -432,19 +438,23 @@ class Driver:
                 self._log.error(str(error))
             self._told = str(error)
             return
-        denied = isinstance(error, AccessDeniedError)
+        denied, now = isinstance(error, AccessDeniedError), time.monotonic()
         if self._outage_since is None:
-            self._outage_since = time.monotonic()
-        elif self._told_of_refusal or not denied:
+            self._outage_since = now
+        elif self._told_of_refusal or (self._told_of_outage and not denied):
             return
-        self._told_of_refusal = denied
+        text = str(error)
+        if denied and now - self._refusals.get(text, -math.inf) < _REPEATED_AFTER_SECONDS:
+            return  # One request alone is refused, again and again, and others are not.
+        self._told_of_outage, self._told_of_refusal = True, denied
         if denied:
+            self._refusals[text] = now
             self._log.warning(
-                f"{error} -- others may go on without this node, so that its workers are stopped "
-                "after its lease; this node keeps trying"
+                f"{text} -- this node keeps trying; if no heartbeat of it is accepted for its "
+                "lease, others may go on without it, and its workers are stopped"
             )
         else:
-            self._log.warning(f"{error} -- what runs goes on, and this node keeps trying")
+            self._log.warning(f"{text} -- what runs goes on, and this node keeps trying")
 
     def _note_success(self, request: effects.Effect[Any]) -> None:
         if self._outage_since is None or type(request) in effects.LOCAL:
@@ -452,9 +462,10 @@ class Driver:
         seconds = time.monotonic() - self._outage_since
         if self._ran_out:
             self._log.warning(f"this node can ask the store again after {seconds:.1f} s")
-        else:
+        elif self._told_of_outage:
             self._log.warning(f"the store is back after {seconds:.1f} s")
-        self._outage_since, self._ran_out, self._told_of_refusal = None, False, False
+        self._outage_since, self._ran_out = None, False
+        self._told_of_outage = self._told_of_refusal = False
 
 
 class _Aside:

@@ -478,13 +478,13 @@ class Node:
                 unfit="",
                 suspect=self._suspect,
             )
+            self._cut_off = self._cut_off or cut_off
             self._news = self._what_it_asks_for()
             self._fresh = self._new_incarnation()
             self._record_due = self._ring = True
             # A node that joins again may have lost the leader: look at it now, not an interval on.
             self._seen.read_again(document=True, leader=self._member is not None)
             self._waiting = 0
-            self._cut_off = self._cut_off or cut_off
             self._contact.workers_stopped()
         if self._done_reported:
             self._done_reported = False

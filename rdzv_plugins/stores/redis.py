@@ -132,6 +132,8 @@ _NOT_NOW = re.compile(
 # redis-py takes the code, OOM, away. A script that has written something is never refused.
 _IS_FULL = re.compile("used memory > 'maxmemory'")
 _REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPermissionError)
+# How Redis 6.2 and later answer a longer command of who has not logged in.
+_NO_LOG_IN = re.compile("^Protocol error: unauthenticated ")
 _RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello"
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
@@ -674,7 +676,7 @@ class Client(StoreClient):
                 undone=True,
                 denied=True,
             )
-        if isinstance(error, _REFUSALS):
+        if isinstance(error, _REFUSALS) or _NO_LOG_IN.search(text):
             return Problem(
                 f"refused the credentials ({text}); set the user in the endpoint and the password "
                 "in $RDZV_PLUGINS_PASSWORD; see rdzv docs stores for the rights it needs",

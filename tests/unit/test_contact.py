@@ -90,6 +90,18 @@ class TestAStoreThatIsSilent:
         bear(node, 1.0)
         assert any("on_outage=stop" in line for line in node.told)
 
+    def test_who_hears_of_it_only_with_the_answer_says_why_it_asks(
+        self, server: MemoryServer, time: Time
+    ) -> None:
+        """Its driver waited for one request all the time."""
+        node = Life("n1", server, time, replace(RULES, min_nodes=1, max_nodes=1, outage_limit=4.0))
+        finish(node, node)
+        time.now += 6.0
+        assert node.node.waiting == 1
+        node.join_again()
+        finish(node, node)
+        assert any("it was cut off: the store has accepted no" in line for line in node.said)
+
     def test_what_hears_but_accepts_no_heartbeat_is_silent_too(
         self, server: MemoryServer, time: Time
     ) -> None:

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.driver import Driver, carry_out, watched
 from rdzv_plugins.kv import (
+    AccessDeniedError,
     Entry,
     MemoryClient,
     MemoryServer,
@@ -252,6 +253,33 @@ def test_what_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         driver._drive(scripted([effects.Read("state"), effects.Rest(0.001)] * len(met), []))
     said = [message.split(" ")[2] for message in caplog.messages]
     assert said == ["away", "unreadable", "the", "away"]
+
+
+def test_one_refused_request_among_others_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a leader without the right to list; a longer outage is told all the same."""
+
+    class Refusing(MemoryClient):
+        errors: ClassVar[list[Exception]] = []
+
+        def get(self, key: str) -> Entry | None:
+            raise self.errors.pop(0)
+
+    refused, away = AccessDeniedError("refused"), RendezvousConnectionError("away")
+    heard = [effects.Read("state"), effects.Rest(0.001), effects.List("nodes/")]
+    Refusing.errors = [refused] * 5
+    driver = make_driver(Refusing(MemoryServer(), "run"))
+    with pytest.raises(StopIteration):
+        driver._drive(scripted(heard * 5, []))
+    said = [message.split(" ")[2] for message in caplog.messages]
+    assert said == ["refused", "the"]
+    assert driver.outage_seconds == 0.0
+    caplog.clear()
+    Refusing.errors = [refused, away, away, refused]
+    unheard = [effects.Read("state"), effects.Rest(0.001)]
+    with pytest.raises(StopIteration):
+        driver._drive(scripted([*unheard * 4, effects.List("nodes/")], []))
+    said = [message.split(" ")[2] for message in caplog.messages]
+    assert said == ["away", "the"]
 
 
 def test_a_store_that_may_lose_the_run_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -34,6 +34,8 @@ NOT_NOW = [
 
 REFUSALS = [
     "NOAUTH Authentication required.",
+    "ERR Protocol error: unauthenticated bulk length",
+    "ERR Protocol error: unauthenticated multibulk length",
     "NOPERM this user has no permissions to run the 'hget' command",
     "WRONGPASS invalid username-password pair or user is disabled.",
     "ERR ACL failure in script: User x has no permissions to run the 'time' command",

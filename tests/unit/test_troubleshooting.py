@@ -18,6 +18,7 @@ LINES = re.findall(r"^(?:### |- )`([^`]*)`", PAGE, re.MULTILINE)
 # Parts of texts that explain themselves: each says what failed and what to do, or what is allowed.
 EXPLAINS_ITSELF = (
     "option 'outage_limit'",
+    "'…' is no fence, for it holds other data: a fence is a file of its own, beside the checkpoint",
     # The command line and the options.
     "resize_now() could not tell the agent that newcomers may come (…): the training goes on",
     "--rdzv-id is empty: give the run an id",
