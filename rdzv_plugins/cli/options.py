@@ -129,6 +129,10 @@ def parse_conf(conf: str) -> dict[str, str]:
     for name, _, value in pairs:
         if not value.strip():
             raise ValueError(f"--rdzv-conf: the option '{name.strip()}' has no value")
+    names = [name.strip() for name, _, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--rdzv-conf: the option '{name}' is given twice")
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 

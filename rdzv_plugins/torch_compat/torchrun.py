@@ -41,12 +41,17 @@ def makes_log_folders() -> bool:
 
 
 def idle_arguments() -> list[str]:
-    """A line for each argument of torchrun's own rendezvous, which has no effect on a store."""
+    """A line for each argument that has no effect: of torchrun's own rendezvous, or overridden."""
     arguments = _arguments()
     if arguments is None:
         return []
     given = {name: getattr(arguments, name, None) for name in _STATIC}
+    options = [item.partition("=")[0].strip() for item in arguments.rdzv_conf.split(",")]
     return [
+        f"option '{name}' stands in --rdzv-conf more than once: the last one counts"
+        for name in dict.fromkeys(options)
+        if name and options.count(name) > 1
+    ] + [
         f"--{name.replace('_', '-')}={value} has no effect: {_STATIC[name][1].format(value=value)}"
         for name, value in given.items()
         if value is not None and value not in _STATIC[name][0]

@@ -29,6 +29,7 @@ EXPLAINS_ITSELF = (
     "--nnodes '…' is neither N nor MIN:MAX, with 1 <= MIN <= MAX",
     "--peers: '…' is neither host nor host:port",
     "--rdzv-conf: the option '…' has no value",
+    "--rdzv-conf: the option '…' is given twice",
     "'…' is none of …",
     "nothing is kept of a run '…'",
     "there is no run '…'",
