@@ -437,7 +437,10 @@ class StoreClient(KeyValueClient):
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
         deadline = time.monotonic() + timeout
-        wake = self._call(lambda _: self._take_wake())
+        try:
+            wake = self._call(lambda _: self._take_wake())
+        except ClientClosedError:
+            return None
         try:
             return self._wait(key, version, deadline, wake)
         except WokenError:
