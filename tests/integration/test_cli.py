@@ -30,6 +30,7 @@ from rdzv_plugins.protocol.documents import NODES_PREFIX
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background, together
+from tests.handlers.site import succeed
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,8 @@ def test_a_run_is_listed_and_its_rounds_are_kept_when_it_has_ended(
     assert until(lambda: "running round 0" in line(), 20), line()
     assert "running" in line()
     for handler in handlers:
-        handler.shutdown()
+        assert isinstance(handler, StoreRendezvousHandler)
+        succeed(handler)
     with closing(open_client("redis", server.endpoint, "of two", {"prefix": run_id})) as client:
         delete_run(client)
     assert "succeeded" in line()

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from rdzv_plugins.protocol.rules import Rules
 from tests import Measure
+from tests.handlers.site import succeed
 from tests.integration.agents import Run, one_world, until
 from tests.integration.stores import RunningStore
 
@@ -156,6 +157,7 @@ def test_closing_ends_the_run_until_its_id_is_swept(run: Run) -> None:
     spare = run.start((2, 2), **ending)
     until(lambda: spare.handler._node.record.status == "spare", 30)
     for agent in agents:
+        succeed(agent.handler)
         agent.end()
     until(lambda: spare.error is not None, 30)
     # torch's own RendezvousGracefulExitError makes its launcher fail.
