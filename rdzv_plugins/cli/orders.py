@@ -147,7 +147,10 @@ def exclude(
             typer.echo(f"run '{of_run}' goes on without {', '.join(given.nodes)}")
             _warn_if_short(given)
         elif not all_runs:
-            typer.echo(f"no node of run '{of_run}' has the address '{host}' now")
+            typer.echo(
+                f"no node of run '{of_run}' has the address '{host}' now; rdzv status shows those "
+                "that they use"
+            )
 
 
 def include(

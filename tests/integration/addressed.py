@@ -218,7 +218,13 @@ def own_names(scene: Scene, local_addr: str) -> dict[str, Any]:
     world = job.await_begun(2)
     told = job.await_line("b.internal", "cannot resolve MASTER") if local_addr == "name" else ""
     job.finish()
-    return {"master": world.master, "told": told, "statuses": job.ends()}
+    arguments = ("--local-addr", "a.internal") if local_addr == "name" else ()
+    return {
+        "master": world.master,
+        "told": told,
+        "statuses": job.ends(),
+        "checked": check(hosts[0], "redis", job.endpoint, *arguments, "--nnodes", "2"),
+    }
 
 
 def out_of_reach(scene: Scene) -> dict[str, Any]:

@@ -68,12 +68,15 @@ def test_a_name_that_only_its_own_host_resolves_is_not_announced() -> None:
     seen = play("own_names", "none")
     assert seen["master"].startswith("10.1.0.1:")
     assert seen["statuses"] == [0, 0]
+    assert "other nodes dial '10.1.0.1'" in only(seen["checked"], "address: ")
 
 
 def test_a_name_that_others_cannot_resolve_is_told() -> None:
     seen = play("own_names", "name")
     assert seen["master"].startswith("a.internal:")
     assert f"this host cannot resolve MASTER {seen['master']} (" in seen["told"]
+    line = only(seen["checked"], "other nodes dial 'a.internal'")
+    assert line.endswith("; each of them must resolve that name")
 
 
 def test_the_network_that_the_nodes_share_is_chosen() -> None:

@@ -67,6 +67,8 @@ def check(job: Job, settings: Settings) -> Iterator[Finding]:
     text = (
         f"other nodes dial '{address}' ({own.why}{among}); port {port} was opened and dialled there"
     )
+    if not _is_ip(address):
+        text += "; each of them must resolve that name"
     others = [[host] for host in hosts] + [[(host, port or 1)] for host, port in job.peers]
     elsewhere = any(is_out_of_reach("localhost", other) for other in others)
     if not _is_loopback(address):
@@ -160,6 +162,14 @@ def _meaning(error: Exception) -> tuple[str, str]:
     if isinstance(error, TimeoutError):
         return "is unreachable: it does not answer", "is it up, and is there a firewall in between?"
     return "is unreachable", "check the network between the hosts"
+
+
+def _is_ip(address: str) -> bool:
+    try:
+        ip_address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(address: str) -> bool:
