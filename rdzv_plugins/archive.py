@@ -17,6 +17,7 @@ import msgspec
 from rdzv_plugins.kv import Entry, KeyValueClient
 from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
+from rdzv_plugins.run_ids import RESERVED
 
 __all__ = [
     "EXCLUDED",
@@ -250,7 +251,9 @@ def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
 
 def read_list(client: KeyValueClient) -> dict[str, Listed]:
     """The same, for those who read it again and again; ``client`` is that of `LIST`."""
-    return _decode(client.list(""))
+    runs = _decode(client.list(""))
+    # An earlier version took what stands here for runs: `rdzv clean --dead` would delete it.
+    return {run: it for run, it in runs.items() if not run.startswith(RESERVED)}
 
 
 def archive_run_id(run_id: str) -> str:

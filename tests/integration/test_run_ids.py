@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import record_of
 from rdzv_plugins.run_ids import refuse_unless_possible
 from tests.integration.agents import Agent, Run, until
+from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore
 
 pytestmark = pytest.mark.timeout(240)
@@ -89,3 +91,16 @@ def test_a_run_of_an_odd_id_lives_and_ends(running_store: RunningStore, tail: st
     finally:
         for agent in agents:
             agent.end()
+
+
+@pytest.mark.parametrize("run_id", ["job/1", "x" * 300], ids=["slash", "long"])
+def test_torchrun_says_at_the_start_that_it_can_make_no_log_folder(
+    store: RunningStore, tmp_path: Path, run_id: str
+) -> None:
+    with closing(Job(tmp_path, store, nodes="1:1", run_id=run_id, max_restarts=0)) as job:
+        job.start_at("a")
+        assert job.await_ends("a") == {"a": 1}
+        log = job.lines("a")
+    told = next(n for n, it in enumerate(log) if "so that the workers cannot start" in it)
+    failed = next(n for n, it in enumerate(log) if "FileNotFound" in it or "name too long" in it)
+    assert told < failed

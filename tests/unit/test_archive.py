@@ -144,6 +144,14 @@ class TestList:
         note(Archive(opened, "job", history_ttl=100.0), FOUNDED)
         assert list(list_runs(opened)) == ["job"]
 
+    def test_what_no_run_can_be_is_not_in_it(self, server: MemoryServer, archive: Archive) -> None:
+        """Agents of an earlier version have put it there, if that was their run id."""
+        opened = partial(MemoryClient, server)
+        for run_id in ("!excluded", "!runs"):
+            note(Archive(opened, run_id, history_ttl=100.0), RUNNING)
+        note(archive, RUNNING)
+        assert list(list_runs(opened)) == ["job"]
+
     def test_what_is_noted_late_hides_nothing(self, archive: Archive, server: MemoryServer) -> None:
         at = datetime.now(UTC) - timedelta(seconds=1)
         note(archive, CLOSED)
