@@ -327,7 +327,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 return self._is_elsewhere(address)
             if not document.participants:
                 return True
-            with suppress(RendezvousConnectionError):
+            with suppress(RendezvousConnectionError, RendezvousStateError):
                 entry = self._client.get(NODES_PREFIX + document.participants[-1])
                 last = readable(entry) if entry is not None else None
                 return last is not None and self._is_elsewhere(last.address)
