@@ -198,7 +198,8 @@ _HOLDER_BYTES = 512
 # Of the run's id: for people, and so that all fits.
 _ID_LENGTH = 64
 
-# Which fences a thread holds, by process and path: it would wait for its own for ever.
+# The fences that a thread holds or waits for, by process and path: their descriptors. It would wait
+# for its own for ever, as where a signal comes while it saves, and its handler saves.
 _held = threading.local()
 
 
@@ -206,12 +207,17 @@ _held = threading.local()
 def fence(path: str | os.PathLike[str]) -> Iterator[None]:
     """As `rdzv_plugins.fence`."""
     now, process = current(), os.getpid()
-    held: set[tuple[int, str]] = _held.__dict__.setdefault("fences", set())
-    mine = process, os.path.realpath(path)
-    if now is None or mine in held:
+    if now is None:
         yield
         return
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    held: dict[tuple[int, str], int] = _held.__dict__.setdefault("fences", {})
+    this = process, os.path.realpath(path)
+    outer = held.get(this)
+    if outer is None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        held[this] = descriptor
+    else:
+        descriptor = outer
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -219,14 +225,14 @@ def fence(path: str | os.PathLike[str]) -> Iterator[None]:
         except OSError as error:
             error.filename = os.fspath(path)  # Only `open` says it.
             raise
-        held.add(mine)
         yield
     finally:
-        held.discard(mine)
-        if os.getpid() == process:
-            # A process that was forked meanwhile has the descriptor too, and would keep the lock.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        if outer is None:
+            if os.getpid() == process:
+                # What was forked meanwhile has the descriptor too, and would keep the lock.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            del held[this]
+            os.close(descriptor)
 
 
 def _take(descriptor: int, path: str | os.PathLike[str], now: CurrentRound) -> None:

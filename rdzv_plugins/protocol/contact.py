@@ -29,7 +29,8 @@ class Contact:
         self._rules = rules
         self._clock = clock
         self._accepted = clock()
-        self._denied = False
+        # When it was first refused since then.
+        self._denied: float | None = None
         self._longest = 0.0
         self._stopped: float | None = None
 
@@ -37,11 +38,12 @@ class Contact:
         """Note a heartbeat that the store accepted; ``sent``: when it was sent."""
         if self._stopped is None:
             self._longest = max(self._longest, sent - self._accepted)
-        self._accepted, self._denied = sent, False
+        self._accepted, self._denied = sent, None
 
     def denied(self) -> None:
         """Note that the store answered, and refuses this node."""
-        self._denied = True
+        if self._denied is None:
+            self._denied = self._clock()
 
     def workers_start(self) -> None:
         """The agent is given a round: what was before concerns no worker of it."""
@@ -62,17 +64,19 @@ class Contact:
     @property
     def is_given_up(self) -> bool:
         """Whether this node takes itself for lost, so that its workers are to stop."""
-        return self._clock() - self._accepted >= self._patience
+        unheard, rules = self._clock() - self._accepted, self._rules
+        return unheard >= rules.outage_limit or (self._is_refused and unheard >= rules.lease)
 
     @property
-    def _patience(self) -> float:
-        rules = self._rules
-        return min(rules.lease, rules.outage_limit) if self._denied else rules.outage_limit
+    def _is_refused(self) -> bool:
+        """Not at once: a store that comes back may not know its users yet."""
+        since = self._denied  # Another thread may forget it meanwhile.
+        return since is not None and self._clock() - since >= self._rules.interval
 
     @property
     def why(self) -> str:
         """Why it takes itself for lost, for people."""
-        seconds = f"{self._patience:g} s"
-        if self._denied:
-            return f"the store refuses it, and has accepted no heartbeat of it for {seconds}"
-        return f"the store has accepted no heartbeat of it for {seconds} (on_outage=stop)"
+        lease, limit = self._rules.lease, self._rules.outage_limit
+        if self._is_refused and self._clock() - self._accepted >= lease:
+            return f"the store refuses it, and has accepted no heartbeat of it for {lease:g} s"
+        return f"the store has accepted no heartbeat of it for {limit:g} s (on_outage=stop)"

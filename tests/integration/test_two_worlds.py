@@ -20,6 +20,7 @@ import redis
 
 from rdzv_plugins.testing.proxy import Proxy
 from tests import Measure, replace
+from tests.integration.administrators import ADMINISTRATORS, administered
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore, every_store
 
@@ -244,3 +245,25 @@ def test_with_on_outage_stop_a_closed_run_trains_on(store: RunningStore, tmp_pat
         for name in "ab":
             job.finish(name)
         assert [job.agents[name].process.wait(30) for name in "ab"] == [0, 0]
+
+
+@pytest.mark.soak
+def test_a_store_that_comes_back_before_its_users_stops_nobody(tmp_path: Path) -> None:
+    """After an outage longer than the lease it refuses all nodes for a moment."""
+    kind = next(kind for kind in ADMINISTRATORS if kind.name == "redis")
+    with administered(kind, tmp_path) as administrator, jobs(tmp_path) as submit:
+        job = submit(administrator.store)
+        job.begin("ab")
+        assert administrator.store.server is not None
+        (server,) = administrator.store.server.nodes
+        before = time.monotonic()
+        server.stop()
+        time.sleep(LEASE + SOON)
+        server.start()
+        for name in "ab":
+            job.await_line(name, "refused the credentials")
+        administrator.prepare()
+        for name in "ab":
+            job.await_line(name, "the store is back")
+        job.assert_noted("a", [], before, SOON)
+        assert job.noted("b", before) == []

@@ -107,8 +107,9 @@ class Host:
         self._stalled_at: float | None = None
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.cut_off = self.refused = False
-        # When it sent the last heartbeat that was accepted; whether it was refused since then.
-        self._accepted, self._was_refused = self.clock(), False
+        # When it sent the last heartbeat that was accepted; when it was first refused since then.
+        self._accepted = self.clock()
+        self._refused_at: float | None = None
         self.link = ""
         """To other hosts it is "cut off", "unreachable", "hidden" as rank 0, or "slow"."""
         # Of its own source, so that all else is as it would be without orders.
@@ -463,7 +464,7 @@ class Host:
         if self.agent is Agent.RUNNING and self.node.waiting > 0:
             if self.node.is_cut_off and self._knows_that_it_is_closed:
                 self.world.violated("two worlds", f"the workers of {self.id} stop in a closed run")
-            if self.node.is_cut_off and self.clock() - self._accepted < self._patience - _EXACT:
+            if self.node.is_cut_off and self.clock() < self._lost_at - _EXACT:
                 self.world.violated("two worlds", f"the workers of {self.id} stop too soon")
             self._failed = False
             self._stop_workers()
@@ -597,19 +598,21 @@ class Host:
         """Rule 24, as design.md has it: look whether it stops its workers in time."""
         news = False
         if error is None and isinstance(self._request, effects.PutRecord):
-            self._accepted, self._was_refused = self._asked, False
+            self._accepted, self._refused_at = self._asked, None
             news = self.rules.outage_limit < math.inf
-        elif isinstance(error, AccessDeniedError) and not self._was_refused:
-            self._was_refused = news = True
+        elif isinstance(error, AccessDeniedError) and self._refused_at is None:
+            self._refused_at, news = self.clock(), True
         if news:
-            left = max(0.0, self._accepted + self._patience - self.clock())
+            left = max(0.0, self._lost_at - self.clock())
             self._plan_to_look(self.clock.real(left) + 1e-6)
 
     @property
-    def _patience(self) -> float:
-        """How long its workers run on after the last heartbeat that was accepted."""
-        limit = self.rules.outage_limit
-        return min(self.rules.lease, limit) if self._was_refused else limit
+    def _lost_at(self) -> float:
+        """Until when its workers run on, if no heartbeat is accepted any more."""
+        rules, limit = self.rules, self._accepted + self.rules.outage_limit
+        if self._refused_at is None:
+            return limit
+        return min(limit, max(self._accepted + rules.lease, self._refused_at + rules.interval))
 
     @property
     def _knows_that_it_is_closed(self) -> bool:
@@ -633,7 +636,7 @@ class Host:
             return
         if self._knows_that_it_is_closed:
             return
-        over = self.clock() - accepted - self._patience
+        over = self.clock() - self._lost_at
         if self.agent is Agent.RUNNING and over >= _STOPS_WITHIN - _EXACT:
             if self._could_have_polled:
                 self.world.violated("two worlds", f"the workers of {self.id} run on, cut off")

@@ -1209,12 +1209,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "stays-though-refused": Mutant(
         "rule 24: a node that the store refuses stops its workers after its lease",
-        (_in("contact", "        self._denied = True\n", "        pass\n"),),
+        (_in("contact", "            self._denied = self._clock()\n", "            pass\n"),),
         focus=_REFUSED,
     ),
     "refused-for-ever": Mutant(
         "rule 24: a heartbeat that the store accepts ends a refusal",
-        (_in("contact", "self._accepted, self._denied = sent, False", "self._accepted = sent"),),
+        (_in("contact", "self._accepted, self._denied = sent, None", "self._accepted = sent"),),
         focus=Focus(
             kinds=("outage",),
             settings={"refusals": tuple(Fault(3.0 * n, "some") for n in range(6))},
@@ -1222,15 +1222,22 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "deaf-to-outage-limit": Mutant(
         "rule 24: with on_outage=stop a node without an accepted heartbeat stops its workers",
+        (_in("contact", "unheard >= rules.outage_limit or (self", "(self"),),
+        focus=Focus(kinds=("partition", "outage"), settings={"outage_limit": 2.0}),
+    ),
+    "stops-at-the-first-refusal": Mutant(
+        "rule 24: a store that comes back and refuses for less than an interval stops nobody",
         (
             _in(
                 "contact",
-                "return min(rules.lease, rules.outage_limit) if self._denied else "
-                "rules.outage_limit",
-                "return rules.lease if self._denied else 1e9",
+                "since is not None and self._clock() - since >= self._rules.interval",
+                "since is not None",
             ),
         ),
-        focus=Focus(kinds=("partition", "outage"), settings={"outage_limit": 2.0}),
+        focus=Focus(
+            kinds=("outage",),
+            settings={"refusals": tuple(Fault(1.0 * n, "all") for n in range(20))},
+        ),
     ),
     "cut-off-in-a-closed-run": Mutant(
         "rule 24: in a closed run nobody beats, and the round that runs goes on",

@@ -70,6 +70,19 @@ class TestANodeThatTheStoreRefuses:
         bear(other, 3 * RULES.lease)
         assert other.node.waiting == 0
 
+    def test_a_store_that_comes_back_may_refuse_for_a_moment(self, pair: tuple[Life, Life]) -> None:
+        """One whose users come after its restart stops no workers."""
+        leader, other = pair
+        finish(leader, other)
+        other.down = True
+        other.send(None)
+        bear(other, 3 * RULES.lease)
+        refuse(other)
+        bear(other, RULES.interval / 2)
+        assert other.node.waiting == 0
+        bear(other, RULES.interval)
+        assert other.node.waiting == 1
+
 
 class TestAStoreThatIsSilent:
     @pytest.mark.parametrize("limit", [4.0, 9.0])

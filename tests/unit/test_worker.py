@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,42 @@ class TestFence:
             [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=30, check=True
         )
         assert done.stdout == b"inside\n"
+
+    def test_a_handler_that_saves_does_not_wait_for_who_saves(self, tmp_path: Path) -> None:
+        """A signal at any moment of a save, as SIGTERM where the script saves at it."""
+        code = (
+            "import signal, rdzv_plugins\n"
+            "saved = 0\n"
+            "def save(*_):\n"
+            "    global saved\n"
+            "    with rdzv_plugins.fence('fence'):\n"
+            "        saved += 1\n"
+            "save()\n"
+            "signal.signal(signal.SIGALRM, save)\n"
+            "signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0013)\n"
+            "while saved < 1500:\n"
+            "    save()\n"
+            "signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        )
+        hand_down(replace(NOW, fencing_token=1))
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=True)
+
+    def test_threads_hold_it_one_after_the_other(self, tmp_path: Path) -> None:
+        hand_down(replace(NOW, fencing_token=1))
+        inside: list[int] = []
+        most: list[int] = []
+
+        def save(number: int) -> None:
+            for _ in range(20):
+                with rdzv_plugins.fence(tmp_path / "fence"):
+                    inside.append(number)
+                    most.append(len(inside))
+                    time.sleep(0.0005)
+                    inside.remove(number)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(save, range(8)))
+        assert most == [1] * 160
 
     def test_what_was_forked_meanwhile_does_not_keep_it(self, tmp_path: Path) -> None:
         """As a loader's workers are, while another thread saves."""
