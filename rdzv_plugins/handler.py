@@ -72,7 +72,7 @@ from rdzv_plugins.protocol.documents import (
     store_prefix,
 )
 from rdzv_plugins.protocol.node import Node
-from rdzv_plugins.protocol.parting import goes_on_without, newcomers_with
+from rdzv_plugins.protocol.parting import all_live, goes_on_without, lost_one, newcomers_with
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.reach import Reach
@@ -110,6 +110,9 @@ _PROBATION = 60.0
 
 # How often a new node whose workers failed tries again under torchrun; not with the last restart.
 _TRIES = 1
+
+# How often it looks meanwhile whether the others live.
+_LOOK_SECONDS = 0.5
 
 # Of an error's text, in what others are told.
 _LONGEST_REASON = 200
@@ -583,8 +586,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Whether this node, whose workers failed, is to leave a run that goes on without it.
 
         Under torchrun the workers of the others have failed with them, and cost them a restart
-        each, as the next failure would. It asks the store, in a thread: at a signal torch raises an
-        exception in the caller's.
+        each, as the next failure would; but all fail where one of the others was lost. It asks the
+        store, in a thread: at a signal torch raises an exception in the caller's.
         """
         if self.blames or not self._is_new:
             return False
@@ -595,7 +598,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         def ask() -> None:
             with suppress(RendezvousConnectionError, RendezvousStateError):
-                answers.append(self._others_go_on())
+                answers.append(self._others_go_on() and not self._follows_from_a_loss())
 
         if not self._node.in_round:
             return False
@@ -604,6 +607,27 @@ class StoreRendezvousHandler(RendezvousHandler):
             thread.start()
             thread.join()
         return any(answers)
+
+    def _follows_from_a_loss(self) -> bool:
+        """Whether the workers failed since a node of the round was lost.
+
+        It waits until all others have shown that they live, or until a loss would show.
+        """
+        deadline, before = time.monotonic() + self.loss_shows_within, self._records()
+        while (last := self._last) is not None and not self._ended:
+            if (latest := self._node.latest) is not None and lost_one(last, latest):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            if all_live(self._node.id, last, before, self._records()):
+                return False
+            time.sleep(min(_LOOK_SECONDS, self._rules.interval))
+        return False
+
+    def _records(self) -> dict[str, NodeRecord]:
+        entries = self._client.list(NODES_PREFIX)
+        found = {key.removeprefix(NODES_PREFIX): readable(it) for key, it in entries.items()}
+        return {node: record for node, record in found.items() if record is not None}
 
     def _others_go_on(self, *, left: bool = False) -> bool:
         """Whether the others are enough for a round; ``left``: this node has said that it leaves.
@@ -615,9 +639,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if latest is None:
             return False
         if latest.is_whole or (left and latest.leader in (None, self._node.id)):
-            entries = self._client.list(NODES_PREFIX)
-            found = {key.removeprefix(NODES_PREFIX): readable(it) for key, it in entries.items()}
-            records = {node: record for node, record in found.items() if record is not None}
+            records = self._records()
         elif left:
             return True
         newcomers = self._newcomers if self._is_new else None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rdzv_plugins.protocol.choice import Sizes, world_size
-from rdzv_plugins.protocol.documents import Names, NodeRecord, RoundDocument, Status
+from rdzv_plugins.protocol.documents import Names, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.kept_out import kept_out
 from rdzv_plugins.protocol.leader import fits
 from rdzv_plugins.protocol.rules import Rules
 
-__all__ = ["goes_on_without", "newcomers_with"]
+__all__ = ["all_live", "goes_on_without", "lost_one", "newcomers_with"]
 
 
 def newcomers_with(label: str, document: RoundDocument) -> Names | None:
@@ -43,19 +43,47 @@ def goes_on_without(
     if records is None:
         shards = document.roster or document.previous_roster
         size = shards.size if shards is not None else document.size
-        return size - len(document.lost) - max(1, newcomers.count) >= rules.min_nodes
+        lost = document.cause.lost.count if document.phase is Phase.FORMING else len(document.lost)
+        return size - lost - max(1, newcomers.count) >= rules.min_nodes
     out = {me, *document.lost, *kept_out(document, records, wall)}
     others = [
         node
         for node, record in records.items()
         if node not in out
         and record.label not in newcomers
+        # Its record is the last that it wrote.
+        and record.label not in document.cause.lost
         and fits(record, document)
         and (record.asks or _runs(document, record))
     ]
     # Of so many newcomers nobody knows the names.
     others = others[newcomers.more :]
     return world_size(others, records, Sizes.of(rules)) > 0
+
+
+def lost_one(last: RoundDocument, latest: RoundDocument) -> bool:
+    """Whether the nodes of a round, the last one, have lost one of theirs."""
+    if not latest.is_of(last):
+        return False
+    return bool(latest.lost or (latest.round > last.round and latest.cause.lost))
+
+
+def all_live(
+    me: str,
+    last: RoundDocument,
+    before: Mapping[str, NodeRecord],
+    records: Mapping[str, NodeRecord],
+) -> bool:
+    """Whether all others of a round, the last one, have written their records since ``before``.
+
+    Who asks for the next round or left has done so too. False of many nodes: nobody looks at each.
+    """
+    return bool(last.participants) and all(
+        (now := records.get(node)) is not None
+        and (now.asks or now.is_over or ((old := before.get(node)) is None or old.beat < now.beat))
+        for node in last.participants
+        if node != me
+    )
 
 
 def _runs(document: RoundDocument, record: NodeRecord) -> bool:

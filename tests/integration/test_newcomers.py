@@ -88,3 +88,19 @@ def test_a_newcomer_that_fails_leaves_the_others_alone(
     assert f"this node leaves the run, which goes on without it: {why}" in log
     run.stop_training()
     assert run.await_ends("ab") == {"a": 0, "b": 0}
+
+
+@pytest.mark.soak
+def test_a_newcomer_whose_workers_fail_since_another_node_was_lost_stays(begin: Begin) -> None:
+    """With one restart its first failure would cost the others their last one; but they need it."""
+    run = begin(nodes="2:3", launcher=TORCHRUN, max_restarts=1)
+    run.begin("ab")
+    run.start_at("c")
+    world = run.await_world("abc")
+    run.await_step(world, world.resumed + 5)
+    killed = run.agents["a"].kill()
+    world = run.await_world("bc", after=killed)
+    run.await_step(world, world.resumed + 5)
+    assert is_open(run)
+    run.stop_training()
+    assert run.await_ends("bc") == {"b": 0, "c": 0}
