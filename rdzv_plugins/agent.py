@@ -141,6 +141,8 @@ class RunAgent(LocalElasticAgent):
         The loop then detects the change, stops the remaining workers, and starts all of them in
         the next round.
         """
+        if self._guard is not None:
+            self._guard.renew()
         handler = worker_group.spec.rdzv_handler
         # Keep the first result: failed workers that were stopped may look different later.
         result = self._failure or super()._monitor_workers(worker_group)

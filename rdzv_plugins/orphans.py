@@ -30,6 +30,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._named: tuple[int, ...] = ()
         itself = weakref.ref(self)
         # A forked worker would hold the pipe open.
         os.register_at_fork(after_in_child=lambda: guard._let_go() if (guard := itself()) else None)
@@ -52,10 +53,17 @@ class Guard:
             self._process = None
             log.warning("workers will outlive this agent if it is killed: %s", error)
 
+    def renew(self) -> None:
+        """Start the process again where it has ended: the system, or a person, has killed it."""
+        if self._process is not None and self._process.poll() is not None:
+            self.start()
+            self.watch(self._named)
+
     def watch(self, workers: Iterable[int]) -> None:
         """Name the processes that are to end with this one, in place of those named before."""
+        self._named = tuple(workers)
         if self._process is not None and self._process.stdin is not None:
-            line = " ".join(map(str, workers))
+            line = " ".join(map(str, self._named))
             with contextlib.suppress(OSError):
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()

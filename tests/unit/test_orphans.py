@@ -23,6 +23,10 @@ if forked == 0:
     time.sleep(600)
 session = subprocess.Popen(["sleep", "600"], start_new_session=True)
 guard.watch([forked, session.pid])
+if sys.argv[1] == "renew":
+    guard._process.kill()
+    guard._process.wait()
+    guard.renew()
 print(forked, session.pid, flush=True)
 sys.stdin.read()
 if sys.argv[1] == "forget":
@@ -40,7 +44,7 @@ def live(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("end", ["kill", "stop", "forget"])
+@pytest.mark.parametrize("end", ["kill", "stop", "forget", "renew"])
 def test_what_was_named_last_ends_with_the_agent(end: str) -> None:
     program = [sys.executable, "-c", AGENT, end]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
@@ -50,7 +54,7 @@ def test_what_was_named_last_ends_with_the_agent(end: str) -> None:
         try:
             assert live(forked)
             assert live(session)
-            if end == "kill":
+            if end in ("kill", "renew"):
                 agent.kill()
             else:
                 agent.stdin.close()
