@@ -53,6 +53,7 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
     as_outage,
+    missing_for_workers,
 )
 from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.logs import RunLog, set_up, told
@@ -360,7 +361,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._raise(
                 RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
             )
-        waited, patience = self._await_fitness(), self._settings.join_timeout
+        waited, patience = self._await_room() + self._await_fitness(), self._settings.join_timeout
         try:
             outcome = self._driver.join(failed, waited, patience)
             while outcome.failure is Failure.CUT_OFF and not self._ended:
@@ -402,6 +403,28 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._log.error(str(error))
             told(error)
         raise error.with_traceback(None) from None
+
+    def _await_room(self) -> float:
+        """Wait until this host lets workers start, whose agent would fail; returns the seconds.
+
+        Only between rounds: until a node's first one, its own threads and requests tell it.
+        """
+        if self._store is None:
+            return 0.0
+        began, patience, attempts = time.monotonic(), self._settings.join_timeout, Attempts()
+        while (missing := missing_for_workers()) is not None and not self._ended:
+            latest, waited = self._node.latest, time.monotonic() - began
+            if latest is not None and latest.closed:
+                break
+            if waited >= patience:
+                self._raise(ExhaustedError(f"run '{self._run_id}': no worker can start: {missing}"))
+            if attempts.fail():
+                self._log.warning(
+                    f"no worker can start: {missing} -- this node joins no round yet, and tries "
+                    f"again for {patience:g} s"
+                )
+            time.sleep(attempts.seconds_left)
+        return time.monotonic() - began if attempts.failures else 0.0
 
     def _await_fitness(self) -> float:
         """Wait until this node's checks pass; returns the seconds of the pauses between them.

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from rdzv_plugins.addresses import gloo_address, interface_of, is_loopback
 from rdzv_plugins.exchange import dial
+from rdzv_plugins.kv import exhausted, missing_for_workers
 
 __all__ = ["Reach", "gloo_fault"]
 
@@ -62,14 +63,23 @@ class Reach:
             is_over: whether the round has ended.
         """
 
-        def look() -> None:
+        def look_at_all() -> None:
             if master is not None:
                 self._look_at_master(round_, master, is_over)
             # The name of this host may be asked of a DNS server: once, and only if it matters.
             if not (self._looked_at_gloo or self._closed.is_set()) and others():
                 self._looked_at_gloo = True
-                if fault := gloo_fault(self._address):
+                fault = gloo_fault(self._address)
+                if fault and missing_for_workers() is None:
                     self._warn(f"round {round_} has several hosts, and {fault}")
+
+        def look() -> None:
+            try:
+                look_at_all()
+            except Exception as error:
+                # Of a host that has run out of something nobody can tell whom it reaches.
+                if exhausted(error) is None:
+                    raise
 
         due = time.monotonic() + _DELAY_SECONDS + random.uniform(0.0, size / _DIALS_A_SECOND)
         self._planned = (due, look)
@@ -82,7 +92,7 @@ class Reach:
             return
         (_, look), self._planned = self._planned, None
         # Where none can start now, another round will do.
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, MemoryError):
             thread = threading.Thread(target=look, name=self._name, daemon=True)
             thread.start()
             self._thread = thread
@@ -102,7 +112,7 @@ class Reach:
                 return
             except (OSError, UnicodeError) as error:
                 fault = error
-        if not (self._closed.is_set() or is_over()):
+        if not (self._closed.is_set() or is_over() or exhausted(fault)):
             self._warn(f"round {round_}: {_told(master, fault)}")
 
 

@@ -12,7 +12,14 @@ from rdzv_plugins.kv.contract import (
     Version,
     parse_counter,
 )
-from rdzv_plugins.kv.exhaustion import Attempts, ExhaustedError, as_outage, exhausted
+from rdzv_plugins.kv.exhaustion import (
+    Attempts,
+    ExhaustedError,
+    as_outage,
+    exhausted,
+    missing_for_workers,
+    require_descriptors,
+)
 from rdzv_plugins.kv.memory import MemoryClient, MemoryServer
 
 __all__ = [
@@ -31,5 +38,7 @@ __all__ = [
     "Version",
     "as_outage",
     "exhausted",
+    "missing_for_workers",
     "parse_counter",
+    "require_descriptors",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,7 +17,14 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from rdzv_plugins.kv.contract import RendezvousConnectionError
 
-__all__ = ["Attempts", "ExhaustedError", "as_outage", "exhausted"]
+__all__ = [
+    "Attempts",
+    "ExhaustedError",
+    "as_outage",
+    "exhausted",
+    "missing_for_workers",
+    "require_descriptors",
+]
 
 _ERRNOS = {
     errno.EMFILE: "this process may open no more files (see ulimit -n)",
@@ -28,6 +36,9 @@ _ERRNOS = {
 _NO_THREAD = "can't start new thread"
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+
+# To open a TCPStore, or to start a worker, takes up to a dozen descriptors at once.
+_DESCRIPTORS = 16
 
 
 class ExhaustedError(RendezvousConnectionError):
@@ -62,9 +73,37 @@ def as_outage(error: Exception) -> ExhaustedError | None:
     return ExhaustedError(missing) if missing is not None else None
 
 
+def require_descriptors(count: int = _DESCRIPTORS) -> None:
+    """Raise OSError unless this process may open so many more files now."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def missing_for_workers() -> str | None:
+    """What this host has run out of that it takes to start workers; None: it has enough now.
+
+    Whoever may start no thread may start no process either.
+    """
+    thread = threading.Thread(target=int, name="rdzv-room", daemon=True)
+    try:
+        require_descriptors()
+        thread.start()
+        thread.join()
+    except (OSError, RuntimeError, MemoryError) as error:
+        if (missing := exhausted(error)) is None:
+            raise
+        return missing
+    return None
+
+
 def _no_descriptor() -> str | None:
     try:
-        os.close(os.open(os.devnull, os.O_RDONLY))
+        require_descriptors(1)
     except OSError as error:
         return _ERRNOS.get(error.errno or 0)
     return None

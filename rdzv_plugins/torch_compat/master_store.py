@@ -13,6 +13,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rdzv_plugins.addresses import ANY_PORT, is_own_ip, listen, loopback
+from rdzv_plugins.kv import require_descriptors
 
 __all__ = ["TAKES_SOCKETS", "open_store"]
 
@@ -37,8 +38,10 @@ def open_store(
         timeout: seconds.
         name: of the thread that hands on.
 
-    Raises OSError if no port is free, and what TCPStore raises.
+    Raises OSError if no port is free or too few descriptors are, and what TCPStore raises.
     """
+    # Where c10d's event loop gets no descriptor, it aborts the process.
+    require_descriptors()
     host = loopback()
     if not TAKES_SOCKETS:
         with listen(ports=ports) as found:
