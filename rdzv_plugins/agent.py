@@ -33,6 +33,7 @@ With ``restart_on_loss=false`` a loss ends no round, and failures that follow fr
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -56,6 +57,7 @@ from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.kv import Attempts, exhausted
 from rdzv_plugins.orphans import Guard
 from rdzv_plugins.stores import is_store
+from rdzv_plugins.worker import VARIABLE
 
 __all__ = ["RunAgent", "torchrun"]
 
@@ -109,6 +111,8 @@ class RunAgent(LocalElasticAgent):
         self._failure = None
         self._guard = guard = self._guard or Guard()
         guard.start()
+        if (handed_down := os.environ.get(VARIABLE)) is not None:
+            guard.expect(VARIABLE, handed_down)
         started: dict[int, Any] = super()._start_workers(worker_group)
         guard.watch(started.values())
         self._heed_shutdown_timeout()

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterable
 
@@ -23,6 +24,11 @@ __all__ = ["Guard"]
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 2.0
+
+# Begins a line with what stands in an environment, in hexadecimal digits; others name processes.
+_EXPECTED = "="
+# How often to look for those, with pauses of so many seconds: one may be on its way.
+_LOOKS, _PAUSE = 3, 0.1
 
 
 class Guard:
@@ -59,11 +65,20 @@ class Guard:
             self.start()
             self.watch(self._named)
 
+    def expect(self, variable: str, value: str) -> None:
+        """Say what stands in the environment of those that this process starts until it names them.
+
+        It may be killed before it knows them all. ``value`` is of no other process's children.
+        """
+        self._say(_EXPECTED + f"{variable}={value}".encode().hex())
+
     def watch(self, workers: Iterable[int]) -> None:
         """Name the processes that are to end with this one, in place of those named before."""
         self._named = tuple(workers)
+        self._say(" ".join(map(str, self._named)))
+
+    def _say(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
-            line = " ".join(map(str, self._named))
             with contextlib.suppress(OSError):
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()
@@ -93,15 +108,33 @@ def _kill(worker: int) -> None:
             continue  # Python's own start methods give a worker no group.
 
 
+def _started_with(entry: bytes) -> list[int]:
+    """The processes in whose environment this stands, but for this one."""
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as environ:
+            if entry in environ.read().split(b"\0"):
+                found.append(int(name))
+    return found
+
+
 def _main() -> None:
     # What stops a whole service, or a terminal, must not end it before the agent.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     workers: list[int] = []
-    for line in sys.stdin.buffer:
-        workers = [int(word) for word in line.split()]
-    for worker in workers:
-        _kill(worker)
+    entry = b""
+    for line in sys.stdin:
+        if line.startswith(_EXPECTED):
+            entry = bytes.fromhex(line.removeprefix(_EXPECTED))
+        else:
+            workers, entry = [int(word) for word in line.split()], b""
+    for look in range(_LOOKS if entry else 1):
+        time.sleep(_PAUSE * min(look, 1))
+        for worker in _started_with(entry) if entry else workers:
+            _kill(worker)
 
 
 if __name__ == "__main__":

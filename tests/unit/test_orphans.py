@@ -67,3 +67,40 @@ def test_what_was_named_last_ends_with_the_agent(end: str) -> None:
         finally:
             if live(session):
                 os.kill(session, signal.SIGKILL)
+
+
+# An agent that is killed as it starts its workers: it has named none yet, or those of before.
+STARTING = """
+import os, subprocess, sys
+from rdzv_plugins.orphans import Guard
+guard = Guard()
+guard.start()
+guard.watch([])
+value = f"one {os.getpid()}"
+guard.expect("ROUND", value)
+environ = {**os.environ, "ROUND": value}
+mine = subprocess.Popen(["sleep", "600"], start_new_session=True, env=environ)
+environ["ROUND"] = f"{value} and more"
+other = subprocess.Popen(["sleep", "600"], start_new_session=True, env=environ)
+if sys.argv[1] == "named":
+    guard.watch([])
+print(mine.pid, other.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("when", ["starting", "named"])
+def test_workers_end_with_an_agent_that_is_killed_before_it_has_named_them(when: str) -> None:
+    program = [sys.executable, "-c", STARTING, when]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        mine, other = map(int, agent.stdout.readline().split())
+        try:
+            agent.kill()
+            assert until(lambda: not live(mine), 3 if when == "named" else 10) is (
+                when == "starting"
+            )
+            assert live(other)
+        finally:
+            for pid in filter(live, (mine, other)):
+                os.kill(pid, signal.SIGKILL)
