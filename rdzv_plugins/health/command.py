@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rdzv_plugins.health.checks import CannotRunError, last_line
+from rdzv_plugins.kv import ExhaustedError
 
 __all__ = ["CommandCheck", "arguments_of"]
 
@@ -54,6 +55,9 @@ class CommandCheck:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        except BlockingIOError as error:
+            # No process may begin: a limit of processes or threads, also the container's.
+            raise CannotRunError(f"it cannot be started ({error})") from ExhaustedError(str(error))
         except (OSError, ValueError) as error:
             raise CannotRunError(f"it cannot be started ({error})") from error
         with process:  # Closes the pipe and, in the end, waits for the process.

@@ -82,6 +82,19 @@ class Gate:
         return None
 
     def _answer(self, check: Check) -> str | None:
+        """As `check` of one check; tried again where this host has run out of something."""
+        deadline, pauses = time.monotonic() + self._seconds, Attempts()
+        while True:
+            try:
+                return self._attempted(check, max(0.0, deadline - time.monotonic()))
+            except CannotRunError as error:
+                pauses.fail()
+                due = time.monotonic() + pauses.seconds_left
+                if exhausted(error) is None or self._closed or due >= deadline:
+                    raise
+            time.sleep(pauses.seconds_left)
+
+    def _attempted(self, check: Check, seconds: float) -> str | None:
         hung = self._hung.pop(check.name, None)
         if hung is not None and not hung.ended.is_set():
             self._hung[check.name] = hung
@@ -92,7 +105,7 @@ class Gate:
         try:
             # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
             self._start(attempt)
-            answer = take(attempt.answers, self._seconds)
+            answer = take(attempt.answers, seconds)
         except Empty:
             raise CannotRunError(f"it gave no answer within {self._seconds:g} s") from None
         finally:
@@ -104,19 +117,13 @@ class Gate:
         return answer
 
     def _start(self, attempt: _Attempt) -> None:
-        """Start its thread, within the time of the check where this host lets none start."""
-        deadline, pauses = time.monotonic() + self._seconds, Attempts()
-        while True:
-            try:
-                return attempt.start()
-            except Exception as error:
-                if (missing := exhausted(error)) is None:
-                    raise
-                if time.monotonic() >= deadline:
-                    attempt.ended.set()
-                    raise CannotRunError(f"it cannot be started ({missing})") from None
-            pauses.fail()
-            time.sleep(pauses.seconds_left)
+        try:
+            attempt.start()
+        except Exception as error:
+            if (missing := exhausted(error)) is None:
+                raise
+            attempt.ended.set()
+            raise CannotRunError(f"it cannot be started ({missing})") from error
 
     def close(self) -> None:
         """End the check that runs, and start no more; for another thread than that of `check`.
@@ -153,7 +160,9 @@ class _Attempt(threading.Thread):
         except CannotRunError as error:
             self.answers.put(error)
         except Exception as error:
-            self.answers.put(CannotRunError(f"it raised {type(error).__name__}: {error}"))
+            raised = CannotRunError(f"it raised {type(error).__name__}: {error}")
+            raised.__cause__ = error
+            self.answers.put(raised)
         finally:
             self.ended.set()
 

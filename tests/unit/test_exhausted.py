@@ -23,6 +23,7 @@ from rdzv_plugins.config import Settings
 from rdzv_plugins.driver import Driver
 from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.health.checks import CallCheck
+from rdzv_plugins.health.command import CommandCheck
 from rdzv_plugins.health.gate import Gate
 from rdzv_plugins.kv import (
     Attempts,
@@ -110,6 +111,21 @@ def no_descriptor() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_command_is_started_once_this_process_may_open_files() -> None:
+    gate = Gate([CommandCheck(["true"])], 20.0, False, pytest.fail)
+    answers: list[str | None] = []
+    checking = threading.Thread(target=lambda: answers.append(gate.check()))
+    with no_descriptor():
+        checking.start()
+        time.sleep(0.5)
+        assert checking.is_alive()
+    checking.join(20.0)
+    assert answers == [None]
+    gate = Gate([CommandCheck(["true"])], 0.3, False, pytest.fail)
+    with no_descriptor():
+        assert "it cannot be started ([Errno 24]" in str(gate.check())
 
 
 def test_nothing_wrong_is_learnt_of_the_own_address() -> None:
