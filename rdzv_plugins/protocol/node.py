@@ -367,10 +367,11 @@ class Node:
                 request = steps.throw(error) if error is not None else steps.send(answer)
             except StopIteration:
                 return
-            if seen.document is not self._judged and not self._joining:
+            document = seen.arriving or seen.document
+            if document is not self._judged and not self._joining:
                 # At once: the requests before the next decision may take long.
-                self._judged = seen.document
-                self._waiting = member.nodes_waiting(self.view())
+                self._judged = document
+                self._waiting = member.nodes_waiting(replace(self.view(), document=document))
             answer, error, asked = None, None, self._clock()
             try:
                 answer = yield request

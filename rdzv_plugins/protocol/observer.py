@@ -80,6 +80,7 @@ class Observer:
     Attributes:
         document: as last read, with this node's own rank where its nodes stand in shards, or with
             all of them where it leads; None: there is none.
+        arriving: a document that was read, while this node still reads its own rank in it.
         token: the version under which it was read.
         stored: the keys of the shards that stand under this version, by their digest.
         document_since: when it was first seen as it is.
@@ -104,6 +105,7 @@ class Observer:
         self._rules = rules
         self._clock = clock
         self.document: RoundDocument | None = None
+        self.arriving: RoundDocument | None = None
         self.token: Version | None = None
         self.stored: Mapping[str, list[str]] = {}
         self.document_since = clock()
@@ -232,7 +234,9 @@ class Observer:
         if token != self.token or (entry is None) != (self.document is None):
             document = known or self._decode(entry)
             if document is not None and not document.is_whole:
+                self.arriving = document
                 document = yield from self._with_own_rank(document)
+            self.arriving = None
             self._outdated |= self.stored
             while len(self._outdated) > _OUTDATED_KEPT:
                 del self._outdated[next(iter(self._outdated))]

@@ -703,12 +703,8 @@ class Host:
         if document.closed or (known and (known.closed or known.place > document.place)):
             return  # Who knows that its run was closed goes on, whatever the store forgot.
         if document.round > mine.round and document.ran not in (None, mine.world_id):
-            # Where its rank stands in shards, it may read two of them first.
-            reads = 0 if document.is_whole else 2
-            seconds = _STOPS_WITHIN + reads * self.world.plan.request_timeout
-            self.world.kernel.after(
-                self.clock.real(seconds), self._look_at_later_round, self._shift
-            )
+            seconds = self.clock.real(_STOPS_WITHIN)
+            self.world.kernel.after(seconds, self._look_at_later_round, self._shift)
 
     def _look_at_later_round(self, shift: int) -> None:
         if shift == self._shift and self.agent is Agent.RUNNING and not self.stalls:
