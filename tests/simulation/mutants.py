@@ -1187,26 +1187,6 @@ MUTANTS: dict[str, Mutant] = {
         seed=14,
         focus=_parted("slow"),
     ),
-    "deaf-to-its-own-look": Mutant(
-        "rule 11: a heartbeat that a leader reads by itself, for the network check, is none",
-        (
-            _in(
-                "observer",
-                "            self.liveness.observe(node, record.beat, asked, self._clock())\n",
-                "            if self.document is None or self.document.leader == node:\n"
-                "                self.liveness.observe(node, record.beat, asked, self._clock())\n",
-            ),
-        ),
-        seed=9813214,
-        focus=Focus(
-            settings={
-                "inline": 2,
-                "node_unit": 2,
-                "network_check": True,
-                "links": (Fault(0.0, "cut off"), Fault(0.0, "unreachable")),
-            },
-        ),
-    ),
     "stays-though-refused": Mutant(
         "rule 24: a node that the store refuses stops its workers after its lease",
         (_in("contact", "            self._denied = self._clock()\n", "            pass\n"),),

@@ -96,6 +96,7 @@ FOUND = (
     (9108820, Focus(), "a run was closed and swept after a node had looked for its tombstone"),
     (9111127, Focus(), "a spare waited for ever for a round that had lost all its nodes"),
     (9813214, Focus(), "a leader took a node for lost whose heartbeat it had just read by itself"),
+    (121074, Focus(), "workers ran on in a round that was over while their node read its rank"),
     (93002648, Focus(), "a lost round came back beside one of its number that grew later"),
     (93006472, Focus(), "who is cut off asks again, and waits: the links name it"),
     (95002577, Focus(), "nodes whose records were lost twice followed the others of their rack"),
