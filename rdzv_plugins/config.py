@@ -94,9 +94,9 @@ def option(
 class Settings:
     """The handler's own options.
 
-    ======================= ======= ===============================================================
+    ====================== ======== ===============================================================
     option                  default meaning
-    ======================= ======= ===============================================================
+    ====================== ======== ===============================================================
     join_timeout            600     seconds within which a node must be in a complete round; torch's
                                     name of it, ``timeout``, is taken too, except for the 900 that
                                     torchrun itself adds where --rdzv-conf has none
@@ -141,8 +141,7 @@ class Settings:
     rejoin_timeout          600     seconds that a round waits for a live node of the last round
                                     before it starts without that node; a tenth of this if the
                                     other nodes fill the round; at most 0.8 x join_timeout
-    on_outage               continue
-                                    while the store does not answer, workers continue, or stop after
+    on_outage              continue while the store does not answer, workers continue, or stop after
                                     outage_limit, so that no two worlds of a run train at once; a
                                     node that the store refuses stops its workers after its lease in
                                     any case; see two-worlds.md
@@ -191,7 +190,7 @@ class Settings:
                                     this backend; it has no master_port, no metrics and otel,
                                     and none of the options from restart_on_loss to outage_limit
                                     and from abandoned_ttl to check_disk_free)
-    ======================= ======= ===============================================================
+    ====================== ======== ===============================================================
     """
 
     join_timeout: float = option(600.0, least=0.001)

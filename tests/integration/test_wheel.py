@@ -103,6 +103,7 @@ def test_its_extras_name_each_client(wheel: Path) -> None:
         "msgspec",
         "typer",
         "rich",
+        "ifaddr",
     ]
 
 
