@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -135,7 +136,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules: the run's settings.
         settings: the handler's options.
         address: under which the other nodes reach this one.
-        store_is_here: the store is reached at loopback: other hosts may have another one there.
+        store_is_here: whether the store is reached at loopback, so that other hosts may have
+            another one there; a look-up, asked only where a join times out.
 
     Attributes:
         blames: the agent finds out whose failure ended the workers of all, and asks for another
@@ -152,7 +154,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules: Rules,
         settings: Settings,
         address: str,
-        store_is_here: bool = False,
+        store_is_here: Callable[[], bool] = bool,
     ) -> None:
         self._client = client
         self._archive = archive
@@ -930,7 +932,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 more = ""
                 if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
                     more = f"; last_call_timeout alone is {rules.last_call:g} s"
-                if self._store_is_here and rules.max_nodes > 1:
+                if rules.max_nodes > 1 and self._store_is_here():
                     more += (
                         "; the store is at loopback, so that other hosts have another one there: "
                         "for nodes on several hosts, name an address of it that all reach, unless "
@@ -1112,9 +1114,14 @@ def _over(
             params.run_id,
             rules.lease,
         )
-    is_here = store_is_at_loopback(params.endpoint, params.backend)
     return StoreRendezvousHandler(
-        client, archive, params.run_id, rules, settings, address, store_is_here=is_here
+        client,
+        archive,
+        params.run_id,
+        rules,
+        settings,
+        address,
+        store_is_here=partial(store_is_at_loopback, params.endpoint, params.backend),
     )
 
 

@@ -332,11 +332,15 @@ def _with_refusals(plan: Plan) -> Plan:
     chance = random.Random(f"refusals of {plan.seed}")
     if chance.random() < 0.75:
         return plan
+    return replace(plan, refusals=_at_any_time(chance, REFUSALS, 4))
+
+
+def _at_any_time(chance: random.Random, kinds: tuple[str, ...], most: int) -> tuple[Fault, ...]:
     given = (
-        Fault(chance.uniform(0.0, QUIET_AFTER - 0.5), chance.choice(REFUSALS))
-        for _ in range(chance.randint(1, 4))
+        Fault(chance.uniform(0.0, QUIET_AFTER - 0.5), chance.choice(kinds))
+        for _ in range(chance.randint(1, most))
     )
-    return replace(plan, refusals=tuple(sorted(given, key=lambda fault: fault.at)))
+    return tuple(sorted(given, key=lambda fault: fault.at))
 
 
 def _with_outage_limit(plan: Plan) -> Plan:
@@ -378,11 +382,7 @@ def _with_orders(plan: Plan) -> Plan:
     chance = random.Random(f"orders of {plan.seed}")
     if chance.random() < 0.8:
         return plan
-    given = (
-        Fault(chance.uniform(0.0, QUIET_AFTER - 0.5), chance.choice(ORDERS))
-        for _ in range(chance.randint(1, 5))
-    )
-    return replace(plan, orders=tuple(sorted(given, key=lambda order: order.at)))
+    return replace(plan, orders=_at_any_time(chance, ORDERS, 5))
 
 
 def _with_checks(plan: Plan) -> Plan:
