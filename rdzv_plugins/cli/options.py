@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rdzv_plugins.kv import KeyValueClient
 
 __all__ = [
+    "WAITED_IN_VAIN",
     "Access",
     "BackendOption",
     "ConfOption",
@@ -32,6 +33,9 @@ __all__ = [
     "plain_console",
     "print_json",
 ]
+
+WAITED_IN_VAIN = 7
+"""The exit status of a command whose time to wait is over."""
 
 BackendOption = Annotated[
     str,

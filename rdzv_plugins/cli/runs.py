@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rdzv_plugins.cli.options import (
+    WAITED_IN_VAIN,
     Access,
     BackendOption,
     ConfOption,
@@ -24,7 +25,7 @@ from rdzv_plugins.cli.options import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rdzv_plugins.archive import Row
+    from rdzv_plugins.archive import Listed, Row
     from rdzv_plugins.inspection import Inspection
     from rdzv_plugins.kv import KeyValueClient
 
@@ -36,6 +37,15 @@ _ROUNDS_SHOWN = 10
 _STATUSES = {"running": 0, "forming": 3, "absent": 4, "dead": 5, "closed": 6}
 """Exit statuses by `inspection.Condition`; 1 and 2 are for errors."""
 
+_COLOURS = {"running": "green", "forming": "yellow", "absent": "", "dead": "red", "closed": "dim"}
+
+_SORTED_BY: dict[str, Callable[[Listed, Inspection], Any]] = {
+    "age": lambda listed, _: listed.began,
+    "run": lambda listed, _: listed.run,
+    "nodes": lambda listed, seen: (-_size(listed, seen), listed.run),
+    "condition": lambda _, seen: [*_STATUSES].index(seen.condition.value),
+}
+
 _LOOK_SECONDS = 1.0
 _PAUSE_IN_AN_OUTAGE = 1.0
 
@@ -43,38 +53,96 @@ _PAUSE_IN_AN_OUTAGE = 1.0
 def list_runs(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     as_json: JsonOption = False,
+    conditions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--condition",
+            help="only runs of this condition; more than once: of any of them",
+            autocompletion=lambda: [*_STATUSES],
+        ),
+    ] = None,
+    sort: Annotated[
+        str,
+        typer.Option(
+            help="age (the oldest first), run, nodes (the most first) or condition",
+            autocompletion=lambda: [*_SORTED_BY],
+        ),
+    ] = "",
 ) -> None:  # fmt: skip
     """List the runs under a prefix, the newest first, each with what it does.
 
     Ended runs are listed for history_ttl. Whether nodes live shows in their heartbeats only: it
     takes up to 2 s, longer if there are dead runs.
     """
+    for condition in conditions or ():
+        _refuse_unless_one_of(condition, _STATUSES, "--condition")
+    if sort:
+        _refuse_unless_one_of(sort, _SORTED_BY, "--sort")
     from rdzv_plugins.archive import list_runs
 
     access = Access(backend, endpoint, conf)
     listed = sorted(list_runs(access.open).values(), key=lambda it: it.began, reverse=True)
     with ExitStack() as opened:
         found = _inspect(access, [it.run for it in listed], opened)
+        if conditions:
+            listed = [it for it in listed if found[it.run].condition.value in conditions]
+        if sort:
+            listed.sort(key=lambda it: _SORTED_BY[sort](it, found[it.run]))
+        now = time.time()
         if as_json:
             for it in listed:
-                report = found[it.run].report() | {"began": it.began, "noted": it.at}
+                report = found[it.run].report()
+                report |= {"began": it.began, "age": round(_age(it, now), 3), "noted": it.at}
                 report.pop("nodes", None)
                 print_json(report)
             return
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table("run", "condition", "nodes", "began (UTC)", "what it does")
+        table = Table("run", "condition", "nodes", "age", "began (UTC)", "what it does")
         for it in listed:
             seen = found[it.run]
-            document = seen.document
-            size = document.size if document is not None else it.nodes
-            began = it.began[:19].replace("T", " ")
-            table.add_row(it.run, seen.condition.value, str(size), began, seen.sentence)
-        console = plain_console()
+            condition = seen.condition.value
+            table.add_row(
+                it.run,
+                Text(condition, style=_COLOURS[condition]),
+                str(_size(it, seen)),
+                _rounded(_age(it, now)),
+                it.began[:19].replace("T", " "),
+                seen.sentence,
+            )
         if not listed:
-            console.print("there are no runs under this prefix")
+            which = f" that is {' or '.join(conditions)}" if conditions else ""
+            plain_console().print(f"there is no run{which} under this prefix")
             return
         _print_table(table)
+
+
+def _refuse_unless_one_of(value: str, allowed: Iterable[str], option: str) -> None:
+    if value not in (allowed := [*allowed]):
+        raise typer.BadParameter(f"'{value}' is none of {', '.join(allowed)}", param_hint=option)
+
+
+def _size(listed: Listed, seen: Inspection) -> int:
+    return seen.document.size if seen.document is not None else listed.nodes
+
+
+def _age(listed: Listed, now: float) -> float:
+    """Seconds since the run was founded, by two wall clocks."""
+    from datetime import datetime
+
+    try:
+        return max(0.0, now - datetime.fromisoformat(listed.began).timestamp())
+    except ValueError:  # It stands in the store, and is not ours to trust.
+        return 0.0
+
+
+def _rounded(seconds: float) -> str:
+    """As "47 s", "12 min", "5 h" or "3 d"."""
+    for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
 
 
 def status(
@@ -85,11 +153,12 @@ def status(
 ) -> None:  # fmt: skip
     """Show what a run does and waits for, its nodes, and why it restarted.
 
-    Exit status: 0 running, 3 forming, 4 no such run, 5 dead, 6 closed. Whether its nodes live shows
-    in their heartbeats only: it takes up to 2 s, longer if there are none.
+    Exit status: 0 running, 3 forming, 4 no such run, 5 dead, 6 closed, 7 the time of --wait is
+    over. Whether its nodes live shows in their heartbeats only: it takes up to 2 s, longer if there
+    are none.
     """
-    if wait and wait not in _STATUSES:
-        raise typer.BadParameter(f"'{wait}' is none of {', '.join(_STATUSES)}", param_hint="--wait")
+    if wait:
+        _refuse_unless_one_of(wait, _STATUSES, "--wait")
     from rdzv_plugins.inspection import Inspection, settle
 
     access = Access(backend, endpoint, conf)
@@ -98,7 +167,7 @@ def status(
         settle([seen])
         if wait:
             _await(seen, wait, timeout)
-        condition = seen.condition
+        condition = seen.condition.value
         if as_json:
             print_json(seen.report() | {"rounds": _rows_as_data(seen)})
         else:
@@ -107,6 +176,9 @@ def status(
             plain_console().print(summary, soft_wrap=True)
             for table in tables:
                 _print_table(table)
+    if wait and condition != wait:
+        typer.echo(f"rdzv: run '{run_id}' was not {wait} within {timeout:g} s", err=True)
+        raise typer.Exit(WAITED_IN_VAIN)
     raise typer.Exit(_STATUSES[condition])
 
 

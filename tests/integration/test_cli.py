@@ -44,9 +44,9 @@ def rdzv(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def invoke(*arguments: str) -> Result:
+def invoke(*arguments: str, **environ: str) -> Result:
     """The same in this process, without the seconds that importing torch takes."""
-    return CliRunner().invoke(app, [*arguments])
+    return CliRunner().invoke(app, [*arguments], env=environ)
 
 
 def form(server: servers.LocalServer, run_id: str, **conf: str) -> list[RendezvousHandler]:
@@ -141,7 +141,9 @@ def test_status_waits_for_what_it_is_told(server: servers.LocalServer, run_id: s
     handlers = form(server, run_id)
     assert waits.result(40).exit_code == 0
     late = invoke("status", *where, "--wait", "closed", "--timeout", "0.1")
-    assert late.exit_code == 0
+    assert late.exit_code == 7
+    assert late.stderr == f"rdzv: run '{run_id}' was not closed within 0.1 s\n"
+    assert "running round 0" in late.stdout
     assert "--wait" in invoke("status", *where, "--wait", "asleep").stderr
     for handler in handlers:
         handler.shutdown()
@@ -207,6 +209,52 @@ def test_a_run_is_listed_and_its_rounds_are_kept_when_it_has_ended(
     table = invoke("history", "-i", "of two", *where, "--limit", "1").stdout
     assert "succeeded" in table
     assert "first round" not in table
+
+
+def test_the_list_has_what_is_asked_for_in_the_order_that_is_asked_for(
+    server: servers.LocalServer, run_id: str
+) -> None:
+    where = ("-e", server.endpoint, "-c", f"prefix={run_id}")
+
+    def runs_of(*arguments: str) -> list[str]:
+        rows = invoke("list", *where, "--json", *arguments).stdout.splitlines()
+        return [json.loads(row)["run"] for row in rows]
+
+    handlers = form(server, "older", prefix=run_id)
+    assert until(lambda: runs_of() == ["older"], 20)
+    handlers += form(server, "newer", prefix=run_id)
+    dead = form(server, "killed", prefix=run_id)
+    for handler in dead:
+        assert isinstance(handler, StoreRendezvousHandler)
+        handler._driver.stop(5)
+    assert until(lambda: runs_of("--condition", "dead") == ["killed"], 30), runs_of()
+    assert runs_of() == ["killed", "newer", "older"]
+    assert runs_of("--sort", "age") == ["older", "newer", "killed"]
+    assert runs_of("--sort", "run") == ["killed", "newer", "older"]
+    assert runs_of("--condition", "running", "--condition", "forming") == ["newer", "older"]
+    # The running ones first.
+    assert runs_of("--sort", "condition")[2] == "killed"
+    nobody = invoke("list", *where, "--condition", "closed")
+    assert nobody.stdout == "there is no run that is closed under this prefix\n"
+    for wrong in (("--condition", "asleep"), ("--sort", "size")):
+        refused = invoke("list", *where, *wrong)
+        assert refused.exit_code == 2
+        assert wrong[0] in refused.stderr
+
+    shown = invoke("list", *where, "--condition", "dead").stdout
+    assert re.search(r"│ killed │ dead +│ 2 +│ \d+ s │ ", shown), shown
+    red = "\x1b[31mdead"
+    assert red in invoke("list", *where, FORCE_COLOR="1").stdout
+    plain = invoke("list", *where, FORCE_COLOR="1", NO_COLOR="1").stdout
+    assert "dead" in plain
+    assert red not in plain
+    for handler in (*handlers, *dead):
+        handler.shutdown()
+
+
+@pytest.mark.parametrize("command", [(), ("list",), ("drain",), ("check",)])
+def test_h_is_help(command: tuple[str, ...]) -> None:
+    assert invoke(*command, "-h").stdout == invoke(*command, "--help").stdout
 
 
 def test_dead_runs_are_marked_and_cleaned(server: servers.LocalServer, run_id: str) -> None:
