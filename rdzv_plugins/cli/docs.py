@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urljoin
 
 import typer
 
@@ -33,21 +35,35 @@ def docs(
         path.relative_to(site / "_sources").as_posix().removesuffix(".md.txt"): path
         for path in sorted((site / "_sources").rglob("*.md.txt"))
     }
-    if page not in sources:
-        from rdzv_plugins.config import alternatives
-
-        raise ValueError(f"there is no page '{page}'; {alternatives(page, sources)}")
+    page = _found(page, list(sources))
+    html = site / f"{page}.html"
     if not as_text:
-        _open(site / f"{page}.html")
+        _open(html)
     elif page == "index":
         typer.echo("\n".join(name for name in sources if name != page))
     else:
-        typer.echo(sources[page].read_text(encoding="utf-8"), nl=False)
+        text = sources[page].read_text(encoding="utf-8")
+        # The links of a source lead into the site; see docs/conf.py.
+        links = re.compile(r"\]\(([^)\s]+)\)")
+        typer.echo(links.sub(lambda it: f"]({urljoin(html.as_uri(), it[1])})", text), nl=False)
+
+
+def _found(page: str, names: list[str]) -> str:
+    """The page of this name; ``slurm`` is recipes/slurm, and ``start`` is start/index."""
+    if found := [name for name in (page, f"{page}/index") if name in names]:
+        return found[0]
+    last = {name.rpartition("/")[2]: name for name in names if name != "start/index"}
+    if page in last:
+        return last[page]
+    from rdzv_plugins.config import alternatives
+
+    raise ValueError(f"there is no page '{page}'; {alternatives(page.rpartition('/')[2], last)}")
 
 
 def _open(path: Path) -> None:
     import webbrowser
 
-    typer.echo(path.as_uri())
+    # First: a browser of the terminal takes the screen.
+    typer.echo(path)
     if not webbrowser.open(path.as_uri()):
         typer.echo("no browser was found; rdzv docs --print shows the pages here", err=True)

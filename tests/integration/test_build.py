@@ -10,12 +10,15 @@ import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from selenium.webdriver import Chrome
 
 from rdzv_plugins import __version__
+from tests.integration.browser import browser
 from tests.unit.test_docs import PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,10 +108,115 @@ def test_the_installed_command_opens_and_prints_the_pages(installed: Path, tmp_p
     assert run(rdzv, "--version", folder=tmp_path) == f"rdzv-plugins {__version__}\n"
     opened = run(rdzv, "docs", "start/redis", folder=tmp_path, BROWSER="echo opened %s")
     told, _, seen = opened.strip().partition("\n")
-    assert seen == f"opened {told}"
-    page = Path(unquote(urlsplit(told).path))
+    page = Path(told)
+    assert seen == f"opened {page.as_uri()}"
     assert installed.parent in page.parents
     assert "<h1>Start with Redis or Valkey" in page.read_text()
-    printed = run(rdzv, "docs", "--print", "options", folder=tmp_path)
-    assert printed == (ROOT / "docs" / "options.md").read_text()
+    printed = run(rdzv, "docs", "--print", "start", folder=tmp_path)
+    assert printed.startswith("# Start")
     assert "troubleshooting" in run(rdzv, "docs", "--print", folder=tmp_path).splitlines()
+
+
+def test_without_a_browser_it_prints_the_path(installed: Path, tmp_path: Path) -> None:
+    # No program of this name is anywhere, as on a node of a cluster.
+    path = run(str(installed / "rdzv"), "docs", "slurm", folder=tmp_path, BROWSER="", PATH="")
+    page = Path(path.removesuffix("\n"))
+    assert page.parts[-2:] == ("recipes", "slurm.html")
+    assert installed.parent in page.parents
+    assert page.exists()
+
+
+def test_the_links_of_all_printed_pages_lead_somewhere(installed: Path, tmp_path: Path) -> None:
+    rdzv = str(installed / "rdzv")
+    seen, broken = set(), []
+    for name in run(rdzv, "docs", "--print", folder=tmp_path).splitlines():
+        text = run(rdzv, "docs", "--print", name, folder=tmp_path)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            parts = urlsplit(link)
+            if parts.scheme in ("http", "https"):
+                continue
+            target = Path(unquote(parts.path))
+            seen.add(target.suffix)
+            there = parts.scheme == "file" and target.is_file()
+            if not there or (parts.fragment and f'id="{parts.fragment}"' not in target.read_text()):
+                broken.append((name, link))
+    assert broken == []
+    # Pages, pictures and examples.
+    assert {".html", ".svg", ".png", ".py", ".sbatch", ".yaml"} <= seen
+
+
+@pytest.fixture
+def phone() -> Iterator[Chrome]:
+    """A browser of 400 pixels, without a mouse."""
+    with browser() as chrome:
+        size = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        chrome.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+        features = [{"name": "hover", "value": "none"}]
+        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        yield chrome
+
+
+def opened(installed: Path, page: str) -> str:
+    """The address of a page of the installed site."""
+    path = run(str(installed / "rdzv"), "docs", page, BROWSER="", PATH="").strip()
+    return Path(path).as_uri()
+
+
+# Of each table: how much is out of sight, and how far it scrolls.
+TABLES = """return [...document.querySelectorAll('.table-wrapper')].map(it => {
+  it.scrollLeft = 100000;
+  const hidden = it.querySelector('table').getBoundingClientRect().right - innerWidth;
+  return [it.scrollWidth - it.clientWidth, it.scrollLeft, hidden];
+})"""
+
+
+def test_tables_scroll_on_a_phone(installed: Path, phone: Chrome) -> None:
+    scrolled = 0
+    for name in ("options", "commands", "design", "choosing", "troubleshooting", "redis"):
+        phone.get(opened(installed, name))
+        assert phone.execute_script("return document.documentElement.scrollWidth") <= 400, name
+        for beyond, reached, hidden in phone.execute_script(TABLES):
+            assert reached == beyond
+            assert hidden <= 0, name
+            scrolled += beyond > 0
+    assert scrolled > 3
+
+
+def test_code_is_copied_by_a_button(installed: Path, phone: Chrome) -> None:
+    phone.get(opened(installed, "redis"))
+    grant = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    phone.execute_cdp_cmd("Browser.grantPermissions", grant)
+    blocks = phone.find_elements("css selector", "div.highlight pre")
+    buttons = phone.find_elements("css selector", "div.highlight button.copybtn")
+    assert len(buttons) == len(blocks) > 3
+    assert {it.value_of_css_property("opacity") for it in buttons} == {"1"}
+    buttons[0].click()
+    read = "navigator.clipboard.readText().then(arguments[0])"
+    assert phone.execute_async_script(read) == blocks[0].text
+    # Of an example with a prompt, the command without its output.
+    phone.get(opened(installed, "check"))
+    phone.find_element("css selector", "div.highlight button.copybtn").click()
+    copied = phone.execute_async_script(read)
+    assert copied.startswith("rdzv check --rdzv-backend redis")
+    assert "--nnodes 2:4" in copied
+    assert "$" not in copied
+
+
+def test_rows_of_options_have_anchors(installed: Path, phone: Chrome) -> None:
+    page = opened(installed, "options")
+    phone.get(page)
+    rows = phone.execute_script(
+        "return [...document.querySelectorAll('tbody tr')].map(it =>"
+        "[it.id, it.querySelector('code').innerText, it.querySelector('a.headerlink')?.hash])"
+    )
+    assert len(rows) > 80
+    for anchor, name, link in rows:
+        assert anchor == name or anchor.endswith(f"-{name}")
+        assert link == f"#{anchor}"
+    anchors = [anchor for anchor, _, _ in rows]
+    assert len(anchors) == len(set(anchors))
+    assert {"grow", "quarantine_after", "sentinel"} <= set(anchors)
+    phone.get(f"{page}#quarantine_after")
+    shown = "return document.querySelector('tr:target').getBoundingClientRect().top"
+    assert 0 < phone.execute_script(shown) < 400

@@ -128,9 +128,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def built(site: Path) -> Path:
-    (site / "_sources" / "start").mkdir(parents=True)
-    for page in ("index", "options", "start/redis"):
-        (site / f"_sources/{page}.md.txt").write_text(f"# {page}\n")
+    for page in ("index", "options", "start/index", "start/redis", "recipes/slurm"):
+        source = site / f"_sources/{page}.md.txt"
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(f"# {page}\n")
     (site / "index.html").touch()
     return site
 
@@ -141,15 +142,50 @@ def test_without_a_site_it_says_how_to_build_one(site: Path) -> None:
 
 
 def test_a_misspelt_page_is_answered_with_the_nearest(built: Path) -> None:
-    with pytest.raises(ValueError, match="did you mean 'start/redis'"):
-        docs.docs("start/reddis")
+    for page in ("reddis", "start/reddis"):
+        with pytest.raises(ValueError, match=r"did you mean 'redis'\? there are: index, options, "):
+            docs.docs(page)
 
 
-def test_it_prints_a_page_or_the_names(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    docs.docs("start/redis", as_text=True)
-    assert capsys.readouterr().out == "# start/redis\n"
+@pytest.mark.parametrize(
+    ("asked", "page"),
+    [
+        ("options", "options"),
+        ("start/redis", "start/redis"),
+        ("redis", "start/redis"),
+        ("slurm", "recipes/slurm"),
+        ("start", "start/index"),
+    ],
+)
+def test_a_page_is_found_by_its_last_name(
+    asked: str, page: str, built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs.docs(asked, as_text=True)
+    assert capsys.readouterr().out == f"# {page}\n"
+
+
+def test_no_two_pages_have_the_same_last_name() -> None:
+    names = [path.stem for path in (ROOT / "docs").rglob("*.md") if path.stem != "index"]
+    assert len(names) == len(set(names))
+
+
+def test_it_prints_the_names(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     docs.docs(as_text=True)
-    assert capsys.readouterr().out == "options\nstart/redis\n"
+    names = ["options", "recipes/slurm", "start/index", "start/redis"]
+    assert capsys.readouterr().out.splitlines() == names
+
+
+def test_the_links_of_a_printed_page_lead_into_the_site(
+    built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "[a](../options.html#grow) [b](#here) [c](https://example.org/d) ![e](../_images/e.svg)"
+    (built / "_sources/recipes/slurm.md.txt").write_text(text)
+    docs.docs("slurm", as_text=True)
+    site = built.as_uri()
+    assert capsys.readouterr().out == (
+        f"[a]({site}/options.html#grow) [b]({site}/recipes/slurm.html#here) "
+        f"[c](https://example.org/d) ![e]({site}/_images/e.svg)"
+    )
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -165,7 +201,9 @@ def test_it_opens_a_page_and_tells_where_it_is(
     monkeypatch.setattr("webbrowser.open", browse)
     docs.docs("options")
     out, err = capsys.readouterr()
-    assert opened == [out.strip()] == [(built / "options.html").as_uri()]
+    page = built / "options.html"
+    assert opened == [page.as_uri()]
+    assert out == f"{page}\n"
     assert ("no browser" in err) is not found
 
 
