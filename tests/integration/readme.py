@@ -41,6 +41,9 @@ def block(beginning: str, language: str = "") -> str:
     return found
 
 
+STEPS = int(re.findall(r"^STEPS = (.*)$", block("import os", "python"), re.MULTILINE)[0])
+
+
 class Terminal:
     """A command of the README in a shell, in the current folder."""
 
@@ -87,9 +90,14 @@ def seen(condition: Callable[[], bool], *terminals: Terminal) -> None:
 
 
 def example() -> dict[str, object]:
-    """The complete example: two terminals, the one with rank 0 is killed and started again."""
+    """The complete example, with all that is said about it.
+
+    Two terminals; the one with rank 0 is killed and started again. Nothing depends on how fast the
+    commands on the run are: it trains for longer than a test may take, until Ctrl-C.
+    """
     Path("train.py").write_text(block("import os", "python"))
     command = block("torchrun --rdzv-backend")
+    lines = block("export RDZV_BACKEND").splitlines()[1:]
     terminals = [Terminal(command), Terminal(command)]
     try:
         seen(lambda: any(it.is_in_a_world_of(2)() for it in terminals), *terminals)
@@ -106,19 +114,46 @@ def example() -> dict[str, object]:
             lambda: any(it.is_in_a_world_of(2, after=before)() for it in (second, third)),
             *terminals,
         )
-        lines = block("export RDZV_BACKEND").splitlines()[1:]
         asked = {line: ask(line) for line in lines[:-2]}
-        seen(lambda: None not in (second.process.poll(), third.process.poll()), *terminals)
-        statuses = [second.process.returncode, third.process.returncode]
-        last = max(step for it in terminals for step, _ in it.steps)
+        for terminal in (second, third):
+            os.killpg(terminal.process.pid, signal.SIGINT)
+        for terminal in (second, third):
+            terminal.process.wait(PATIENCE)
+        reached = nearly_done()
+        last = [Terminal(command), Terminal(command)]
+        terminals += last
+        seen(lambda: None not in [it.process.poll() for it in last], *last)
+        ended = {line: ask(line) for line in lines if command_of(line).startswith("rdzv status")}
+        terminals.append(closed := Terminal(command))
+        closed.process.wait(PATIENCE)
         asked |= {line: ask(line) for line in lines[-2:]}
+        terminals.append(again := Terminal(command))
+        again.process.wait(PATIENCE)
         return {
-            "asked": {line.partition(" #")[0].strip(): it for line, it in asked.items()},
-            "alone": alone, "statuses": statuses, "last": last,
+            "asked": {command_of(line): it for line, it in asked.items()},
+            "ended": {command_of(line): it for line, it in ended.items()},
+            "alone": alone, "reached": reached, "statuses": [it.process.returncode for it in last],
+            "last": max(step for it in last for step, _ in it.steps), "closed": closed.shown,
+            "again": (again.process.returncode, again.shown),
         }  # fmt: skip
     finally:
         for terminal in terminals:
             terminal.end()
+
+
+def command_of(line: str) -> str:
+    """A line under "Inspecting a run" without its comment."""
+    return line.partition(" # ")[0].strip()
+
+
+def nearly_done() -> int:
+    """Put the checkpoint 40 steps before the end, as if it had trained on; returns its step."""
+    import torch
+
+    saved = torch.load("job1.pt")
+    reached = int(saved["step"])
+    torch.save({**saved, "step": STEPS - 40}, "job1.pt")
+    return reached
 
 
 def ask(line: str) -> tuple[int, str]:

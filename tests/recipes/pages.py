@@ -36,7 +36,7 @@ def take(name: str, *files: str) -> None:
 def shorten() -> None:
     """The training of examples/train.py takes longer than most tests need."""
     script = Path("train.py")
-    script.write_text(script.read_text().replace("1501", "601"))
+    script.write_text(script.read_text().replace("20_000", "600"))
 
 
 class Node(Terminal):
