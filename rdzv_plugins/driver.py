@@ -539,6 +539,9 @@ def carry_out(
         if isinstance(request, effects.Tell):
             tell(request)
             continue
+        if isinstance(request, effects.Rest):
+            time.sleep(request.seconds)
+            continue
         try:
             answer = perform(client, archive, request)
         except Exception as failure:

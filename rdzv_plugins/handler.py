@@ -74,7 +74,14 @@ from rdzv_plugins.protocol.documents import (
     store_prefix,
 )
 from rdzv_plugins.protocol.node import Node
-from rdzv_plugins.protocol.parting import all_live, goes_on_without, lost_one, newcomers_with
+from rdzv_plugins.protocol.parting import (
+    Parting,
+    Service,
+    close_as_member,
+    follows_from_a_loss,
+    give_up,
+    others_go_on,
+)
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.reach import Reach
@@ -106,15 +113,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 # The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
 _MASTER_SECONDS = 30.0
-
-# For so long a node is new to a run, unless min_uptime says otherwise: see `_is_new`.
-_PROBATION = 60.0
-
-# How often a new node whose workers failed tries again under torchrun; not with the last restart.
-_TRIES = 1
-
-# How often it looks meanwhile whether the others live.
-_LOOK_SECONDS = 0.5
 
 # Of an error's text, in what others are told.
 _LONGEST_REASON = 200
@@ -217,13 +215,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._moments = Moments(self._log.warning)
         self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
         self._gate = gate_of(settings, self._rank_0, self._log.warning)
-        self._last: RoundDocument | None = None
-        # Who came to a run that went on already, this node among them; None: it did not come so.
-        self._newcomers: Names | None = None
-        # Seconds that the rounds of this run had this node, but for the last, and when that began.
-        self._served, self._began = 0.0, 0.0
-        # How often its workers failed while it was new.
-        self._failures = 0
+        self._service = Service(record.label, rules, time.monotonic)
         self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
         self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
         self._report: Report | None = None
@@ -358,7 +350,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._signals.renew()
         # An agent that asks again without having been told to has workers that failed.
         failed = self._store is not None and not self._was_told
-        if failed and self._costs_the_others() and self._give_up("its workers failed"):
+        if failed and self._costs_the_others() and self._give_up("its workers failed", looked=True):
             run = f"run '{self._run_id}'"
             self._raise(
                 RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
@@ -373,18 +365,9 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._raise(error)
         self._was_told = False
         self._refuse(outcome)
-        document, before = outcome.document, self._last
+        document = outcome.document
         assert document is not None
-        now = time.monotonic()
-        if before is None or not document.is_of(before):
-            self._newcomers = newcomers_with(self._node.record.label, document)
-            self._served, self._failures = 0.0, 0
-        else:
-            self._served += now - self._began
-            if self._newcomers is not None:
-                joined = document.cause.joined
-                self._newcomers = self._newcomers.plus(joined.first).and_more(joined.more)
-        self._last, self._began = document, now
+        self._service.begin(document)
         self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
         self._servers = {
             world_id: server
@@ -491,7 +474,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         None also where this node is it, and of a large round, whose rank 0 it does not know.
         """
-        last, latest = self._last, self._node.latest
+        last, latest = self._service.last, self._node.latest
         if last is None or last.master is None or latest is None or not latest.is_of(last):
             return None
         first = last.participants[0] if last.participants else self._node.id
@@ -543,7 +526,16 @@ class StoreRendezvousHandler(RendezvousHandler):
             latest = self._node.latest
             if latest is None and self._client.get(STATE_KEY) is None:
                 latest = never_seen
-            self._close(latest, Outcome.CLOSED, "by request", may_close=lambda _: True)
+            work = close_run(
+                self._node.id,
+                latest,
+                Outcome.CLOSED,
+                f"by request: closed by {self._node.record.label}",
+                self._settings.sweep_after,
+                may_close=lambda _: True,
+                told=self._node.told_of_the_end,
+            )
+            self._close(work)
             self._closed = True
 
         with self._events.of("set_closed"):
@@ -578,8 +570,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         else:
             outcome, why = Outcome.FAILED, _what_failed(error)
         of_workers = isinstance(error, ChildFailedError)
-        if error is not None and (self._is_new if of_workers else not self._node.done):
-            return self._give_up(why, closes=True)
+        if error is not None and (self._service.is_new if of_workers else not self._node.done):
+            return self._give_up(why)
 
         def end() -> None:
             if not self._await_store(lambda: self._close_as_member(outcome, why)):
@@ -589,23 +581,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._end(end, "the run could not be closed")
 
     def _close_as_member(self, outcome: Outcome, why: str) -> bool:
-        """Close the run if it counts on this node, or has just stopped to, since it gave up."""
-        node, last = self._node, self._last
-
-        def may_close(now: RoundDocument) -> bool:
-            follows = last is not None and now.is_of(last) and now.round == last.round + 1
-            return now.names(node.id) or (follows and now.phase is Phase.FORMING)
-
-        return self._close(node.latest, outcome, why, may_close)
-
-    @property
-    def _is_new(self) -> bool:
-        """Whether this node came to a run that went on already, and has not served for long.
-
-        Its workers' failure is then more likely its own than the script's, or the run's.
-        """
-        served = self._served + time.monotonic() - self._began
-        return self._newcomers is not None and served < (self._rules.min_uptime or _PROBATION)
+        work = close_as_member(self._node, self._service, outcome, why, self._rules)
+        return self._close(work)
 
     def _costs_the_others(self) -> bool:
         """Whether this node, whose workers failed, is to leave a run that goes on without it.
@@ -614,16 +591,14 @@ class StoreRendezvousHandler(RendezvousHandler):
         each, as the next failure would; but all fail where one of the others was lost. It asks the
         store, in a thread: at a signal torch raises an exception in the caller's.
         """
-        if self.blames or not self._is_new:
-            return False
-        self._failures += 1
-        if self._failures <= min(_TRIES, (max_restarts() or 0) // 2):
+        last = self._service.last
+        if self.blames or last is None or not self._service.fails_again(max_restarts() or 0):
             return False
         answers: list[bool] = []
 
         def ask() -> None:
             with suppress(RendezvousConnectionError, RendezvousStateError):
-                answers.append(self._others_go_on() and not self._follows_from_a_loss())
+                answers.append(self._others_go_on() and not self._follows_from_a_loss(last))
 
         if not self._node.in_round:
             return False
@@ -633,94 +608,54 @@ class StoreRendezvousHandler(RendezvousHandler):
             thread.join()
         return any(answers)
 
-    def _follows_from_a_loss(self) -> bool:
-        """Whether the workers failed since a node of the round was lost.
+    def _others_go_on(self) -> bool:
+        work = others_go_on(self._node, self._service, self._rules, time.time())
+        return self._carry_out(work)
 
-        It waits until all others have shown that they live, or until a loss would show.
-        """
-        deadline, before = time.monotonic() + self.loss_shows_within, self._records()
-        while (last := self._last) is not None and not self._ended:
-            if (latest := self._node.latest) is not None and lost_one(last, latest):
-                return True
-            if time.monotonic() > deadline:
-                return False
-            if all_live(self._node.id, last, before, self._records()):
-                return False
-            time.sleep(min(_LOOK_SECONDS, self._rules.interval))
-        return False
-
-    def _records(self) -> dict[str, NodeRecord]:
-        entries = self._client.list(NODES_PREFIX)
-        found = {key.removeprefix(NODES_PREFIX): readable(it) for key, it in entries.items()}
-        return {node: record for node, record in found.items() if record is not None}
-
-    def _others_go_on(self, *, left: bool = False) -> bool:
-        """Whether the others are enough for a round; ``left``: this node has said that it leaves.
-
-        Of nodes that leave at once, each has left before it looks at the others: the last one finds
-        that they are too few. In a large run only who leads looks, and who finds no leader.
-        """
-        latest, records = self._node.latest, None
-        if latest is None:
-            return False
-        if latest.is_whole or (left and latest.leader in (None, self._node.id)):
-            records = self._records()
-        elif left:
-            return True
-        newcomers = self._newcomers if self._is_new else None
-        return goes_on_without(
-            self._node.id, latest, records, self._rules, time.time(), newcomers or Names()
+    def _follows_from_a_loss(self, last: RoundDocument) -> bool:
+        deadline = time.monotonic() + self.loss_shows_within
+        work = follows_from_a_loss(
+            self._node, last, self._rules, lambda: self._ended or time.monotonic() > deadline
         )
+        return self._carry_out(work)
 
-    def _give_up(self, why: str, *, closes: bool = False) -> bool:
+    def _give_up(self, why: str, *, looked: bool = False) -> bool:
         """Leave a run that goes on without this node, or close it as failed; with the reason.
 
         Args:
-            closes: close it also where it was not known before whether the others are enough.
+            looked: the others are known to be enough.
         """
 
+        def part() -> Parting:
+            node, service = self._node, self._service
+            work = give_up(node, service, self._rules, why, time.time, looked=looked)
+            return self._carry_out(work)
+
         def end() -> None:
-            if not closes or self._await_store(self._others_go_on):
-                self._say_farewell(why)
-                if self._await_store(lambda: self._others_go_on(left=True)):
-                    new = f", and it was new: {self._served_for()}" if self._is_new else ""
-                    self._log.error(
-                        f"this node leaves the run, which goes on without it: {why}{new}"
-                    )
-                    return
-            if not self._await_store(lambda: self._close_as_member(Outcome.FAILED, why)):
-                self._say_farewell(why)
+            parting = self._await_store(part)
+            if parting is Parting.CLOSED:
+                self._events.closed()
+                return
+            self._log.info(f"{self._node.record.label} has left")
+            if parting is Parting.LEFT:
+                service, new = self._service, ""
+                if service.is_new:
+                    new = f", and it was new: in the run for {service.seconds:.0f} s"
+                self._log.error(f"this node leaves the run, which goes on without it: {why}{new}")
 
         return self._end(end, "the run could not be closed")
-
-    def _served_for(self) -> str:
-        served = self._served + time.monotonic() - self._began
-        return f"in the run for {served:.0f} s"
 
     def _await_store(self, request: Callable[[], T]) -> T:
         return retry(request, timeout=self._settings.close_timeout, retryable=store_is_away)
 
-    def _close(
-        self,
-        latest: RoundDocument | None,
-        outcome: Outcome,
-        why: str,
-        may_close: Callable[[RoundDocument], bool],
-    ) -> bool:
-        work = close_run(
-            self._node.id,
-            latest,
-            outcome,
-            f"{why}: closed by {self._node.record.label}",
-            self._settings.sweep_after,
-            may_close=may_close,
-            told=self._node.told_of_the_end,
-        )
-        work = watched(work, self._watchers)
-        closed = carry_out(self._client, self._archive, work, self._log.tell)
-        if closed:
+    def _close(self, work: effects.Effects[bool]) -> bool:
+        if closed := self._carry_out(work):
             self._events.closed()
         return closed
+
+    def _carry_out(self, work: effects.Effects[T]) -> T:
+        work = watched(work, self._watchers)
+        return carry_out(self._client, self._archive, work, self._log.tell)
 
     def _leave(self, *, at_exit: bool = False) -> bool:
         """Tell the others that this node is gone, without closing the run."""
@@ -737,9 +672,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         patience = 0.0 if gives_up else _STOP_SECONDS
         return self._end(leave, "this node could not announce that it leaves", patience)
 
-    def _say_farewell(self, failure: str = "") -> None:
-        work = watched(self._node.farewell(failure), self._watchers)
-        carry_out(self._client, self._archive, work, self._log.tell)
+    def _say_farewell(self) -> None:
+        self._carry_out(self._node.farewell())
         self._log.info(f"{self._node.record.label} has left")
 
     def _leave_at_exit(self) -> None:

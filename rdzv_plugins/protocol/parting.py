@@ -1,16 +1,114 @@
-"""Whether the others go on without a node that gives up. Pure functions, as in `member`."""
+"""How a node parts from a run: it leaves one that goes on without it, and closes any other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
+from rdzv_plugins.kv import Entry
 from rdzv_plugins.protocol.choice import Sizes, world_size
-from rdzv_plugins.protocol.documents import Names, NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.cleanup import close_run
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    Names,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Status,
+)
+from rdzv_plugins.protocol.effects import Effects, List, Rest
 from rdzv_plugins.protocol.kept_out import kept_out
 from rdzv_plugins.protocol.leader import fits
+from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Rules
 
-__all__ = ["all_live", "goes_on_without", "lost_one", "newcomers_with"]
+if TYPE_CHECKING:
+    from rdzv_plugins.protocol.node import Node
+
+__all__ = [
+    "Parting",
+    "Service",
+    "all_live",
+    "close_as_member",
+    "follows_from_a_loss",
+    "give_up",
+    "goes_on_without",
+    "lost_one",
+    "newcomers_with",
+    "others_go_on",
+]
+
+# How often a new node whose workers failed tries again under torchrun; not with the last restart.
+_TRIES = 1
+
+# How often it looks meanwhile whether the others live.
+_LOOK_SECONDS = 0.5
+
+
+class Parting(StrEnum):
+    """What became of a run that a node gave up, or of the node: the run counted no more on it."""
+
+    LEFT = "left"
+    CLOSED = "closed"
+    REPLACED = "replaced"
+
+
+class Service:
+    """A node's time in the rounds of a run.
+
+    Args:
+        label: of the node.
+        clock: seconds, of any zero.
+
+    Attributes:
+        last: the round that its agent was given last.
+        newcomers: who came to a run that went on already, this node among them, with it or since;
+            None: it did not come so.
+    """
+
+    def __init__(self, label: str, rules: Rules, clock: Callable[[], float]) -> None:
+        self._label, self._rules, self._clock = label, rules, clock
+        self.last: RoundDocument | None = None
+        self.newcomers: Names | None = None
+        # Seconds that the rounds of this run had it, but for the last, and when that began.
+        self._served, self._began = 0.0, 0.0
+        # How often its workers failed while it was new.
+        self._failures = 0
+
+    def begin(self, document: RoundDocument) -> None:
+        """The node's agent is given a round."""
+        now = self._clock()
+        if self.last is None or not document.is_of(self.last):
+            self.newcomers = newcomers_with(self._label, document)
+            self._served, self._failures = 0.0, 0
+        else:
+            self._served += now - self._began
+            if self.newcomers is not None:
+                joined = document.cause.joined
+                self.newcomers = self.newcomers.plus(joined.first).and_more(joined.more)
+        self.last, self._began = document, now
+
+    @property
+    def seconds(self) -> float:
+        return self._served + self._clock() - self._began
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the node came to a run that went on already, and has not served for long.
+
+        Its workers' failure is then more likely its own than the script's, or the run's.
+        """
+        probation = self._rules.min_uptime or self._rules.probation
+        return self.newcomers is not None and self.seconds < probation
+
+    def fails_again(self, max_restarts: int) -> bool:
+        """Note that its workers failed; returns whether this new node costs others too much."""
+        if not self.is_new:
+            return False
+        self._failures += 1
+        return self._failures > min(_TRIES, max_restarts // 2)
 
 
 def newcomers_with(label: str, document: RoundDocument) -> Names | None:
@@ -91,3 +189,99 @@ def _runs(document: RoundDocument, record: NodeRecord) -> bool:
     if record.status is not Status.RUN or record.incarnation != document.incarnation:
         return False
     return record.round >= document.round - 1
+
+
+def others_go_on(
+    node: Node, service: Service, rules: Rules, wall: float, *, left: bool = False
+) -> Effects[bool]:
+    """Whether the others are enough for a round; ``left``: this node has said that it leaves.
+
+    Of nodes that leave at once, each has left before it looks at the others: the last one finds
+    that they are too few. In a large run only who leads looks, and who finds no leader.
+    """
+    latest, records = node.latest, None
+    if latest is None:
+        return False
+    if latest.is_whole or (left and latest.leader in (None, node.id)):
+        records = _read((yield from List(NODES_PREFIX)))
+    elif left:
+        return True
+    newcomers = service.newcomers if service.is_new else None
+    return goes_on_without(node.id, latest, records, rules, wall, newcomers or Names())
+
+
+def follows_from_a_loss(
+    node: Node, last: RoundDocument, rules: Rules, is_over: Callable[[], bool]
+) -> Effects[bool]:
+    """Whether the workers failed since a node of the round, the last one, was lost.
+
+    It waits until all others have shown that they live, or until it ``is_over``: a loss would have
+    shown by then.
+    """
+    before = _read((yield from List(NODES_PREFIX)))
+    while True:
+        if (latest := node.latest) is not None and lost_one(last, latest):
+            return True
+        if is_over():
+            return False
+        if all_live(node.id, last, before, _read((yield from List(NODES_PREFIX)))):
+            return False
+        yield from Rest(min(_LOOK_SECONDS, rules.interval))
+
+
+def give_up(
+    node: Node,
+    service: Service,
+    rules: Rules,
+    why: str,
+    wall: Callable[[], float],
+    *,
+    looked: bool = False,
+) -> Effects[Parting]:
+    """Leave a run that goes on without this node, or close it as failed; after `Node.run`.
+
+    It may be driven again where a request failed.
+
+    Args:
+        why: for people.
+        wall: the time on this host's wall clock, in seconds since the epoch.
+        looked: the others are known to be enough.
+    """
+    if looked or (yield from others_go_on(node, service, rules, wall())):
+        yield from node.farewell(why)
+        if (yield from others_go_on(node, service, rules, wall(), left=True)):
+            return Parting.LEFT
+    if (yield from close_as_member(node, service, Outcome.FAILED, why, rules)):
+        return Parting.CLOSED
+    yield from node.farewell(why)
+    return Parting.REPLACED
+
+
+def close_as_member(
+    node: Node, service: Service, outcome: Outcome, why: str, rules: Rules
+) -> Effects[bool]:
+    """Close the run if it counts on this node, or has just stopped to, since that gave up.
+
+    Returns whether the run is closed.
+    """
+
+    def may_close(now: RoundDocument) -> bool:
+        last = service.last
+        follows = last is not None and now.is_of(last) and now.round == last.round + 1
+        return now.names(node.id) or (follows and now.phase is Phase.FORMING)
+
+    closed = yield from close_run(
+        node.id,
+        node.latest,
+        outcome,
+        f"{why}: closed by {node.record.label}",
+        rules.sweep_after,
+        may_close=may_close,
+        told=node.told_of_the_end,
+    )
+    return closed
+
+
+def _read(entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:
+    found = {key.removeprefix(NODES_PREFIX): readable(it) for key, it in entries.items()}
+    return {node: record for node, record in found.items() if record is not None}

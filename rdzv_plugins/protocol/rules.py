@@ -67,6 +67,7 @@ class Rules:
         network_check: a round runs once its nodes have exchanged data, and have reached rank 0.
         outage_limit: a node of which the store has accepted no heartbeat for so long stops its
             workers; infinite: only if the store refuses it, after its lease.
+        probation: for so long a node is new to a run, unless ``min_uptime`` says otherwise.
     """
 
     min_nodes: int
@@ -93,6 +94,7 @@ class Rules:
     segment: int = 1
     network_check: bool = False
     outage_limit: float = math.inf
+    probation: float = 60.0
 
     @property
     def minds_domains(self) -> bool:

@@ -40,6 +40,7 @@ from rdzv_plugins.kv import (
     Version,
 )
 from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, Phase, RoundDocument
+from rdzv_plugins.protocol.parting import close_as_member
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.harness import until
 
@@ -304,8 +305,11 @@ def test_a_peer_that_closes_the_run_ends_the_others_with_their_failure(fleet: Ru
 def test_a_run_without_progress_ends_the_agents_with_93(fleet: Run) -> None:
     """Also one whose workers failed, and which has not asked for the next round yet."""
     node, peer = failed_beside_a_peer(fleet)
-    latest = peer.handler._node.latest
-    peer.handler._close(latest, Outcome.NO_PROGRESS, "no progress", may_close=lambda _: True)
+    handler = peer.handler
+    work = close_as_member(
+        handler._node, handler._service, Outcome.NO_PROGRESS, "no progress", handler._rules
+    )
+    handler._close(work)
     with pytest.raises(SystemExit) as ended:
         node.end()
     assert ended.value.code == 93

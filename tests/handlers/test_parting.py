@@ -6,6 +6,7 @@ A node leaves where its agent fails, or its workers do while it is new, and the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from rdzv_plugins import handler as handlers
 from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import Outcome, Phase, Status
+from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import Site
 from tests.handlers.site import site as make_site
@@ -163,9 +165,10 @@ def test_one_that_has_served_ends_the_run_as_ever(
     site: Site, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     if not options:
-        monkeypatch.setattr(handlers, "_PROBATION", 0.05)
+        brief = partial(Rules, probation=0.05)
+        monkeypatch.setattr(handlers, "Rules", brief)
     *_, new = with_a_newcomer(site, **options)
-    site.await_that(lambda: not new._is_new)
+    site.await_that(lambda: not new._service.is_new)
     assert end_with(new, workers_failed())
     assert site.document is not None
     assert site.document.outcome is Outcome.FAILED
