@@ -81,6 +81,7 @@ class Capabilities:
         batch: `put_many`, `get_many` and `list` are one round trip each.
         ttl: the server itself deletes an expired namespace; False: it only reads as empty.
         max_value_bytes: the largest value; a larger one raises `RendezvousStateError`.
+        atomic: of how many keys a `put_many` is written as a whole or not at all.
     """
 
     push: bool
@@ -88,6 +89,7 @@ class Capabilities:
     batch: bool
     ttl: bool
     max_value_bytes: int
+    atomic: range = range(1, 2)
 
 
 class KeyValueClient(ABC):
@@ -187,7 +189,10 @@ class KeyValueClient(ABC):
         return {key: entry for key, entry in found.items() if entry is not None}
 
     def put_many(self, values: Mapping[str, bytes]) -> None:
-        """Write several keys, in order; atomic only if the store's documentation says so."""
+        """Write several keys, in order; atomic only for as many as `Capabilities.atomic` says.
+
+        Of another one, which a killed client or a lost connection ends, a beginning may be there.
+        """
         for key, value in values.items():
             self.put(key, value)
 

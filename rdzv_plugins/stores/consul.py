@@ -92,7 +92,12 @@ class Client(StoreClient):
     name = "consul"
     options = Options
     capabilities = Capabilities(
-        push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=_LARGEST_VALUE
+        push=True,
+        linearizable=True,
+        batch=True,
+        ttl=False,
+        max_value_bytes=_LARGEST_VALUE,
+        atomic=range(1, 64),
     )
     heartbeat_ms = 2.2
     # A transaction holds 64 operations, of which one reads the mark, and 512 KiB in base64.

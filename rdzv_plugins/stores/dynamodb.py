@@ -96,7 +96,12 @@ class Client(StoreClient):
     name = "dynamodb"
     options = Options
     capabilities = Capabilities(
-        push=False, linearizable=True, batch=True, ttl=True, max_value_bytes=400_000
+        push=False,
+        linearizable=True,
+        batch=True,
+        ttl=True,
+        max_value_bytes=400_000,
+        atomic=range(3, 101),
     )
     # Not measured: a partition takes 1,000 writes a second, twice what half a core does here.
     heartbeat_ms = 0.5

@@ -100,7 +100,12 @@ class Client(StoreClient):
     name = "etcd-v3"
     options = Options
     capabilities = Capabilities(
-        push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=_LARGEST
+        push=True,
+        linearizable=True,
+        batch=True,
+        ttl=True,
+        max_value_bytes=_LARGEST,
+        atomic=range(1, _OPERATIONS + 1),
     )
     heartbeat_ms = 3.2
     batch = (_OPERATIONS, _LARGEST)

@@ -336,7 +336,12 @@ class Client(StoreClient):
     name = "postgres"
     options = Options
     capabilities = Capabilities(
-        push=True, linearizable=True, batch=True, ttl=False, max_value_bytes=64 << 20
+        push=True,
+        linearizable=True,
+        batch=True,
+        ttl=False,
+        max_value_bytes=64 << 20,
+        atomic=range(1, 101),
     )
     heartbeat_ms = 0.65
     least_version: ClassVar[tuple[int, ...]] = (12,)

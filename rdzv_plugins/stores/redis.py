@@ -10,7 +10,8 @@ hash tag: a Cluster keeps all keys of a run in one slot.
 
 Limits: linearizable on one primary. Replication is asynchronous, so a fail-over (Sentinel, Cluster)
 may lose the last writes; the round protocol survives that, as it survives a restart without data.
-Values up to 512 MB (``proto-max-bulk-len``).
+Values up to 512 MB (``proto-max-bulk-len``). `Client.put_many` is atomic up to 10,000 keys and 64
+MiB.
 The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello`` on
 ``~{<prefix>/*``; for a database other than 0 also ``+select``, for a Cluster also
 ``+cluster|slots +command``.
@@ -332,7 +333,12 @@ class Client(StoreClient):
     name = "redis"
     options = Options
     capabilities = Capabilities(
-        push=True, linearizable=True, batch=True, ttl=True, max_value_bytes=512 * 1024 * 1024
+        push=True,
+        linearizable=True,
+        batch=True,
+        ttl=True,
+        max_value_bytes=512 * 1024 * 1024,
+        atomic=range(1, 10_001),
     )
     heartbeat_ms = 0.2
     # Redis has no such limit, but it does nothing else while a script runs.

@@ -124,7 +124,12 @@ class Client(StoreClient):
     name = "zookeeper"
     options = Options
     capabilities = Capabilities(
-        push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=1_046_528
+        push=True,
+        linearizable=True,
+        batch=False,
+        ttl=False,
+        max_value_bytes=1_046_528,
+        atomic=range(1, _BATCH + 1),
     )
     heartbeat_ms = 1.5
     batch = (_BATCH, 500_000)

@@ -13,12 +13,13 @@ These lines test a backend elsewhere against the whole contract of `rdzv_plugins
         def store(self):
             return Store(open=open_client, address=("127.0.0.1", 7000))
 
-`KeyValueConformance` tests what needs only clients: reads and writes, waiting, and many clients at
-once. `NetworkConformance` adds broken connections, through the suite's `Proxy`, and compares the
-declared `Capabilities` with the round trips counted there. It needs `Store.address`; with
-``restart`` it also tests restarts of the server, with ``stored`` whether the server itself deletes
-expired keys. Without these, the tests are skipped with a message. `TorchConformance` tests the
-contract of torch's ``RendezvousBackend`` on the same clients.
+`KeyValueConformance` tests what needs only clients: reads and writes, waiting, many clients at
+once, and processes that are killed in the midst of a write. `NetworkConformance` adds broken
+connections, through the suite's `Proxy`, and compares the declared `Capabilities` with the round
+trips counted there. It needs `Store.address`; with ``restart`` it also tests restarts of the
+server, with ``stored`` whether the server itself deletes expired keys. Without these, the tests are
+skipped with a message. `TorchConformance` tests the contract of torch's ``RendezvousBackend`` on
+the same clients.
 
 Every test has its own namespace. The suite's time limits are generous, so that they hold on a busy
 machine with two cores; they are no benchmark.
@@ -30,14 +31,16 @@ import pytest
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
-        for module in ("capabilities", "concurrency", "harness", "network", "reads_writes")
+        for module in ("capabilities", "concurrency", "harness", "killed_writers")
     ),
-    *(f"{__name__}.{module}" for module in ("threads", "torch_backend", "waiting")),
+    *(f"{__name__}.{module}" for module in ("network", "reads_writes", "threads")),
+    *(f"{__name__}.{module}" for module in ("torch_backend", "waiting")),
 )
 
 from rdzv_plugins.testing.capabilities import CapabilityTests  # noqa: E402
 from rdzv_plugins.testing.concurrency import ConcurrencyTests  # noqa: E402
 from rdzv_plugins.testing.harness import Store  # noqa: E402
+from rdzv_plugins.testing.killed_writers import KilledWriterTests  # noqa: E402
 from rdzv_plugins.testing.network import NetworkTests  # noqa: E402
 from rdzv_plugins.testing.proxy import Proxy  # noqa: E402
 from rdzv_plugins.testing.reads_writes import ReadWriteTests  # noqa: E402
@@ -47,7 +50,7 @@ from rdzv_plugins.testing.waiting import WaitingTests  # noqa: E402
 __all__ = ["KeyValueConformance", "NetworkConformance", "Proxy", "Store", "TorchConformance"]
 
 
-class KeyValueConformance(ReadWriteTests, WaitingTests, ConcurrencyTests):
+class KeyValueConformance(ReadWriteTests, WaitingTests, ConcurrencyTests, KilledWriterTests):
     """Tests of every client; subclasses define the fixture ``store``, a `Store`."""
 
 

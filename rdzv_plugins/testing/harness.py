@@ -52,6 +52,8 @@ class Store:
         deadline_unit: of the suite's deadlines, and of its waits for what must not come, in
             seconds; less than 1 for a store that keeps fractions of a second and answers within
             microseconds.
+        forks: ``open`` also works in a forked process, whose writes all clients see; False for a
+            store within one process, and for a client library that survives no fork.
     """
 
     open: OpenClient
@@ -59,6 +61,7 @@ class Store:
     restart: Restart | None = None
     stored: Callable[[str], int] | None = None
     deadline_unit: float = 1.0
+    forks: bool = True
 
 
 class Harness:

@@ -81,6 +81,78 @@ def test_torch_finds_it_by_its_entry_point(tmp_path: Path) -> None:
     ], ended.stderr
 
 
+PUT = """"INSERT OR REPLACE INTO runs VALUES (:run, :key, :data, :now)", *rows)
+"""
+REPLACE = """= :stamp AND {LIVE}\"\"\"
+"""
+ASK = """    def _ask(self, limit: Limit, statement: str, *rows: Mapping[str, Any]) -> int:
+"""
+
+# What would break the page's store, by what it does to others, and the test that finds it.
+BROKEN = {
+    "halves": (
+        PUT,
+        PUT.replace("*rows", "rows[0]")
+        + f"""        for row in rows[1:]:
+            self._ask(limit, {PUT.replace("*rows", "row")}""",
+        "test_killed_put_many_leaves_a_whole_batch_or_its_beginning[20]",
+    ),
+    "tears": (
+        PUT,
+        PUT.replace("*rows", '*({**row, "data": row["data"][:-1]} for row in rows)')
+        + f"        self._ask(limit, {PUT}",
+        "test_killed_put_leaves_the_old_or_the_new_value[300]",
+    ),
+    "loses": (
+        REPLACE,
+        REPLACE
+        + """            self._ask(limit, f"DELETE FROM runs WHERE run = :run AND key = :key", row)
+            return self._replace(key, data, None, limit)
+""",
+        "test_killed_compare_and_set_leaves_the_old_or_the_new_value[300]",
+    ),
+    "blocks": (
+        ASK,
+        ASK
+        + """        from pathlib import Path
+        while True:
+            try:
+                lock = Path(self._path + ".lock")
+                lock.touch(exist_ok=False)
+                break
+            except FileExistsError:
+                limit.sleep(min(0.001, limit.seconds))
+        try:
+            return self._locked(limit, statement, *rows)
+        finally:
+            lock.unlink()
+
+"""
+        + ASK.replace("_ask", "_locked"),
+        "test_killed_put_leaves_the_old_or_the_new_value[300]",
+    ),
+}
+
+
+def test_the_suite_finds_what_a_killed_writer_breaks(tmp_path: Path) -> None:
+    for name, (right, wrong, _) in BROKEN.items():
+        store, test = SHOWN["mypackage/mystore.py"], SHOWN["test_mystore.py"]
+        assert store.count(right) == 1, name
+        (tmp_path / f"{name}.py").write_text(store.replace(right, wrong))
+        (tmp_path / f"test_{name}.py").write_text(test.replace("mypackage.mystore", name))
+    tests = [f"test_{name}.py::TestMyStore::{test}" for name, (*_, test) in BROKEN.items()]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=line", *tests],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+    )
+    for test in tests:
+        assert f"FAILED {test}" in ended.stdout, ended.stdout
+
+
 def test_the_page_keeps_its_word() -> None:
     assert {"mypackage/mystore.py", "mypackage/entry_points.py", "test_mystore.py"} <= SHOWN.keys()
     assert len(SHOWN["mypackage/mystore.py"].splitlines()) < 150

@@ -12,4 +12,8 @@ class TestMemory(KeyValueConformance, TorchConformance):
     @pytest.fixture
     def store(self) -> Store:
         server = MemoryServer()
-        return Store(open=lambda namespace, **_: MemoryClient(server, namespace), deadline_unit=0.2)
+        return Store(
+            open=lambda namespace, **_: MemoryClient(server, namespace),
+            deadline_unit=0.2,
+            forks=False,
+        )
