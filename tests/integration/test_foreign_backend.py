@@ -153,6 +153,39 @@ def test_the_suite_finds_what_a_killed_writer_breaks(tmp_path: Path) -> None:
         assert f"FAILED {test}" in ended.stdout, ended.stdout
 
 
+def test_the_installed_package_works_as_the_page_shows(tmp_path: Path) -> None:
+    for name, text in {**SHOWN, "mypackage/__init__.py": ""}.items():
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "source" / name).write_text(text)
+    (shown,) = re.findall(r"```bash\n(pip install .*?)```", PAGE.read_text(), re.DOTALL)
+    site, there = str(tmp_path / "site"), str(tmp_path / "try")
+    # Not into the environment of all tests, without the network, and two tests of the suite.
+    offline = f"python -m pip install --quiet --no-build-isolation --target {site}"
+    commands = (
+        shown.replace("pip install --force-reinstall", offline)
+        .replace("/tmp/try", there)
+        .replace("python -m pytest", "python -m pytest -q -k 'killed_add or put_is_read'")
+    )
+    ended = subprocess.run(
+        ["bash", "-e", "-x", "-c", commands],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=tmp_path / "source",
+        env={
+            **os.environ,
+            "PYTHONPATH": site,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 passed" in ended.stdout
+    assert "verdict: a job works" in ended.stdout
+    assert "run 'try': connected to mystore" in ended.stderr
+
+
 def test_the_page_keeps_its_word() -> None:
     assert {"mypackage/mystore.py", "mypackage/entry_points.py", "test_mystore.py"} <= SHOWN.keys()
-    assert len(SHOWN["mypackage/mystore.py"].splitlines()) < 150
+    lines = len(SHOWN["mypackage/mystore.py"].splitlines())
+    assert f"a complete store in {lines} lines" in (PAGE.parents[1] / "README.md").read_text()
