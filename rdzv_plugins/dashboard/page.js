@@ -8,15 +8,38 @@ const STATES = ["run", "done", "join", "spare", "silent", "lost", "unfit", "left
 const WORDS = { run: "running", join: "waiting" };
 const CAUSE_WORDS = { failed: "workers failed", evicted: "left out", held: "left over" };
 const NAMED = 16;
-const LARGE = 16, MIDDLE = 160, BARS = 24;
+// What needs a look, the worst first.
+const ODD = ["lost", "unknown", "unfit", "silent"];
+const LARGE = 16, MIDDLE = 160, ODD_SHOWN = 24, BARS = 24;
 const SVG = "http://www.w3.org/2000/svg";
 
-let chosen = null, events = null, runs = [], run = null, shown = null, seenAt = null;
+let chosen = null, events = null, runs = [], run = null, shown = null, store = null;
+let sought = "", only = null, local = remembered() === "local";
 
 const $ = (id) => document.getElementById(id);
 const word = (state) => WORDS[state] || state;
-const clock = (iso) => new Date(iso).toLocaleTimeString([], { hour12: false });
-const day = (iso) => new Date(iso).toLocaleDateString("sv") + " " + clock(iso);
+
+// Some browsers are set to keep nothing.
+function remembered(zone) {
+  try {
+    if (zone !== undefined) localStorage.setItem("zone", zone);
+    return localStorage.getItem("zone");
+  } catch {
+    return null;
+  }
+}
+
+// Times are UTC as in the commands, unless switched, and name their zone.
+function moment(time) {
+  const date = new Date(time), ahead = local ? -date.getTimezoneOffset() : 0;
+  const two = (number) => String(Math.trunc(Math.abs(number))).padStart(2, "0");
+  const zone = ahead === 0 ? "" : `${ahead < 0 ? "-" : "+"}${two(ahead / 60)}:${two(ahead % 60)}`;
+  const shifted = new Date(date.getTime() + ahead * 60000).toISOString();
+  return [shifted.slice(0, 10), `${shifted.slice(11, 19)} UTC${zone}`];
+}
+
+const clock = (time) => moment(time)[1];
+const day = (time) => moment(time).join(" ");
 
 function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -75,11 +98,32 @@ function pill(element, item) {
   say(element, condition(item));
 }
 
+function showFilters() {
+  const counts = new Map();
+  for (const item of runs) counts.set(condition(item), (counts.get(condition(item)) || 0) + 1);
+  if (!counts.has(only)) only = null;
+  fill($("filters"), [[null, runs.length], ...[...counts].sort()],
+    () => make("button", { type: "button" }),
+    (element, [name, count]) => {
+      element.only = name;
+      mark(element, "data-condition", name);
+      mark(element, "aria-pressed", String(name === only));
+      say(element, `${name || "all"} ${count}`);
+    });
+  $("filters").hidden = counts.size < 2;
+  $("search").hidden = runs.length < 2 && sought === "";
+}
+
 function showRuns() {
-  say($("count"), String(runs.length));
+  showFilters();
+  const words = sought.toLowerCase().split(/\s+/);
+  const found = runs.filter((item) => (only === null || condition(item) === only) &&
+    words.every((it) => `${item.run} ${item.sentence}`.toLowerCase().includes(it)));
+  say($("count"), found.length === runs.length ? String(runs.length) : `${found.length} of ${runs.length}`);
+  $("unmatched").hidden = found.length > 0 || runs.length === 0;
   fill(
     $("runs"),
-    runs,
+    found,
     () => make("li", {}, make("a", {}, make("span", { class: "top" }, make("b", {}),
       make("span", { class: "pill" })), make("small", {}))),
     (element, item) => {
@@ -144,7 +188,7 @@ function showNode(element, node, size) {
     element.classList.remove("mark");
     return;
   }
-  const odd = ["silent", "lost", "unfit", "unknown"].includes(node.state);
+  const odd = ODD.includes(node.state);
   element.classList.toggle("mark", odd);
   say(element, size === "middle" && !odd && node.rank !== null ? String(node.rank) : "");
 }
@@ -173,16 +217,17 @@ function showWorld(nodes) {
       mark(element, "data-state", state);
       say(element, `${count} ${word(state)}`);
     });
-  const odd = nodes.filter((node) => ["lost", "silent", "unfit", "unknown"].includes(node.state));
-  const named = odd.slice(0, 8).map((node) => `${word(node.state)}: ${label(node)}`).join(", ");
-  $("caption").odd = odd.length > 8 ? `${named} and ${odd.length - 8} more` : named;
-  if (!$("caption").pointed) say($("caption"), $("caption").odd);
+  // Of a few, each has a card; of many, those that need a look come first.
+  const odd = size === "large" ? [] : ODD.flatMap((state) => nodes.filter((node) => node.state === state));
+  showGrid($("odd"), odd.slice(0, ODD_SHOWN), "large");
+  $("odd").hidden = odd.length === 0;
+  $("odd-more").hidden = odd.length <= ODD_SHOWN;
+  say($("odd-more"), `and ${odd.length - ODD_SHOWN} more`);
 }
 
 function point(event) {
   const node = event.target.closest(".node");
-  $("caption").pointed = node !== null;
-  say($("caption"), node === null ? $("caption").odd || "" : node.about);
+  say($("caption"), node === null ? "" : node.about);
 }
 
 // A ceiling that is 1, 2 or 5 times a power of ten.
@@ -208,12 +253,13 @@ function level(at, text, shape) {
   );
 }
 
+// Nodes that were there: they fall when nodes are lost, and rise when a round runs.
 function showSizes(rows) {
   const svg = $("sizes-plot"), shape = plot(svg);
-  const times = rows.map((row) => Date.parse(row.at));
-  const sizes = rows.map((row) => (row.phase === "closed" ? 0 : row.nodes));
-  const live = run.condition !== "closed" && run.condition !== "dead" && seenAt !== null;
-  const first = times[0], last = Math.max(times[times.length - 1], live ? Date.parse(seenAt) : 0);
+  const times = run.sizes.map(([at]) => Date.parse(at)), sizes = run.sizes.map(([, count]) => count);
+  const live = run.condition !== "closed" && store !== null;
+  const ends = [times[times.length - 1], ...rows.map((row) => Date.parse(row.at)), live ? Date.parse(store.at) : 0];
+  const first = times[0], last = Math.max(...ends);
   const most = Math.max(1, ...sizes, run.max_nodes && run.max_nodes <= 4 * Math.max(...sizes) ? run.max_nodes : 0);
   const x = (at) => shape.left + 6 + ((shape.right - shape.left - 14) * (at - first)) / Math.max(1, last - first);
   const y = (size) => shape.bottom - ((shape.bottom - shape.top) * size) / most;
@@ -227,21 +273,21 @@ function showSizes(rows) {
     );
   }
   let path = `M${x(first)},${y(sizes[0])}`;
-  for (let i = 1; i < rows.length; i++) path += `H${x(times[i])}V${y(sizes[i])}`;
+  for (let i = 1; i < times.length; i++) path += `H${x(times[i])}V${y(sizes[i])}`;
   path += `H${x(last)}`;
   shape.parts.push(
     draw("path", { class: "area", d: `${path}V${y(0)}H${x(first)}Z` }),
     draw("path", { class: "step", d: path }),
   );
-  rows.forEach((row, i) => {
-    const dot = draw("circle", { class: "event", cx: x(times[i]), cy: y(sizes[i]), r: 5.5, "data-cause": causeOf(row) });
+  rows.forEach((row) => {
+    const size = row.phase === "closed" ? 0 : row.nodes;
+    const dot = draw("circle", { class: "event", cx: x(Date.parse(row.at)), cy: y(size), r: 5.5, "data-cause": causeOf(row) });
     dot.append(draw("title", {}, `round ${row.round}, ${clock(row.at)}: ${row.reason || ""}`));
     shape.parts.push(dot);
   });
   shape.parts.push(
-    draw("text", { x: shape.left, y: shape.height - 4 }, day(rows[0].at)),
-    draw("text", { x: shape.right, y: shape.height - 4, "text-anchor": "end" },
-      live ? "now" : clock(new Date(last))),
+    draw("text", { x: shape.left, y: shape.height - 4 }, day(first)),
+    draw("text", { x: shape.right, y: shape.height - 4, "text-anchor": "end" }, live ? "now" : clock(last)),
   );
   svg.replaceChildren(...shape.parts);
   const found = new Set(rows.map(causeOf));
@@ -302,12 +348,13 @@ function chips(row) {
 }
 
 function showRow(element, row) {
-  const text = JSON.stringify(row);
+  const text = JSON.stringify([row, local]);
   if (element.shown === text) return;
   element.shown = text;
   const [round, when, nodes, formed, why] = element.children;
   const end = row.phase === "closed";
   say(round, end ? "end" : String(row.round));
+  mark(round, "data-label", end ? null : "round ");
   say(when, day(row.at));
   say(nodes, end ? "" : String(row.nodes));
   say(formed, row.seconds ? seconds(row.seconds.gathering + row.seconds.confirming) : "");
@@ -341,14 +388,26 @@ function showRun() {
   const newest = run.rounds || [];
   showWorld(withLost(nodes, newest));
   const rows = [...newest].reverse();
-  $("sizes").hidden = rows.length === 0;
-  if (rows.length > 0) showSizes(rows);
+  $("sizes").hidden = run.sizes.length === 0;
+  if (run.sizes.length > 0) showSizes(rows);
   const formed = rows.filter((row) => row.seconds).slice(-BARS);
   $("forming").hidden = formed.length === 0;
   if (formed.length > 0) showForming(formed);
   $("history").hidden = rows.length === 0;
   fill($("rounds"), newest, () => make("tr", {}, ...["number", "number", "number", "number", ""].map((name) => make("td", { class: name }))), showRow);
   document.title = `${run.run} · rdzv`;
+}
+
+function showStore() {
+  say($("zone"), local ? "local" : "UTC");
+  mark($("zone"), "aria-pressed", String(local));
+  if (store === null) return;
+  const { store: where, at, away } = store;
+  say($("where"), where);
+  mark($("live"), "data-live", away === null ? "yes" : "away");
+  say($("live"), `${away === null ? "live" : "store away"} · ${clock(at)}`);
+  $("away").hidden = away === null;
+  say($("away"), away === null ? "" : `store away since ${clock(away.since)}: ${away.error}`);
 }
 
 function chooseOne() {
@@ -364,13 +423,8 @@ function listen(id) {
   showRun();
   events = new EventSource(id === null ? "/events" : `/events?run=${encodeURIComponent(id)}`);
   events.addEventListener("store", (event) => {
-    const { store, at, away } = JSON.parse(event.data);
-    seenAt = at;
-    say($("where"), store);
-    mark($("live"), "data-live", away === null ? "yes" : "away");
-    say($("live"), `${away === null ? "live" : "store away"} · ${clock(at)}`);
-    $("away").hidden = away === null;
-    say($("away"), away === null ? "" : `store away since ${clock(away.since)}: ${away.error}`);
+    store = JSON.parse(event.data);
+    showStore();
   });
   events.addEventListener("runs", (event) => {
     runs = JSON.parse(event.data);
@@ -397,10 +451,27 @@ function fromAddress() {
   }
 }
 
+$("search").addEventListener("input", (event) => {
+  sought = event.target.value.trim();
+  showRuns();
+});
+$("filters").addEventListener("click", (event) => {
+  const button = event.target.closest("button");
+  if (button === null) return;
+  only = button.only;
+  showRuns();
+});
+$("zone").addEventListener("click", () => {
+  local = !local;
+  remembered(local ? "local" : "UTC");
+  showStore();
+  showRun();
+});
 window.addEventListener("hashchange", () => listen(fromAddress()));
 window.addEventListener("resize", showRun);
-$("grid").addEventListener("mouseover", point);
-$("grid").addEventListener("mouseleave", point);
-$("others").addEventListener("mouseover", point);
-$("others").addEventListener("mouseleave", point);
+for (const id of ["grid", "others"]) {
+  $(id).addEventListener("mouseover", point);
+  $(id).addEventListener("mouseleave", point);
+}
+showStore();
 listen(fromAddress());

@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from msgspec import to_builtins
 
+from rdzv_plugins.archive import Row
+from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.survey import Survey
 
-__all__ = ["Poller", "Snapshot"]
+__all__ = ["Poller", "Snapshot", "sizes"]
 
 # How often the store is read while somebody looks, and while nobody does, in seconds.
 _INTERVAL = 1.0
@@ -24,6 +27,28 @@ _IDLE_INTERVAL = 15.0
 # Whoever has asked for something looks for so long.
 _ATTENTION_SECONDS = 10.0
 _STOP_SECONDS = 2.0
+# The most sizes of a run that are kept while the dashboard looks.
+_MOST_SIZES = 500
+# The causes of a round by which nodes are gone, and the states of nodes that are not in it.
+_GONE = ("lost", "left", "evicted", "drained", "excluded")
+_ABSENT = {"lost", "left", "unfit", "unknown"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How many nodes a run had.
+
+    Attributes:
+        at: from when on, ISO 8601 in UTC, on the clock of this host.
+        nodes: of its round, or, while one forms, those that are there for it.
+        incarnation, round, runs: of which round, and whether that ran.
+    """
+
+    at: str
+    nodes: int
+    incarnation: str
+    round: int
+    runs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +61,7 @@ class Snapshot:
         away: since when the store is away, and why; None: it answered.
         runs: a line for each run, the newest first.
         reports: by run id; see `survey.Seen.report`.
+        sizes: by run id: what was seen of it since this process began.
     """
 
     at: str
@@ -43,6 +69,7 @@ class Snapshot:
     away: dict[str, str] | None
     runs: list[dict[str, Any]]
     reports: Mapping[str, dict[str, Any]]
+    sizes: Mapping[str, list[Size]]
 
 
 class Poller:
@@ -55,6 +82,7 @@ class Poller:
         self.viewers = 0
         self.snapshot: Snapshot | None = None
         self._survey = survey
+        self._sizes: dict[str, list[Size]] = {}
         self._asked = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
@@ -93,13 +121,18 @@ class Poller:
             await asyncio.wait_for(self._news.wait(), timeout)
 
     async def run(self, run_id: str) -> dict[str, Any] | None:
-        """A run's report with its rounds, the newest first; None: it is not in the snapshot."""
-        report = self.snapshot.reports.get(run_id) if self.snapshot is not None else None
-        if report is None:
+        """A run's report with ``rounds``, the newest first, and ``sizes``; None: there is none."""
+        snapshot = self.snapshot
+        report = snapshot.reports.get(run_id) if snapshot is not None else None
+        if snapshot is None or report is None:
             return None
         # Reads the store only after a round has begun or a run has ended.
         rows = await asyncio.to_thread(self._survey.rows, run_id)
-        return report | {"rounds": [to_builtins(row) for row in reversed(rows)]}
+        seen = snapshot.sizes.get(run_id, [])
+        return report | {
+            "rounds": [to_builtins(row) for row in reversed(rows)],
+            "sizes": sizes(rows, seen),
+        }
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -128,12 +161,17 @@ class Poller:
             since, why = self._survey.away
             away = {"since": since.isoformat(timespec="milliseconds"), "error": why}
         reports = {run_id: seen.report() for run_id, seen in self._survey.runs.items()}
+        self._sizes = {
+            run_id: _grown(self._sizes.get(run_id, []), _size(report, now))
+            for run_id, report in reports.items()
+        }
         snapshot = Snapshot(
             at=now,
             taken=time.monotonic(),
             away=away,
             runs=[_line(report) for report in reports.values()],
             reports=reports,
+            sizes=self._sizes,
         )
         # The loop is closed where the server ends at this moment.
         with contextlib.suppress(RuntimeError):
@@ -161,3 +199,64 @@ def _line(report: Mapping[str, Any]) -> dict[str, Any]:
         "began": report["began"],
         "noted": report["noted"],
     }
+
+
+def sizes(rows: Sequence[Row], seen: Sequence[Size]) -> list[tuple[str, int]]:
+    """Since when a run had how many nodes: fewer once some are lost, not only as a round runs.
+
+    Args:
+        rows: its rounds and ends, the oldest first; they tell what was before the last of them.
+        seen: what was seen of it; it tells what came since.
+    """
+    found: list[tuple[str, int]] = []
+    for row in rows:
+        if row.phase is Phase.CLOSED:
+            found.append((row.at, 0))
+            continue
+        gone = sum(len(getattr(row, cause)) for cause in _GONE)
+        if found and found[-1][1] and gone and row.seconds is not None:
+            # They were gone when it began to form. A row names sixteen of a cause at most.
+            at, before = found[-1]
+            began = datetime.fromisoformat(row.at) - timedelta(seconds=row.seconds.total)
+            there = max(0, min(before - gone, row.nodes))
+            found.append((max(began.isoformat(timespec="milliseconds"), at), there))
+        found.append((row.at, row.nodes))
+    # No clocks of two hosts are compared, but no line runs backwards.
+    last = found[-1][0] if found else ""
+    found += [(max(it.at, last), it.nodes) for it in _since(rows, seen)]
+    return [it for i, it in enumerate(found) if i == 0 or it[1] != found[i - 1][1]]
+
+
+def _since(rows: Sequence[Row], seen: Sequence[Size]) -> Sequence[Size]:
+    """What was seen since the last row was so."""
+    if not rows:
+        return seen
+    row = rows[-1]
+    same = [i for i, it in enumerate(seen) if it.incarnation == row.incarnation]
+    after = same[-1] + 1 if same else 0
+    if row.phase is Phase.CLOSED:
+        return seen[after:]
+    place = row.round, True
+    return seen[next((i for i in same if (seen[i].round, seen[i].runs) >= place), after) :]
+
+
+def _size(report: Mapping[str, Any], at: str) -> Size | None:
+    nodes, phase = report.get("nodes"), report.get("phase")
+    if nodes is None or not report["told"] or phase == Phase.CLOSED:
+        return None
+    forms = phase == Phase.FORMING
+    absent = _ABSENT | {"silent", "spare"} if forms else _ABSENT
+    there = [it for it in nodes if it["state"] not in absent and (forms or it["rank"] is not None)]
+    return Size(
+        at=at,
+        nodes=0 if report["condition"] == Condition.DEAD else len(there),
+        incarnation=report["incarnation"],
+        round=report["round"],
+        runs=phase == Phase.RUNNING,
+    )
+
+
+def _grown(known: list[Size], size: Size | None) -> list[Size]:
+    if size is None or (known and replace(known[-1], at=size.at) == size):
+        return known
+    return [*known[1 - _MOST_SIZES :], size]

@@ -7,16 +7,20 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from datetime import datetime
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
+from zoneinfo import ZoneInfo
 
 import pytest
-from selenium.webdriver import Chrome
+from msgspec.structs import replace
+from selenium.webdriver import Chrome, Keys
 
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.cli import pages
@@ -187,8 +191,7 @@ def test_a_thousand_nodes_fit(
         for node in ("n0100", "n0900"):
             client.put(NODES_PREFIX + node, record(1, "gpu-spot", Status.DONE, beat=2).encode())
     await_that(lambda: "2 done" in text(chrome, "#legend"), 10, chrome)
-    lost = "silent: gpu-0000.cluster[4000] (rank 0)"
-    await_that(lambda: lost in text(chrome, "#caption"), 30, chrome)
+    await_that(lambda: "silent" in text(chrome, "#odd"), 30, chrome)
     assert complaints(chrome) == []
 
 
@@ -199,6 +202,208 @@ BUILD = """(() => {
   showWorld(nodes);
   document.getElementById('grid').getBoundingClientRect();
   return performance.now() - began;
+})()"""
+
+
+@contextmanager
+def beating(
+    store: RunningStore, run_id: str, records: Mapping[str, NodeRecord]
+) -> Iterator[Callable[[str], None]]:
+    """Send heartbeats of these nodes; what it yields ends those of one."""
+    beats, ended = dict(records), threading.Event()
+
+    def beat() -> None:
+        with closing(store.open(run_id)) as client:
+            number = 1
+            while not ended.wait(1.0):
+                number += 1
+                entries = {
+                    NODES_PREFIX + node: replace(it, beat=number).encode()
+                    for node, it in list(beats.items())
+                }
+                client.put_many(entries)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield lambda node: beats.pop(node) and None
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_of_300_nodes_the_counts_come_first_then_those_that_need_a_look(
+    shared: RunningStore, address: str, chrome: Chrome
+) -> None:
+    nodes = {f"n{i:03}": record(i, f"gpu-{i:03}.cluster") for i in range(300)}
+    write_run(shared, "of 300", nodes)
+    with beating(shared, "of 300", nodes) as end, width(chrome, 400):
+        chrome.get(f"{address}/#of%20300")
+        await_that(lambda: text(chrome, "#legend").endswith("300 running"), 20, chrome)
+        assert text(chrome, "#odd") == ""
+        for node in ("n250", "n007"):
+            end(node)
+        await_that(lambda: "2 silent" in text(chrome, "#legend"), 30, chrome)
+        assert text(chrome, "#legend").splitlines()[0] == "298 running"
+        assert text(chrome, "#odd b").splitlines() == [
+            "gpu-007.cluster[4007]",
+            "gpu-250.cluster[4250]",
+        ]
+        # Below them, all in rank order.
+        tops = [top(chrome, it) for it in ("#legend", "#odd", "#grid")]
+        assert tops == sorted(tops)
+        assert number(chrome, "document.querySelectorAll('#grid .node').length") == 300
+        assert number(chrome, "document.documentElement.scrollWidth") <= 400
+    assert complaints(chrome) == []
+
+
+def top(chrome: Chrome, selector: str) -> float:
+    return number(chrome, f"document.querySelector('{selector}').getBoundingClientRect().top")
+
+
+@contextmanager
+def width(chrome: Chrome, pixels: int) -> Iterator[None]:
+    size = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        yield
+    finally:
+        chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@contextmanager
+def in_zone(chrome: Chrome, name: str) -> Iterator[None]:
+    chrome.execute_cdp_cmd("Emulation.setTimezoneOverride", {"timezoneId": name})
+    try:
+        yield
+    finally:
+        chrome.execute_cdp_cmd("Emulation.setTimezoneOverride", {"timezoneId": ""})
+
+
+def test_runs_are_searched_and_filtered(store: RunningStore, chrome: Chrome) -> None:
+    with dashboard(store) as address:
+        for i in range(12):
+            write_run(store, f"{'eval' if i % 3 else 'train'}-{i}", {"a": record(i, f"host{i}")})
+        with beating(store, "train-0", {"a": record(0, "host0")}):
+            chrome.get(address)
+            ids = "#runs b"
+            await_that(lambda: text(chrome, "#count") == "12", 20, chrome)
+            chrome.find_element("id", "search").send_keys("TRAIN")
+            assert sorted(text(chrome, ids).split()) == ["train-0", "train-3", "train-6", "train-9"]
+            assert text(chrome, "#count") == "4 of 12"
+            # Of the others no heartbeat comes.
+            await_that(lambda: "dead 11" in text(chrome, "#filters"), 40, chrome)
+            dead = "[data-condition=dead]"
+            chrome.find_element("css selector", f"#filters {dead}").click()
+            assert sorted(text(chrome, ids).split()) == ["train-3", "train-6", "train-9"]
+            chrome.find_element("id", "search").send_keys(" 9")
+            assert text(chrome, ids) == "train-9"
+            chrome.find_element("id", "search").send_keys("9")
+            assert text(chrome, "#unmatched") == "No run matches."
+            chrome.find_element("id", "search").send_keys(Keys.CONTROL + "a", Keys.DELETE)
+            chrome.find_element("css selector", "#filters button").click()
+            assert text(chrome, "#count") == "12"
+        assert complaints(chrome) == []
+
+
+TIME = re.compile(r"\d\d:\d\d:\d\d(?:\.\d+)?(.{0,10})")
+
+
+def test_times_are_utc_unless_switched_and_say_so(
+    shared: RunningStore, address: str, chrome: Chrome
+) -> None:
+    write_run(shared, "zoned", {"a": record(1, "host1")})
+    (row,) = Archive(shared.open, "zoned", 600).rows()
+    with in_zone(chrome, "Asia/Kolkata"):
+        chrome.get(f"{address}/#zoned")
+        await_that(lambda: text(chrome, "#rounds") != "", 20, chrome)
+        utc = f"{row.at[:10]} {row.at[11:19]} UTC"
+        assert utc in text(chrome, "#rounds")
+        assert utc in text(chrome, "#facts")
+        zones = TIME.findall(text(chrome, "body"))
+        assert len(zones) >= 3
+        assert all(zone.startswith(" UTC") and "+" not in zone for zone in zones)
+        chrome.find_element("id", "zone").click()
+        there = datetime.fromisoformat(row.at).astimezone(ZoneInfo("Asia/Kolkata"))
+        local = f"{there:%Y-%m-%d %H:%M:%S} UTC+05:30"
+        assert local in text(chrome, "#rounds")
+        assert local in text(chrome, "#facts")
+        assert "UTC+05:30" in text(chrome, "#live")
+        # It is kept.
+        chrome.refresh()
+        await_that(lambda: local in text(chrome, "#rounds"), 20, chrome)
+        chrome.find_element("id", "zone").click()
+        await_that(lambda: utc in text(chrome, "#rounds"), 20, chrome)
+    assert complaints(chrome) == []
+
+
+def test_why_has_room_on_a_phone(shared: RunningStore, address: str, chrome: Chrome) -> None:
+    write_run(shared, "narrow", {"a": record(1, "host1")})
+    with width(chrome, 400):
+        chrome.get(f"{address}/#narrow")
+        await_that(lambda: "first round" in text(chrome, "#rounds"), 20, chrome)
+        why = "document.querySelector('#rounds td:last-child .why').getBoundingClientRect()"
+        assert number(chrome, f"{why}.height") < 30
+        assert number(chrome, f"{why}.right") < 400
+        assert number(chrome, "document.documentElement.scrollWidth") <= 400
+        history = "document.getElementById('history')"
+        assert number(chrome, f"{history}.scrollWidth - {history}.clientWidth") <= 0
+    assert complaints(chrome) == []
+
+
+def test_the_number_of_nodes_falls_when_one_is_lost(
+    shared: RunningStore, address: str, chrome: Chrome, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, shared, nodes="3:3", run_id="falls")
+
+    def sizes() -> list[int]:
+        report: Any = json.loads(ask(address, f"/api/runs/{job.run_id}")[2])
+        times = [at for at, _ in report["sizes"]]
+        assert times == sorted(times)
+        return [size for _, size in report["sizes"]]
+
+    def lowest() -> float:
+        """Where the line has been lowest, in nodes."""
+        return number(chrome, LOWEST)
+
+    try:
+        job.begin("abc")
+        chrome.get(f"{address}/#{job.run_id}")
+        # The leader writes the round a second after it began.
+        await_that(lambda: len(job.archive.rows()) == 1, 20, chrome)
+        await_that(lambda: sizes()[-1:] == [3], 20, chrome)
+        await_that(lambda: lowest() == 3, 20, chrome)
+        job.agents["b"].kill()
+        # No round can run without it.
+        await_that(lambda: sizes()[-1:] == [2], 30, chrome)
+        await_that(lambda: lowest() == 2, 20, chrome)
+        assert len(job.archive.rows()) == 1
+        job.start_at("d")
+        job.await_begun("acd")
+        await_that(lambda: sizes() == [3, 2, 3], 20, chrome)
+        # One that is started now knows it of the rounds.
+        with dashboard(shared) as later:
+            report: Any = json.loads(ask(later, f"/api/runs/{job.run_id}")[2])
+        assert [size for _, size in report["sizes"]] == [3, 2, 3]
+        for name in "acd":
+            job.finish(name)
+        job.await_ends("acd")
+        await_that(lambda: sizes() == [3, 2, 3, 0], 20, chrome)
+    finally:
+        job.close()
+    assert complaints(chrome) == []
+
+
+# By the axis' labels, which stand 4 pixels below their line.
+LOWEST = """(() => {
+  const svg = document.getElementById('sizes-plot');
+  const path = svg.querySelector('.step')?.getAttribute('d');
+  if (path === undefined) return null;
+  const labels = [...svg.querySelectorAll('text')].filter(it => /^[0-9]+$/.test(it.textContent));
+  const heights = labels.map(it => Number(it.getAttribute('y')) - 4);
+  const unit = (heights[0] - heights[1]) / (labels[1].textContent - labels[0].textContent);
+  const lines = [...path.matchAll(/[V,]([0-9.]+)/g)].map(it => Number(it[1]));
+  return Math.round(100 * (heights[0] - Math.max(...lines)) / unit) / 100;
 })()"""
 
 
