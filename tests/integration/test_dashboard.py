@@ -208,8 +208,8 @@ BUILD = """(() => {
 @contextmanager
 def beating(
     store: RunningStore, run_id: str, records: Mapping[str, NodeRecord]
-) -> Iterator[Callable[[str], None]]:
-    """Send heartbeats of these nodes; what it yields ends those of one."""
+) -> Iterator[dict[str, NodeRecord]]:
+    """Send heartbeats of the nodes that are in what it yields."""
     beats, ended = dict(records), threading.Event()
 
     def beat() -> None:
@@ -226,7 +226,7 @@ def beating(
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        yield lambda node: beats.pop(node) and None
+        yield beats
     finally:
         ended.set()
         thread.join()
@@ -237,12 +237,12 @@ def test_of_300_nodes_the_counts_come_first_then_those_that_need_a_look(
 ) -> None:
     nodes = {f"n{i:03}": record(i, f"gpu-{i:03}.cluster") for i in range(300)}
     write_run(shared, "of 300", nodes)
-    with beating(shared, "of 300", nodes) as end, width(chrome, 400):
+    with beating(shared, "of 300", nodes) as beats, width(chrome, 400):
         chrome.get(f"{address}/#of%20300")
         await_that(lambda: text(chrome, "#legend").endswith("300 running"), 20, chrome)
         assert text(chrome, "#odd") == ""
         for node in ("n250", "n007"):
-            end(node)
+            del beats[node]
         await_that(lambda: "2 silent" in text(chrome, "#legend"), 30, chrome)
         assert text(chrome, "#legend").splitlines()[0] == "298 running"
         assert text(chrome, "#odd b").splitlines() == [
