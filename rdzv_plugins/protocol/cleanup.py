@@ -98,6 +98,7 @@ def close_run(
         if not may_close(document):
             return False
         closed = replace(document, phase=Phase.CLOSED, outcome=outcome, cause=Cause(note=why))
+        closed = replace(closed, since=0)  # When it ended stands in the archive.
         expected = entry.version if entry else None
         entry, written = yield from CompareAndSet(STATE_KEY, closed.encode(), expected)
         if written and entry is not None:

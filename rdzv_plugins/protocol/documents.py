@@ -394,6 +394,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         restart: a person asks for a new round, for this reason; empty: nobody does.
         faults: what the network check has found.
         fencing_token: of the round that was named last; larger than that of each round before it.
+        since: when its phase began, in seconds since the epoch on the wall clock of who wrote that;
+            for people alone. 0: not known, or it is closed.
         schema: the first number is not written: a later one is a field without a default.
     """
 
@@ -427,6 +429,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     restart: str = ""
     faults: Faults = NO_FAULTS
     fencing_token: int = 0
+    since: int = 0
 
     @property
     def place(self) -> tuple[int, int]:
@@ -567,6 +570,10 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         found: what its own network check came to in the round of ``world_id``.
         suspect: the last round that named it did not run because of its network: no running round
             is ended for it.
+        last_call: of a leader, the round that it forms, and when the last call of that ends on its
+            wall clock; for people alone. None: none runs, or it has just begun.
+        at: when it wrote this, in seconds since the epoch on its wall clock; for people alone. 0:
+            not known.
         schema: as the document's; a node of another version disturbs no round of this one.
     """
 
@@ -592,9 +599,11 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     port: int = 0
     found: Found | None = None
     suspect: bool = False
+    last_call: tuple[int, int] | None = None
     schema: Literal[2] = 2
     # Last, for they change with each heartbeat: a store may send no more than the end of a value.
     looks: int = 0
+    at: int = 0
     beat: int
 
     @property

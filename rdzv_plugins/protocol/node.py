@@ -55,6 +55,7 @@ from rdzv_plugins.protocol.effects import (
     Ring,
     Tell,
 )
+from rdzv_plugins.protocol.growth import last_call
 from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.roster import apart, shards_of
@@ -66,9 +67,13 @@ __all__ = ["Node"]
 # A TCPStore opens within a few milliseconds, unless name resolution hangs.
 _MASTER_SECONDS = 0.05
 
-# A leader for whom nobody has rung the bell for so long has time to read the exclusions; as long
-# does it wait for them before it looks after the rest.
+# A leader for whom nobody has rung the bell for so long has time for what nobody waits for: to read
+# the exclusions, and to write when the last call ends.
+_QUIET_SECONDS = 0.05
+# So long does it wait for the exclusions before it looks after the rest.
 _EXCLUSIONS_SECONDS = 0.05
+# A shorter last call is over before people can read of it.
+_SHORTEST_CALL = 1.0
 
 # Who waits for rank 0 to open its TCPStore looks at the document as often.
 _LOOK_SECONDS = 1.0
@@ -337,6 +342,7 @@ class Node:
         self.record = replace(
             self.record,
             beat=self.record.beat + 1,
+            at=int(self._wall()),
             status=status,
             unfit=unfit,
             failed=bool(self._failure),
@@ -541,12 +547,24 @@ class Node:
 
     def _write_record(self) -> Effects[None]:
         self.record = replace(self.record, beat=self.record.beat + 1, looks=self._seen.looks)
+        # For people alone.
+        self.record = replace(self.record, at=int(self._wall()), last_call=self._last_call())
         ring, self._record_due, self._ring = self._ring, False, False
         try:
             yield from PutRecord(self.id, self.record, ring)
         except RendezvousConnectionError:
             self._record_due, self._ring = True, ring
             raise
+
+    def _last_call(self) -> tuple[int, int] | None:
+        """As `documents.NodeRecord.last_call`."""
+        document, enough_for = self.document, self._seen.enough_for
+        if document is None or document.phase is not Phase.FORMING or enough_for is None:
+            return None
+        left = last_call(self._rules, document) - enough_for
+        if document.leader != self.id or left < _SHORTEST_CALL:
+            return None
+        return document.round, int(self._wall() + left)
 
     def view(self) -> rules.View:
         """What this node knows now. In another thread its parts may be of two moments."""
@@ -848,6 +866,10 @@ class Node:
                 yield from PutShards(values)
         if seen.outages != outages:
             return False  # Decide again: nobody is lost by what was seen before an outage.
+        latest = seen.latest
+        if latest is None or not document.is_of(latest) or document.place > latest.place:
+            document = replace(document, since=int(self._wall()))
+            stored = replace(stored, since=document.since)
         entry, written = yield from CompareAndSet(STATE_KEY, stored.encode(), seen.token)
         before, member = self.document, self._member
         if not written:
@@ -927,13 +949,18 @@ class Node:
         if leads:
             document = seen.document
             assert document is not None
-            if document.phase is Phase.FORMING and not self._fetches_for(document):
-                timeout = min(timeout, _EXCLUSIONS_SECONDS)
+            call, told = self._last_call(), self.record.last_call
+            calls = call is not None and (told is None or told[0] != call[0])
+            forms = document.phase is Phase.FORMING
+            if calls or (forms and not self._fetches_for(document)):
+                timeout = min(timeout, _QUIET_SECONDS)
             bell = yield from Park(BELL_KEY, self._bell, timeout)
             if bell is not None:
                 self._bell = bell.version
             elif document.phase is not Phase.CONFIRMING:
                 yield from self._look_back(document)
+                # People are told of a last call once nobody rings any more; nobody waits for that.
+                self._record_due = self._record_due or calls
             seen.read_again(records=True)
             return
         entry = yield from Park(STATE_KEY, seen.token, timeout)
