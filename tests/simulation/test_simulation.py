@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from rdzv_plugins.protocol.node import Node
 from tests import Measure
 
 from .campaign import Totals, failure_report, run_seeds
@@ -211,3 +214,25 @@ def test_a_failure_says_what_happened_and_how_to_see_it_again() -> None:
     report = failure_report(result, 12)
     assert report.startswith(f"seed {result.seed}: {result.violation}")
     assert report.endswith(f"reproduce: python -m tests.simulation --seed {result.seed}")
+
+
+def test_no_decision_reads_when_anything_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts whose wall clocks are years off and jump at each look live as those whose do not.
+
+    But for exclusions, which end by the leader's: there are none here.
+    """
+    # Only such clocks make the fencing tokens of an id's second run larger than those of its first.
+    monkeypatch.setattr("tests.simulation.invariants.SKEW", 1e10)
+
+    class LostInTime(Node):
+        __module__ = Node.__module__
+
+        def __init__(self, name: str, *parts: Any) -> None:
+            chance = random.Random(f"wall clock of {name}")
+            super().__init__(name, *parts[:-1], lambda: chance.uniform(-1e9, 4e9))
+
+    for seed in range(FIRST, FIRST + 40):
+        of = [simulate(seed, traced=True, focus=_WHOLE, build=it) for it in (Node, LostInTime)]
+        assert of[0].violation is None
+        assert of[1].trace == of[0].trace
+        assert (of[1].requests, of[1].rounds) == (of[0].requests, of[0].rounds)
