@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from rdzv_plugins.archive import Row
 from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import RendezvousStateError
-from rdzv_plugins.metrics import CAUSES, STATES, Kind, Metric, causes_of, state
+from rdzv_plugins.metrics import CAUSES, STATES, Kind, Metric, causes_of
 from rdzv_plugins.metrics_server import MetricsServer
 from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.survey import Seen, Survey
@@ -58,8 +58,7 @@ EXPORTED = (
         name="rdzv_nodes",
         kind=Kind.GAUGE,
         labels=("run", "state"),
-        text="nodes of the run by state: joined (they ask for a round), running, spare, done, left,"
-        " unfit (its check failed; it tries again) or lost",
+        text=f"nodes of the run by state: {', '.join(STATES)}",
     ),
     Metric(
         name="rdzv_nodes_waiting",
@@ -74,6 +73,32 @@ EXPORTED = (
         labels=("run",),
         text="seconds since the exporter last saw the leader's heartbeat move; it looks when it is"
         " scraped",
+    ),
+    Metric(
+        name="rdzv_last_heartbeat_timestamp_seconds",
+        kind=Kind.GAUGE,
+        labels=("run",),
+        text="when the newest heartbeat of the run was written, on the wall clock of its node",
+    ),
+    Metric(
+        name="rdzv_phase_began_timestamp_seconds",
+        kind=Kind.GAUGE,
+        labels=("run",),
+        text="when the phase of rdzv_phase began, on the wall clock of the node that led",
+    ),
+    Metric(
+        name="rdzv_last_call_ends_timestamp_seconds",
+        kind=Kind.GAUGE,
+        labels=("run",),
+        text="when the last call of the round ends that forms, on its leader's wall clock; NaN"
+        " where none runs",
+    ),
+    Metric(
+        name="rdzv_clock_difference_seconds",
+        kind=Kind.GAUGE,
+        labels=("run", "host"),
+        text="seconds by which the wall clock of a host is ahead of the exporter's, or behind it if"
+        " negative; only of hosts that are off by more than 5 s",
     ),
     Metric(
         name="rdzv_restarts_total",
@@ -202,16 +227,22 @@ class Exporter(Collector):
         yield "rdzv_nodes_waiting", [], _waiting(document)
         numbers = dict.fromkeys(STATES, 0)
         silence = _UNKNOWN
+        clocks: dict[str, float] = {}
         for it in inspection.nodes():
-            record = inspection.records.get(it.node)
             if it.leader:
                 silence = it.silence
-            if record is not None:
-                lost = it.state == "lost" or it.silence >= record.lease
-                numbers[state(record, lost=lost)] += 1
+            numbers[it.state.value] += 1
+            if it.clock is not None and it.address is not None:
+                clocks[it.address] = it.clock
         for name, number in numbers.items():
             yield "rdzv_nodes", [name], number
         yield "rdzv_leader_silence_seconds", [], silence
+        newest = max((record.at for record in inspection.records.values()), default=0)
+        yield "rdzv_last_heartbeat_timestamp_seconds", [], newest or _UNKNOWN
+        yield "rdzv_phase_began_timestamp_seconds", [], document.since or _UNKNOWN
+        yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or _UNKNOWN
+        for host, seconds in clocks.items():
+            yield "rdzv_clock_difference_seconds", [host], seconds
         rows = self._survey.rows(seen.run_id)
         restarts = self._restarts.setdefault(seen.run_id, _Restarts())
         restarts.note(rows)

@@ -6,6 +6,7 @@ The commands, the exporter and the dashboard all read runs through this module.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.archive import Archive, Listed, Row
 from rdzv_plugins.kv import Entry, KeyValueClient, Version
-from rdzv_plugins.protocol.diagnosis import diagnose
+from rdzv_plugins.protocol.diagnosis import Diagnosis, call_ends, diagnose
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -29,6 +30,8 @@ from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.kept_out import as_data, in_force, why_kept_out
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
+from rdzv_plugins.protocol.states import State, is_due, state_of
+from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso
 from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
 __all__ = [
@@ -49,8 +52,8 @@ SCHEMA = 1
 _WATCHED_SECONDS = 2.0
 _LONGEST_WATCH_SECONDS = 12.0
 _LOOK_SECONDS = 0.2
-# A node's heartbeats are up to 1.1 intervals apart; the rest is for slow requests.
-_DUE_INTERVALS = 1.2
+# A sentence names so many hosts whose clocks differ.
+_CLOCKS_SHOWN = 4
 
 
 class Condition(StrEnum):
@@ -73,10 +76,12 @@ class NodeState:
     Attributes:
         rank: in the present round; None: it is not in it.
         unfit: why it asks for no round, where its check failed.
-        state: its record's status, or "silent" (a heartbeat was due and did not come), "lost" (it
-            is a participant, and its lease ran out), "unfit" (its check failed, and it tries
-            again), "unknown" (it has no record).
-        silence: seconds since its last heartbeat, at least.
+        state: what it does, in a word.
+        silence: seconds of watching in which no heartbeat of it came.
+        at: when it wrote its last heartbeat, in seconds since the epoch on its own wall clock; 0:
+            not known.
+        clock: seconds by which that clock is ahead of this host's, or behind it if negative; None:
+            it is not known to differ by more than a few.
         leader: whether it leads.
         awaited: whether the forming round waits for it.
         kept_out: "drained", or until when its host is excluded and why; empty: neither.
@@ -88,8 +93,10 @@ class NodeState:
     pid: int | None
     rank: int | None
     unfit: str
-    state: str
+    state: State
     silence: float
+    at: int
+    clock: float | None
     leader: bool
     awaited: bool
     kept_out: str
@@ -126,11 +133,13 @@ class Inspection:
         self._beats = FailureDetector()
         self._cache = RecordCache()
         self._asked_archive = False
-        self._began = time.monotonic()
+        self._began = self._looked = time.monotonic()
+        # Seconds by which each node's wall clock is ahead of this host's, where that was measured.
+        self._clocks: dict[str, float] = {}
 
     def look(self) -> None:
         """Read the run once."""
-        asked = time.monotonic()
+        asked, before = time.monotonic(), self.records
         entry = self.client.get(STATE_KEY)
         self.document = RoundDocument.decode(entry.value) if entry else None
         self.version = entry.version if entry else None
@@ -140,6 +149,8 @@ class Inspection:
         now = time.monotonic()
         for node, record in self.records.items():
             self._beats.observe(node, record.beat, asked, now)
+            self._compare_clocks(node, before.get(node), record, now - self._looked)
+        self._looked = asked
         if self.document is not None:
             self.last, self._asked_archive = None, False
         elif not self._asked_archive:
@@ -147,6 +158,60 @@ class Inspection:
             self.is_torchs = is_torchs(self.client)
             rows = self.archive.rows()
             self.last = rows[-1] if rows else None
+
+    def _compare_clocks(
+        self, node: str, before: NodeRecord | None, record: NodeRecord, passed: float
+    ) -> None:
+        """Measure how far a node's wall clock is off: it wrote this record within ``passed`` s."""
+        if not record.at or (before is not None and before.beat == record.beat):
+            return
+        ahead = record.at - time.time()
+        # What was there at the first look may be of any age.
+        behind = ahead + passed + 1.0 if before is not None else 0.0
+        self._clocks[node] = max(0.0, ahead) or min(0.0, behind)
+
+    def clock_of(self, node: str) -> float | None:
+        """As `NodeState.clock`."""
+        differs = self._clocks.get(node, 0.0)
+        return differs if node in self.records and abs(differs) >= CLOCKS_DIFFER else None
+
+    @property
+    def clocks(self) -> str:
+        """Whose wall clocks differ from this host's by more than a few seconds; empty: nobody's."""
+        differ = {
+            record.address: clock
+            for node, record in self.records.items()
+            if (clock := self.clock_of(node)) is not None
+        }
+        if not differ:
+            return ""
+        worst = sorted(differ, key=lambda host: -abs(differ[host]))
+        named = [
+            f"{host} is {abs(differ[host]):.0f} s {'ahead' if differ[host] > 0 else 'behind'}"
+            for host in worst[:_CLOCKS_SHOWN]
+        ]
+        more = [f"{len(worst) - _CLOCKS_SHOWN} more"] if len(worst) > _CLOCKS_SHOWN else []
+        return f"clocks differ from this host's: {', '.join(named + more)}"
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a node's time says that a heartbeat is missing, and it is not known if so.
+
+        Its clock may be behind. Whoever watches for an interval knows.
+        """
+        document, now = self.document, time.time()
+        if document is None or document.closed or self._watched >= _LONGEST_WATCH_SECONDS:
+            return False
+        return any(
+            it.at
+            and is_due(now - it.at - 1.0, it)
+            and not (it.is_over or self._beats.moved(node) or self.is_silent(node))
+            for node, it in self.records.items()
+        )
+
+    @property
+    def _watched(self) -> float:
+        return time.monotonic() - self._began
 
     def _with_all_nodes(self, document: RoundDocument) -> RoundDocument:
         """The document with its nodes; of those that no shard names, the ones with a record."""
@@ -172,11 +237,10 @@ class Inspection:
         asked = [node for node, it in self.records.items() if not _is_out(it)]
         moved = [node for node in asked if self._beats.moved(node)]
         unknown = [node for node in asked if node not in moved and not self.is_silent(node)]
-        watched = time.monotonic() - self._began
         forming = document is None or document.phase is Phase.FORMING
-        if moved and (not forming or watched >= _WATCHED_SECONDS):
+        if moved and (not forming or self._watched >= _WATCHED_SECONDS):
             return True
-        return not unknown or watched >= _LONGEST_WATCH_SECONDS
+        return not unknown or self._watched >= _LONGEST_WATCH_SECONDS
 
     @property
     def _waits_to_be_fit(self) -> bool:
@@ -185,8 +249,18 @@ class Inspection:
 
     def is_silent(self, node: str) -> bool:
         """Whether a heartbeat of the node was due and did not come."""
-        due = _DUE_INTERVALS * self.records[node].interval if node in self.records else 0.0
-        return self._beats.confirmed_silence(node) >= due
+        return is_due(self._beats.confirmed_silence(node), self.records.get(node))
+
+    def is_lost(self, node: str) -> bool:
+        """Whether the lease of the node has run out, as was watched or as the leader has found."""
+        document, record = self.document, self.records.get(node)
+        if record is None:
+            return False
+        if self._beats.confirmed_silence(node) >= record.lease:
+            return True
+        forms = document is not None and document.phase is Phase.FORMING
+        named = document is not None and forms and record.label in document.cause.lost
+        return named and not self._beats.moved(node)
 
     @property
     def condition(self) -> Condition:
@@ -214,7 +288,7 @@ class Inspection:
         if self.document is None:
             return self._what_it_was()
         quiet = min(map(self._beats.confirmed_silence, self.records), default=0.0)
-        text = str(diagnose(self.document, self.records, self.is_silent, quiet, time.time()))
+        text = str(self._diagnose(quiet))
         if quiet >= _LONGEST_WATCH_SECONDS and not all(map(self.is_silent, self.records)):
             text += f"; no heartbeat came in {quiet:.0f} s, but not each was due"
         return text
@@ -224,7 +298,12 @@ class Inspection:
         """The sentence without its seconds: it changes only when the run does."""
         if self.document is None:
             return self._what_it_was()
-        return diagnose(self.document, self.records, self.is_silent, 0.0, time.time()).lasting
+        return self._diagnose(0.0).lasting
+
+    def _diagnose(self, quiet: float) -> Diagnosis:
+        return diagnose(
+            self.document, self.records, self.is_silent, quiet, time.time(), self.is_lost
+        )
 
     def _what_it_was(self) -> str:
         if self._waits_to_be_fit:
@@ -232,6 +311,13 @@ class Inspection:
         if self.is_torchs:
             return "a run of handler=torch, whose state cannot be shown"
         return what_it_was(self.last)
+
+    @property
+    def last_call_until(self) -> int:
+        """When the last call of the forming round ends, on its leader's clock; 0: not known."""
+        document = self.document
+        leader = self.records.get(document.leader or "") if document is not None else None
+        return call_ends(document, leader) if document is not None and leader is not None else 0
 
     def nodes(self) -> list[NodeState]:
         """The participants in rank order, then the others by name."""
@@ -243,17 +329,15 @@ class Inspection:
         return [self._node(document, node) for node in (*ranked, *others)]
 
     def _node(self, document: RoundDocument, node: str) -> NodeState:
-        record = self.records.get(node)
-        if node in document.lost:
-            state = "lost"
-        elif record is None:
-            state = "unknown"
-        elif record.is_unfit and not self.is_silent(node):
-            state = "unfit"
-        elif record.status is Status.LEFT or document.closed or not self.is_silent(node):
-            state = record.status.value
-        else:
-            state = "silent"
+        record, now = self.records.get(node), time.time()
+        state = state_of(
+            document,
+            node,
+            record,
+            silent=self.is_silent(node),
+            lost=self.is_lost(node),
+            now=now,
+        )
         return NodeState(
             node=node,
             name=record.label if record is not None else node,
@@ -263,9 +347,11 @@ class Inspection:
             unfit=record.unfit if record is not None else "",
             state=state,
             silence=self._beats.confirmed_silence(node),
+            at=record.at if record is not None else 0,
+            clock=self.clock_of(node),
             leader=node == document.leader,
             awaited=node in document.previous,
-            kept_out=why_kept_out(document, node, record, time.time()),
+            kept_out=why_kept_out(document, node, record, now),
         )
 
     def report(self) -> dict[str, Any]:
@@ -279,30 +365,38 @@ class Inspection:
         }
         if document is None:
             return found | {"last": to_builtins(self.last)}
+        nodes = self.nodes()
         return found | {
             "incarnation": document.incarnation,
             "round": document.round,
             "phase": document.phase.value,
+            "since": as_iso(document.since),
+            "last_call_until": as_iso(self.last_call_until),
             "min_nodes": document.min_nodes,
             "max_nodes": document.max_nodes,
             "master": document.master,
             "reason": document.reason,
             "outcome": document.outcome.value if document.outcome is not None else None,
             "excluded": [as_data(it) for it in in_force(document, time.time()).values()],
+            "clocks": self.clocks or None,
+            "states": Counter(it.state.value for it in nodes),
             "nodes": [
                 {
                     "name": it.name,
                     "address": it.address,
                     "pid": it.pid,
                     "rank": it.rank,
-                    "state": it.state,
+                    "state": it.state.value,
+                    "odd": it.state.is_odd,
                     "unfit": it.unfit or None,
+                    "last_beat": as_iso(it.at),
                     "silence": round(it.silence, 3),
+                    "clock": None if it.clock is None else round(it.clock, 1),
                     "leader": it.leader,
                     "awaited": it.awaited,
                     "kept_out": it.kept_out,
                 }
-                for it in self.nodes()
+                for it in nodes
             ],
         }
 

@@ -37,6 +37,7 @@ from rdzv_plugins.protocol import effects, round_record
 from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import Rules, View
+from rdzv_plugins.protocol.states import State, is_due, state_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -52,7 +53,6 @@ __all__ = [
     "Sample",
     "build",
     "refuse_unless_installed",
-    "state",
 ]
 
 T = TypeVar("T")
@@ -60,10 +60,8 @@ T = TypeVar("T")
 CAUSES = (*round_record.CAUSES, "other")
 """The values of the label ``cause``: the fields of `documents.Cause`; "other": it names no node."""
 
-STATES = ("joined", "running", "spare", "done", "left", "unfit", "lost")
-"""The values of the label ``state``: what a node's record says; "lost": its lease has run out."""
-
-_STATES = dict(zip(Status, ("joined", "running", "spare", "done", "left"), strict=True))
+STATES = tuple(state.value for state in State)
+"""The values of the label ``state``."""
 
 _REQUEST_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -146,8 +144,7 @@ METRICS = (
         name="rdzv_nodes",
         kind=Kind.GAUGE,
         labels=("state",),
-        text="nodes of the run by state: joined (they ask for a round), running, spare, done, left,"
-        " unfit (its check failed; it tries again) or lost; only from the node that leads",
+        text=f"nodes of the run by state: {', '.join(STATES)}; only from the node that leads",
     ),
     Metric(
         name="rdzv_nodes_waiting",
@@ -227,13 +224,6 @@ def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]
                     name, text, labels, registry=registry, buckets=metric.buckets
                 )
     return built
-
-
-def state(record: NodeRecord, *, lost: bool) -> str:
-    """In which of `STATES` a node is that has this record."""
-    if lost and not record.has_ended:
-        return "lost"
-    return "unfit" if record.is_unfit else _STATES[record.status]
 
 
 def causes_of(round_: Cause | round_record.RoundRecord) -> Sequence[str]:
@@ -433,8 +423,10 @@ def _by_state(view: View) -> dict[str, int]:
     """How many nodes are in each of `STATES`, as the leader sees it."""
     numbers = dict.fromkeys(STATES, 0)
     for node, record in {**(view.records or {}), view.me: view.record}.items():
-        silent = view.is_silent(node)
-        numbers[state(record, lost=silent)] += 1
+        silent = node != view.me and is_due(view.confirmed_silence(node), record)
+        lost = view.is_silent(node)
+        state = state_of(view.document, node, record, silent=silent, lost=lost, now=view.wall)
+        numbers[state.value] += 1
     return numbers
 
 

@@ -409,19 +409,20 @@ def _describe(seen: Inspection) -> list[RenderableType]:
 def _nodes(seen: Inspection) -> RenderableType:
     from rich.table import Table
 
+    from rdzv_plugins.protocol.wall_clock import shown
+
     table = Table("rank", "node", "state", "last beat", "")
-    nodes = seen.nodes()
+    nodes, now = seen.nodes(), time.time()
     for node in nodes[:_NODES_SHOWN]:
         notes = ["leader"] if node.leader else []
         if node.awaited:
             notes.append("was in the last round")
         if node.kept_out:
             notes.append(node.kept_out)
-        ago = "" if node.state == "unknown" else f"{node.silence:.1f} s ago"
         rank = "-" if node.rank is None else str(node.rank)
         if node.unfit:
             notes.append(node.unfit)
-        table.add_row(rank, node.name, node.state, ago, ", ".join(notes))
+        table.add_row(rank, node.name, node.state, shown(node.at, now), ", ".join(notes))
     if len(nodes) > _NODES_SHOWN:
         table.add_row("", f"and {len(nodes) - _NODES_SHOWN} more", "", "", "")
     return table

@@ -34,6 +34,7 @@ orders the participants, `roster` keeps those of a large round in shards, `clean
 tidies up, `contact` tells when a node that is not heard stops its workers, `parting` whether the
 others go on without a node that gives up, `network_check` finds out what a node reaches and `links`
 what that means for a round, `diagnosis` says in a sentence what a run does and waits for,
+`states` in a word what a node does, `wall_clock` shows people the times that hosts wrote,
 `documents` is what stands in the store. docs/design.md has the rules by their numbers, and why they
 are so.
 """

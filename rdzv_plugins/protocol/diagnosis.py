@@ -30,8 +30,9 @@ from rdzv_plugins.protocol.leader import (
 )
 from rdzv_plugins.protocol.links import own_findings, slow, told
 from rdzv_plugins.protocol.rules import View
+from rdzv_plugins.protocol.wall_clock import shown
 
-__all__ = ["Diagnosis", "Pace", "diagnose", "of_node"]
+__all__ = ["Diagnosis", "Pace", "call_ends", "diagnose", "of_node"]
 
 # A changed sentence is told once it has stood for so long: not each step of a round that forms.
 _SETTLED_SECONDS = 1.0
@@ -48,43 +49,50 @@ class Diagnosis:
     Attributes:
         does: what the run does, or for how many nodes it waits.
         absent: nodes of the last round that have not asked for this one.
-        lost, left: nodes that are gone since the last round, where the round needs more nodes.
+        lost: nodes that are gone since the last round.
+        left, silent: where the round needs more nodes, those that left, and those of which a
+            heartbeat was due and did not come.
         doubted: how many are late all at once, so that each has one more lease.
         unfit: nodes that ask for no round since their check failed, each with the reason.
         excluded: which hosts are kept out, until when and why.
         network: between whom no data pass, or pass slowly; or that this node finds that out.
+        since: since when the round forms.
         seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
         limit: what follows the seconds, such as "to join_timeout".
+        needs: whether the round needs more nodes.
     """
 
     does: str
     absent: Names = _NOBODY
     lost: Names = _NOBODY
     left: Names = _NOBODY
+    silent: Names = _NOBODY
     doubted: int = 0
     unfit: Names = _NOBODY
     excluded: str = ""
     network: str = ""
+    since: str = ""
     seconds: float | None = None
     limit: str = ""
+    needs: bool = True
 
     @property
     def lasting(self) -> str:
         """The sentence without its seconds: it changes only when the run does."""
         have = "has" if len(self.absent.first) + self.absent.more == 1 else "have"
-        missing = [
-            f"{word} {who}" for word, who in (("lost", self.lost), ("left", self.left)) if who
-        ]
+        gone = (("lost", self.lost), ("left", self.left), ("silent", self.silent))
+        missing = ", ".join(f"{word} {who}" for word, who in gone if who)
         parts = [
             self.does,
             f"{self.absent} of the last round {have} not come back" if self.absent else "",
-            f"missing: {', '.join(missing)}" if missing else "",
+            f"missing: {missing}" if missing and self.needs else missing,
             f"{_count(self.doubted)} late all at once, as if the store or the load were slow"
             if self.doubted
             else "",
             f"unfit: {self.unfit}" if self.unfit else "",
             self.excluded,
             self.network,
+            f"forming since {self.since}" if self.since else "",
         ]
         return "; ".join(part for part in parts if part)
 
@@ -100,9 +108,11 @@ class Diagnosis:
             absent=self.absent,
             lost=self.lost,
             left=self.left.plus(left),
+            silent=self.silent,
             unfit=self.unfit,
             excluded=self.excluded,
             network=self.network,
+            since=self.since,
         )
 
 
@@ -135,11 +145,13 @@ class Pace:
 class _Times:
     """Seconds that are left, where the observer knows them; ``quiet`` are those since a beat.
 
-    ``now`` are seconds since the epoch.
+    ``now`` are seconds since the epoch; the others say since when, and when the last call ends.
     """
 
     join: float | None = None
     last_call: float | None = None
+    call_ends: str = ""
+    since: str = ""
     rejoin: Callable[[int], float] | None = None
     quiet: float | None = None
     now: float = 0.0
@@ -152,20 +164,34 @@ def diagnose(
     is_silent: Callable[[str], bool] = lambda _: False,
     quiet_for: float | None = None,
     now: float = 0.0,
+    is_lost: Callable[[str], bool] | None = None,
 ) -> Diagnosis:
     """What somebody says who is no node of the run, but has read all of it.
 
     Args:
         is_silent: whether a node's heartbeat is known to have stood still for too long.
-        quiet_for: seconds for which no heartbeat was seen; None: not observed.
+        quiet_for: seconds of watching in which no heartbeat was seen; None: not observed.
         now: seconds since the epoch; exclusions end by it.
+        is_lost: whether its lease has run out; None: whoever is silent is lost.
     """
     if document is None:
         unfit = _unfit(records, is_silent)
         return Diagnosis(does="no round has begun", unfit=_reasons(records, unfit))
     sizes = Sizes.told(document, records.get(document.leader or ""))
-    found = _with_records(document, records, is_silent, _Times(quiet=quiet_for, now=now), sizes)
+    times = _Times(quiet=quiet_for, now=now, since=shown(document.since, now))
+    leader = records.get(document.leader or "")
+    if leader is not None and (ends := call_ends(document, leader)):
+        times = replace(times, last_call=ends - now, call_ends=f", until {shown(ends, now)}")
+    found = _with_records(document, records, is_silent, is_lost or is_silent, times, sizes)
     return _with_exclusions(found, document, now)
+
+
+def call_ends(document: RoundDocument, leader: NodeRecord) -> int:
+    """When the last call of the round ends that forms, on its leader's wall clock; 0: unknown."""
+    if document.phase is not Phase.FORMING or leader.last_call is None:
+        return 0
+    round_, ends = leader.last_call
+    return ends if round_ == document.round and shown(ends, ends) else 0
 
 
 def _with_exclusions(found: Diagnosis, document: RoundDocument, now: float) -> Diagnosis:
@@ -201,7 +227,7 @@ def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Di
             led += f", which lets more in as {sizes.policy} demands"
         return Diagnosis(does=does + led, seconds=join_left, limit=_TO_JOIN)
     if view.records is None or not document.is_whole:
-        return _without_records(document, view.leader, join_left)
+        return _without_records(document, view.leader, join_left, view.wall)
 
     times = _Times(
         join=join_left,
@@ -213,18 +239,20 @@ def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Di
     permitted, lost = may_grow(document, records), len(document.lost)
     times = replace(times, hold=lambda wait, room: hold(view, wait, room, permitted, lost))
     sizes = Sizes.of(rules)
-    found = _with_records(document, records, view.is_silent, times, sizes)
+    found = _with_records(document, records, view.is_silent, view.is_silent, times, sizes)
     return replace(found, doubted=len(doubted(view, records)))
 
 
 def _without_records(
-    document: RoundDocument, leader: NodeRecord | None, join_left: float | None
+    document: RoundDocument, leader: NodeRecord | None, join_left: float | None, now: float
 ) -> Diagnosis:
     led, cause = _led(document, leader), document.cause
     match document.phase:
         case Phase.FORMING:
+            ends = call_ends(document, leader) if leader is not None else 0
+            call = f"; its last call ends at {shown(ends, now)}" if ends else ""
             return Diagnosis(
-                does=f"waiting for a round of {_nnodes(document)} nodes{led}",
+                does=f"waiting for a round of {_nnodes(document)} nodes{led}{call}",
                 lost=cause.lost,
                 left=cause.left,
                 seconds=join_left,
@@ -243,6 +271,7 @@ def _with_records(
     document: RoundDocument,
     records: Mapping[str, NodeRecord],
     is_silent: Callable[[str], bool],
+    is_lost: Callable[[str], bool],
     times: _Times,
     sizes: Sizes,
 ) -> Diagnosis:
@@ -254,7 +283,7 @@ def _with_records(
         if record.status is not Status.LEFT and not is_silent(node)
     }
     unfit = _unfit(records, is_silent)
-    found = _of_the_round(document, records, live, unfit, is_silent, times, sizes)
+    found = _of_the_round(document, records, live, unfit, is_silent, is_lost, times, sizes)
     late = slow(document, records) if document.phase is Phase.RUNNING else ""
     network = "; ".join(filter(None, (told(document, records), late)))
     return replace(found, unfit=_reasons(records, unfit), network=network)
@@ -275,6 +304,7 @@ def _of_the_round(
     live: Mapping[str, NodeRecord],
     unfit: Collection[str],
     is_silent: Callable[[str], bool],
+    is_lost: Callable[[str], bool],
     times: _Times,
     sizes: Sizes,
 ) -> Diagnosis:
@@ -284,8 +314,7 @@ def _of_the_round(
     if all(record.status is Status.LEFT for record in records.values()):
         return Diagnosis(does=f"{stands} all its nodes have left")
     if not live:
-        limit = "without a heartbeat"
-        return Diagnosis(does=f"{stands} none of its nodes lives", seconds=times.quiet, limit=limit)
+        return _dead(f"{stands} none of its nodes lives", records, times)
     out = kept_out(document, records, times.now)
     waiting = [
         node
@@ -294,17 +323,25 @@ def _of_the_round(
     ]
     match document.phase:
         case Phase.FORMING:
-            return _forming(document, records, is_silent, waiting, unfit, times, sizes)
+            return _forming(document, records, is_silent, is_lost, waiting, unfit, times, sizes)
         case Phase.CONFIRMING:
             return _confirming(document, records, times)
         case _:
             return _running(document, records, waiting, times, sizes)
 
 
+def _dead(does: str, records: Mapping[str, NodeRecord], times: _Times) -> Diagnosis:
+    last = shown(max((it.at for it in records.values()), default=0), times.now)
+    if last:
+        return Diagnosis(does=f"{does}; the last heartbeat came at {last}")
+    return Diagnosis(does=does, seconds=times.quiet, limit="watched without a heartbeat")
+
+
 def _forming(
     document: RoundDocument,
     records: Mapping[str, NodeRecord],
     is_silent: Callable[[str], bool],
+    is_lost: Callable[[str], bool],
     waiting: Iterable[str],
     unfit: Collection[str],
     times: _Times,
@@ -318,29 +355,37 @@ def _forming(
     pending = [
         node
         for node in awaited
-        if not is_silent(node) and _status(records, node) not in (Status.LEFT, Status.DONE)
+        if not is_lost(node) and _status(records, node) not in (Status.LEFT, Status.DONE)
     ]
     present = [node for node in waiting if node not in awaited]
     ready, size = len(present), world_size(present, records, sizes)
     more = needed(present, records, sizes)
     needs = max(more, len(pending))
     here = f"{ready} of {_nnodes(document)}"
+    active = [node for node in records if _status(records, node) not in _OVER]
+    lost = document.cause.lost.without(labels(records, present))
+    lost = lost.plus(labels(records, filter(is_lost, active)))
     if needs <= 0 and size >= sizes.most:
-        return Diagnosis(does=f"{here} nodes are here: their round begins")
+        return Diagnosis(does=f"{here} nodes are here: their round begins", since=times.since)
     if needs <= 0:
-        does, limit = f"{here} nodes are here", "of last call left"
+        does, limit = f"enough nodes ({here})", f"more {_for_whom(ready, sizes)}{times.call_ends}"
         if size < ready:
             lets = "let" if " and " in sizes.policy else "lets"
             does += f": {sizes.policy} {lets} {size} of them in"
-        return Diagnosis(does=does, seconds=times.last_call, limit=limit)
-    lost, left = document.cause.lost, document.cause.left
+        return Diagnosis(
+            does=does,
+            lost=lost,
+            since=times.since,
+            seconds=times.last_call,
+            limit=limit,
+            needs=False,
+        )
+    left = silent = _NOBODY
     if size == 0:
-        active = [node for node in records if _status(records, node) not in _OVER]
-        lost = lost.plus(labels(records, filter(is_silent, active)))
         gone = [node for node in records if _status(records, node) is Status.LEFT]
-        left = left.plus(labels(records, gone)).without(labels(records, unfit))
-    else:
-        lost = left = _NOBODY
+        left = document.cause.left.plus(labels(records, gone)).without(labels(records, unfit))
+        quiet = [node for node in active if is_silent(node) and not is_lost(node)]
+        silent = silent.plus(labels(records, quiet))
     demands = f", as {sizes.policy} demands" if more > max(0, sizes.min_nodes - ready) else ""
     limits = [(times.join, _TO_JOIN)]
     if pending and times.rejoin is not None:
@@ -351,9 +396,22 @@ def _forming(
         absent=Names().plus(labels(records, pending)),
         lost=lost,
         left=left,
+        silent=silent,
+        since=times.since,
         seconds=seconds,
         limit=limit,
+        needs=size == 0,
     )
+
+
+def _for_whom(ready: int, sizes: Sizes) -> str:
+    more = sizes.most - ready
+    if more != 1:
+        return f"for up to {more} others" if more > 1 else "for others"
+    return f"for {_ORDINALS.get(sizes.most, 'one more')}"
+
+
+_ORDINALS = dict(enumerate(("a second", "a third", "a fourth", "a fifth", "a sixth"), 2))
 
 
 def _confirming(

@@ -6,6 +6,7 @@ only carries requests out: `driver.py` on a store, the simulator on virtual time
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -61,6 +62,7 @@ from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.roster import apart, shards_of
 from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import Failure
+from rdzv_plugins.protocol.wall_clock import shown
 
 __all__ = ["Node"]
 
@@ -235,7 +237,11 @@ class Node:
     def situation(self) -> diagnosis.Diagnosis:
         """What this node does or waits for."""
         left = self._join_deadline - self._clock() if self._joining else None
-        return diagnosis.of_node(self.view(), left)
+        view = self.view()
+        found = diagnosis.of_node(view, left)
+        if view.document is None or view.document.phase is not Phase.FORMING:
+            return found
+        return dataclasses.replace(found, since=shown(view.document.since, view.wall))
 
     @property
     def over(self) -> bool:

@@ -227,9 +227,10 @@ def test_no_decision_reads_when_anything_was_written(monkeypatch: pytest.MonkeyP
     class LostInTime(Node):
         __module__ = Node.__module__
 
-        def __init__(self, name: str, *parts: Any) -> None:
-            chance = random.Random(f"wall clock of {name}")
-            super().__init__(name, *parts[:-1], lambda: chance.uniform(-1e9, 4e9))
+        def __init__(self, *parts: Any) -> None:
+            chance = random.Random(f"wall clock of {parts[0]}")
+            lost: tuple[Any, ...] = *parts[:-1], lambda: chance.uniform(-1e9, 4e9)
+            super().__init__(*lost)
 
     for seed in range(FIRST, FIRST + 40):
         of = [simulate(seed, traced=True, focus=_WHOLE, build=it) for it in (Node, LostInTime)]

@@ -41,7 +41,7 @@ class TestOneWhoSeesAllRecords:
         assert str(diagnose(exact, exactly(joining("n1")))).startswith("waiting for 2 nodes: 1 of")
 
     def test_enough_nodes(self) -> None:
-        assert str(diagnose(FIRST, joining("n1", "n2"))) == "2 of 2..3 nodes are here"
+        assert str(diagnose(FIRST, joining("n1", "n2"))) == "enough nodes (2 of 2..3)"
 
     def test_all_nodes(self) -> None:
         text = str(diagnose(FIRST, joining("n1", "n2", "n3")))
@@ -84,7 +84,41 @@ class TestOneWhoSeesAllRecords:
     def test_nobody_is_missing_where_the_others_are_enough(self) -> None:
         cause = Cause(lost=Names(("n3[1]",)))
         forming = replace(LATER, previous=("n1", "n2"), cause=cause)
-        assert str(diagnose(forming, joining("n1", "n2", round_=4))) == "2 of 2..3 nodes are here"
+        text = str(diagnose(forming, joining("n1", "n2", round_=4)))
+        assert text == "enough nodes (2 of 2..3); lost n3[1]"
+        back = joining("n1", "n2", "n3", round_=4)
+        assert "lost" not in str(diagnose(forming, back))
+
+    def test_since_when_a_round_forms_and_when_its_last_call_ends(self) -> None:
+        cause, began = Cause(lost=Names(("node16[1]",))), 1_790_000_000
+        forming = replace(LATER, previous=("n1", "n2"), cause=cause, since=began)
+        records = joining("n1", "n2", round_=4)
+        text = "enough nodes (2 of 2..3); lost node16[1]; forming since 14:13:20 UTC"
+        assert str(diagnose(forming, records, now=began + 5.0)) == text
+        records["n1"] = replace(records["n1"], last_call=(5, began + 60))
+        assert str(diagnose(forming, records, now=began + 22.0)) == (
+            f"{text}; 38 s more for a third, until 14:14:20 UTC"
+        )
+        # That of another round, and what is no time.
+        for other in ((4, began + 60), (5, 1 << 62)):
+            records["n1"] = replace(records["n1"], last_call=other)
+            assert str(diagnose(forming, records, now=began + 5.0)) == text
+        many = replace(forming, max_nodes=9)
+        records = {
+            node: replace(it, max_nodes=9, last_call=(5, began + 60))
+            for node, it in records.items()
+        }
+        assert "; 38 s more for up to 7 others" in str(diagnose(many, records, now=began + 22.0))
+        days_later = str(diagnose(forming, joining("n1", "n2", round_=4), now=began + 1e6))
+        assert days_later.endswith("; forming since 2026-09-21 14:13:20 UTC")
+
+    def test_who_is_silent_is_not_lost_yet(self) -> None:
+        text = str(
+            diagnose(FIRST, joining("n1", "n2"), {"n2"}.__contains__, is_lost=lambda _: False)
+        )
+        assert text == "waiting for 1 node: 1 of 2..3 is here; missing: silent n2[1]"
+        text = str(diagnose(FIRST, joining("n1", "n2"), {"n2"}.__contains__))
+        assert text == "waiting for 1 node: 1 of 2..3 is here; missing: lost n2[1]"
 
     def test_many_names_are_cut_short(self) -> None:
         names = tuple(f"m{number:02}" for number in range(20))
@@ -129,8 +163,11 @@ class TestOneWhoSeesAllRecords:
         text = str(diagnose(of, records, lambda _: True, 240.2))
         assert text == (
             f"dead: round {of.round} is {of.phase.value}, but none of its nodes lives; 240 s "
-            "without a heartbeat"
+            "watched without a heartbeat"
         )
+        records["n1"] = replace(records["n1"], at=1_790_000_000)
+        text = str(diagnose(of, records, lambda _: True, 2.2, 1_790_000_600.0))
+        assert text.endswith("none of its nodes lives; the last heartbeat came at 14:13:20 UTC")
 
     def test_also_one_whose_nodes_have_left(self) -> None:
         text = str(diagnose(RUNNING, {"n1": record("n1", Status.LEFT)}))
@@ -164,10 +201,10 @@ class TestUnitsAndSegments:
 
     def test_who_is_let_in(self) -> None:
         forming = Phase.FORMING
-        text = "7 of 4..16 nodes are here: node_unit=4 lets 4 of them in"
+        text = "enough nodes (7 of 4..16): node_unit=4 lets 4 of them in"
         assert self.of("node_unit=4", forming, "aaaaaaa") == text
-        assert self.of("node_unit=4", forming, "aaaaaaaa") == "8 of 4..16 nodes are here"
-        text = "7 of 4..16 nodes are here: node_unit=4 and segment=2 let 4 of them in"
+        assert self.of("node_unit=4", forming, "aaaaaaaa") == "enough nodes (8 of 4..16)"
+        text = "enough nodes (7 of 4..16): node_unit=4 and segment=2 let 4 of them in"
         assert self.of("node_unit=4,segment=2", forming, "aaabbbb") == text
         text = "17 of 4..16 nodes are here: their round begins"
         assert self.of("node_unit=4", forming, "a" * 17) == text
@@ -202,7 +239,7 @@ class TestUnitsAndSegments:
         three = {name: replace(it, max_nodes=6) for name, it in joining("n1", "n2", "n3").items()}
         found = of_node(view(three["n1"], forming, three, rules=rules, enough_for=1.0), 60.0)
         assert str(found) == (
-            "3 of 2..6 nodes are here: node_unit=2 lets 2 of them in; 4 s of last call left"
+            "enough nodes (3 of 2..6): node_unit=2 lets 2 of them in; 4 s more for up to 3 others"
         )
 
 
@@ -218,7 +255,7 @@ class TestTheLeader:
 
     def test_the_last_call(self) -> None:
         there = leading(FIRST, joining("n2"), enough_for=2.0)
-        assert str(of_node(there, 212.0)) == "2 of 2..3 nodes are here; 3 s of last call left"
+        assert str(of_node(there, 212.0)) == "enough nodes (2 of 2..3); 3 s more for a third"
 
     @pytest.mark.parametrize(("join_left", "limit"), [(600.0, "rejoin"), (9.0, "join")])
     def test_the_limit_that_comes_first(self, join_left: float, limit: str) -> None:
@@ -245,6 +282,9 @@ class TestAnotherNode:
         assert str(of_node(led, 60.0)) == f"{text}, led by host1[1]; 60 s to join_timeout"
         without = view(me, replace(FIRST, leader=None))
         assert of_node(without, 60.0).lasting == f"{text}, whose leader left"
+        calls = replace(record("host1"), last_call=(0, 1_790_000_000))
+        told = of_node(view(me, FIRST, leader=calls, wall=1_790_000_000.0), 60.0).lasting
+        assert told == f"{text}, led by host1[1]; its last call ends at 14:13:20 UTC"
 
     def test_the_document_names_who_was_lost(self) -> None:
         forming = replace(LATER, cause=Cause(lost=Names(("n3[1]",))))

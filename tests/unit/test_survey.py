@@ -129,7 +129,7 @@ def test_a_run_that_is_closed_by_request_is_watched_until_its_keys_are_gone(
     closed = replace(RUNNING, phase=Phase.CLOSED, outcome=Outcome.CLOSED)
     store.write("job", closed)
     survey.look()
-    assert survey.runs["job"].report()["nodes"][0]["state"] == "run"
+    assert survey.runs["job"].report()["nodes"][0]["state"] == "running"
     store.write("job", None)
     survey.look()
     survey.look()

@@ -112,7 +112,8 @@ class TestAtARestart:
         turn_unfit(c)
         crowd.play(5.0)
         assert (len(a.given), len(b.given)) == (1, 1)
-        sentence = a.node.situation.lasting
+        sentence, _, since = a.node.situation.lasting.partition("; forming since ")
+        assert since.endswith(" UTC")
         assert sentence == f"waiting for 1 node: 2 of 3 are here; unfit: c[1] ({ECC})"
         crowd.play_until(lambda: any(sentence in line for line in a.said), 10.0)
 

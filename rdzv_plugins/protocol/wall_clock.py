@@ -1,0 +1,33 @@
+"""Times that hosts' wall clocks showed, for people: no decision of the protocol reads them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+__all__ = ["CLOCKS_DIFFER", "as_iso", "shown"]
+
+CLOCKS_DIFFER = 5.0
+"""Seconds by which clocks differ that are told of; less may be how long a heartbeat took."""
+
+_DAY = 24 * 3600.0
+
+
+def as_iso(seconds: float) -> str | None:
+    """ISO 8601 in UTC, of seconds since the epoch; None for 0, and for what is no time."""
+    at = _time(seconds)
+    return at.isoformat(timespec="seconds") if at is not None else None
+
+
+def shown(seconds: float, now: float) -> str:
+    """For people, such as "07:24:02 UTC", with the date where that is a day off; "": not known."""
+    at = _time(seconds)
+    if at is None:
+        return ""
+    return at.strftime("%H:%M:%S UTC" if abs(now - seconds) < _DAY else "%Y-%m-%d %H:%M:%S UTC")
+
+
+def _time(seconds: float) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(seconds, UTC) if seconds else None
+    except (OverflowError, OSError, ValueError):
+        return None  # It stands in the store, and is not ours to trust.
