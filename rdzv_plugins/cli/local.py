@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -23,20 +24,32 @@ def serve(
         int | None, typer.Option(min=1, max=65535, help="first server's port; default: a free one")
     ] = None,
     nodes: Annotated[int, typer.Option(help="number of servers, 1 or 3")] = 1,
+    host: Annotated[
+        str,
+        typer.Option(help="this host's name or address for the others (redis, valkey)"),
+    ] = "127.0.0.1",
 ) -> None:
-    """Run a server on 127.0.0.1 until Ctrl-C: for tests, not for production."""
+    """Run a server until Ctrl-C, on 127.0.0.1 or where --host says: for tests and single jobs.
+
+    Where others reach it, it has the password of RDZV_PLUGINS_PASSWORD or
+    RDZV_PLUGINS_PASSWORD_FILE, or a new one, which is shown once.
+    """
     from rdzv_plugins import servers
 
-    with servers.start(kind, nodes=nodes, port=port) as server:
+    password, is_new = _password(kind, host)
+    security = servers.Security(password=password)
+    with servers.start(kind, nodes=nodes, port=port, host=host, security=security) as server:
         interrupt = Interrupt()
         conf = ",".join(f"{name}={value}" for name, value in server.config.items())
-        typer.echo(f"{kind} runs at {server.endpoint}; Ctrl-C stops it. For torchrun:")
+        typer.echo(f"{kind} runs at {server.endpoint}; Ctrl-C stops it. For a job:")
+        if is_new:
+            typer.echo(f"  export RDZV_PLUGINS_PASSWORD={password}  # shown this once")
         for name, value in server.environ.items():
-            typer.echo(f"  export {name}={value}")
+            if name != "RDZV_PLUGINS_PASSWORD":
+                typer.echo(f"  export {name}={value}")
         typer.echo(
-            f"  torchrun --rdzv-backend={_BACKENDS.get(kind, kind)} "
-            f"--rdzv-endpoint={server.endpoint}{f' --rdzv-conf={conf}' if conf else ''} "
-            "--max-restarts=100 ..."
+            f"  rdzv run --rdzv-backend={_BACKENDS.get(kind, kind)} "
+            f"--rdzv-endpoint={server.endpoint}{f' --rdzv-conf={conf}' if conf else ''} ..."
         )
 
         def look() -> None:
@@ -44,6 +57,19 @@ def serve(
                 node.check()
 
         interrupt.wait(look)
+
+
+def _password(kind: str, host: str) -> tuple[str | None, bool]:
+    """The server's password, and whether it is a new one; None: it needs none."""
+    import secrets
+
+    from rdzv_plugins.addresses import is_loopback
+    from rdzv_plugins.config import ServerOptions, parse_options
+
+    if is_loopback(host) or kind not in ("redis", "valkey"):
+        return None, False
+    given = parse_options(ServerOptions, {}, os.environ).secret()
+    return (given, False) if given else (secrets.token_urlsafe(24), True)
 
 
 def demo(

@@ -7,8 +7,8 @@ The counterpart of torch's ``EtcdServer`` for every store::
         server.nodes[0].kill()
         server.nodes[0].start(empty=True)
 
-A server listens on 127.0.0.1 only, keeps its data in its own temporary directory, and ends with the
-process that started it, even if that process is killed. It is not for production.
+A server listens on 127.0.0.1, and elsewhere only where it is told a host. It keeps its data in its
+own temporary directory, and ends with the process that started it, even if that process is killed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from rdzv_plugins.addresses import is_loopback
 from rdzv_plugins.servers.consul import Consul
 from rdzv_plugins.servers.dynamodb import DynamoDB
 from rdzv_plugins.servers.etcd import Etcd
 from rdzv_plugins.servers.postgres import Postgres
 from rdzv_plugins.servers.process import (
+    HOST,
     Kind,
     Node,
     NotInstalledError,
     Security,
     ServerError,
+    addresses_of,
     free_ports,
     wait_until,
 )
@@ -96,6 +99,7 @@ def start(
     *,
     nodes: int = 1,
     port: int | None = None,
+    host: str = HOST,
     security: Security | None = None,
     timeout: float = 30.0,
 ) -> LocalServer:
@@ -105,21 +109,31 @@ def start(
         kind: a key of `KINDS`.
         nodes: servers in the ensemble: 1, or 3 for zookeeper, consul and etcd.
         port: the clients' port of the first server; None: any free one.
+        host: this host's name or address for clients on other hosts, for redis and valkey; the
+            server listens at its addresses and at 127.0.0.1. Then ``security`` needs a password.
         security: users and certificates; None: no access control.
         timeout: seconds until each server must be ready.
 
     Raises:
-        ValueError: an unknown kind, or a number of nodes that it cannot have.
+        ValueError: an unknown kind, a number of nodes or a host that it cannot have, or a host that
+            is not loopback without a password.
         NotInstalledError: the server is not installed; the message says how to install it.
-        ServerError: the port is taken, or the server did not start; the message has the end of its
-            log.
+        ServerError: the host is not this one, the port is taken, or the server did not start; the
+            message has the end of its log.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown server '{kind}'; there are: {', '.join(KINDS)}")
-    runner = KINDS[kind](security or Security())
+    runner = KINDS[kind](security := security or Security())
     if nodes not in {1, runner.largest}:
         allowed = "1 node" if runner.largest == 1 else f"1 or {runner.largest} nodes"
         raise ValueError(f"a local {kind} has {allowed}, not {nodes}")
+    if host != HOST:
+        addresses = addresses_of(host)
+        if not runner.for_others:
+            raise ValueError(f"a local {kind} listens on {HOST} only; redis and valkey have --host")
+        if not (security.password or all(map(is_loopback, addresses))):
+            raise ValueError(f"a {kind} that other hosts reach needs a password")
+        runner.listen(host, addresses)
     ports = free_ports(nodes * runner.ports_per_node, port)
     memory = Path("/dev/shm")
     folder = memory if runner.in_memory and os.access(memory, os.W_OK) else None

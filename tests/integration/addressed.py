@@ -7,6 +7,7 @@ what it saw as JSON.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from rdzv_plugins import servers
 from rdzv_plugins.demo.agents import Fleet, World
@@ -121,7 +124,7 @@ class Scene:
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self.enter, self.callback = stack.enter_context, stack.callback
-        self._folder = folder
+        self.folder = folder
 
     def network(self, *names: str, **options: Any) -> list[Host]:
         return self.enter(Network(names, **options)).hosts
@@ -137,7 +140,7 @@ class Scene:
         binary = find_file("consul", ["consul", "usr/bin/consul"])
         if binary is None:
             raise servers.NotInstalledError("consul is not installed")
-        folder = self._folder / f"consul-{host.name if host else 'server'}"
+        folder = self.folder / f"consul-{host.name if host else 'server'}"
         at = f"10.1.0.{host.number if host else PROGRAM}"
         command = [str(binary), "agent", f"-node={folder.name}", f"-bind={at}"]
         command += [f"-data-dir={folder}", "-log-level=warn"]
@@ -152,7 +155,7 @@ class Scene:
             raise TimeoutError(f"Consul's agent at {at} does not serve")
 
     def job(self, backend: str, endpoint: str, name: str = "job", **options: Any) -> Job:
-        job = Job(self._folder / name, backend, endpoint, **options)
+        job = Job(self.folder / name, backend, endpoint, **options)
         self.enter(job)
         return job
 
@@ -191,6 +194,52 @@ def _trains(
         "statuses": job.ends(),
         "checked": check(hosts[0], backend, endpoint, "--nnodes", "2", "--rdzv-conf", conf),
     }
+
+
+def served(scene: Scene) -> dict[str, Any]:
+    """A host serves the store of the others; its own name is at loopback, as Debian has it."""
+    first, other = scene.network("a", "b")
+    serve = [*first.within, sys.executable, "-u", "-m", "rdzv_plugins.cli", "serve"]
+
+    def begin(*arguments: str) -> list[str]:
+        """The lines that it shows, up to that with the command for a job."""
+        serving = subprocess.Popen([*serve, *arguments], stdout=subprocess.PIPE, text=True)
+        scene.callback(serving.wait)
+        scene.callback(serving.kill)
+        assert serving.stdout is not None
+        lines: list[str] = []
+        while not lines or "rdzv run" not in lines[-1]:
+            lines.append(serving.stdout.readline())
+            assert lines[-1], lines
+        return lines
+
+    def refused(*arguments: str) -> str:
+        return subprocess.run(
+            [*serve, *arguments], stderr=subprocess.PIPE, text=True, timeout=PATIENCE
+        ).stderr
+
+    def checked(endpoint: str, password: str) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RDZV_PLUGINS_PASSWORD", password)
+            return check(other, "redis", endpoint)
+
+    new = begin("--host", "10.1.0.1", "--port", "6379")
+    (password,) = (re.findall(r"PASSWORD=(\S+)", line)[0] for line in new if "PASSWORD" in line)
+    file = scene.folder / "password"
+    file.write_text("of a file\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RDZV_PLUGINS_PASSWORD_FILE", str(file))
+        given = begin("redis", "--host", "0.0.0.0", "--port", "6380")
+    return {
+        "new": new, "given": given,
+        "checked": checked("redis://10.1.0.1:6379", password),
+        "wrong": checked("redis://10.1.0.1:6379", "wrong"),
+        "checked given": checked("redis://10.1.0.1:6380", "of a file"),
+        "name": refused("--host", "a"),
+        "elsewhere": refused("--host", "10.1.0.2"),
+        "unknown": refused("--host", "no-such-host"),
+        "kind": refused("etcd", "--host", "10.1.0.1"),
+    }  # fmt: skip
 
 
 def own_stores(scene: Scene) -> dict[str, Any]:
@@ -314,7 +363,7 @@ def ports(scene: Scene) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     it.__name__: it
     for it in (
-        at_loopback, agents_of_consul, own_stores, own_names, out_of_reach, gloos_choice,
+        at_loopback, agents_of_consul, served, own_stores, own_names, out_of_reach, gloos_choice,
         at_loopback_only, ports,
     )
 }  # fmt: skip

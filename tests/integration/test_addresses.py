@@ -53,6 +53,27 @@ def test_a_store_at_each_hosts_loopback(scenario: str) -> None:
     assert only(seen["checked"], "store's host: it is at loopback").startswith(mark)
 
 
+def test_a_host_serves_the_store_of_the_others() -> None:
+    seen = play("served")
+    new, given = "".join(seen["new"]), "".join(seen["given"])
+    assert "valkey runs at redis://10.1.0.1:6379;" in new
+    assert new.count("RDZV_PLUGINS_PASSWORD=") == 1
+    # The name that the host has, where it listens at all its addresses; no given password is shown.
+    assert "redis runs at redis://a:6380;" in given
+    assert "of a file" not in given
+    assert "PASSWORD" not in given
+    for checked in (seen["checked"], seen["checked given"]):
+        only(checked, "verdict: a job works")
+    only(seen["wrong"], "verdict: a job will not work")
+    assert seen["name"] == (
+        "rdzv: 'a' is 127.0.1.1 on this host, where no other host reaches it: give the address by "
+        "which the others reach this host\n"
+    )
+    assert seen["elsewhere"].startswith("rdzv: '10.1.0.2' is not this host: ")
+    assert seen["unknown"].startswith("rdzv: the host 'no-such-host' is not known here (")
+    assert seen["kind"].startswith("rdzv: a local etcd listens on 127.0.0.1 only; redis and valkey")
+
+
 def test_two_stores_each_at_its_hosts_loopback() -> None:
     seen = play("own_stores")
     assert seen["statuses"] == [1, 1]
