@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,16 +23,21 @@ from rdzv_plugins.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
     from rdzv_plugins.archive import Listed, Row
-    from rdzv_plugins.inspection import Inspection
+    from rdzv_plugins.inspection import Inspection, NodeState
     from rdzv_plugins.kv import KeyValueClient
 
 __all__ = ["clean", "close", "history", "list_runs", "status", "watch"]
 
-_NODES_SHOWN = 64
+_NODES_SHOWN = 32
 _ROUNDS_SHOWN = 10
+# On a small screen so many come before nodes that are as they should be; the lines of a frame.
+_ROUNDS_KEPT = 3
+_FRAME = 4
 
 _STATUSES = {"running": 0, "forming": 3, "absent": 4, "dead": 5, "closed": 6}
 """Exit statuses by `inspection.Condition`; 1 and 2 are for errors."""
@@ -47,6 +52,7 @@ _SORTED_BY: dict[str, Callable[[Listed, Inspection], Any]] = {
 }
 
 _LOOK_SECONDS = 1.0
+_DOUBT_SECONDS = 0.3
 _PAUSE_IN_AN_OUTAGE = 1.0
 
 
@@ -150,12 +156,13 @@ def status(
     conf: ConfOption = "", as_json: JsonOption = False,
     wait: Annotated[str, typer.Option(help="wait until the run is so: running, closed, ...")] = "",
     timeout: Annotated[float, typer.Option(help="seconds to wait at most")] = 300.0,
+    every: Annotated[bool, typer.Option("--all", help="all nodes, however many")] = False,
 ) -> None:  # fmt: skip
     """Show what a run does and waits for, its nodes, and why it restarted.
 
     Exit status: 0 running, 3 forming, 4 no such run, 5 dead, 6 closed, 7 the time of --wait is
     over. Whether its nodes live shows in their heartbeats only: it takes up to 2 s, longer if there
-    are none.
+    are none, or if a node's clock says that one is missing.
     """
     if wait:
         _refuse_unless_one_of(wait, _STATUSES, "--wait")
@@ -167,15 +174,21 @@ def status(
         settle([seen])
         if wait:
             _await(seen, wait, timeout)
+        while seen.in_doubt:
+            _rest(seen, _DOUBT_SECONDS)
+            seen.look()
         condition = seen.condition.value
         if as_json:
             print_json(seen.report() | {"rounds": _rows_as_data(seen)})
         else:
-            summary, *tables = _describe(seen)
+            nodes, rows = seen.nodes(), seen.archive.rows()[::-1]
             # A pipe gets each sentence as one line, as `grep` needs it.
-            plain_console().print(summary, soft_wrap=True)
-            for table in tables:
+            plain_console().print(_summary(seen, nodes), soft_wrap=True)
+            most = len(nodes) if every else _NODES_SHOWN
+            for table in _tables(nodes, rows, most, _ROUNDS_SHOWN):
                 _print_table(table)
+            if len(nodes) > most:
+                typer.echo("--all shows all nodes")
     if wait and condition != wait:
         typer.echo(f"rdzv: run '{run_id}' was not {wait} within {timeout:g} s", err=True)
         raise typer.Exit(WAITED_IN_VAIN)
@@ -343,18 +356,18 @@ def _stream(seen: Inspection, as_json: bool) -> None:
 
 
 def _show_live(seen: Inspection) -> None:
-    from rich.console import Group
     from rich.live import Live
     from rich.text import Text
 
     from rdzv_plugins.inspection import Condition
     from rdzv_plugins.kv import RendezvousConnectionError
 
-    with Live(console=plain_console(), auto_refresh=False) as live:
+    console = plain_console()
+    with Live(console=console, auto_refresh=False) as live:
         while True:
             try:
                 seen.look()
-                live.update(Group(*_describe(seen)), refresh=True)
+                live.update(_on_a_screen(seen, console), refresh=True)
             except RendezvousConnectionError as error:
                 live.update(Text(str(error)), refresh=True)
             if seen.condition in (Condition.CLOSED, Condition.ABSENT):
@@ -389,56 +402,103 @@ def _beating(client: KeyValueClient, interval: float) -> set[str]:
     }
 
 
-def _describe(seen: Inspection) -> list[RenderableType]:
-    """The sentence and what belongs to it, and the tables."""
+def _summary(seen: Inspection, nodes: Sequence[NodeState]) -> Text:
+    """The sentence and what belongs to it, the most important first."""
     from rich.text import Text
 
-    summary = Text(f"run '{seen.run_id}': {seen.sentence}")
+    lines = [f"run '{seen.run_id}': {seen.sentence}"]
     document = seen.document
-    if document is not None and document.master:
-        summary.append(f"\nMASTER {document.master}")
-    if document is not None and document.reason and not document.closed:
-        summary.append(f"\nwhy this round: {document.reason}")
-    tables: list[RenderableType] = [_nodes(seen)] if document is not None else []
-    rows = seen.archive.rows()
-    if rows:
-        tables.append(_rounds(rows[::-1][:_ROUNDS_SHOWN]))
-    return [summary, *tables]
+    if document is not None:
+        if document.master:
+            lines.append(f"MASTER {document.master}")
+        if document.reason and not document.closed:
+            lines.append(f"why this round: {document.reason}")
+        lines.append(_counts(nodes))
+    lines.append(seen.clocks)
+    return Text("\n".join(filter(None, lines)))
 
 
-def _nodes(seen: Inspection) -> RenderableType:
-    from rich.table import Table
+def _counts(nodes: Sequence[NodeState]) -> str:
+    """How many nodes are in which state, those that people should see first."""
+    from collections import Counter
+    from datetime import UTC, datetime
 
+    from rdzv_plugins.protocol.states import State
+
+    counts = Counter(node.state for node in nodes)
+    states = sorted(State, key=lambda state: not state.is_odd)
+    named = ", ".join(f"{counts[state]} {state.value}" for state in states if counts[state])
+    size = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    return f"{size} at {datetime.now(UTC):%H:%M:%S} UTC{f': {named}' if named else ''}"
+
+
+def _on_a_screen(seen: Inspection, console: Console) -> Group:
+    """As much as fits: the summary, nodes that need a look, the last rounds, other nodes."""
+    from rich.console import Group
+
+    nodes, rows = seen.nodes(), seen.archive.rows()[::-1]
+    summary = _summary(seen, nodes)
+    left = console.size.height - 1 - len(console.render_lines(summary))
+    if seen.document is None:
+        return Group(summary, *_tables([], rows, 0, min(_ROUNDS_SHOWN, left - _FRAME)))
+    odd = sum(node.state.is_odd for node in nodes)
+    # Of the nodes, a line says how many more there are.
+    left -= _FRAME + 1
+    kept = min(len(rows), _ROUNDS_KEPT) + _FRAME if rows else 0
+    shown = min(len(nodes), max(odd, left - kept), left)
+    rounds = min(_ROUNDS_SHOWN, left - shown - _FRAME)
+    return Group(summary, *_tables(nodes, rows, shown, rounds, one_line=True))
+
+
+def _tables(
+    nodes: Sequence[NodeState], rows: Sequence[Row], most: int, rounds: int, one_line: bool = False
+) -> list[Table]:
+    """Of so many nodes and rounds at most; ``one_line``: what is too long for a line is cut."""
+    tables = [_nodes(nodes, most, one_line)] if nodes and most > 0 else []
+    if rows and rounds > 0:
+        tables.append(_rounds(rows[:rounds], one_line))
+    return tables
+
+
+def _nodes(nodes: Sequence[NodeState], most: int, one_line: bool) -> Table:
     from rdzv_plugins.protocol.wall_clock import shown
 
-    table = Table("rank", "node", "state", "last beat", "")
-    nodes, now = seen.nodes(), time.time()
-    for node in nodes[:_NODES_SHOWN]:
+    table = _table("rank", "node", "state", "last beat", "", one_line=one_line)
+    now = time.time()
+    odd = [node for node in nodes if node.state.is_odd or node.clock is not None]
+    for node in [*odd, *(node for node in nodes if node not in odd)][:most]:
         notes = ["leader"] if node.leader else []
         if node.awaited:
             notes.append("was in the last round")
-        if node.kept_out:
-            notes.append(node.kept_out)
+        notes += filter(None, (node.kept_out, node.unfit))
+        if node.clock is not None:
+            notes.append(
+                f"its clock is {abs(node.clock):.0f} s {'ahead' if node.clock > 0 else 'behind'}"
+            )
+        if node.state.value in ("silent", "lost") and node.silence >= 1:
+            notes.append(f"no heartbeat in {node.silence:.0f} s of watching")
         rank = "-" if node.rank is None else str(node.rank)
-        if node.unfit:
-            notes.append(node.unfit)
-        table.add_row(rank, node.name, node.state, shown(node.at, now), ", ".join(notes))
-    if len(nodes) > _NODES_SHOWN:
-        table.add_row("", f"and {len(nodes) - _NODES_SHOWN} more", "", "", "")
+        table.add_row(rank, node.name, node.state.value, shown(node.at, now), ", ".join(notes))
+    if len(nodes) > most:
+        table.add_row("", f"and {len(nodes) - most} more", "", "", "")
     return table
 
 
-def _rounds(rows: Iterable[Row]) -> RenderableType:
+def _rounds(rows: Iterable[Row], one_line: bool = False) -> Table:
     """A table of rounds in the order of ``rows``."""
-    from rich.table import Table
-
-    table = Table("round", "when (UTC)", "nodes", "formed in", "why")
+    table = _table("round", "when (UTC)", "nodes", "formed in", "why", one_line=one_line)
     for row in rows:
         ended = row.outcome.value if row.outcome is not None else row.phase.value
         took = f"{row.seconds.total * 1000:,.0f} ms" if row.seconds is not None else ended
         when = row.at[:19].replace("T", " ")
         table.add_row(str(row.round), when, str(row.nodes), took, row.reason)
     return table
+
+
+def _table(*names: str, one_line: bool) -> Table:
+    from rich.table import Column, Table
+
+    return Table(*(Column(name, no_wrap=one_line, overflow="ellipsis") for name in names))
 
 
 def _rows_as_data(seen: Inspection) -> list[object]:
