@@ -38,6 +38,7 @@ _ROUNDS_SHOWN = 10
 # On a small screen so many come before nodes that are as they should be; the lines of a frame.
 _ROUNDS_KEPT = 3
 _FRAME = 4
+_AS_IT_SHOULD_BE = 2
 
 _STATUSES = {"running": 0, "forming": 3, "absent": 4, "dead": 5, "closed": 6}
 """Exit statuses by `inspection.Condition`; 1 and 2 are for errors."""
@@ -441,7 +442,7 @@ def _on_a_screen(seen: Inspection, console: Console) -> Group:
     left = console.size.height - 1 - len(console.render_lines(summary))
     if seen.document is None:
         return Group(summary, *_tables([], rows, 0, min(_ROUNDS_SHOWN, left - _FRAME)))
-    odd = sum(node.state.is_odd for node in nodes)
+    odd = sum(_later(node) < _AS_IT_SHOULD_BE for node in nodes)
     # Of the nodes, a line says how many more there are.
     left -= _FRAME + 1
     kept = min(len(rows), _ROUNDS_KEPT) + _FRAME if rows else 0
@@ -460,13 +461,19 @@ def _tables(
     return tables
 
 
+def _later(node: NodeState) -> int:
+    """Whom people should see first has the smallest number."""
+    if node.state.is_odd:
+        return 0
+    return 1 if node.clock is not None else _AS_IT_SHOULD_BE
+
+
 def _nodes(nodes: Sequence[NodeState], most: int, one_line: bool) -> Table:
     from rdzv_plugins.protocol.wall_clock import shown
 
     table = _table("rank", "node", "state", "last beat", "", one_line=one_line)
     now = time.time()
-    odd = [node for node in nodes if node.state.is_odd or node.clock is not None]
-    for node in [*odd, *(node for node in nodes if node not in odd)][:most]:
+    for node in sorted(nodes, key=_later)[:most]:
         notes = ["leader"] if node.leader else []
         if node.awaited:
             notes.append("was in the last round")
@@ -498,7 +505,10 @@ def _rounds(rows: Iterable[Row], one_line: bool = False) -> Table:
 def _table(*names: str, one_line: bool) -> Table:
     from rich.table import Column, Table
 
-    return Table(*(Column(name, no_wrap=one_line, overflow="ellipsis") for name in names))
+    columns = [Column(name, no_wrap=one_line, overflow="ellipsis") for name in names]
+    if one_line:
+        columns[-1].ratio = 1  # It is the one that is cut.
+    return Table(*columns, expand=one_line)
 
 
 def _rows_as_data(seen: Inspection) -> list[object]:

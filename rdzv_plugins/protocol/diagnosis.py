@@ -280,7 +280,7 @@ def _with_records(
     live = {
         node: record
         for node, record in records.items()
-        if record.status is not Status.LEFT and not is_silent(node)
+        if record.status is not Status.LEFT and not (is_silent(node) or is_lost(node))
     }
     unfit = _unfit(records, is_silent)
     found = _of_the_round(document, records, live, unfit, is_silent, is_lost, times, sizes)
