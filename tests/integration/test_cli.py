@@ -108,7 +108,8 @@ def test_status_of_a_run_without_a_sign_of_life(server: servers.LocalServer, run
     shown = result.stdout.splitlines()
     dead = "dead: round 0 is running, but none of its nodes lives; the last heartbeat came at"
     assert re.fullmatch(rf"run '{run_id}': {dead} [0-9:]{{8}} UTC", shown[0])
-    assert len([line for line in shown if "silent" in line]) == 2
+    assert [line for line in shown if re.fullmatch("2 nodes at [0-9:]{8} UTC: 2 silent", line)]
+    assert len([line for line in shown if "│ silent" in line]) == 2
     for handler in handlers:
         handler.shutdown()
 

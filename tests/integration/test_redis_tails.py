@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from rdzv_plugins.kv import Entry, KeyValueClient, Version
+from rdzv_plugins.protocol.documents import NodeRecord, Status
 from rdzv_plugins.stores import redis as redis_store
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import SLACK
 from rdzv_plugins.testing.threads import together
+from tests import replace
 from tests.integration.stores import RunningStore
 
 HEAD = '{"addr":"node-17.example","pid":4711,"status":"run","in":"%s","every":5.0,"lease":15.0'
@@ -279,3 +281,29 @@ def test_readers_see_each_value_whole_while_it_changes(clients: list[KeyValueCli
                 assert known.setdefault(entry.version, entry.value) == entry.value
 
     together([write, lambda: look(leader, True), lambda: look(follower, False)])
+
+
+def test_a_nodes_own_record_sends_its_time_in_few_bytes(
+    clients: list[KeyValueClient], redis_admin: Any
+) -> None:
+    node, leader, _ = clients
+    record = NodeRecord(
+        address="node-17.example", pid=4711, beat=100, status=Status.RUN, round=12, min_nodes=2,
+        max_nodes=64, interval=5.0, lease=15.0, incarnation="5f0c6a1b2d3e4f50", rank=17,
+        world_id="12-5f0c6a1b2d3e4f50", at=1_790_000_000,
+    )  # fmt: skip
+
+    def beats(timed: bool) -> int:
+        for number in range(40):
+            if number == 20:  # The first ones are sent, and read, whole.
+                before = passed(redis_admin)
+            at = record.at + 5 * number if timed else 0
+            value = replace(record, beat=record.beat + number, at=at).encode()
+            node.put_many({"nodes/n": value})
+            assert leader.list("nodes/")["nodes/n"].value == value
+        return (passed(redis_admin) - before) // 20
+
+    beats(timed=False)
+    without, with_time = beats(timed=False), beats(timed=True)
+    # Written, kept and read: three times its ten digits, and what stands before the number.
+    assert with_time - without < 80, (with_time, without)
