@@ -13,8 +13,6 @@ from datetime import UTC, datetime
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from torch.distributed.elastic.multiprocessing import SignalException
-
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.kv import (
     AccessDeniedError,
@@ -26,6 +24,7 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
     as_outage,
+    is_signal,
 )
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.logs import RunLog
@@ -575,9 +574,9 @@ def _watched(
         for watcher in watchers:
             try:
                 watcher(request, answer, error)
-            except SignalException:
-                raise  # Of torch's signal handler: it is no error of the watcher's.
-            except Exception:
+            except Exception as failure:
+                if is_signal(failure):
+                    raise  # It is no error of the watcher's.
                 if watcher not in failed:
                     log.exception("what a node does could not be reported; the node goes on")
                     failed.append(watcher)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Creator = Callable[[RendezvousParameters], RendezvousHandler]
 
-__all__ = ["HandlerFactory", "handler_factory"]
+__all__ = ["HandlerFactory", "handler_factory", "refuse_without_torch"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class HandlerFactory:
 @cache
 def _creator(client: str) -> Creator:
     def create(params: RendezvousParameters) -> RendezvousHandler:
+        refuse_without_torch(f"the {params.backend} backend")
         from rdzv_plugins.handler import create_handler
 
         return create_handler(client, params)
@@ -55,6 +56,31 @@ def handler_factory(client: str) -> HandlerFactory:
         mystore = handler_factory("mypackage.mystore:Client")
     """
     return HandlerFactory(client)
+
+
+def refuse_without_torch(who: str) -> None:
+    """Raise `ValueError`, which says what ``who`` needs, where torch is missing or too old.
+
+    torch is an extra, for whoever runs agents has chosen its build: pip does not look after it. It
+    is not imported.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+    from importlib.util import find_spec
+
+    found = "none is installed"
+    # An older one does not load the group ``torchrun.handlers``.
+    if find_spec("torch") is not None:
+        try:
+            found = version("torch")
+        except PackageNotFoundError:
+            return  # Somebody's own build: it says nothing of itself.
+        if tuple(int(part) for part in found.split(".")[:2]) >= (2, 6):
+            return
+        found = f"{found} is installed"
+    raise ValueError(
+        f"{who} needs torch 2.6 or later, and {found}. Install the build that fits this host's "
+        'GPUs, or: pip install "rdzv-plugins[torch]"'
+    )
 
 
 redis = handler_factory("redis")

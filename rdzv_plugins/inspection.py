@@ -21,6 +21,7 @@ from rdzv_plugins.protocol.diagnosis import Diagnosis, call_ends, diagnose
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
+    TORCH_STATE_KEY,
     NodeRecord,
     Phase,
     RoundDocument,
@@ -32,7 +33,6 @@ from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 
 __all__ = [
     "SCHEMA",
@@ -428,7 +428,7 @@ def settle(inspections: Iterable[Inspection]) -> None:
 
 def is_torchs(client: KeyValueClient) -> bool:
     """Whether the run has handler=torch, whose state is a pickle, which is never loaded here."""
-    return client.get(KeyValueBackend.KEY) is not None
+    return client.get(TORCH_STATE_KEY) is not None
 
 
 def delete_run(client: KeyValueClient) -> int:

@@ -23,8 +23,6 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TypeVar
 
-from torch.distributed.elastic.multiprocessing import SignalException
-
 from rdzv_plugins.kv import Attempts, exhausted
 
 __all__ = ["SignalWatch", "take"]
@@ -181,6 +179,9 @@ def _ends_this_process(number: int) -> bool:
 
 def _raise(number: int, _: FrameType | None) -> None:
     """What torch's handler does."""
+    # Late, so that what only waits as `take` does needs no torch; whoever listens has loaded it.
+    from torch.distributed.elastic.multiprocessing import SignalException
+
     name = signal.Signals(number)
     raise SignalException(f"Process {os.getpid()} got signal: {name}", sigval=name)
 

@@ -60,7 +60,7 @@ app.command()(docs.docs)
 
 def main() -> None:
     """Entry point; an error that the user can fix is one line on stderr and exit status 1."""
-    # torch warns so on import in every environment without NumPy.
+    # torch, which `run` imports, warns so in every environment without NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     if sys.argv[1:2] == ["run"]:
         # Not through typer, which treats "--", Ctrl-C and a broken pipe differently.
@@ -78,7 +78,7 @@ def main() -> None:
 def _is_for_the_user(error: Exception) -> bool:
     if isinstance(error, ValueError):
         return True
-    # Imported here: torch takes seconds, and most commands' help needs none of it.
+    # Imported here: the help needs none of it.
     from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError, exhausted
     from rdzv_plugins.servers import ServerError
 

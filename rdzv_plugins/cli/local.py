@@ -77,5 +77,8 @@ def demo(
 ) -> None:
     """Train with three agents, kill one, continue the training, and show a timeline."""
     from rdzv_plugins.demo import run
+    from rdzv_plugins.entry_points import refuse_without_torch
+
+    refuse_without_torch("rdzv demo")
 
     raise typer.Exit(run(endpoint))

@@ -29,6 +29,13 @@ def launch(arguments: Sequence[str]) -> None:
 
     An error of the rendezvous, whose line the log has, is exit status 1 without torch's traceback.
     """
+    from rdzv_plugins.entry_points import refuse_without_torch
+
+    try:
+        refuse_without_torch("rdzv run")
+    except ValueError as error:
+        typer.echo(f"rdzv: {error}", err=True)
+        sys.exit(1)
     from rdzv_plugins.agent import torchrun
     from rdzv_plugins.logs import is_told
     from rdzv_plugins.torch_compat.torchrun import OURS

@@ -31,7 +31,6 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from rdzv_plugins.config import UnreadableFileError
 from rdzv_plugins.kv.contract import (
@@ -40,6 +39,7 @@ from rdzv_plugins.kv.contract import (
     Entry,
     KeyValueClient,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousStateError,
     Version,
     parse_counter,

@@ -9,6 +9,9 @@ Errors: `RendezvousConnectionError` (the store could not be reached within the r
 subclasses `AccessDeniedError` (the store answers, and refuses this client) and `ClientClosedError`
 (`close` was called), `RendezvousStateError` (a value is unreadable or larger than the store's
 limit), `ValueError` (a bad option; the message names the option and what is allowed).
+
+They need no torch. Wherever torch meets them, they are its own errors of the same names as well:
+`rdzv_plugins.torch_compat` sees to that. A client raises those of this module, not torch's.
 """
 
 from __future__ import annotations
@@ -19,10 +22,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousStateError,
-)
 
 if TYPE_CHECKING:
     from rdzv_plugins.kv.findings import Finding
@@ -35,6 +34,7 @@ __all__ = [
     "KeyValueClient",
     "LateCredentialsError",
     "RendezvousConnectionError",
+    "RendezvousError",
     "RendezvousStateError",
     "Version",
     "parse_counter",
@@ -42,6 +42,18 @@ __all__ = [
 
 Version = Hashable
 """Opaque. Equal versions of a key mean equal bytes, also across deletes and restarts."""
+
+
+class RendezvousError(Exception):
+    """What a store's client raises, except for a bad option."""
+
+
+class RendezvousConnectionError(RendezvousError):
+    """The store could not be reached within the request timeout; trying again may help."""
+
+
+class RendezvousStateError(RendezvousError):
+    """The store answers, but a value is unreadable or too large: trying again is of no use."""
 
 
 class AccessDeniedError(RendezvousConnectionError):

@@ -9,11 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
-
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from rdzv_plugins.kv.contract import RendezvousConnectionError
 
@@ -22,6 +21,7 @@ __all__ = [
     "ExhaustedError",
     "as_outage",
     "exhausted",
+    "is_signal",
     "missing_for_workers",
     "require_descriptors",
 ]
@@ -49,7 +49,7 @@ def exhausted(error: BaseException | None) -> str | None:
     """What this host has run out of, if the error, or one behind it, says that."""
     behind: list[BaseException] = []
     # A signal that comes while an error is handled has that error as its context.
-    while not (error is None or error in behind or isinstance(error, SignalException)):
+    while not (error is None or error in behind or is_signal(error)):
         if isinstance(error, ExhaustedError):
             return str(error)
         if isinstance(error, MemoryError):
@@ -63,6 +63,13 @@ def exhausted(error: BaseException | None) -> str | None:
         behind.append(error)
         error = error.__cause__ or error.__context__
     return None
+
+
+def is_signal(error: BaseException) -> bool:
+    """Whether it is torch's `SignalException`, which a signal handler raises anywhere."""
+    # Nobody raises it who has not loaded torch.
+    torchs = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
+    return isinstance(error, getattr(torchs, "SignalException", ()))
 
 
 def as_outage(error: Exception) -> ExhaustedError | None:

@@ -22,6 +22,7 @@ __all__ = [
     "NO_FAULTS",
     "STATE_KEY",
     "STORE_PREFIX",
+    "TORCH_STATE_KEY",
     "Cause",
     "CorruptDocumentError",
     "Exclusion",
@@ -43,6 +44,8 @@ __all__ = [
 T = TypeVar("T")
 
 STATE_KEY = "state"
+# Of handler=torch: a pickle, which nothing here loads.
+TORCH_STATE_KEY = "torch-state"
 BELL_KEY = "bell"
 NODES_PREFIX = "nodes/"
 STORE_PREFIX = "store/"

@@ -12,9 +12,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
-
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
+from typing import TYPE_CHECKING, Any
 
 from rdzv_plugins.config import (
     ENVIRONMENT_PREFIX,
@@ -30,8 +28,12 @@ from rdzv_plugins.kv import (
     ExhaustedError,
     KeyValueClient,
     RendezvousConnectionError,
+    RendezvousError,
     exhausted,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 __all__ = [
     "STORES",

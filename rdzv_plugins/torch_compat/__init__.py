@@ -1,1 +1,13 @@
-"""What torch has besides the handler: c10d stores, rendezvous backends, a handler of its own."""
+"""What torch has besides the handler: c10d stores, rendezvous backends, a handler of its own.
+
+Importing it makes the errors of `rdzv_plugins.kv` torch's: torch and its users catch those.
+"""
+
+from torch.distributed.elastic.rendezvous import api
+
+from rdzv_plugins.kv import RendezvousConnectionError, RendezvousError, RendezvousStateError
+
+# Late, for all the rest needs no torch. A subclass beside each would leave those that are raised
+# by code that has been imported before without torch's base.
+RendezvousConnectionError.__bases__ = RendezvousError, api.RendezvousConnectionError
+RendezvousStateError.__bases__ = RendezvousError, api.RendezvousStateError

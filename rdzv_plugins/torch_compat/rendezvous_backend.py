@@ -8,6 +8,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError
+from rdzv_plugins.protocol.documents import TORCH_STATE_KEY
 from rdzv_plugins.stores import client_class, opener
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 
@@ -27,7 +28,7 @@ class KeyValueBackend(RendezvousBackend):
     Whoever can write that key can run code on every node, since torch's handler unpickles it.
     """
 
-    KEY = "torch-state"
+    KEY = TORCH_STATE_KEY
 
     def __init__(self, client: KeyValueClient, name: str | None = None) -> None:
         """``name`` is what torch compares with ``--rdzv-backend``; None: the client's name."""

@@ -45,7 +45,7 @@ def rdzv(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def invoke(*arguments: str, **environ: str) -> Result:
-    """The same in this process, without the seconds that importing torch takes."""
+    """The same in this process, without the time that a new one takes to start."""
     return CliRunner().invoke(app, [*arguments], env=environ)
 
 

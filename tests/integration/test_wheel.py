@@ -95,11 +95,10 @@ def test_its_extras_name_each_client(wheel: Path) -> None:
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     lines = archive.read(name).decode().splitlines()
     extras = {line.removeprefix("Provides-Extra: ") for line in lines if "Provides-Extra" in line}
-    others = {"embedded", "metrics", "otel", "dashboard", "gpu", "all"}
+    others = {"torch", "embedded", "metrics", "otel", "dashboard", "gpu", "all"}
     assert extras == {name.removesuffix("-v3") for name in STORES} | others
     unconditional = [line for line in lines if line.startswith("Requires-Dist") and ";" not in line]
     assert [line.split()[1].split(">")[0] for line in unconditional] == [
-        "torch",
         "msgspec",
         "typer",
         "rich",

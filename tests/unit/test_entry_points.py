@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points, requires
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +93,91 @@ def test_a_missing_extra_names_the_install_that_mends_it(errors: Any, backend: s
     needed = f"the {backend} backend needs the package '{NEED_A_PACKAGE[backend]}"
     assert errors[backend].startswith(needed)
     assert errors[backend].endswith(f'pip install "rdzv-plugins[{backend}]"')
+
+
+NEED_TORCH = ("agent", "handler", "testing", "torch_compat")
+
+
+def test_only_what_runs_agents_needs_torch() -> None:
+    program = f"""
+import importlib, pkgutil, sys
+sys.modules["torch"] = None  # makes its import fail as if it were not installed
+import rdzv_plugins
+need = set()
+for module in pkgutil.walk_packages(rdzv_plugins.__path__, "rdzv_plugins.", onerror=lambda _: None):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        assert error.name.partition(".")[0] == "torch", (module.name, error)
+        need.add(module.name.split(".")[1])
+assert need == {{*{NEED_TORCH!r}}}, need
+"""
+    assert run(program) == ""
+
+
+def test_the_errors_of_a_store_are_torchs_once_torch_meets_them() -> None:
+    """Also those that were raised before, and those of another package's classes."""
+    program = """
+import pickle, sys
+from rdzv_plugins import kv
+
+class Theirs(kv.RendezvousStateError):
+    pass
+
+before = [kv.AccessDeniedError("no"), kv.ExhaustedError("no memory"), Theirs("too large")]
+assert "torch" not in sys.modules
+from torch.distributed.elastic.rendezvous import api
+assert not any(isinstance(error, api.RendezvousError) for error in before)
+
+import rdzv_plugins.torch_compat
+kinds = [api.RendezvousConnectionError, api.RendezvousConnectionError, api.RendezvousStateError]
+for error, kind in zip(before, kinds, strict=True):
+    assert isinstance(error, kv.RendezvousError)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error) and copy.args == error.args
+    try:
+        raise error
+    except kind as caught:
+        assert caught is error
+"""
+    assert run(program) == ""
+
+
+def test_an_error_that_was_pickled_beside_torch_is_read_without_it() -> None:
+    pickled = run(
+        "import pickle, rdzv_plugins.torch_compat\n"
+        "from rdzv_plugins.kv import AccessDeniedError\n"
+        "print(pickle.dumps(AccessDeniedError('no')).hex())"
+    )
+    shown = run(
+        f"import pickle, sys; error = pickle.loads(bytes.fromhex('{pickled.strip()}'))\n"
+        "print(repr(error), 'torch' in sys.modules)"
+    )
+    assert shown == "AccessDeniedError('no') False\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [("2.5.1+cu124", "2.5.1+cu124 is installed"), ("", "none is installed"), ("2.10.0a0+git", "")],
+)
+def test_a_torch_that_is_missing_or_too_old_is_told(
+    version: str, found: str, tmp_path: Path
+) -> None:
+    """Before anything of it is imported, which may fail in any way."""
+    metadata = tmp_path / "torch-0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    shown = run(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        + ("" if version else "sys.modules['torch'] = None\n")
+        + "from rdzv_plugins.entry_points import refuse_without_torch\n"
+        "try: refuse_without_torch('an agent')\n"
+        "except ValueError as error: print(error)"
+    )
+    line = (
+        f"an agent needs torch 2.6 or later, and {found}. Install the build that fits this host's "
+        'GPUs, or: pip install "rdzv-plugins[torch]"'
+    )
+    assert shown == (f"{line}\n" if found else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from rdzv_plugins.cli.check.job import Job
@@ -17,6 +18,7 @@ from rdzv_plugins.config import (
     unknown_options,
     without_effect,
 )
+from rdzv_plugins.entry_points import refuse_without_torch
 from rdzv_plugins.health import refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.kv.findings import Finding, Mark
@@ -55,7 +57,10 @@ def check(job: Job) -> Generator[Finding, None, Chosen | None]:
         wrong = unknown_options(job.conf, [*ours, *theirs])
         wrong += faults(client.options, job.conf, job.environ)
     settings = _settings(job, [name for name, _ in of_handler])
-    if settings.handler == "torch":
+    unfit = _torch()
+    if unfit is not None:
+        yield unfit
+    elif settings.handler == "torch":
         from rdzv_plugins.torch_compat.dynamic_handler import check_settings
 
         try:
@@ -94,6 +99,17 @@ def check(job: Job) -> Generator[Finding, None, Chosen | None]:
     if client is None or wrong or malformed:
         return None
     return Chosen(client, _only(theirs, job.conf), options, settings)
+
+
+def _torch() -> Finding | None:
+    """What is wrong with this host's torch; nothing of it is imported."""
+    try:
+        refuse_without_torch("an agent")
+    except ValueError as error:
+        # Whoever checks from a host that only looks has none.
+        mark = Mark.UNKNOWN if find_spec("torch") is None else Mark.FAILED
+        return Finding(mark, "torch", str(error))
+    return None
 
 
 def _settings(job: Job, without: Iterable[str]) -> Settings:
