@@ -202,8 +202,8 @@ class RunAgent(LocalElasticAgent):
                 if word is None and not pauses.seconds_left:
                     if not pauses.failures:
                         log.warning(
-                            "the workers failed; waiting up to %.0f s to learn whether a peer is "
-                            "gone",
+                            "the workers of this node failed; its agent waits up to %.0f s to "
+                            "learn whether another node is gone",
                             handler.loss_shows_within,
                         )
                     # torch stops a node's remaining workers by SIGTERM.

@@ -396,9 +396,11 @@ def first_line(name: str, path: str) -> str:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableFileError(f"{name} '{path}' cannot be read") from error
+        # What a file holds is not shown.
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UnreadableFileError(f"{name} '{path}' cannot be read ({why})") from error
     if not lines or not lines[0]:
-        raise UnreadableFileError(f"{name} '{path}' has no first line")
+        raise UnreadableFileError(f"{name} '{path}' has no first line: write the secret there")
     return lines[0]
 
 

@@ -244,7 +244,8 @@ class Driver:
                 # In the node itself, which bears it as soon as it can.
                 if (missing := as_outage(error)) is None:
                     log.exception(
-                        "the rendezvous of this node met an unforeseen error; it starts over"
+                        "this node's rendezvous met an unforeseen error, and starts over; please "
+                        "report it"
                     )
                     self._deliver(effects.Outcome(error=error))
                 self._stopping.wait(_PAUSE_AFTER_A_BUG)
@@ -350,7 +351,10 @@ class Driver:
             except (RendezvousConnectionError, RendezvousStateError) as error:
                 if not self._told_of_the_archive:
                     self._told_of_the_archive = True
-                    self._log.warning(f"the history of the run cannot be written: {error}")
+                    self._log.warning(
+                        f"this node cannot write the history of the run, which training does not "
+                        f"need: {error}"
+                    )
             if inspects and not self._stopping.is_set():
                 self._warn_of_the_store()
 
@@ -578,7 +582,10 @@ def _watched(
                 if is_signal(failure):
                     raise  # It is no error of the watcher's.
                 if watcher not in failed:
-                    log.exception("what a node does could not be reported; the node goes on")
+                    log.exception(
+                        "this node could not report what it does, and goes on; please report the "
+                        "error"
+                    )
                     failed.append(watcher)
 
 

@@ -530,7 +530,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 self._node.id,
                 latest,
                 Outcome.CLOSED,
-                f"by request: closed by {self._node.record.label}",
+                f"by request; closed by {self._node.record.label}",
                 self._settings.sweep_after,
                 may_close=lambda _: True,
                 told=self._node.told_of_the_end,
@@ -578,7 +578,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 # The node was replaced meanwhile.
                 self._say_farewell()
 
-        return self._end(end, "the run could not be closed")
+        return self._end(end, "this node could not close the run; rdzv close does")
 
     def _close_as_member(self, outcome: Outcome, why: str) -> bool:
         work = close_as_member(self._node, self._service, outcome, why, self._rules)
@@ -643,7 +643,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                     new = f", and it was new: in the run for {service.seconds:.0f} s"
                 self._log.error(f"this node leaves the run, which goes on without it: {why}{new}")
 
-        return self._end(end, "the run could not be closed")
+        return self._end(end, "this node could not close the run; rdzv close does")
 
     def _await_store(self, request: Callable[[], T]) -> T:
         return retry(request, timeout=self._settings.close_timeout, retryable=store_is_away)
@@ -670,7 +670,11 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._say_farewell()
 
         patience = 0.0 if gives_up else _STOP_SECONDS
-        return self._end(leave, "this node could not announce that it leaves", patience)
+        return self._end(
+            leave,
+            "this node could not tell the others that it leaves: they wait for its lease",
+            patience,
+        )
 
     def _say_farewell(self) -> None:
         self._carry_out(self._node.farewell())
@@ -833,7 +837,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             )
             kind = RendezvousConnectionError if retryable else RendezvousStateError
             raise kind(
-                f"cannot reach this host at '{self._address}' ({error}); "
+                f"this host does not reach itself at '{self._address}' ({error}); "
                 "name an address of this host with --local-addr"
             ) from error
 
@@ -872,21 +876,39 @@ class StoreRendezvousHandler(RendezvousHandler):
                         "for nodes on several hosts, name an address of it that all reach, unless "
                         "an agent or a proxy of a store that all share listens there"
                     )
+                nodes = f"{rules.min_nodes} to {rules.max_nodes}"
+                if rules.min_nodes == rules.max_nodes:
+                    nodes = str(rules.max_nodes)
+                came, sentence = self._who_came(outcome)
                 return RendezvousTimeoutError(
-                    f"{run} did not complete a round of {rules.min_nodes} to {rules.max_nodes} "
-                    f"nodes within {patience:g} s: {self._what_it_waited_for(outcome)}{more}"
+                    f"{run}: {came} of {nodes} nodes came within {patience:g} s, and no round "
+                    f"formed: {sentence}{more}"
                 )
-        return outcome.error or RendezvousStateError(f"{run} ended without an outcome")
+        return outcome.error or RendezvousStateError(
+            f"{run}: the rendezvous of this node ended without an outcome; please report it"
+        )
 
-    def _what_it_waited_for(self, outcome: effects.Outcome) -> str:
-        """The sentence as it was in the end, with those who came for this round and left."""
-        if outcome.diagnosis is None:
-            return "nothing is known of it"
-        left: set[str] = set()
+    def _who_came(self, outcome: effects.Outcome) -> tuple[str, str]:
+        """How many came for a round that did not form, and the sentence as it was in the end."""
+        said, ours = outcome.diagnosis, NODES_PREFIX + self._node.id
+        came, left = "an unknown number", set[str]()
         with suppress(RendezvousConnectionError):
-            records = map(readable, self._client.list(NODES_PREFIX).values())
-            left = {it.label for it in records if it is not None and it.status is Status.LEFT}
-        return str(outcome.diagnosis.at_the_end(left - {self._node.record.label}))
+            read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
+            others = {key: it for key, it in read.items() if it is not None and key != ours}
+            left = {it.label for it in others.values() if it.status is Status.LEFT}
+            lost = said.lost.first if said is not None else ()
+            # Who left without ever having been in a round has waited too, mostly as long.
+            came = str(
+                1
+                + sum(
+                    it.asks or (it.status is Status.LEFT and not it.world_id)
+                    for it in others.values()
+                    if it.label not in lost
+                )
+            )
+        if said is None:
+            return came, "nothing is known of it"
+        return came, str(said.at_the_end(left))
 
 
 def _what_failed(error: BaseException) -> str:

@@ -316,7 +316,10 @@ class Report:
         except (OSError, UnicodeError) as error:
             if exhausted(error) is not None:
                 raise  # The node, too, is not made now.
-            log.warning(f"no metrics are served: {host}:{port} cannot be opened ({error})")
+            log.warning(
+                f"this node serves no metrics: {host}:{port} cannot be opened ({error}); set "
+                "another metrics_port, or 0 for a free one"
+            )
             return
         self._outputs.append(output)
         log.info(f"metrics are served at {self._server.url}/metrics")

@@ -57,7 +57,11 @@ class Guard:
             )
         except OSError as error:
             self._process = None
-            log.warning("workers will outlive this agent if it is killed: %s", error)
+            log.warning(
+                "the workers of this agent will outlive it if it is killed, and are to be ended by "
+                "hand then: %s",
+                error,
+            )
 
     def renew(self) -> None:
         """Start the process again where it has ended: the system, or a person, has killed it."""

@@ -63,7 +63,7 @@ class CallCheck:
             raise CannotRunError(
                 f"it returned {type(reason).__name__}, which is neither None nor a reason"
             )
-        return last_line(reason) or "it gave no reason"
+        return last_line(reason) or "it fails, and gives no reason"
 
 
 def last_line(text: str) -> str:

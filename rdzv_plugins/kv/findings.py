@@ -62,7 +62,7 @@ def of_version(server: str, version: str, least: tuple[int, ...]) -> Finding:
     needed = ".".join(map(str, least))
     leading = re.match(r"\d+(\.\d+)*", version)
     if leading is None:
-        return Finding(Mark.UNKNOWN, "version", f"{server} gives no number: '{version[:40]}'")
+        return Finding(Mark.UNKNOWN, "version", f"{server} tells no number: '{version[:40]}'")
     number = tuple(map(int, leading[0].split(".")))
     values = {"server": server, "version": version, "least": needed}
     if number < least:
@@ -98,7 +98,7 @@ def of_space(used: int, most: int, advice: str) -> Finding:
     values = {"used_bytes": used, "max_bytes": most}
     if not most:
         return Finding(
-            Mark.OK, "space", f"{used:,} bytes are used, of no known limit", values=values
+            Mark.OK, "space", f"{used:,} bytes are used; the server tells no limit", values=values
         )
     found = f"{used:,} of {most:,} bytes are used"
     if used >= most:

@@ -145,7 +145,11 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
         if failure is None:
             break
     else:
-        yield from Tell("tombstone", f"it cannot be noted that this run ended: {failure}")
+        yield from Tell(
+            "tombstone",
+            "this node cannot note that the run has ended; if a node that was cut off writes it "
+            f"back, rdzv clean deletes it: {failure}",
+        )
     done = replace(closed, expires=True)
     yield from CompareAndSet(STATE_KEY, done.encode(), version)
 

@@ -518,7 +518,10 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 f"the round document has schema {schema}, this version of rdzv-plugins reads "
                 f"{SCHEMA}: install the same version on every node, or use another --rdzv-id"
             )
-        raise CorruptDocumentError(f"the round document is unreadable: {problem}")
+        raise CorruptDocumentError(
+            f"the round document is unreadable ({problem}): a live node of the run writes it "
+            "again; if none lives, delete it with rdzv clean"
+        )
 
     def _without_ranks(self) -> RoundDocument:
         """This without what one node alone has read."""

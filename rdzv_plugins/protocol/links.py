@@ -268,7 +268,7 @@ def slow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
         f"{' and '.join(labels(records, (node, it.partner)))} in {it.seconds:.2f} s"
         for node, it in late
     ]
-    return f"slow exchange of data between {_listed(said)}, the median is {usual:.2f} s"
+    return f"data passed slowly between {_listed(said)}; the median of all is {usual:.2f} s"
 
 
 def _findings(

@@ -489,8 +489,9 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
                 yield (
                     "settings",
                     record.policy,
-                    f"{record.label} has {record.policy or 'no policy'} in --rdzv-conf, this node "
-                    f"{view.record.policy or 'none'}: set them alike, for the leader's count",
+                    f"{record.label} has {record.policy or 'no such option'} in --rdzv-conf, this "
+                    f"node {view.record.policy or 'none'}: set them alike on all nodes, for only "
+                    "those of the node that leads have an effect",
                 )
 
 

@@ -657,7 +657,7 @@ class Node:
                         self.id,
                         document,
                         outcome,
-                        f"{why}: closed by {self.record.label}",
+                        f"{why}; closed by {self.record.label}",
                         self._rules.sweep_after,
                         # Any leader, also a spare; not a node that has lost the lead since.
                         may_close=lambda now: now.leader == self.id,
@@ -722,7 +722,9 @@ class Node:
         if refused or self._clock() - self._fetching[1] >= self._rules.lease:
             self._carried = ()
             yield from Tell(
-                "exclusions", f"it cannot be read which hosts are excluded: {error}; none is"
+                "exclusions",
+                "this node cannot read which hosts are excluded, so the run begins without "
+                f"exclusions; exclude the hosts again with rdzv exclude: {error}",
             )
 
     def _await_exclusions(self) -> Effects[None]:
@@ -813,7 +815,11 @@ class Node:
                 yield from Tell("master", f"{error}; rank 0 tries again")
         if now - since >= self._rules.lease:
             # This node asks for another round, in which another node is rank 0.
-            yield from Tell("master", "no TCPStore within the lease: another node is to be rank 0")
+            yield from Tell(
+                "master",
+                "this node, rank 0, opened no TCPStore within its lease: another node becomes "
+                "rank 0",
+            )
             document = self.document
             assert document is not None
             self._opening = None
@@ -991,8 +997,8 @@ class Node:
             self._told_to_stop = True
             yield from Tell(
                 "cut off",
-                f"the others may go on without this node, so that its workers are to stop: "
-                f"{self._cut_off}; it asks for a round again, for {self._join_timeout:g} s "
+                f"the others may go on without this node, so its agent stops the workers: "
+                f"{self._cut_off}; then it asks for a round again, for {self._join_timeout:g} s "
                 f"({error})",
             )
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)

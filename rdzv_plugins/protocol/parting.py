@@ -274,7 +274,7 @@ def close_as_member(
         node.id,
         node.latest,
         outcome,
-        f"{why}: closed by {node.record.label}",
+        f"{why}; closed by {node.record.label}",
         rules.sweep_after,
         may_close=may_close,
         told=node.told_of_the_end,

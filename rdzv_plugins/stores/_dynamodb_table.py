@@ -195,7 +195,8 @@ class Table:
             if code_of(error) != _MISSING:
                 raise
             raise RendezvousConnectionError(
-                f"{self._where} was created but is not active after {seconds:g} s"
+                f"{self._where} was created but is not active after {seconds:g} s; start again "
+                "when it is"
             ) from error
         expiry = {"Enabled": True, "AttributeName": "expires_at"}
         attempt(
@@ -216,7 +217,7 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
             denied=_DENIED.fullmatch(code) is not None,
         )
     if code == _MISSING:
-        return Problem(f"does not exist ({said})")
+        return Problem(f"does not exist ({said}); create it, and the nodes write their run again")
     if code == "ItemCollectionSizeLimitExceededException":
         return Problem(
             f"is full: it took no write for {timeout:g} s ({said}); delete what nobody needs of "

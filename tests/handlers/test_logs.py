@@ -61,7 +61,7 @@ def test_each_event_is_one_line(site: Site, lines: Lines) -> None:
         f"round 1: rank 0 of 1, MASTER {master} ({ME} left)",
     ]
     assert succeed(stays)
-    assert lines() == [f"the run is closed: its workers succeeded: closed by {ME}"]
+    assert lines() == [f"the run is closed: its workers succeeded; closed by {ME}"]
 
 
 def test_who_finds_the_run_closed_says_by_whom(site: Site, lines: Lines) -> None:
@@ -69,11 +69,11 @@ def test_who_finds_the_run_closed_says_by_whom(site: Site, lines: Lines) -> None
     site.join(first, second)
     lines(4)
     first.set_closed()
-    assert lines(1) == [f"the run is closed: by request: closed by {ME}"]
+    assert lines(1) == [f"the run is closed: by request; closed by {ME}"]
     # In one process both have one name, and only who closed a run is silent when it sees that.
     assert not second._node.told_of_the_end
     assert succeed(second)
-    assert lines() == [f"the run is closed: by request: closed by {ME}"]
+    assert lines() == [f"the run is closed: by request; closed by {ME}"]
 
 
 def test_who_is_lost(site: Site, lines: Lines) -> None:
@@ -111,10 +111,14 @@ def test_the_time_out_ends_with_what_it_waited_for(site: Site) -> None:
     second = Background(waits.next_rendezvous)
     with pytest.raises(RendezvousTimeoutError) as early:
         first.result(20.0)
-    assert str(early.value).endswith("nodes within 1.5 s: waiting for 1 node: 2 of 3 are here")
+    assert str(early.value) == (
+        "run 'run': 2 of 3 nodes came within 1.5 s, and no round formed: "
+        "waiting for 1 node: 2 of 3 are here"
+    )
     with pytest.raises(RendezvousTimeoutError) as late:
         second.result(20.0)
-    assert "within 2.5 s: waiting for 2 nodes: 1 of 3 is here" in str(late.value)
+    # Who has given up has come too.
+    assert "2 of 3 nodes came within 2.5 s, and no round formed: waiting for 2" in str(late.value)
 
 
 def test_records_have_fields(site: Site, lines: Lines, caplog: pytest.LogCaptureFixture) -> None:

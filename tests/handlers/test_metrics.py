@@ -226,7 +226,9 @@ class TestTheServer:
             port = taken.getsockname()[1]
             alone = site.handler(1, 1, metrics_port=port)
             (line,) = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
-            assert line.startswith(f"run 'run': no metrics are served: 127.0.0.1:{port} cannot be")
+            assert line.startswith(
+                f"run 'run': this node serves no metrics: 127.0.0.1:{port} cannot be"
+            )
             assert "\n" not in line
             site.join(alone)
             assert alone.shutdown()

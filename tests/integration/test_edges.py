@@ -83,7 +83,7 @@ def test_workers_that_fail_for_good_while_the_others_hang(
     record_property("all agents ended, s", round(time.monotonic() - failed, 2))
     assert 0 not in statuses.values(), statuses
     rank = "ab".index(who)
-    why = f"its workers failed (rank {rank} exited with 1): closed by {job.label(who)}"
+    why = f"its workers failed (rank {rank} exited with 1); closed by {job.label(who)}"
     job.await_line("ab".replace(who, ""), why)
     end = job.archive.rows()[-1]
     assert (end.outcome, end.reason) == (Outcome.FAILED, why)
@@ -313,7 +313,7 @@ def test_the_agents_logs_say_what_happens(submit: Submit, record_property: Measu
         job.finish(name)
     job.await_ends("abd", 30)
     for name in "abd":
-        shown.append(job.await_line(name, "the run is closed: its workers succeeded: closed by"))
+        shown.append(job.await_line(name, "the run is closed: its workers succeeded; closed by"))
     record_property("lines", shown)
     for name in "abd":
         own = [line for line in job.lines(name) if "rdzv_plugins." in line]

@@ -129,7 +129,7 @@ def test_two_agents_that_want_one_port(job: Job) -> None:
     port = int(address.rpartition(":")[2])
     job.start_at("b", metrics_port=port)
     job.await_begun("ab")
-    job.await_line("b", "no metrics are served", str(port))
+    job.await_line("b", "this node serves no metrics", str(port))
     for name in "ab":
         job.finish(name)
     assert job.await_ends("ab") == {"a": 0, "b": 0}

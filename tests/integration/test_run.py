@@ -45,7 +45,7 @@ def kill_rank_0(run: Run) -> tuple[list[str], Pause]:
     world = run.await_world(names[1:], after=killed, by_rank=True)
     for name in names[1:]:
         log = run.agents[name].log.read_bytes()[logs[name] :].decode()
-        assert "waiting up to" in log, "its workers did not fail before the lease"
+        assert "waits up to" in log, "its workers did not fail before the lease"
     return names, Pause.of(world, killed)
 
 
@@ -186,8 +186,8 @@ def test_a_signal_ends_an_agent_that_waits_for_an_explanation(
     arguments = of_a_run(store, run_id, "2:2", 60, script)
     logs = tmp_path / "a", tmp_path / "b"
     with Launch(logs[0], RDZV_RUN, *arguments) as a, Launch(logs[1], RDZV_RUN, *arguments) as b:
-        assert until(lambda: said(a, "waiting up to") or said(b, "waiting up to"), 60)
-        waits = a if said(a, "waiting up to") else b
+        assert until(lambda: said(a, "waits up to") or said(b, "waits up to"), 60)
+        waits = a if said(a, "waits up to") else b
         waits.process.send_signal(signal.SIGTERM)
         assert waits.end(20) == 1
         assert said(waits, "SignalException")

@@ -135,7 +135,7 @@ def test_all_that_are_refused_stop_before_a_newcomer_trains(
         assert max(stopped.values()) - refused < LEASE + 2 * SOON
         assert max(stopped.values()) < began + SOON
         for name in "ab":
-            old.await_line(name, "the store refuses it", "its workers are to stop")
+            old.await_line(name, "the store refuses it", "its agent stops the workers")
         # They ask again, and come back once they are let in.
         door.let_in("old")
         everybody = [*old.agents.values(), *new.agents.values()]

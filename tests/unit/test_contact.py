@@ -39,7 +39,7 @@ class TestANodeThatTheStoreRefuses:
             assert other.time.now < sent + RULES.lease + 1.0
         assert other.time.now >= sent + RULES.lease
         bear(other, 1.0)
-        (told,) = [line for line in other.told if "its workers are to stop" in line]
+        (told,) = [line for line in other.told if "its agent stops the workers" in line]
         assert "the store refuses it" in told
         assert "refused the credentials" in told
 

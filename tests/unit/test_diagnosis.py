@@ -174,9 +174,9 @@ class TestOneWhoSeesAllRecords:
         assert text == "dead: round 4 is running, but all its nodes have left"
 
     def test_a_closed_run(self) -> None:
-        closed = document(Phase.CLOSED, cause=Cause(note="its agent failed: closed by n1[1]"))
+        closed = document(Phase.CLOSED, cause=Cause(note="its agent failed; closed by n1[1]"))
         text = str(diagnose(closed, joining("n1"), lambda _: True, 60.0))
-        assert text == "closed: its agent failed: closed by n1[1]"
+        assert text == "closed: its agent failed; closed by n1[1]"
 
 
 class TestUnitsAndSegments:

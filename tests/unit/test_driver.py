@@ -223,7 +223,7 @@ def test_watchers_see_each_effect_and_what_they_raise_harms_nothing(
     assert seen == [*zip([*asked, asked[1]], answers, strict=True)]
     assert isinstance(answers[2], RendezvousConnectionError)
     assert [it.getMessage() for it in caplog.records] == [
-        "what a node does could not be reported; the node goes on"
+        "this node could not report what it does, and goes on; please report the error"
     ] * 2, "once a life"
 
 

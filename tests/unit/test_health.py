@@ -249,7 +249,7 @@ class TestACallable:
 
     @pytest.mark.parametrize(
         ("answer", "reason"),
-        [("", "it gave no reason"), (" \n", "it gave no reason"),
+        [("", "it fails, and gives no reason"), (" \n", "it fails, and gives no reason"),
          (True, "it returned bool, which is neither None nor a reason"),
          (0, "it returned int, which is neither None nor a reason")],
     )  # fmt: skip

@@ -246,7 +246,7 @@ class TestSlow:
 
     def test_who_takes_over_twice_the_median_is_told(self) -> None:
         assert self.took(0.3, 0.4, 1.9, 0.5) == (
-            "slow exchange of data between n2[1] and n0[1] in 1.90 s, the median is 0.50 s"
+            "data passed slowly between n2[1] and n0[1] in 1.90 s; the median of all is 0.50 s"
         )
 
     def test_nobody_else_is(self) -> None:

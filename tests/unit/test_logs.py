@@ -106,7 +106,7 @@ class TestANodesLife:
         crowd.play_until(lambda: crowd.document.closed, 30.0)
         crowd.play(5.0)
         by = crowd.document.leader
-        line = f"the run is closed: its workers succeeded: closed by {by}[1]"
+        line = f"the run is closed: its workers succeeded; closed by {by}[1]"
         assert {name: member.said for name, member in members.items()} == {
             name: [line] for name in members
         }

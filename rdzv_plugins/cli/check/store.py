@@ -169,10 +169,16 @@ def check_heartbeats(
 ) -> Finding:
     """For how many nodes the interval fits, if their heartbeats take half a core of the server."""
     if client.heartbeat_ms is None:
-        found = "what a heartbeat costs this store's server was not measured"
+        found = (
+            f"the server CPU per heartbeat of {client.name} is not known, and so not how many "
+            "nodes half a core serves"
+        )
         return Finding(Mark.UNKNOWN, "heartbeats", found)
     nodes = nodes_within(client.heartbeat_ms, interval)
-    found = f"keep_alive_interval={interval:g} fits up to about {nodes:,} nodes"
+    found = (
+        f"half a core of the server serves about {nodes:,} nodes with "
+        f"keep_alive_interval={interval:g}"
+    )
     values = {"keep_alive_interval": interval, "nodes": nodes}
     if nnodes is None or nnodes[1] <= nodes:
         return Finding(Mark.OK, "heartbeats", found, values=values)
