@@ -490,7 +490,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._moments is not None and self._moments.named():
             self._driver.allow_growth()
         self._reach.go_on()
-        waiting = self._node.waiting
+        made_up = self._store is not None and self._store.made_up
+        waiting = self._node.waiting or int(made_up)
         self._was_told = self._was_told or waiting > 0
         return waiting
 

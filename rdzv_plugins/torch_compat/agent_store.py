@@ -1,10 +1,10 @@
 """The c10d store that torch's agents share in a round; it knows when the round is over.
 
 torch's agents use it twice: they exchange roles after the rendezvous, where each waits for a key of
-every other, and they meet in a barrier after their workers succeeded. If a key never comes, an
-agent waits 300 s; in the exchange it then fails. So once the run has left the round, this store
-answers the waiting reads itself. The agents reach their loops, find that the membership has
-changed, and ask for the next round.
+every other, and they meet in a barrier after their workers succeeded. If a key never comes, or the
+store refuses this node, an agent waits 300 s; in the exchange it then fails. So once the run has
+left the round, or this node takes itself for lost, this store answers the waiting reads itself. The
+agents reach their loops, find that they are to join again, and ask for the next round.
 
 The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, and not public;
 `tests/handlers/test_agent_store.py` runs torch's agent against them.
@@ -13,12 +13,14 @@ The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 
 __all__ = ["AgentStore"]
@@ -34,12 +36,14 @@ class AgentStore(KeyValueStore):
     Args:
         client, prefix: as for `KeyValueStore`.
         rank, world_size: of the agent in the round.
-        is_over: whether the run has left the round; called while a read waits, whenever the client
-            is interrupted.
+        is_over: whether the run has left the round, or this node takes itself for lost; called
+            while a read waits, whenever the client is interrupted, and while a request fails.
         on_done: called once, when the agent's workers have succeeded.
 
     Attributes:
         all_done: the workers of all agents of the round succeeded, as far as this agent knows.
+        made_up: this agent was given roles or ranks that nobody wrote, or the others miss its own:
+            it is to join again, whatever becomes of ``is_over``.
     """
 
     # An interrupt that comes just before the client parks wakes nothing: look again after this.
@@ -59,12 +63,18 @@ class AgentStore(KeyValueStore):
         self._world_size = world_size
         self._is_over = is_over
         self._on_done = on_done
-        self.all_done = False
+        self.all_done = self.made_up = False
+        self._role: bytes | None = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        if key == f"{_ROLE}{self._rank}":
+            self._role = value.encode() if isinstance(value, str) else bytes(value)
+        super().set(key, value)
 
     def add(self, key: str, value: int) -> int:
         if key.startswith(_EXIT_BARRIER):
             self._on_done()
-            if self._is_over():
+            if self._over():
                 return 0  # No agent waits any more, and the run may be swept: write nothing.
         return super().add(key, value)
 
@@ -75,18 +85,40 @@ class AgentStore(KeyValueStore):
             self.all_done = all(entry.version is not None for entry in found.values())
 
     def _over(self) -> bool:
-        return self._is_over()
+        return self.made_up or self._is_over()
+
+    def _put(self, values: Mapping[str, bytes]) -> None:
+        if not self.made_up:
+            with self._once_over_without_the_store():
+                super()._put(values)
+
+    def _found(self, keys: Sequence[str]) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        if not self.made_up:
+            with self._once_over_without_the_store():
+                found = super()._found(keys)
+        return found
+
+    @contextmanager
+    def _once_over_without_the_store(self) -> Iterator[None]:
+        """A request that fails is done with once nobody waits for what it writes or reads."""
+        try:
+            yield
+        except RendezvousConnectionError as error:
+            if not (self._over() and store_is_away(error)):
+                raise
+            self.made_up = True
 
     def _stand_in(self, key: str) -> bytes:
         """A value with which the agent reaches its loop, where it stops its workers at once."""
         if key.startswith(_EXIT_BARRIER):
             return b""
-        if key.startswith(_ROLE):
+        if key.startswith(_ROLE) and self._role is not None:
             # As if every node were like this one, which has written its own role before.
-            own = self._client.get(f"{self._prefix}{_ROLE}{self._rank}")
-            if own is not None:
-                return own.value
+            self.made_up = True
+            return self._role
         if key.startswith(_RANKS):
             # Global rank and world size, then the same within the role, as for one worker a node.
+            self.made_up = True
             return json.dumps([self._rank, self._world_size] * 2).encode()
         raise DistStoreError(f"the round is over: no node will write '{key}'")

@@ -9,7 +9,7 @@ two requests, and a queue is one value, which the store's limit bounds as a whol
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -70,7 +70,7 @@ class KeyValueStore(Store):
         self.set_timeout(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._patiently(lambda: self._client.put(self._prefix + key, _bytes(value)))
+        self._patiently(lambda: self._put({self._prefix + key: _bytes(value)}))
 
     def get(self, key: str) -> bytes:
         """The value, as soon as there is one; b"" for a queue, as from a TCPStore."""
@@ -125,7 +125,7 @@ class KeyValueStore(Store):
             raise ValueError(f"multi_set got {len(keys)} keys but {len(values)} values")
         pairs = zip(keys, values, strict=True)
         written = {self._prefix + key: _bytes(value) for key, value in pairs}
-        self._patiently(lambda: self._client.put_many(written))
+        self._patiently(lambda: self._put(written))
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Append to the queue of this key. Raises `DistStoreError` if the key holds a value."""
@@ -215,6 +215,9 @@ class KeyValueStore(Store):
         # Not in torch's stubs. c10d sets it without calling our set_timeout: never keep a copy.
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]
         return timeout
+
+    def _put(self, values: Mapping[str, bytes]) -> None:
+        self._client.put_many(values)
 
     def _found(self, keys: Sequence[str]) -> dict[str, Entry]:
         found = self._client.get_many([self._prefix + key for key in dict.fromkeys(keys)])

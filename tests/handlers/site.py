@@ -44,6 +44,7 @@ class Cut(MemoryClient):
 
     down = False
     refused: frozenset[str] = frozenset()
+    error: Exception = RendezvousConnectionError("unreachable")
 
     def __getattribute__(self, name: str) -> Any:
         if name in _REQUESTS and (
@@ -55,9 +56,10 @@ class Cut(MemoryClient):
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         time.sleep(0.02)
-        raise RendezvousConnectionError("unreachable")
+        raise self.error.with_traceback(None)
 
-    def cut(self) -> None:
+    def cut(self, error: Exception | None = None) -> None:
+        self.error = error or self.error
         self.down = True
         self.interrupt()
 

@@ -21,9 +21,16 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
 )
 
-from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer
+from rdzv_plugins.kv import (
+    AccessDeniedError,
+    Entry,
+    MemoryClient,
+    MemoryServer,
+    RendezvousConnectionError,
+)
 from rdzv_plugins.testing.threads import Background, together
 from rdzv_plugins.torch_compat.agent_store import AgentStore
+from tests.handlers.site import LEASE, site
 
 WORLD, WORKERS = 2, 3
 CHANGED = "torch waits for something else now: see rdzv_plugins/torch_compat/agent_store.py"
@@ -191,3 +198,50 @@ def test_what_nobody_knows_is_an_error_once_the_round_is_over(round_: Round) -> 
     round_.end()
     with pytest.raises(DistStoreError, match="the round is over: no node will write 'other'"):
         round_.stores[0].get("other")
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("before", [True, False], ids=["before", "within"])
+@pytest.mark.parametrize("answers", [True, False], ids=["refuses", "is silent"])
+def test_the_exchange_ends_once_a_node_that_is_cut_off_takes_itself_for_lost(
+    rank: int, before: bool, answers: bool
+) -> None:
+    """It is told to join again, also where the store has let it in meanwhile."""
+    with site() as run:
+        cut = run.client()
+        silence: dict[str, Any] = {"on_outage": "stop", "outage_limit": LEASE}
+        options = {} if answers else silence
+        # Ranks follow the addresses. The other one's agent writes no role, and no ranks.
+        handler = run.handler(2, 2, cut, f"127.0.0.{2 + rank}", **options)
+        other = run.handler(2, 2, address=f"127.0.0.{3 - rank}", **options)
+        info, _ = run.join(handler, other)
+        assert info.rank == rank
+        assert isinstance(info.store, AgentStore)
+        denied = AccessDeniedError("the password was changed") if answers else None
+        if before:
+            cut.cut(denied)
+        exchange = Background(Agent(info.store, rank).assign)
+        if not before:
+            assert not exchange.done(LEASE / 3), CHANGED
+            cut.cut(denied)
+        assert len(exchange.result(10.0)) == WORKERS, CHANGED
+        cut.down = False
+        run.await_that(lambda: not handler._node.is_cut_off)
+        assert handler.num_nodes_waiting() > 0
+        run.join(handler, other)
+        assert handler.num_nodes_waiting() == 0
+
+
+def test_who_is_cut_off_for_a_moment_in_the_exchange_gets_what_is_written(round_: Round) -> None:
+    first, second = round_.agents
+
+    def unreachable(keys: object) -> Mapping[str, Entry]:
+        raise RendezvousConnectionError("unreachable")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_.clients[0], "get_many", unreachable)
+        waiting = Background(first.assign)
+        round_.assert_waits(waiting)
+    assert second.assign() == [(rank, 6, rank, 6) for rank in (3, 4, 5)]
+    assert waiting.result(10.0) == [(rank, 6, rank, 6) for rank in (0, 1, 2)]
+    assert not round_.stores[0].made_up

@@ -18,16 +18,28 @@ import psycopg
 import pytest
 import redis
 
+from rdzv_plugins.demo.agents import TORCHRUN
 from rdzv_plugins.testing.proxy import Proxy
+from rdzv_plugins.testing.threads import Background
 from tests import Measure, replace
 from tests.integration.administrators import ADMINISTRATORS, administered
+from tests.integration.agents import Run as Players
+from tests.integration.agents import crash
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore, every_store
+from tests.integration.torchrun import PATIENCE
 
 pytestmark = pytest.mark.timeout(240)
 
 # A lease of 3 s, as in the other scenarios with torchrun.
 INTERVAL, LEASE = 1.0, 3.0
+CONFIG: dict[str, object] = {
+    "keep_alive_interval": INTERVAL,
+    "keep_alive_max_attempt": 3,
+    "replacement_timeout": 0,
+    "last_call_timeout": 1,
+    "heartbeat_timeout": 2,
+}
 
 # torch's agents look ten times a second; they share two cores with all that a test runs.
 SOON = 1.0
@@ -93,12 +105,7 @@ def jobs(folder: Path, **options: object) -> Iterator[Submit]:
             store,
             nodes="1:3",
             run_id=run_id,
-            keep_alive_interval=INTERVAL,
-            keep_alive_max_attempt=3,
-            replacement_timeout=0,
-            last_call_timeout=1,
-            heartbeat_timeout=2,
-            **options,
+            **{**CONFIG, **options},
         )
         made.append(job)
         return job
@@ -163,6 +170,33 @@ def test_who_alone_is_refused_stops_and_the_other_goes_on(
         assert stopped < began + SOON
         door.let_in("one")
         one.await_begun("ab", after=began)
+
+
+@with_users
+def test_who_is_refused_while_agents_exchange_their_roles_stops_and_comes_back(
+    store: RunningStore, tmp_path: Path, record_property: Measure
+) -> None:
+    """It waits for the word of an agent that never gives it."""
+    door = Doorkeeper(store)
+    # So long do its workers run before its agent looks whether they are to stop.
+    launcher = (*TORCHRUN, "--monitor-interval=2")
+    with jobs(tmp_path, launcher=launcher) as submit:
+        job = submit(door.admit("one"))
+        job.begin("b")
+        config = {name: str(value) for name, value in CONFIG.items()}
+        silent = Players(store, job.run_id).handler((1, 3), **config)
+        try:
+            info = Background(silent.next_rendezvous).result(PATIENCE)
+            assert (info.rank, info.world_size) == (0, 2)
+            info.store.wait(["torchelastic/role_info/1"])
+            refused = door.shut_out("one")
+            job.await_that(lambda: "sigterm" in job.noted("b", refused), "b in its loop", 3 * LEASE)
+            record_property("in its loop after, s", round(time.monotonic() - refused, 2))
+            job.await_line("b", "the store refuses it", "its workers are to stop")
+        finally:
+            crash(silent)
+        door.let_in("one")
+        job.await_begun("b", after=time.monotonic())
 
 
 @every_store
