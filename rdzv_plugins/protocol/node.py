@@ -136,6 +136,8 @@ class Node:
         self._share = chance.random()
         self._seen = Observer(node_id, rules, clock)
         self._contact = Contact(rules, clock)
+        # The store has refused it something: it reads before it beats again.
+        self._reads_first = False
         # Why its workers were to stop last, and whether its log says so.
         self._cut_off, self._told_to_stop = "", False
         # By which it was last looked whether the round of this node's agent is over.
@@ -402,6 +404,7 @@ class Node:
                 seen.failed()
                 if isinstance(error, AccessDeniedError):
                     self._contact.denied()
+                    self._reads_first = True
 
     def _turn(self) -> Effects[None]:
         self._take_orders()
@@ -413,6 +416,10 @@ class Node:
         self._network.take_up()
         seen = self._seen
         if self._beats and not seen.closed:
+            if self._reads_first:
+                # Others would wait for a node that beats and may read nothing.
+                yield from Read(STATE_KEY)
+                self._reads_first = False
             yield from self._keep_alive()
         yield from seen.observe()
         view = self.view()

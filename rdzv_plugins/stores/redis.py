@@ -187,8 +187,10 @@ if tag ~= ARGV[2] then return stored end
 return {write(KEYS[2], ARGV[1], ARGV[3], ARGV[4])}
 """,
     "put": """
+-- Read first: whoever may not read is refused before it has written what others wait for.
+local epoch = redis.call('HGET', hash, '#e')
 for i = 2, #KEYS do write(KEYS[i], ARGV[3 * i - 5], ARGV[3 * i - 4], ARGV[3 * i - 3]) end
-return redis.call('HGET', hash, '#e')
+return epoch or redis.call('HGET', hash, '#e')
 """,
     "patch": """
 local key, kept, tag, tail = ARGV[1], ARGV[3], ARGV[4], ARGV[5]

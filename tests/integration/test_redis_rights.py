@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import redis
 
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores import redis as backend
 from rdzv_plugins.testing import KeyValueConformance, Store
@@ -80,6 +80,33 @@ def test_missing_right_is_told_as_such(server: RunningStore, run_id: str) -> Non
     with pytest.raises(RendezvousConnectionError, match=r"refused the credentials .* the rights"):
         client.put("key", b"value")
     client.close()
+
+
+def test_who_may_write_and_not_read_is_refused_before_it_writes(
+    server: RunningStore, run_id: str
+) -> None:
+    """Others would wait for what it writes, and it would never learn what for."""
+    endpoint = let_in(server, documented())
+    user = endpoint.partition("//")[2].partition(":")[0]
+    before, other = server.open(run_id), open_client("redis", endpoint, run_id)
+    values = {"node": b"n" * 100, "bell": b"1"}
+    requests: list[Callable[[KeyValueClient], object]] = [
+        lambda client: client.put_many(values),  # A record that asks for a round.
+        lambda client: client.put_many({"node": b"n" * 99 + b"2"}),  # The tail of a heartbeat.
+        lambda client: client.compare_and_set("key", b"2", None),
+        lambda client: client.add("counter", 1),
+    ]
+    other.put_many(values)
+    other.put_many({"node": values["node"]})
+    admin: Any = redis.Redis(*server.address)
+    admin.execute_command("ACL", "SETUSER", user, "-@read")
+    found = before.list("")
+    for request in requests:
+        with pytest.raises(AccessDeniedError, match="the user lacks the rights"):
+            request(other)
+    assert before.list("") == found
+    for client in (admin, before, other):
+        client.close()
 
 
 def test_another_database_needs_one_more_right(server: RunningStore, run_id: str) -> None:

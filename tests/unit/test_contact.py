@@ -9,7 +9,7 @@ import pytest
 from rdzv_plugins.kv import AccessDeniedError, MemoryServer
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import Outcome
-from rdzv_plugins.protocol.effects import Effect, PutRecord
+from rdzv_plugins.protocol.effects import Effect, List, Park, PutRecord, Read
 from tests import replace
 from tests.unit.life import RULES, Life, Time, finish
 
@@ -82,6 +82,57 @@ class TestANodeThatTheStoreRefuses:
         assert other.node.waiting == 0
         bear(other, RULES.interval)
         assert other.node.waiting == 1
+
+
+class TestANodeThatMayWriteAndNotRead:
+    """It would be waited for, and never be told what for."""
+
+    @staticmethod
+    def blind(life: Life) -> None:
+        life.error = AccessDeniedError("the user may not read")
+        life.fails = lambda request: isinstance(request, Read | List | Park)
+
+    @staticmethod
+    def beats(life: Life) -> list[str]:
+        return [name for name in life.log if name == "PutRecord"]
+
+    def test_it_beats_no_more_and_stops(self, pair: tuple[Life, Life]) -> None:
+        leader, other = pair
+        finish(leader, other)
+        self.blind(other)
+        other.log.clear()
+        other.send(None)
+        bear(other, RULES.lease + 2 * RULES.interval)
+        # The one of the turn in which it is refused for the first time.
+        assert len(self.beats(other)) <= 1
+        assert other.node.waiting == 1
+
+    def test_it_asks_for_no_round_until_it_may_read(self, pair: tuple[Life, Life]) -> None:
+        leader, other = pair
+        finish(leader, other)
+        self.blind(other)
+        other.send(None)
+        bear(other, RULES.interval)
+        other.log.clear()
+        other.join_again()
+        bear(other, RULES.lease)
+        assert self.beats(other) == []
+        other.fails = lambda request: False
+        other.wake()
+        leader.join_again()
+        finish(leader, other)
+        assert other.outcomes[-1].document is not None
+
+    def test_it_beats_on_where_it_may_only_not_wait(self, pair: tuple[Life, Life]) -> None:
+        leader, other = pair
+        finish(leader, other)
+        other.error = AccessDeniedError("the user may not wait")
+        other.fails = lambda request: isinstance(request, Park)
+        other.log.clear()
+        other.send(None)
+        bear(other, RULES.lease + RULES.interval)
+        assert len(self.beats(other)) >= 3
+        assert other.node.waiting == 0
 
 
 class TestAStoreThatIsSilent:
