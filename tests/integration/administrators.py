@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ import psycopg
 import pytest
 import redis
 from kazoo.client import KazooClient
-from kazoo.security import make_acl
+from kazoo.security import ACL, make_acl
 
 from rdzv_plugins.kv.base import segments
 from rdzv_plugins.servers import Security
@@ -52,6 +53,10 @@ class Administrator(ABC):
         """With which the server starts."""
         return Security()
 
+    def of_others(self) -> RunningStore:
+        """The store of Redis or etcd as somebody else reaches it, who has all rights."""
+        raise NotImplementedError
+
     def rotate(self, *, hand_out: bool = True) -> None:
         """Replace the secret: the old one and all connections end at once."""
         self.secret = str(uuid.uuid4())
@@ -77,6 +82,10 @@ class Administrator(ABC):
     def forbid(self, run_id: str) -> None:
         """Take joe's right to this run; his connections live on."""
 
+    def forbid_to_read(self, run_id: str) -> None:
+        """Take joe's right to read this run; he may write. Consul knows no such right."""
+        raise NotImplementedError
+
 
 class _Redis(Administrator):
     name = "redis"
@@ -91,6 +100,12 @@ class _Redis(Administrator):
 
     def forbid(self, run_id: str) -> None:
         self._ask("ACL", "SETUSER", "joe", "-@all")
+
+    def forbid_to_read(self, run_id: str) -> None:
+        self._ask("ACL", "SETUSER", "joe", "-@read")
+
+    def of_others(self) -> RunningStore:
+        return replace(self.store, config={})
 
     def _ask(self, *command: str) -> None:
         host, port = self.store.address
@@ -119,12 +134,18 @@ class _ZooKeeper(Administrator):
         node.start()
 
     def forbid(self, run_id: str) -> None:
+        self._allow(run_id, make_acl("sasl", "jim", all=True))
+
+    def forbid_to_read(self, run_id: str) -> None:
+        self._allow(run_id, make_acl("sasl", "joe", write=True, create=True, delete=True))
+
+    def _allow(self, run_id: str, right: ACL) -> None:
         login = {"mechanism": "DIGEST-MD5", "username": "joe", "password": self.secret}
         joe = KazooClient(self.store.endpoint, sasl_options=login)
         joe.start()
         try:
             path = "/" + "/".join(segments(f"rdzv/{run_id}", "rdzv"))
-            joe.set_acls(path, [make_acl("sasl", "jim", all=True)])
+            joe.set_acls(path, [right])
         finally:
             joe.stop()
             joe.close()
@@ -195,6 +216,20 @@ class _Etcd(_Http):
         self._log_in()
         self.ask("POST", "/v3/auth/user/revoke", {"name": "joe", "role": "everything"})
 
+    def forbid_to_read(self, run_id: str) -> None:
+        self.forbid(run_id)
+        first, end = (b64encode(key).decode() for key in (b"rdzv/", b"rdzv0"))
+        right = {"permType": "WRITE", "key": first, "range_end": end}
+        self.ask("POST", "/v3/auth/role/add", {"name": "writer"})
+        self.ask("POST", "/v3/auth/role/grant", {"name": "writer", "perm": right})
+        self.ask("POST", "/v3/auth/user/grant", {"user": "joe", "role": "writer"})
+
+    def of_others(self) -> RunningStore:
+        file = self.file.with_name("root")
+        file.write_text(f"{self._password}\n")
+        config = {**self.store.config, "user": "root", "password_file": str(file)}
+        return replace(self.store, config=config)
+
     def _log_in(self) -> None:
         self.headers = {}
         login = {"name": "root", "password": self._password}
@@ -225,6 +260,10 @@ class _Postgres(Administrator):
 
     def forbid(self, run_id: str) -> None:
         self._ask("ALTER TABLE rdzv OWNER TO postgres", "REVOKE ALL ON rdzv FROM joe")
+
+    def forbid_to_read(self, run_id: str) -> None:
+        self.forbid(run_id)
+        self._ask("GRANT INSERT, UPDATE, DELETE ON rdzv TO joe")
 
     def _ask(self, *statements: str) -> None:
         host, port = self.store.address

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnect
 from rdzv_plugins.servers import Security
 from rdzv_plugins.testing.threads import Background
 from tests.integration.administrators import ADMINISTRATORS, Administrator, administered
+from tests.integration.agents import Run, one_world, until
 from tests.integration.stores import KINDS, Kind, started
 
 
@@ -36,6 +38,71 @@ def test_rights_that_end_while_connected(administrator: Administrator, run_id: s
             client.wait("key", None, 5)
     finally:
         client.close()
+
+
+@pytest.mark.parametrize(
+    "administrator",
+    [kind for kind in ADMINISTRATORS if kind.name != "consul"],
+    ids=lambda kind: kind.name,
+    indirect=True,
+)
+def test_who_may_write_and_not_read_finds_nothing_absent(
+    administrator: Administrator, run_id: str
+) -> None:
+    """A node that took a refusal for an absent document would found a run of its own."""
+    client = administrator.store.open(run_id)
+    reads: list[Callable[[], object]] = [
+        lambda: client.get("key"),
+        lambda: client.get_many(["key", "other"]),
+        lambda: client.list(""),
+        lambda: client.wait("key", None, 5),
+        lambda: client.compare_and_set("other", b"value", None),
+        lambda: client.add("counter", 1),
+    ]
+    try:
+        client.put("key", b"value")
+        administrator.forbid_to_read(run_id)
+        for read in reads:
+            with pytest.raises(AccessDeniedError):
+                read()
+        with pytest.raises(AccessDeniedError):
+            administrator.store.open(run_id)
+        # What every heartbeat does. Where the store takes it, a node reads before it beats again.
+        with suppress(AccessDeniedError):
+            client.put_many({"key": b"another", "bell": b"1"})
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "administrator",
+    # The others refuse a heartbeat too.
+    [kind for kind in ADMINISTRATORS if kind.name in ("redis", "etcd-v3")],
+    ids=lambda kind: kind.name,
+    indirect=True,
+)
+@pytest.mark.parametrize("leads", [True, False], ids=["leads", "follows"])
+@pytest.mark.parametrize("asks", [True, False], ids=["asks for a round", "runs"])
+def test_nobody_waits_for_who_may_write_and_not_read(
+    administrator: Administrator, run_id: str, leads: bool, asks: bool
+) -> None:
+    """Its heartbeats said that it lives, and it could never see its rank."""
+    blind, others = Run(administrator.store, run_id), Run(administrator.of_others(), run_id)
+    try:
+        agents = [run.start((1, 2)) for run in ((blind, others) if leads else (others, blind))]
+        until(one_world(agents), 30)
+        (other,) = others.agents
+        administrator.forbid_to_read(run_id)
+        if asks:
+            blind.agents[0].fail_workers()
+        # Several leases; it took as long as a join may, which is 30 s.
+        until(one_world([other]), 12)
+        assert blind.agents[0].error is None
+    finally:
+        for agent in blind.agents:
+            agent.crash()  # It could not say that it leaves.
+        for agent in others.agents:
+            agent.end()
 
 
 def test_secret_that_ends_and_is_not_handed_out(administrator: Administrator, run_id: str) -> None:

@@ -67,7 +67,7 @@ class Network:
             else:
                 after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
             return
-        if host.refused:
+        if host.refused and not (host.may_write and isinstance(request, _WRITES)):
             world.inject("refused")
             seconds = (world.refusals.random() + world.refusals.random()) * plan.latency
             after(seconds, host.is_refused, turn)
