@@ -10,7 +10,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
@@ -109,7 +109,7 @@ def node_address(
         alone: no other node will be in the run, so that loopback is as good.
 
     Returns within 2 s even if name resolution hangs. Raises `ValueError` if no address of this host
-    is on the interface and in the network.
+    is on the interface and in the network, and OSError where this host can open no socket.
     """
     options = {"interface": interface, "network": network}
     asked = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
@@ -243,7 +243,7 @@ def gloo_address() -> Address | None:
     """Where gloo listens in this host's workers, as the host's name decides; None: not known.
 
     It takes the first address of the name to which it can bind, else loopback, unless
-    ``GLOO_SOCKET_IFNAME`` names an interface.
+    ``GLOO_SOCKET_IFNAME`` names an interface. Raises OSError where this host can open no socket.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
@@ -251,7 +251,7 @@ def gloo_address() -> Address | None:
 
 
 def _first_of_own_name() -> Address:
-    with contextlib.suppress(OSError, UnicodeError):
+    with _unless_exhausted():
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         for family, _, _, _, target in found:
             if _binds(family, target):
@@ -301,13 +301,16 @@ def loopback() -> str:
 
 
 def route_to(hosts: Iterable[tuple[str, int]]) -> Address | None:
-    """The local address of a socket connected to the first host that has a route."""
+    """The local address of a socket connected to the first host that has a route.
+
+    Raises OSError where this host can open no socket.
+    """
     for host, port in hosts:
-        with contextlib.suppress(OSError, UnicodeError):
+        with _unless_exhausted():
             for family, kind, _, _, target in socket.getaddrinfo(
                 host, port, type=socket.SOCK_DGRAM
             ):
-                with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                with _unless_exhausted(), socket.socket(family, kind) as probe:
                     # Connecting a datagram socket looks up the route and sends nothing.
                     probe.connect(target)
                     return ip_address(str(probe.getsockname()[0]).partition("%")[0])
@@ -327,23 +330,43 @@ def _family(address: Address) -> socket.AddressFamily:
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
-def _binds(family: int, target: tuple[object, ...]) -> bool:
+@contextlib.contextmanager
+def _unless_exhausted() -> Iterator[None]:
+    """Suppress what says that an address is no good; raise that this host can ask for none now."""
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(target)
+        yield
+    except socket.gaierror:
+        # A resolver that can open no socket says that it knows no such name.
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
     except OSError as error:
         if error.errno in _EXHAUSTED:
-            raise  # Whose it is cannot be told now, and `loopback` would keep the answer.
-        return False
-    return True
+            raise
+    except UnicodeError:
+        pass
+
+
+def _binds(family: int, target: tuple[object, ...]) -> bool:
+    # Whose it is cannot be told without a socket, and `loopback` would keep the answer.
+    with _unless_exhausted(), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind(target)
+        return True
+    return False
 
 
 def _within(seconds: float, question: Callable[[], T], otherwise: T) -> T:
     """The answer, or ``otherwise`` after ``seconds``: name resolution has no time-out."""
     answers: list[T] = []
-    thread = threading.Thread(
-        target=lambda: answers.append(question()), name="rdzv-resolver", daemon=True
-    )
+    errors: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name="rdzv-resolver", daemon=True)
     thread.start()
     thread.join(seconds)
+    if errors:
+        raise errors[0]
     return answers[0] if answers else otherwise

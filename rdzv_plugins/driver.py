@@ -456,6 +456,11 @@ class Driver:
                 f"{text} -- this node keeps trying; if no heartbeat of it is accepted for its "
                 "lease, others may go on without it, and its workers are stopped"
             )
+        elif (limit := self._node.outage_limit) < math.inf:
+            self._log.warning(
+                f"{text} -- this node keeps trying; if no heartbeat of it is accepted for "
+                f"{limit:g} s, its workers are stopped (on_outage=stop)"
+            )
         else:
             self._log.warning(f"{text} -- what runs goes on, and this node keeps trying")
 

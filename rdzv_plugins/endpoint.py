@@ -87,6 +87,12 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
     plain = unicodedata.normalize("NFKC", authority)
     if any(plain.count(mark) != authority.count(mark) for mark in "/?#@:"):
         raise _not_a_url(text)
+    again = authority.rpartition(",")[2].removesuffix(":").lower()
+    if path.startswith("//") and authority.endswith(":") and again in allowed:
+        raise ValueError(
+            f"the endpoint '{redact(text)}' has '{again}://' after a comma: write it once, in "
+            f"front of the first host, as in {again}://host1:{default_port},host2:{default_port}"
+        )
     rest = text.partition("://")[2] or text
     if "@" in rest[len(authority) :] and re.match(r"(?s)[^/@:]*:.*@", rest):
         raise ValueError(

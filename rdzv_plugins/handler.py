@@ -871,7 +871,10 @@ class StoreRendezvousHandler(RendezvousHandler):
                 more = ""
                 if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
                     more = f"; last_call_timeout alone is {rules.last_call:g} s"
-                if rules.max_nodes > 1 and self._store_is_here():
+                here = False
+                with suppress(OSError, RuntimeError):  # A host that has run out of what it takes.
+                    here = rules.max_nodes > 1 and self._store_is_here()
+                if here:
                     more += (
                         "; the store is at loopback, so that other hosts have another one there: "
                         "for nodes on several hosts, name an address of it that all reach, unless "

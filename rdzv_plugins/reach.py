@@ -68,8 +68,8 @@ class Reach:
                 self._look_at_master(round_, master, is_over)
             # The name of this host may be asked of a DNS server: once, and only if it matters.
             if not (self._looked_at_gloo or self._closed.is_set()) and others():
-                self._looked_at_gloo = True
                 fault = gloo_fault(self._address)
+                self._looked_at_gloo = True
                 if fault and missing_for_workers() is None:
                     self._warn(f"round {round_} has several hosts, and {fault}")
 

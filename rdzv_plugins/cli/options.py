@@ -58,11 +58,14 @@ EndpointOption = Annotated[
 ]
 
 
-def _possible(run_id: str) -> str:
-    """Refuse an id that no run can have; "": none was given, where that is possible."""
+def _possible(given: typer.Context, option: typer.CallbackParam, run_id: str) -> str:
+    """Refuse an id that no run can have; "" stands for none where none was given."""
     from rdzv_plugins.run_ids import refuse_unless_possible
 
-    return refuse_unless_possible(run_id) if run_id else run_id
+    # By its name: some versions of typer have a click of their own.
+    source = given.get_parameter_source(option.name or "")
+    is_default = source is not None and source.name == "DEFAULT"
+    return run_id if is_default else refuse_unless_possible(run_id)
 
 
 RunOption = Annotated[

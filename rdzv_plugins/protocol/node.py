@@ -213,6 +213,11 @@ class Node:
         return in_round and self._contact.is_given_up
 
     @property
+    def outage_limit(self) -> float:
+        """Seconds of silence of the store after which its workers stop; infinite: they go on."""
+        return self._rules.outage_limit
+
+    @property
     def ordered(self) -> bool:
         """Whether an order or a report has not been taken up yet."""
         orders = self._join_ordered, self._withdraw_ordered

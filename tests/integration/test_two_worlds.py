@@ -258,6 +258,8 @@ def test_with_on_outage_stop_the_workers_stop(
         stopped = away.await_event("a", "sigterm", limit + 10)
         record_property("workers stopped after, s", round(stopped - cut, 2))
         assert stopped - cut < limit + SOON
+        away.await_line("a", f"no heartbeat of it is accepted for {limit} s, its workers are")
+        assert not [line for line in away.lines("a") if "what runs goes on" in line]
         began = max(there.await_begun("b", after=cut).began.values())
         record_property("two worlds, s", round(stopped - began, 2))
         assert stopped < began

@@ -335,6 +335,7 @@ def refuse(world: World, whom: str) -> None:
     seconds = chance.choice((1.0, 4.0, 10.0)) * chance.uniform(0.5, 1.5)
     chosen = {
         "one": [chance.choice(alive)],
+        "blind": [chance.choice(alive)],
         "some": [host for host in alive if chance.random() < 0.5],
         "all": alive,
     }[whom]
@@ -342,7 +343,7 @@ def refuse(world: World, whom: str) -> None:
     names = " ".join(host.id for host in chosen)
     world.note(f"the store refuses for {seconds:.1f} s: {names}")
     for host in chosen:
-        host.refused = True
+        host.refused, host.blind = True, whom == "blind"
         if chance.random() < 0.5:
             host.break_wait()  # Else what waits goes on, over the connection that it has.
     world.kernel.after(seconds, _admit, chosen)

@@ -107,6 +107,8 @@ class Host:
         self._stalled_at: float | None = None
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.cut_off = self.refused = False
+        self.blind = False
+        """Where it is refused, it may write all the same."""
         # When it sent the last heartbeat that was accepted; when it was first refused since then.
         self._accepted = self.clock()
         self._refused_at: float | None = None

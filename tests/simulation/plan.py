@@ -92,8 +92,8 @@ ORDERS = ("drain", "drain", "restart", "resize", "exclude", "exclude", "include"
 LINKS = ("cut off", "cut off", "unreachable", "hidden", "bad link", "bad link", "slow")
 """Kinds of faults between hosts, each as often as it is named."""
 
-REFUSALS = ("one", "one", "some", "all")
-"""Whom the store refuses for a time, each as often as it is named."""
+REFUSALS = ("one", "one", "some", "all", "blind")
+"""Whom the store refuses for a time, each as often as it is named; "blind": one may write."""
 
 _MOST_KINDS = 6
 _AMBUSHES = (

@@ -87,7 +87,9 @@ def test_refusal_of_one_server_outlasts_the_silence_of_another() -> None:
 
 
 @pytest.mark.parametrize(
-    "answers", [[], [KeyError("refused")]], ids=["silence of all", "a server that stops in a log-in"]
+    "answers",
+    [[], [KeyError("refused")]],
+    ids=["silence of all", "a server that stops in a log-in"],
 )
 def test_who_is_silent_in_the_end_refuses_nobody(answers: list[Exception]) -> None:
     with pytest.raises(RendezvousConnectionError) as caught:

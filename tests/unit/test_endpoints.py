@@ -133,6 +133,21 @@ def test_a_part_is_obeyed_or_refused(
     assert says in told
 
 
+@pytest.mark.parametrize(
+    ("backend", "scheme"),
+    [
+        ("etcd-v3", "http"), ("consul", "https"), ("redis", "rediss"), ("zookeeper", "zookeeper"),
+        ("postgres", "postgresql"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "endpoint", ["{0}://a:1,{0}://b:1", "a:1,{0}://b", "{0}://j:hunter2@a,{0}://j:hunter2@b"]
+)
+def test_a_scheme_is_written_once(backend: str, scheme: str, endpoint: str) -> None:
+    told = refusal(backend, endpoint.format(scheme))
+    assert f"has '{scheme}://' after a comma: write it once, in front of the first host" in told
+
+
 @pytest.mark.parametrize("backend", STORES)
 def test_nothing_may_follow_a_hash(backend: str, at: str) -> None:
     scheme = {"dynamodb": "http://", "postgres": "postgresql://"}.get(backend, "")

@@ -17,7 +17,14 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from rdzv_plugins.addresses import is_own_ip, listen, loopback
+from rdzv_plugins.addresses import (
+    gloo_address,
+    is_own_ip,
+    listen,
+    loopback,
+    node_address,
+    route_to,
+)
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
 from rdzv_plugins.driver import Driver
@@ -131,10 +138,21 @@ def test_a_command_is_started_once_this_process_may_open_files() -> None:
 def test_nothing_wrong_is_learnt_of_the_own_address() -> None:
     loopback.cache_clear()
     with no_descriptor():
-        for asked in (lambda: is_own_ip("127.0.0.1"), loopback, lambda: listen()):
+        for asked in (
+            lambda: is_own_ip("127.0.0.1"),
+            loopback,
+            lambda: listen(),
+            lambda: route_to([("127.0.0.1", 1)]),
+            # Its resolver can read no /etc/hosts.
+            lambda: route_to([("localhost", 1)]),
+            lambda: node_address(None, [("127.0.0.1", 1)]),
+            gloo_address,
+        ):
             with pytest.raises(OSError, match="Too many open files"):
                 asked()
     assert is_own_ip("127.0.0.1")
+    assert str(route_to([("127.0.0.1", 1)])) == "127.0.0.1"
+    assert route_to([("no-such-host.invalid", 1)]) is None
     assert loopback() == ("::1" if is_own_ip("::1") else "127.0.0.1")
 
 

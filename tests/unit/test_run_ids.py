@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
 from rdzv_plugins.handler import create_handler
+from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import STORES
 from rdzv_plugins.torch_compat.torchrun import makes_log_folders
@@ -62,6 +63,20 @@ def test_each_command_refuses_it(command: list[str], backend: str) -> None:
     assert "reserved" in str(said.exception)
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_an_empty_id_is_not_the_same_as_none(command: list[str]) -> None:
+    """As of a variable of the shell that is not set."""
+    said = CliRunner().invoke(app, [*command, "-e", NOWHERE, "-i", ""])
+    assert isinstance(said.exception, ValueError)
+    assert str(said.exception) == "--rdzv-id is empty: give the run an id"
+
+
+@pytest.mark.parametrize("command", [["exclude", "host"], ["include", "host"], ["excluded"]])
+def test_none_is_needed_for_all_runs(command: list[str]) -> None:
+    said = CliRunner().invoke(app, [*command, "--all-runs", "-e", NOWHERE])
+    assert isinstance(said.exception, RendezvousConnectionError)
+
+
 def test_there_is_no_other_command_that_takes_an_id() -> None:
     """Each callback that has a run id is in the list above, or is `check`."""
     named = {command[0] for command in COMMANDS} | {"check"}
@@ -86,6 +101,13 @@ def test_check_says_it(backend: str) -> None:
     said = CliRunner().invoke(app, ["check", "-b", backend, "-e", NOWHERE, "-i", "!runs"])
     assert said.exit_code == 2
     assert "ids that begin with '!' are reserved" in said.stdout
+
+
+def test_check_refuses_an_empty_id_and_needs_none() -> None:
+    empty = CliRunner().invoke(app, ["check", "-e", NOWHERE, "-i", ""])
+    assert empty.exit_code == 2
+    assert "--rdzv-id is empty: give the run an id" in empty.stdout
+    assert "--rdzv-id" not in CliRunner().invoke(app, ["check", "-e", NOWHERE]).stdout
 
 
 @pytest.mark.parametrize("run_id", ["job1/x", "a/b/c", "x" * 247, "x" * 300, "ü" * 124])

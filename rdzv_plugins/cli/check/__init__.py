@@ -19,9 +19,9 @@ __all__ = ["check"]
 def check(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     run_id: Annotated[
-        str,
+        str | None,
         typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="also check that this id is free"),
-    ] = "",
+    ] = None,
     nnodes: Annotated[
         str, typer.Option("--nnodes", help="as for torchrun: N or MIN:MAX")
     ] = "",

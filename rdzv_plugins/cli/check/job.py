@@ -41,7 +41,7 @@ class Job:
         backend: str,
         endpoint: str,
         conf: str,
-        run_id: str,
+        run_id: str | None,
         nnodes: str,
         local_addr: str,
         peers: str,
@@ -51,12 +51,11 @@ class Job:
         options: dict[str, str] = {}
         parsed_nnodes, parsed_peers = None, []
         try:
-            if run_id:
-                refuse_unless_possible(run_id)
+            wanted = "" if run_id is None else refuse_unless_possible(run_id)
         except ValueError as error:
             malformed.append(Finding(Mark.FAILED, "run", str(error)))
-            run_id = ""
-        if (why := why_no_log_folder(run_id)) is not None:
+            wanted = ""
+        if (why := why_no_log_folder(wanted)) is not None:
             found, advice = f"{why}: no worker starts", "use another id, or --log-dir=/dev/null"
             malformed.append(Finding(Mark.WARNING, "run", found, advice))
         try:
@@ -76,7 +75,7 @@ class Job:
             endpoint=endpoint,
             conf=options,
             environ=dict(os.environ),
-            run_id=run_id,
+            run_id=wanted,
             nnodes=parsed_nnodes,
             local_addr=local_addr,
             peers=tuple(parsed_peers),
