@@ -548,7 +548,7 @@ class TestRdzvCheck:
 
     def findings(self, **conf: str) -> list[Finding]:
         conf["heartbeat_timeout"] = "0.2"
-        made = plan.carry_out(Job.of("redis", "", conf_of(conf), "", "", "", ""))
+        made = plan.carry_out(Job.of("redis", "", conf_of(conf), None, "", "", ""))
         found = []
         for finding in made:
             found.append(finding)
