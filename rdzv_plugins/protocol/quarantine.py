@@ -33,13 +33,15 @@ def blamed(cause: Cause) -> list[str]:
 
     Those of lost nodes, and of nodes that failed and left; else the host whose workers failed.
     Where the workers of several failed, one failure may have caused the others, and nobody is
-    blamed.
+    blamed. Nor is anybody where the round was ended for another reason, such as a newcomer: workers
+    fail as their peers stop for it.
     """
     gave_up = tuple(label for label in cause.left.first if label in cause.failed)
     if to_blame := _hosts(Names((*cause.lost.first, *gave_up))):
         return to_blame
     failed = _hosts(cause.failed)
-    return failed if len(failed) == 1 else []
+    ended_for = cause.joined or cause.left or cause.drained or cause.excluded
+    return failed if len(failed) == 1 and not ended_for else []
 
 
 def _hosts(names: Names) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from rdzv_plugins.protocol.documents import (
     Cause,
     Exclusion,
@@ -42,6 +44,14 @@ class TestWhoIsBlamed:
     def test_else_whose_workers_failed_if_it_is_one(self) -> None:
         assert blamed(Cause(failed=Names(("n3[1]", "n3[2]")))) == ["n3"]
         assert blamed(Cause(failed=Names(("n3[1]", "n4[1]")))) == []
+
+    @pytest.mark.parametrize("reason", ["joined", "left", "drained", "excluded"])
+    def test_nobody_whose_workers_failed_as_a_peer_stopped_for_another_reason(
+        self, reason: str
+    ) -> None:
+        cause = Cause(**{"failed": Names(("n3[1]",)), reason: Names(("n4[1]",))})
+        assert blamed(cause) == []
+        assert blamed(replace(cause, lost=Names(("n2[1]",)))) == ["n2"]
 
     def test_nobody_who_left_joined_or_has_no_record(self) -> None:
         names = Names(("n3[1]",))
