@@ -5,11 +5,13 @@ The commands, the exporter and the dashboard all read runs through this module.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from shlex import quote
 from typing import Any
 
 from msgspec import to_builtins
@@ -32,7 +34,7 @@ from rdzv_plugins.protocol.kept_out import as_data, in_force, why_kept_out
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
 from rdzv_plugins.protocol.states import State, is_due, state_of
-from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso
+from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
 
 __all__ = [
     "SCHEMA",
@@ -51,6 +53,9 @@ SCHEMA = 1
 # How long heartbeats are watched while a round forms, and how long at most if none comes.
 _WATCHED_SECONDS = 2.0
 _LONGEST_WATCH_SECONDS = 12.0
+# Where heartbeats come so often, to watch for one takes no longer than a time in seconds is off.
+_SHORT_INTERVAL = 2.0
+_BRIEF_WATCH_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 # A sentence names so many hosts whose clocks differ.
 _CLOCKS_SHOWN = 4
@@ -231,16 +236,58 @@ class Inspection:
     @property
     def can_tell(self) -> bool:
         """Whether the run has been watched for long enough to tell who lives."""
-        document = self.document
-        if (document is None and not self._waits_to_be_fit) or (document and document.closed):
+        if self._needs_no_watch:
             return True
-        asked = [node for node, it in self.records.items() if not _is_out(it)]
-        moved = [node for node in asked if self._beats.moved(node)]
-        unknown = [node for node in asked if node not in moved and not self.is_silent(node)]
-        forming = document is None or document.phase is Phase.FORMING
-        if moved and (not forming or self._watched >= _WATCHED_SECONDS):
+        live = [node for node in self._asked if self._lives(node)]
+        unknown = [node for node in self._asked if node not in live and not self.is_silent(node)]
+        forming = self.document is None or self.document.phase is Phase.FORMING
+        if live and (not forming or self._watched >= _WATCHED_SECONDS):
             return True
         return not unknown or self._watched >= _LONGEST_WATCH_SECONDS
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `condition` is what was seen, and no guess for want of time to watch."""
+        return (
+            self._needs_no_watch
+            or any(map(self._lives, self._asked))
+            or all(map(self.is_silent, self._asked))
+        )
+
+    @property
+    def why_unknown(self) -> str:
+        """The sentence of a run of which `is_known` is false."""
+        records = [self.records[node] for node in self._asked]
+        latest = shown(max(it.at for it in records), time.time())
+        return (
+            "not known yet whether its nodes live: they send heartbeats every "
+            f"{max(it.interval for it in records):g} s{latest and f', the last at {latest}'}; "
+            f"rdzv status -i {quote(self.run_id)} watches for longer"
+        )
+
+    @property
+    def _needs_no_watch(self) -> bool:
+        document = self.document
+        return document.closed if document is not None else not self._waits_to_be_fit
+
+    @property
+    def _asked(self) -> list[str]:
+        """The nodes from which heartbeats are expected."""
+        return [node for node, it in self.records.items() if not _is_out(it)]
+
+    def _lives(self, node: str) -> bool:
+        """Whether a heartbeat was seen to come, or the last one is so new that none is due.
+
+        How new it is, is told by two hosts' clocks: that is enough for people, who see the time.
+        """
+        record = self.records[node]
+        if self._beats.moved(node):
+            return True
+        if not record.at or record.interval < _SHORT_INTERVAL or self.is_silent(node):
+            return False
+        # The record has whole seconds.
+        age = time.time() - record.at
+        return age >= -CLOCKS_DIFFER and not is_due(age - 1.0, record)
 
     @property
     def _waits_to_be_fit(self) -> bool:
@@ -415,12 +462,19 @@ def what_it_was(last: Row | Listed | None) -> str:
     return f"{last.outcome.value} at {last.at[:19]} UTC: {last.reason}"
 
 
-def settle(inspections: Iterable[Inspection]) -> None:
-    """Look at all these runs until it can be told of each who lives: up to 12 s."""
+def settle(inspections: Iterable[Inspection], briefly: bool = False) -> None:
+    """Look at all these runs until it can be told of each who lives: up to 12 s.
+
+    Args:
+        briefly: only until each one's condition is known, for up to a second.
+    """
     left = list(inspections)
     for inspection in left:
         inspection.look()
-    while left := [inspection for inspection in left if not inspection.can_tell]:
+    ends = time.monotonic() + (_BRIEF_WATCH_SECONDS if briefly else math.inf)
+    while left := [it for it in left if not (it.is_known if briefly else it.can_tell)]:
+        if time.monotonic() >= ends:
+            return
         time.sleep(_LOOK_SECONDS)
         for inspection in left:
             inspection.look()

@@ -43,13 +43,19 @@ _AS_IT_SHOULD_BE = 2
 _STATUSES = {"running": 0, "forming": 3, "absent": 4, "dead": 5, "closed": 6}
 """Exit statuses by `inspection.Condition`; 1 and 2 are for errors."""
 
-_COLOURS = {"running": "green", "forming": "yellow", "absent": "", "dead": "red", "closed": "dim"}
+_UNKNOWN = "unknown"
+"""In place of a condition in a list of runs: whether a run's nodes live is not known yet."""
+
+_COLOURS = {
+    "running": "green", "forming": "yellow", "absent": "", "dead": "red", "closed": "dim",
+    _UNKNOWN: "",
+}  # fmt: skip
 
 _SORTED_BY: dict[str, Callable[[Listed, Inspection], Any]] = {
     "age": lambda listed, _: listed.began,
     "run": lambda listed, _: listed.run,
     "nodes": lambda listed, seen: (-_size(listed, seen), listed.run),
-    "condition": lambda _, seen: [*_STATUSES].index(seen.condition.value),
+    "condition": lambda _, seen: [*_COLOURS].index(_known(seen)),
 }
 
 _LOOK_SECONDS = 1.0
@@ -65,7 +71,7 @@ def list_runs(
         typer.Option(
             "--condition",
             help="only runs of this condition; more than once: of any of them",
-            autocompletion=lambda: [*_STATUSES],
+            autocompletion=lambda: [*_COLOURS],
         ),
     ] = None,
     sort: Annotated[
@@ -78,11 +84,11 @@ def list_runs(
 ) -> None:  # fmt: skip
     """List the runs under a prefix, the newest first, each with what it does.
 
-    Ended runs are listed for history_ttl. Whether nodes live shows in their heartbeats only: it
-    takes up to 2 s, longer if there are dead runs.
+    Ended runs are listed for history_ttl. Heartbeats are watched for a second, where they do not
+    tell at once: a run whose nodes do not tell by then whether they live is "unknown".
     """
     for condition in conditions or ():
-        _refuse_unless_one_of(condition, _STATUSES, "--condition")
+        _refuse_unless_one_of(condition, _COLOURS, "--condition")
     if sort:
         _refuse_unless_one_of(sort, _SORTED_BY, "--sort")
     from rdzv_plugins.archive import list_runs
@@ -90,15 +96,16 @@ def list_runs(
     access = Access(backend, endpoint, conf)
     listed = sorted(list_runs(access.open).values(), key=lambda it: it.began, reverse=True)
     with ExitStack() as opened:
-        found = _inspect(access, [it.run for it in listed], opened)
+        found = _inspect(access, [it.run for it in listed], opened, briefly=True)
         if conditions:
-            listed = [it for it in listed if found[it.run].condition.value in conditions]
+            listed = [it for it in listed if _known(found[it.run]) in conditions]
         if sort:
             listed.sort(key=lambda it: _SORTED_BY[sort](it, found[it.run]))
         now = time.time()
         if as_json:
             for it in listed:
-                report = found[it.run].report()
+                report = found[it.run].report() | {"condition": _known(found[it.run])}
+                report["sentence"] = _sentence(found[it.run])
                 report |= {"began": it.began, "age": round(_age(it, now), 3), "noted": it.at}
                 report.pop("nodes", None)
                 print_json(report)
@@ -109,14 +116,14 @@ def list_runs(
         table = Table("run", "condition", "nodes", "age", "began (UTC)", "what it does")
         for it in listed:
             seen = found[it.run]
-            condition = seen.condition.value
+            condition = _known(seen)
             table.add_row(
                 it.run,
                 Text(condition, style=_COLOURS[condition]),
                 str(_size(it, seen)),
                 _rounded(_age(it, now)),
                 it.began[:19].replace("T", " "),
-                seen.sentence,
+                _sentence(seen),
             )
         if not listed:
             which = f" that is {' or '.join(conditions)}" if conditions else ""
@@ -128,6 +135,14 @@ def list_runs(
 def _refuse_unless_one_of(value: str, allowed: Iterable[str], option: str) -> None:
     if value not in (allowed := [*allowed]):
         raise typer.BadParameter(f"'{value}' is none of {', '.join(allowed)}", param_hint=option)
+
+
+def _known(seen: Inspection) -> str:
+    return seen.condition.value if seen.is_known else _UNKNOWN
+
+
+def _sentence(seen: Inspection) -> str:
+    return seen.sentence if seen.is_known else seen.why_unknown
 
 
 def _size(listed: Listed, seen: Inspection) -> int:
@@ -162,8 +177,8 @@ def status(
     """Show what a run does and waits for, its nodes, and why it restarted.
 
     Exit status: 0 running, 3 forming, 4 no such run, 5 dead, 6 closed, 7 the time of --wait is
-    over. Whether its nodes live shows in their heartbeats only: it takes up to 2 s, longer if there
-    are none, or if a node's clock says that one is missing.
+    over. It answers at once where the nodes' last heartbeats are new; else it watches for one, for
+    up to 2 s, or 12 s if none comes.
     """
     if wait:
         _refuse_unless_one_of(wait, _STATUSES, "--wait")
@@ -304,8 +319,10 @@ def _clean_the_dead(access: Access) -> None:
                 typer.echo(f"deleted {delete_run(seen.client)} keys of run '{run_id}'")
 
 
-def _inspect(access: Access, run_ids: Iterable[str], opened: ExitStack) -> dict[str, Inspection]:
-    """All these runs, each watched until it can be told who of it lives."""
+def _inspect(
+    access: Access, run_ids: Iterable[str], opened: ExitStack, briefly: bool = False
+) -> dict[str, Inspection]:
+    """All these runs, each watched as `settle` does."""
     from rdzv_plugins.inspection import Inspection, settle
 
     found = {
@@ -313,7 +330,7 @@ def _inspect(access: Access, run_ids: Iterable[str], opened: ExitStack) -> dict[
                            run_id)
         for run_id in run_ids
     }  # fmt: skip
-    settle(found.values())
+    settle(found.values(), briefly)
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from msgspec.structs import replace
 from redis import Redis
 from rich.table import Table
 from torch.distributed.elastic.rendezvous.api import (
@@ -22,11 +23,13 @@ from torch.distributed.elastic.rendezvous.api import (
 from typer.testing import CliRunner, Result
 
 from rdzv_plugins import servers
+from rdzv_plugins.archive import list_runs
 from rdzv_plugins.cli import app, runs
 from rdzv_plugins.cli.options import plain_console
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.inspection import delete_run
-from rdzv_plugins.protocol.documents import NODES_PREFIX
+from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background, together
@@ -249,6 +252,37 @@ def test_the_list_has_what_is_asked_for_in_the_order_that_is_asked_for(
     assert red not in plain
     for handler in (*handlers, *dead):
         handler.shutdown()
+
+
+def test_the_list_comes_soon_whatever_the_intervals_are(
+    server: servers.LocalServer, run_id: str
+) -> None:
+    """A dead run with a long interval is not known to be dead: the others are not kept waiting."""
+    where = ("-e", server.endpoint, "-c", f"prefix={run_id}")
+    handlers = [it for number in range(4) for it in form(server, f"live{number}", prefix=run_id)]
+    dead = form(server, "dead", prefix=run_id)
+    for handler in dead:
+        assert isinstance(handler, StoreRendezvousHandler)
+        handler._driver.stop(5)
+    with closing(open_client("redis", server.endpoint, "dead", {"prefix": run_id})) as client:
+        for key, entry in client.list(NODES_PREFIX).items():
+            record = NodeRecord.decode(entry.value)
+            old = replace(record, interval=60.0, lease=180.0, at=record.at - 600)
+            client.put(key, old.encode())
+    assert until(lambda: len(list_runs(lambda run: client_of(server, run, run_id))) == 5, 20)
+    began = time.monotonic()
+    rows = [json.loads(row) for row in invoke("list", *where, "--json").stdout.splitlines()]
+    assert time.monotonic() - began < 6, "to know that it is dead takes 12 s and more"
+    conditions = {row["run"]: row["condition"] for row in rows}
+    assert conditions == {"dead": "unknown", **{f"live{it}": "running" for it in range(4)}}
+    (told,) = (row["sentence"] for row in rows if row["run"] == "dead")
+    assert told.startswith("not known yet whether its nodes live: they send heartbeats every 60 s")
+    for handler in (*handlers, *dead):
+        handler.shutdown()
+
+
+def client_of(server: servers.LocalServer, run_id: str, prefix: str) -> KeyValueClient:
+    return open_client("redis", server.endpoint, run_id, {"prefix": prefix})
 
 
 @pytest.mark.parametrize("command", [(), ("list",), ("drain",), ("check",)])
