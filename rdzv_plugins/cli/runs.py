@@ -177,8 +177,8 @@ def status(
     """Show what a run does and waits for, its nodes, and why it restarted.
 
     Exit status: 0 running, 3 forming, 4 no such run, 5 dead, 6 closed, 7 the time of --wait is
-    over. It answers at once where the nodes' last heartbeats are new; else it watches for one, for
-    up to 2 s, or 12 s if none comes.
+    over. It answers at once where the nodes' last heartbeats are new; else it watches for them, for
+    up to 2 s, or 12 s if none comes or a node's clock says that one is missing.
     """
     if wait:
         _refuse_unless_one_of(wait, _STATUSES, "--wait")
