@@ -895,24 +895,24 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _who_came(self, outcome: effects.Outcome) -> tuple[str, str]:
         """How many came for a round that did not form, and the sentence as it was in the end."""
         said, ours = outcome.diagnosis, NODES_PREFIX + self._node.id
-        came, left = "an unknown number", set[str]()
+        came, left, gave_up = "an unknown number", set[str](), set[str]()
         with suppress(RendezvousConnectionError):
             read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
             others = {key: it for key, it in read.items() if it is not None and key != ours}
             left = {it.label for it in others.values() if it.status is Status.LEFT}
             lost = said.lost.first if said is not None else ()
+            asking = [it for it in others.values() if it.asks and it.label not in lost]
             # Who left without ever having been in a round has waited too, mostly as long.
-            came = str(
-                1
-                + sum(
-                    it.asks or (it.status is Status.LEFT and not it.world_id)
-                    for it in others.values()
-                    if it.label not in lost
-                )
-            )
+            waited = [
+                it
+                for it in others.values()
+                if it.status is Status.LEFT and not it.world_id and not it.is_unfit
+            ]
+            gave_up = {it.label for it in waited}
+            came = str(1 + len(asking) + len(waited))
         if said is None:
             return came, "nothing is known of it"
-        return came, str(said.at_the_end(left))
+        return came, str(said.at_the_end(left, gave_up))
 
 
 def _what_failed(error: BaseException) -> str:

@@ -456,9 +456,12 @@ def _is_out(record: NodeRecord) -> bool:
 def what_it_was(last: Row | Listed | None) -> str:
     """The sentence of a run whose keys are gone, from what was noted last."""
     if last is None:
-        return "nothing is stored under this id"
+        return "nothing is stored under this id: check the id and the prefix"
     if last.outcome is None:
-        return f"abandoned in round {last.round}: nobody closed it, and its keys expired"
+        return (
+            f"abandoned in round {last.round}: nobody closed it, and it is no longer stored "
+            "(expired or cleaned)"
+        )
     return f"{last.outcome.value} at {last.at[:19]} UTC: {last.reason}"
 
 

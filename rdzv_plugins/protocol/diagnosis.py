@@ -52,6 +52,7 @@ class Diagnosis:
         lost: nodes that are gone since the last round.
         left, silent: where the round needs more nodes, those that left, and those of which a
             heartbeat was due and did not come.
+        gave_up: those that came for this round, and left before it formed.
         doubted: how many are late all at once, so that each has one more lease.
         unfit: nodes that ask for no round since their check failed, each with the reason.
         excluded: which hosts are kept out, until when and why.
@@ -66,6 +67,7 @@ class Diagnosis:
     absent: Names = _NOBODY
     lost: Names = _NOBODY
     left: Names = _NOBODY
+    gave_up: Names = _NOBODY
     silent: Names = _NOBODY
     doubted: int = 0
     unfit: Names = _NOBODY
@@ -80,7 +82,12 @@ class Diagnosis:
     def lasting(self) -> str:
         """The sentence without its seconds: it changes only when the run does."""
         have = "has" if len(self.absent.first) + self.absent.more == 1 else "have"
-        gone = (("lost", self.lost), ("left", self.left), ("silent", self.silent))
+        gone = (
+            ("lost", self.lost),
+            ("left", self.left),
+            ("gave up", self.gave_up),
+            ("silent", self.silent),
+        )
         missing = ", ".join(f"{word} {who}" for word, who in gone if who)
         parts = [
             self.does,
@@ -101,13 +108,14 @@ class Diagnosis:
             return self.lasting
         return f"{self.lasting}; {max(0.0, self.seconds):.0f} s {self.limit}"
 
-    def at_the_end(self, left: Iterable[str]) -> Diagnosis:
-        """The same when the time is over, with more nodes that have left."""
+    def at_the_end(self, left: Iterable[str], gave_up: Collection[str] = ()) -> Diagnosis:
+        """The same when the time is over, with more nodes that have left or given up."""
         return Diagnosis(
             does=self.does,
             absent=self.absent,
             lost=self.lost,
-            left=self.left.plus(left),
+            left=self.left.plus(left).without(gave_up),
+            gave_up=_NOBODY.plus(gave_up),
             silent=self.silent,
             unfit=self.unfit,
             excluded=self.excluded,

@@ -309,7 +309,7 @@ def test_dead_runs_are_marked_and_cleaned(server: servers.LocalServer, run_id: s
     assert invoke("status", "-i", "alive", *where).exit_code == 0
     shown = invoke("status", "-i", "killed", *where)
     assert shown.exit_code == 5
-    assert "abandoned in round 0: nobody closed it, and its keys expired" in shown.stdout
+    assert "abandoned in round 0: nobody closed it, and it is no longer stored" in shown.stdout
     for handler in (*alive, *dead):
         handler.shutdown()
 

@@ -330,6 +330,8 @@ class TestAnotherNode:
 def test_the_end_of_a_join_has_no_time_left_and_more_names() -> None:
     found = Diagnosis(does="waiting", left=Names(("a[1]",)), seconds=0.0, limit="to join_timeout")
     assert str(found.at_the_end({"b[1]"})) == "waiting; missing: left a[1], b[1]"
+    gave_up = str(found.at_the_end({"a[1]", "b[1]"}, {"b[1]", "c[1]"}))
+    assert gave_up == "waiting; missing: left a[1], gave up b[1], c[1]"
 
 
 class TestPace:
