@@ -49,7 +49,7 @@ class TestWhoIsBlamed:
     def test_nobody_whose_workers_failed_as_a_peer_stopped_for_another_reason(
         self, reason: str
     ) -> None:
-        cause = Cause(**{"failed": Names(("n3[1]",)), reason: Names(("n4[1]",))})
+        cause = replace(Cause(failed=Names(("n3[1]",))), **{reason: Names(("n4[1]",))})
         assert blamed(cause) == []
         assert blamed(replace(cause, lost=Names(("n2[1]",)))) == ["n2"]
 
