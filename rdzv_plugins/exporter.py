@@ -187,7 +187,9 @@ class Exporter(Collector):
         self.refresh()
         away = self._away()
         lines = [f"the store is away: {away}"] if away is not None else []
-        lines += [f"run '{it.run_id}': {it.sentence}" for it in self._survey.runs.values()]
+        for it in self._survey.runs.values():
+            clocks = it.inspection.clocks if it.inspection is not None and not it.is_over else ""
+            lines.append("; ".join(filter(None, (f"run '{it.run_id}': {it.sentence}", clocks))))
         return "\n".join(lines) or "there are no runs under this prefix"
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

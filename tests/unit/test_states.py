@@ -245,6 +245,8 @@ def test_what_an_earlier_version_wrote_has_no_times(store: Store) -> None:
         replace(RUNS, at=AT, last_call=(4, AT)).encode().replace(b'"at"', b'"of_a_later_version"')
     )
     assert NodeRecord.decode(later) == replace(RUNS, last_call=(4, AT))
+    later = replace(RUNNING, since=AT).encode().replace(b'"since"', b'"of_a_later_version"')
+    assert RoundDocument.decode(later) == RUNNING
 
 
 def test_clocks_that_differ_are_told_of_and_correct_nothing(store: Store) -> None:
@@ -263,6 +265,16 @@ def test_clocks_that_differ_are_told_of_and_correct_nothing(store: Store) -> Non
     assert clocks["n2[1]"] is None
     assert (round(clocks["n1[1]"], -1), round(clocks["n3[1]"], -1)) == (70, -40)
     assert re.search(rf"n1\[1\].*{shown(now + 70, now)}.*its clock is \d+ s ahead", store.table())
+    store.archive.note(record_of(RUNNING, {}))
+    exporter = Exporter(Survey(partial(MemoryClient, store.server), lambda _: store.archive))
+    assert re.search("; clocks differ from this host's: n1 is (69|70) s ahead$", exporter.why())
+    found = {
+        sample.labels["host"]: sample.value
+        for family in exporter.collect()
+        for sample in family.samples
+        if sample.name == "rdzv_clock_difference_seconds"
+    }
+    assert {host: round(value, -1) for host, value in found.items()} == {"n1": 70}
     store.beat({"n1": replace(RUNS, at=int(time.time()), beat=3)})
     store.seen.look()
     assert "n1" not in store.seen.clocks
