@@ -192,7 +192,7 @@ def test_who_is_refused_while_agents_exchange_their_roles_stops_and_comes_back(
             refused = door.shut_out("one")
             job.await_that(lambda: "sigterm" in job.noted("b", refused), "b in its loop", 3 * LEASE)
             record_property("in its loop after, s", round(time.monotonic() - refused, 2))
-            job.await_line("b", "the store refuses it", "its workers are to stop")
+            job.await_line("b", "the store refuses it", "its agent stops the workers")
         finally:
             crash(silent)
         door.let_in("one")
