@@ -162,6 +162,56 @@ class Archive:
                 continue  # For display only: another version's.
         return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
 
+    def last(self) -> Row | Listed | None:
+        """What was noted last of the id's runs; None: nothing, or it is forgotten.
+
+        A run that has had no round has no row, only its entry in the list.
+        """
+        rows = self.rows()
+        with closing(self._open(LIST)) as client:
+            entry = client.get(self._run_id)
+        listed = _decode({self._run_id: entry} if entry is not None else {}).get(self._run_id)
+        if listed is None or not rows:
+            return listed or (rows[-1] if rows else None)
+        row = rows[-1]
+        # A round, or an end, is noted in both places at one time.
+        both = (row.incarnation, row.at) == (listed.incarnation, listed.at)
+        return row if both or row.at > listed.at else listed
+
+    def free_in(self, incarnation: str, now: datetime) -> float | None:
+        """Seconds until the id of this run is free, which has ended; None: that is not known.
+
+        By two wall clocks, for people.
+        """
+        for row in reversed(self.rows()):
+            if row.incarnation == incarnation and row.kept is not None:
+                try:
+                    since = now - datetime.fromisoformat(row.at)
+                except (TypeError, ValueError):  # It stands in the store, and is not ours to trust.
+                    return None
+                return max(0.0, row.kept - since.total_seconds())
+        return None
+
+    def end_by_hand(self, reason: str) -> bool:
+        """Note the end of the id's last run where nobody lives who would; whether it was not noted.
+
+        Without this it is listed as dead for ``history_ttl``.
+        """
+        last = self.last()
+        if last is None or last.outcome is not None:
+            return False
+        self.note(
+            RoundRecord(
+                incarnation=last.incarnation,
+                round=last.round,
+                phase=Phase.CLOSED,
+                nodes=last.nodes,
+                reason=reason,
+                outcome=Outcome.CLOSED,
+            )
+        )
+        return True
+
     def exclusions(self, now: float, all_runs: bool | None = None) -> tuple[Exclusion, ...]:
         """The exclusions that hold for the runs of this id, whoever runs now; one a host.
 

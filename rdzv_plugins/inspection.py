@@ -133,7 +133,7 @@ class Inspection:
         self.document: RoundDocument | None = None
         self.records: dict[str, NodeRecord] = {}
         self.version: Version | None = None
-        self.last: Row | None = None
+        self.last: Row | Listed | None = None
         self.is_torchs = False
         self._beats = FailureDetector()
         self._cache = RecordCache()
@@ -161,8 +161,11 @@ class Inspection:
         elif not self._asked_archive:
             self._asked_archive = True
             self.is_torchs = is_torchs(self.client)
-            rows = self.archive.rows()
-            self.last = rows[-1] if rows else None
+            self.last = self.archive.last()
+
+    def await_change(self, seconds: float) -> None:
+        """Wait until the document may differ from what was read, at most for so long."""
+        self.client.wait(STATE_KEY, self.version, seconds)
 
     def _compare_clocks(
         self, node: str, before: NodeRecord | None, record: NodeRecord, passed: float

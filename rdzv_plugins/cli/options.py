@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,10 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import ExitStack
+
     from rich.console import Console
 
     from rdzv_plugins.archive import Archive
     from rdzv_plugins.config import Settings
+    from rdzv_plugins.inspection import Inspection
     from rdzv_plugins.kv import KeyValueClient
 
 __all__ = [
@@ -28,15 +33,24 @@ __all__ = [
     "ConfOption",
     "EndpointOption",
     "JsonOption",
+    "RunArgument",
     "RunOption",
+    "complete_run",
+    "free_soon",
     "no_run",
+    "one_run",
     "parse_conf",
     "plain_console",
     "print_json",
+    "run_and_others",
+    "tell",
 ]
 
 WAITED_IN_VAIN = 7
 """The exit status of a command whose time to wait is over."""
+
+# A shell waits at most so long for a store.
+_COMPLETION_SECONDS = 2
 
 BackendOption = Annotated[
     str,
@@ -68,10 +82,77 @@ def _possible(given: typer.Context, option: typer.CallbackParam, run_id: str) ->
     return run_id if is_default else refuse_unless_possible(run_id)
 
 
+def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """The runs under the prefix that the command line names so far, for the shell."""
+    from rdzv_plugins.archive import list_runs
+
+    given = context.params
+    if given.get("run_id") or given.get("words"):
+        return []
+    conf = given.get("conf") or ""
+    try:
+        if "heartbeat_timeout" not in parse_conf(conf):
+            conf += f",heartbeat_timeout={_COMPLETION_SECONDS}"
+        access = Access(given.get("backend") or "redis", given.get("endpoint") or "", conf)
+        listed = list_runs(access.open)
+    except Exception:  # A shell has no place for an error, whatever it is.
+        return []
+    return [
+        (run_id, f"{it.outcome or it.phase}, round {it.round}")
+        for run_id, it in listed.items()
+        if run_id.startswith(incomplete)
+    ]
+
+
 RunOption = Annotated[
     str,
-    typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", callback=_possible, help="the run's id"),
+    typer.Option(
+        "--rdzv-id",
+        "-i",
+        callback=_possible,
+        help="the run's id; else $RDZV_ID",
+        autocompletion=complete_run,
+    ),
 ]
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        callback=_possible,
+        help="the run's id, also without -i",
+        autocompletion=complete_run,
+    ),
+]
+
+
+def one_run(run_id: str, first: str, *, needed: bool = True) -> str:
+    """The run that a command is about: its argument, or --rdzv-id, or $RDZV_ID; "": none.
+
+    Raises:
+        typer.BadParameter: it is given twice, or not at all though it is ``needed``.
+        ValueError: no run can have this id.
+    """
+    from rdzv_plugins.run_ids import refuse_unless_possible
+
+    if first and run_id and first != run_id:
+        raise typer.BadParameter(f"two runs, '{first}' and '{run_id}': name one")
+    found = first or run_id or os.environ.get("RDZV_ID", "")
+    if not found and needed:
+        raise typer.BadParameter("name a run, as RUN, with -i or in $RDZV_ID", param_hint="RUN")
+    return refuse_unless_possible(found) if found else ""
+
+
+def run_and_others(run_id: str, words: list[str] | None) -> tuple[str, list[str]]:
+    """The run of a command that takes other names too, and those.
+
+    Where neither --rdzv-id nor $RDZV_ID names the run, the first word does.
+    """
+    others = [*(words or ())]
+    if not (run_id or os.environ.get("RDZV_ID")) and others:
+        run_id = others.pop(0)
+    return one_run(run_id, ""), others
+
+
 ConfOption = Annotated[
     str, typer.Option("--rdzv-conf", "-c", help="<option>=<value>,... as for torchrun")
 ]
@@ -111,6 +192,21 @@ class Access:
         from rdzv_plugins.archive import Archive
 
         return Archive(self.open, run_id, self.settings.history_ttl)
+
+    def inspect(
+        self, run_ids: Iterable[str], opened: ExitStack, briefly: bool = False
+    ) -> dict[str, Inspection]:
+        """These runs, each watched as `settle` does; ``opened`` closes their connections."""
+        from rdzv_plugins.inspection import Inspection, settle
+
+        found = {
+            run_id: Inspection(
+                opened.enter_context(self.connect(run_id)), self.archive(run_id), run_id
+            )
+            for run_id in run_ids
+        }
+        settle(found.values(), briefly)
+        return found
 
     @property
     def prefix(self) -> str:
@@ -152,6 +248,20 @@ def no_run(client: KeyValueClient, run_id: str) -> ValueError:
     return ValueError(f"there is no run '{run_id}'{only}")
 
 
+def free_soon(seen: Inspection) -> tuple[float | None, str]:
+    """In how many seconds the id of a closed run is free, where that is known; and in words."""
+    from datetime import UTC, datetime
+
+    document = seen.document
+    if document is None:
+        return None, ""
+    seconds = seen.archive.free_in(document.incarnation, datetime.now(UTC))
+    clean = f"rdzv clean -i {shlex.quote(seen.run_id)}"
+    if seconds is None:
+        return None, f"; to free its id now: {clean}"
+    return round(seconds, 3), f"; its id is free in {seconds:.0f} s; now: {clean}"
+
+
 def plain_console() -> Console:
     """Shows text as it is: rich would take ``[fd00::1]`` for a style and ``:b:`` for an emoji."""
     from rich.console import Console
@@ -162,3 +272,11 @@ def plain_console() -> Console:
 def print_json(value: Any) -> None:
     """One line of JSON."""
     typer.echo(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
+
+
+def tell(as_json: bool, line: str, **data: Any) -> None:
+    """Say what a command has done: the line, or as data, which has the line too."""
+    if as_json:
+        print_json({"schema": 1, **data, "said": [line]})
+    else:
+        typer.echo(line)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -16,10 +18,14 @@ from rdzv_plugins.cli.options import (
     ConfOption,
     EndpointOption,
     JsonOption,
+    RunArgument,
     RunOption,
+    free_soon,
     no_run,
+    one_run,
     plain_console,
     print_json,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from rdzv_plugins.archive import Listed, Row
+    from rdzv_plugins.archive import Archive, Listed, Row
     from rdzv_plugins.inspection import Inspection, NodeState
     from rdzv_plugins.kv import KeyValueClient
 
@@ -60,6 +66,7 @@ _SORTED_BY: dict[str, Callable[[Listed, Inspection], Any]] = {
 
 _LOOK_SECONDS = 1.0
 _DOUBT_SECONDS = 0.3
+_LOOK_FOR_BEATS_SECONDS = 0.2
 _PAUSE_IN_AN_OUTAGE = 1.0
 
 
@@ -96,7 +103,7 @@ def list_runs(
     access = Access(backend, endpoint, conf)
     listed = sorted(list_runs(access.open).values(), key=lambda it: it.began, reverse=True)
     with ExitStack() as opened:
-        found = _inspect(access, [it.run for it in listed], opened, briefly=True)
+        found = access.inspect([it.run for it in listed], opened, briefly=True)
         if conditions:
             listed = [it for it in listed if _known(found[it.run]) in conditions]
         if sort:
@@ -168,11 +175,12 @@ def _rounded(seconds: float) -> str:
 
 
 def status(
-    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    run_id: RunOption = "", backend: BackendOption = "redis", endpoint: EndpointOption = "",
     conf: ConfOption = "", as_json: JsonOption = False,
     wait: Annotated[str, typer.Option(help="wait until the run is so: running, closed, ...")] = "",
     timeout: Annotated[float, typer.Option(help="seconds to wait at most")] = 300.0,
     every: Annotated[bool, typer.Option("--all", help="all nodes, however many")] = False,
+    run: RunArgument = "",
 ) -> None:  # fmt: skip
     """Show what a run does and waits for, its nodes, and why it restarted.
 
@@ -184,6 +192,7 @@ def status(
         _refuse_unless_one_of(wait, _STATUSES, "--wait")
     from rdzv_plugins.inspection import Inspection, settle
 
+    run_id = one_run(run_id, run)
     access = Access(backend, endpoint, conf)
     with access.connect(run_id) as client:
         seen = Inspection(client, access.archive(run_id), run_id)
@@ -191,7 +200,7 @@ def status(
         if wait:
             _await(seen, wait, timeout)
         while seen.in_doubt:
-            _rest(seen, _DOUBT_SECONDS)
+            seen.await_change(_DOUBT_SECONDS)
             seen.look()
         condition = seen.condition.value
         if as_json:
@@ -212,9 +221,10 @@ def status(
 
 
 def history(
-    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    run_id: RunOption = "", backend: BackendOption = "redis", endpoint: EndpointOption = "",
     conf: ConfOption = "", as_json: JsonOption = False,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="rows at most")] = 50,
+    run: RunArgument = "",
 ) -> None:  # fmt: skip
     """Show the rounds of a run id and how its runs ended, the newest first.
 
@@ -222,6 +232,7 @@ def history(
     """
     from msgspec import to_builtins
 
+    run_id = one_run(run_id, run)
     rows = Access(backend, endpoint, conf).archive(run_id).rows()[::-1][:limit]
     if as_json:
         for row in rows:
@@ -233,8 +244,9 @@ def history(
 
 
 def watch(
-    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    run_id: RunOption = "", backend: BackendOption = "redis", endpoint: EndpointOption = "",
     conf: ConfOption = "", as_json: JsonOption = False,
+    run: RunArgument = "",
 ) -> None:  # fmt: skip
     """Show the status and keep it up to date, until Ctrl-C or until the run is closed.
 
@@ -243,6 +255,7 @@ def watch(
     """
     from rdzv_plugins.inspection import Inspection, settle
 
+    run_id = one_run(run_id, run)
     access = Access(backend, endpoint, conf)
     with access.connect(run_id) as client:
         seen = Inspection(client, access.archive(run_id), run_id)
@@ -254,28 +267,52 @@ def watch(
 
 
 def close(
-    run_id: RunOption, backend: BackendOption = "redis", endpoint: EndpointOption = "",
-    conf: ConfOption = "",
+    run_id: RunOption = "", backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    conf: ConfOption = "", as_json: JsonOption = False, run: RunArgument = "",
 ) -> None:  # fmt: skip
-    """Close a run: the current round trains to its end, and no further round forms."""
-    from rdzv_plugins.driver import carry_out
-    from rdzv_plugins.protocol.cleanup import close_run
-    from rdzv_plugins.protocol.documents import STATE_KEY, Outcome
+    """Close a run: the current round trains to its end, and no further round forms.
 
+    Of a dead run it notes the end.
+    """
+    from rdzv_plugins.driver import carry_out
+    from rdzv_plugins.inspection import Condition, Inspection, settle
+    from rdzv_plugins.protocol.cleanup import close_run
+    from rdzv_plugins.protocol.documents import Outcome
+
+    run_id = one_run(run_id, run)
     access = Access(backend, endpoint, conf)
+    why = "closed by the command rdzv close"
     with access.connect(run_id) as client:
-        entry = client.get(STATE_KEY)
-        if entry is None:
+        archive = access.archive(run_id)
+        seen = Inspection(client, archive, run_id)
+        settle([seen])
+        was = seen.condition
+        data = {"order": "close", "run": run_id, "was": was.value}
+        if was is Condition.CLOSED:
+            how = seen.document.reason if seen.document is not None else seen.sentence
+            free_in, free = free_soon(seen)
+            line = f"run '{run_id}' was closed before: {how}{free}"
+            tell(as_json, line, **data, free_in=free_in)
+            return
+        if seen.document is None:
+            if was is Condition.DEAD and archive.end_by_hand(f"{why}; nobody lived in it"):
+                said = f"closed run '{run_id}': nobody lives in it; its id is free"
+                tell(as_json, said, **data, free_in=0.0)
+                return
             raise no_run(client, run_id)
         ttl = access.settings.sweep_after
-        why = "closed by the command rdzv close"
         work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close=lambda _: True)
         # The line below tells it.
-        carry_out(client, access.archive(run_id), work, tell=lambda _: None)
-        typer.echo(
-            f"closed run '{run_id}': the current round continues, no further round forms; "
-            f"its id can be used again in {ttl:g} s"
-        )
+        if not carry_out(client, archive, work, tell=lambda _: None):
+            raise no_run(client, run_id)
+    said = {
+        Condition.DEAD: "nobody lives in it",
+        Condition.FORMING: "no round runs, and none forms; the agents that wait end",
+        Condition.RUNNING: "the current round continues, no further round forms",
+    }[was]
+    now = f"; now: rdzv clean -i {shlex.quote(run_id)}" if was is Condition.DEAD else ""
+    line = f"closed run '{run_id}': {said}; its id is free in {ttl:g} s{now}"
+    tell(as_json, line, **data, free_in=ttl)
 
 
 def clean(
@@ -283,69 +320,65 @@ def clean(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     dead: Annotated[bool, typer.Option(help="all dead runs under the prefix instead")] = False,
     force: Annotated[bool, typer.Option(help="even if nodes are live: they write again")] = False,
+    as_json: JsonOption = False, run: RunArgument = "",
 ) -> None:  # fmt: skip
     """Delete all keys of a run, so that its id can be used again at once.
 
-    Live nodes are detected by their heartbeats: give the run's own keep_alive_interval in
-    --rdzv-conf.
+    Live nodes are detected by their heartbeats. Who deletes the keys of a dead run by hand ends
+    that run: rdzv list, history and the metrics say so.
     """
+    run_id = one_run(run_id, run, needed=False)
     access = Access(backend, endpoint, conf)
     if dead:
-        _clean_the_dead(access)
+        _clean_the_dead(access, as_json)
         return
     if not run_id:
-        raise typer.BadParameter("name a run, or all dead runs with --dead", param_hint="--rdzv-id")
-    from rdzv_plugins.inspection import delete_run, is_torchs
+        raise typer.BadParameter("name a run, or all dead runs with --dead", param_hint="RUN")
+    from rdzv_plugins.inspection import is_torchs
 
     with access.connect(run_id) as client:
-        if not force and is_torchs(client):
+        torchs = is_torchs(client)
+        if torchs and not force:
             raise ValueError(f"run '{run_id}' is of handler=torch and may be live: use --force")
-        if not force and (alive := _beating(client, access.settings.keep_alive_interval)):
+        alive = _beating(client)
+        if alive and not force:
             raise ValueError(
                 f"run '{run_id}' has live nodes: {', '.join(sorted(alive)[:4])}; "
                 "close it first, or use --force"
             )
-        typer.echo(f"deleted {delete_run(client)} keys of run '{run_id}'")
+        _delete(client, access.archive(run_id), run_id, ended=not alive, as_json=as_json)
 
 
-def _clean_the_dead(access: Access) -> None:
+def _clean_the_dead(access: Access, as_json: bool) -> None:
     from rdzv_plugins.archive import list_runs
-    from rdzv_plugins.inspection import Condition, delete_run
+    from rdzv_plugins.inspection import Condition
 
     with ExitStack() as opened:
-        found = _inspect(access, sorted(list_runs(access.open)), opened)
+        found = access.inspect(sorted(list_runs(access.open)), opened)
         for run_id, seen in found.items():
-            if seen.condition is Condition.DEAD and seen.document is not None:
-                typer.echo(f"deleted {delete_run(seen.client)} keys of run '{run_id}'")
+            if seen.condition is Condition.DEAD:
+                _delete(seen.client, seen.archive, run_id, ended=True, as_json=as_json)
 
 
-def _inspect(
-    access: Access, run_ids: Iterable[str], opened: ExitStack, briefly: bool = False
-) -> dict[str, Inspection]:
-    """All these runs, each watched as `settle` does."""
-    from rdzv_plugins.inspection import Inspection, settle
+def _delete(
+    client: KeyValueClient, archive: Archive, run_id: str, *, ended: bool, as_json: bool
+) -> None:
+    """Delete a run's keys; ``ended``: nobody lives in it."""
+    from rdzv_plugins.inspection import delete_run
 
-    found = {
-        run_id: Inspection(opened.enter_context(access.connect(run_id)), access.archive(run_id),
-                           run_id)
-        for run_id in run_ids
-    }  # fmt: skip
-    settle(found.values(), briefly)
-    return found
+    keys = delete_run(client)
+    said = f"deleted {keys} keys of run '{run_id}'"
+    by = f"cleaned by hand, by rdzv clean on {socket.gethostname()}"
+    if noted := ended and archive.end_by_hand(by):
+        said += ", which had no end before: it is listed as closed now"
+    tell(as_json, said, order="clean", run=run_id, keys=keys, noted=noted)
 
 
 def _await(seen: Inspection, condition: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while seen.condition.value != condition and (left := deadline - time.monotonic()) > 0:
-        _rest(seen, min(left, _LOOK_SECONDS))
+        seen.await_change(min(left, _LOOK_SECONDS))
         seen.look()
-
-
-def _rest(seen: Inspection, seconds: float) -> None:
-    """Wait until the document may differ."""
-    from rdzv_plugins.protocol.documents import STATE_KEY
-
-    seen.client.wait(STATE_KEY, seen.version, seconds)
 
 
 def _stream(seen: Inspection, as_json: bool) -> None:
@@ -397,27 +430,30 @@ def _pause(seen: Inspection) -> None:
     from rdzv_plugins.kv import RendezvousConnectionError
 
     try:
-        _rest(seen, _LOOK_SECONDS)
+        seen.await_change(_LOOK_SECONDS)
     except RendezvousConnectionError:
         time.sleep(_PAUSE_IN_AN_OUTAGE)
 
 
-def _beating(client: KeyValueClient, interval: float) -> set[str]:
-    """Names of the nodes that send a heartbeat within an interval and a half."""
+def _beating(client: KeyValueClient) -> set[str]:
+    """Names of nodes that send heartbeats; empty once one was due of each, and none came."""
     from rdzv_plugins.protocol.documents import NODES_PREFIX
     from rdzv_plugins.protocol.record_cache import RecordCache
 
-    records = RecordCache()
+    records, began = RecordCache(), time.monotonic()
     before = records.decode(client.list(NODES_PREFIX))
-    if not before:
-        return set()
-    time.sleep(1.5 * interval)
-    after = records.decode(client.list(NODES_PREFIX))
-    return {
-        record.label
-        for node, record in after.items()
-        if node not in before or before[node].beat != record.beat
-    }
+    intervals = [it.interval for it in before.values() if not it.has_ended]
+    while time.monotonic() < began + 1.5 * max(intervals, default=0.0):
+        time.sleep(_LOOK_FOR_BEATS_SECONDS)
+        after = records.decode(client.list(NODES_PREFIX))
+        alive = {
+            record.label
+            for node, record in after.items()
+            if node not in before or before[node].beat != record.beat
+        }
+        if alive:
+            return alive
+    return set()
 
 
 def _summary(seen: Inspection, nodes: Sequence[NodeState]) -> Text:

@@ -106,7 +106,7 @@ def close_run(
     yield from Tell("closed", f"the run is closed: {why}")
     # Joiners wait for the document; the leader waits for its bell.
     yield from Ring(node_id)
-    yield from RecordHistory(record_of(closed, {}))
+    yield from RecordHistory(record_of(closed, {}, kept=sweep_after))
     yield from let_expire(closed, entry.version, sweep_after)
     return True
 

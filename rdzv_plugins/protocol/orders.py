@@ -6,12 +6,14 @@ outlives whoever gave it, and needs nobody to run but the nodes themselves.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import Entry
+from rdzv_plugins.protocol.choice import Sizes, needed, world_size
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -35,22 +37,25 @@ class Given:
 
     Attributes:
         document: with the order; None: there is no such run, or it is closed.
-        nodes: whom it is about, by their labels.
+        ids: of the nodes that it is about.
+        nodes: their labels.
         unknown: names that no node of the run has.
         done: the nodes for whose sake nothing was changed, since their workers succeeded.
         left: how many nodes remain that could be in a round, as far as their records tell.
+        lacks: how many more a round needs.
+        size: how many of them a round takes; 0: they are too few.
+        stops: whether they were enough without the order, and are too few with it.
     """
 
     document: RoundDocument | None = None
+    ids: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     done: tuple[str, ...] = ()
     left: int = 0
-
-    @property
-    def falls_short(self) -> bool:
-        """Whether fewer nodes remain than a round needs."""
-        return self.document is not None and self.left < self.document.min_nodes
+    lacks: int = 0
+    size: int = 0
+    stops: bool = False
 
 
 def nodes_named(name: str, records: Mapping[str, NodeRecord]) -> list[str]:
@@ -62,13 +67,25 @@ def nodes_named(name: str, records: Mapping[str, NodeRecord]) -> list[str]:
     ]
 
 
-def drain(giver: str, names: Collection[str], now: Callable[[], float]) -> Effects[Given]:
+def _always(_: Given) -> bool:
+    return True
+
+
+def drain(
+    giver: str,
+    names: Collection[str],
+    now: Callable[[], float],
+    may: Callable[[Given], bool] = _always,
+    is_silent: Callable[[str], bool] = lambda _: False,
+) -> Effects[Given]:
     """Take nodes out of the run for good; nothing is changed if one of the names is unknown.
 
     Args:
         giver: who rings the leader's bell.
         names: each of a node, or of a host: all its nodes.
         now: seconds since the epoch.
+        may: asked what would be before anything is changed; if it says no, that is returned.
+        is_silent: whether a node is known to be dead.
     """
     document, records = yield from _look()
     if document is None:
@@ -84,15 +101,22 @@ def drain(giver: str, names: Collection[str], now: Callable[[], float]) -> Effec
         fresh = [node for node in dict.fromkeys(nodes) if node not in run.drained]
         return replace(run, drained=(*run.drained, *fresh))
 
-    after = yield from give(giver, document.incarnation, drained)
-    if after is None:
-        return Given()
-    left = _left(after, records, now())
-    return Given(document=after, nodes=tuple(sorted(set(labels(records, nodes)))), left=left)
+    def given(run: RoundDocument) -> Given:
+        return _given(run, records, nodes, is_silent, now())
+
+    return (yield from _give_if(giver, document, drained, given, may))
 
 
-def restart(giver: str, why: str) -> Effects[Given]:
-    """Begin a new round, unless one forms already, or a node is done; ``why`` is for people."""
+def restart(
+    giver: str,
+    why: str,
+    now: Callable[[], float],
+    is_silent: Callable[[str], bool] = lambda _: False,
+) -> Effects[Given]:
+    """Begin a new round, unless one forms already, or a node is done; ``why`` is for people.
+
+    The rest is as for `drain`.
+    """
     document, records = yield from _look()
     if document is None:
         return Given()
@@ -103,7 +127,7 @@ def restart(giver: str, why: str) -> Effects[Given]:
         return replace(run, restart=why) if run.phase is Phase.RUNNING else run
 
     after = yield from give(giver, document.incarnation, restarted)
-    return Given() if after is None else Given(document=after, left=len(records))
+    return Given() if after is None else _given(after, records, (), is_silent, now())
 
 
 def resize(giver: str) -> Effects[Given]:
@@ -126,11 +150,16 @@ def resize(giver: str) -> Effects[Given]:
     return Given(document=after, nodes=tuple(sorted(labels(records, waiting))), left=len(records))
 
 
-def exclude(giver: str, exclusion: Exclusion, now: Callable[[], float]) -> Effects[Given]:
+def exclude(
+    giver: str,
+    exclusion: Exclusion,
+    now: Callable[[], float],
+    may: Callable[[Given], bool] = _always,
+    is_silent: Callable[[str], bool] = lambda _: False,
+) -> Effects[Given]:
     """Keep the nodes of a host out of the rounds of a run; replaces an exclusion of the host.
 
-    Args:
-        now: seconds since the epoch.
+    The arguments are those of `drain`.
     """
     document, records = yield from _look()
     if document is None:
@@ -139,12 +168,10 @@ def exclude(giver: str, exclusion: Exclusion, now: Callable[[], float]) -> Effec
     def excluded(run: RoundDocument) -> RoundDocument:
         return replace(run, excluded=(*without_hosts(run.excluded, [exclusion.host]), exclusion))
 
-    after = yield from give(giver, document.incarnation, excluded)
-    if after is None:
-        return Given()
-    nodes = nodes_named(exclusion.host, records)
-    left = _left(after, records, now())
-    return Given(document=after, nodes=tuple(sorted(labels(records, nodes))), left=left)
+    def given(run: RoundDocument) -> Given:
+        return _given(run, records, nodes_named(exclusion.host, records), is_silent, now())
+
+    return (yield from _give_if(giver, document, excluded, given, may))
 
 
 def include(giver: str, host: str) -> Effects[Given]:
@@ -199,6 +226,45 @@ def _look() -> Effects[tuple[RoundDocument | None, dict[str, NodeRecord]]]:
     return document, RecordCache().decode(entries)
 
 
-def _left(document: RoundDocument, records: Mapping[str, NodeRecord], now: float) -> int:
+def _give_if(
+    giver: str,
+    document: RoundDocument,
+    change: Callable[[RoundDocument], RoundDocument],
+    given: Callable[[RoundDocument], Given],
+    may: Callable[[Given], bool],
+) -> Effects[Given]:
+    """Give an order, if ``may`` has nothing against what it would come to."""
+    had_enough = not given(document).lacks
+
+    def of(run: RoundDocument) -> Given:
+        found = given(run)
+        return dataclasses.replace(found, stops=had_enough and found.lacks > 0)
+
+    if not may(would := of(change(document))):
+        return would
+    after = yield from give(giver, document.incarnation, change)
+    return Given() if after is None else of(after)
+
+
+def _given(
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    nodes: Collection[str],
+    is_silent: Callable[[str], bool],
+    now: float,
+) -> Given:
     out = kept_out(document, records, now)
-    return len([node for node, it in records.items() if node not in out and not it.is_over])
+    left = [
+        node
+        for node, it in records.items()
+        if node not in out and not it.is_over and not is_silent(node)
+    ]
+    sizes = Sizes.told(document, records.get(document.leader or ""))
+    return Given(
+        document=document,
+        ids=tuple(dict.fromkeys(nodes)),
+        nodes=tuple(sorted(set(labels(records, nodes)))),
+        left=len(left),
+        lacks=needed(left, records, sizes),
+        size=world_size(left, records, sizes),
+    )

@@ -62,6 +62,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         lost, left, failed, joined, evicted, held, drained, excluded: the nodes that were the
             reason; see `documents.Cause`.
         outcome: how the run ended.
+        kept: of a run that ended: for how many seconds its id is taken after that.
     """
 
     incarnation: str
@@ -81,6 +82,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     drained: tuple[Member, ...] = ()
     excluded: tuple[Member, ...] = ()
     outcome: Outcome | None = None
+    kept: float | None = None
 
 
 def record_of(
@@ -88,6 +90,7 @@ def record_of(
     records: Mapping[str, NodeRecord],
     before: RoundDocument | None = None,
     seconds: Durations | None = None,
+    kept: float | None = None,
 ) -> RoundRecord:
     """What is kept of this round.
 
@@ -95,6 +98,7 @@ def record_of(
         records: the nodes' own, as far as they are known.
         before: the round before it, if this node was in that; it gives the ranks that nodes had.
         seconds: how long the round took to form.
+        kept: of a run that ended: for how many seconds its id is taken after that.
     """
     by_name = {record.label: (node, record) for node, record in records.items()}
     old = before.ranks if before is not None and before.is_of(document) else {}
@@ -115,6 +119,7 @@ def record_of(
         reason=document.reason,
         members=tuple(_participants(first, records)),
         outcome=document.outcome,
+        kept=kept,
         **{cause: members(getattr(document.cause, cause)) for cause in CAUSES},
     )
 

@@ -125,13 +125,17 @@ class Run:
         self, proxy: tuple[str, int] | None, nnodes: tuple[int, int], **config: str
     ) -> StoreRendezvousHandler:
         """One that reaches the store by a proxy at this address; None: straight."""
-        options: dict[str, Any] = {**QUICK, **self._store.config, **config}
+        options: dict[str, Any] = {
+            "local_addr": "127.0.0.1",
+            **QUICK,
+            **self._store.config,
+            **config,
+        }
         params = RendezvousParameters(
             self._store.backend,
             self._store.endpoint_at(proxy),
             self._run_id,
             *nnodes,
-            local_addr="127.0.0.1",
             **options,
         )
         handler = create_handler(self._store.backend, params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -163,6 +164,65 @@ def test_the_run_is_named_by_the_environment(
         handler.shutdown()
 
 
+COMMANDS = {
+    "status": (), "history": (), "watch": (), "close": (), "restart": (), "resize": (), "clean": (),
+    "excluded": (), "drain": ("node9",), "exclude": ("node9",), "include": ("node9",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_run_is_the_first_argument_or_that_of_i(
+    command: str, server: servers.LocalServer, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, others = ("-e", server.endpoint), COMMANDS[command]
+
+    def end(*arguments: str) -> tuple[int, str]:
+        done = invoke(command, *where, *arguments)
+        # `watch` writes when.
+        return done.exit_code, re.sub(r"^\S+T\S+ ", "", done.stdout) + str(done.exception)
+
+    named = end("-i", run_id, *others)
+    assert named[0] != 2
+    assert end(run_id, *others) == named
+    without = invoke(command, *where, *others)
+    assert without.exit_code == 2
+    assert re.search(r"name a (run|node|host)", without.stderr), without.stderr
+    monkeypatch.setenv("RDZV_ID", run_id)
+    assert end(*others) == named
+    if not others:
+        assert end("another")[0] != 2
+        assert end(run_id, "-i", run_id) == named
+        assert end("one", "-i", "two")[0] == 2
+
+
+def test_the_shell_completes_the_ids_of_runs(server: servers.LocalServer, run_id: str) -> None:
+    where = ("-e", server.endpoint, "-c", f"prefix={run_id}")
+    handlers = form(server, "drift", prefix=run_id)
+    handlers += form(server, "train", prefix=run_id)
+
+    def completed(words: str) -> list[str]:
+        """What bash is told after these words."""
+        words = f"rdzv {words}"
+        done = CliRunner().invoke(app, [], prog_name="rdzv", env={
+            "_RDZV_COMPLETE": "complete_bash", "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split(" ")) - 1),
+        })  # fmt: skip
+        assert done.stderr == ""
+        return sorted(done.stdout.split())
+
+    store = " ".join(where)
+    assert until(lambda: completed(f"status {store} ") == ["drift", "train"], 20)
+    assert completed(f"status {store} dr") == ["drift"]
+    assert completed(f"status {store} -i tr") == ["train"]
+    for command in COMMANDS:
+        assert completed(f"{command} {store} t") == ["train"]
+    assert completed(f"drain {store} drift t") == []
+    assert completed("status -e redis://127.0.0.1:1 dr") == []
+    assert completed("list --condition de") == ["dead"]
+    for handler in handlers:
+        handler.shutdown()
+
+
 def test_status_as_data(server: servers.LocalServer, run_id: str) -> None:
     handlers = form(server, run_id)
     where = ("-e", server.endpoint, "-i", run_id)
@@ -308,8 +368,8 @@ def test_dead_runs_are_marked_and_cleaned(server: servers.LocalServer, run_id: s
     assert "alive" not in cleaned
     assert invoke("status", "-i", "alive", *where).exit_code == 0
     shown = invoke("status", "-i", "killed", *where)
-    assert shown.exit_code == 5
-    assert "abandoned in round 0: nobody closed it, and it is no longer stored" in shown.stdout
+    assert shown.exit_code == 6
+    assert f": cleaned by hand, by rdzv clean on {socket.gethostname()}" in shown.stdout
     for handler in (*alive, *dead):
         handler.shutdown()
 
@@ -370,14 +430,20 @@ def test_watch_ends_when_the_run_is_closed(server: servers.LocalServer, run_id: 
 
 def test_clean_refuses_a_run_that_lives(server: servers.LocalServer, run_id: str) -> None:
     handlers = form(server, run_id)
-    conf = ("-e", server.endpoint, "-i", run_id, "-c", "keep_alive_interval=0.5")
+    conf = ("-e", server.endpoint, "-i", run_id)
     refused = rdzv("clean", *conf)
     assert refused.returncode == 1
     assert "live nodes" in refused.stderr
+    # What lives has not ended, and writes itself back.
+    forced = invoke("clean", "--force", *conf).stdout
+    assert re.fullmatch(rf"deleted \d+ keys of run '{run_id}'\n", forced)
+    assert until(lambda: invoke("status", *conf).exit_code == 0, 20)
     for handler in handlers:
         handler.shutdown()
     assert "deleted" in rdzv("clean", *conf).stdout
-    assert invoke("status", *conf[:4]).exit_code == 6  # How it ended is kept.
+    ended = invoke("status", *conf)
+    assert ended.exit_code == 6
+    assert "cleaned by hand" not in ended.stdout  # How it ended is kept.
 
 
 @pytest.fixture(scope="module")

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from typer.testing import CliRunner
 
-from rdzv_plugins.cli import pages
+from rdzv_plugins.archive import list_runs
+from rdzv_plugins.cli import app, pages
+from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.inspection import Condition
+from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.testing.harness import until
+from rdzv_plugins.testing.threads import Background
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore
 from tests.integration.test_dashboard import record, write_run
+from tests.integration.watch import await_beats
 
 Scrape = dict[tuple[str, ...], float]
 
@@ -114,6 +124,78 @@ def shows(address: str, *, nodes: int, round: int) -> bool:
         and found.get(("rdzv_round", "job")) == round
         and found.get(("rdzv_condition", "job", "running")) == 1
     )
+
+
+def die(store: RunningStore, run_id: str, *, nodes: int = 2, **conf: str) -> None:
+    """A run of two nodes that end without a word in their first round, or while one waits."""
+    conf = {"keep_alive_interval": "0.2", "local_addr": "127.0.0.1", **conf}
+    params = RendezvousParameters(store.backend, store.endpoint, run_id, 2, 2, **conf)
+    handlers = [create_handler(store.backend, params) for _ in range(nodes)]
+    joins = [Background(handler.next_rendezvous) for handler in handlers]
+    if nodes == 2:
+        for join in joins:
+            join.result(20)
+    listed = partial(list_runs, store.open)
+    phase = Phase.RUNNING if nodes == 2 else Phase.FORMING
+    assert until(lambda: run_id in listed() and listed()[run_id].phase is phase, 20)
+    # A leader has set a deadline of the keys by its second beat.
+    await_beats(store, run_id, nodes, 20)
+    await_beats(store, run_id, nodes, 20)
+    for handler in handlers:
+        assert isinstance(handler, StoreRendezvousHandler)
+        handler._driver.stop(5)
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["stored", "expired"])
+def test_a_person_ends_the_alert_of_a_dead_run(store: RunningStore, gone: bool) -> None:
+    where = ("-b", store.backend, "-e", store.endpoint)
+    # At least four leases.
+    conf = {"abandoned_ttl": "2.4"} if gone else {}
+    runs = "closed", "cleaned", "one of many", "without a round"
+    for run_id in runs:
+        die(store, run_id, nodes=1 if run_id == "without a round" else 2, **conf)
+    if gone:
+        for run_id in runs:
+            with closing(store.open(run_id)) as client:
+                assert until(lambda client=client: not client.list(""), 20)  # type: ignore[misc]
+    name = "rdzv_condition"
+    with exporter(store) as address:
+
+        def conditions() -> dict[str, set[str]]:
+            """Each run's; it has exactly one."""
+            found = scrape(address)
+            return {
+                run_id: {it.value for it in Condition if found.get((name, run_id, it.value)) == 1}
+                for run_id in runs
+            }
+
+        assert until(lambda: conditions() == {it: {"dead"} for it in runs}, 20), conditions()
+        said = rdzv("close", "-i", "closed", *where)
+        assert said.startswith("closed run 'closed': nobody lives in it; its id is free")
+        after = {it: {"dead"} for it in runs} | {"closed": {"closed"}}
+        assert until(lambda: conditions() == after, 20), conditions()
+        said = rdzv("clean", "-i", "cleaned", *where)
+        assert said.endswith("it is listed as closed now\n")
+        after |= {"cleaned": {"closed"}}
+        assert until(lambda: conditions() == after, 20), conditions()
+        said = rdzv("clean", "--dead", *where)
+        assert ("run 'one of many'" in said, "run 'without a round'" in said) == (True, True)
+        assert "run 'cleaned'" not in said
+        assert until(lambda: conditions() == {it: {"closed"} for it in runs}, 20), conditions()
+    host = socket.gethostname()
+    listed = rdzv("list", *where)
+    assert listed.count(f": cleaned by hand, by rdzv clean on {host}") == 3, listed
+    assert "closed by the command rdzv close" in listed
+    assert " dead " not in listed
+    assert "absent" not in listed
+    shown = rdzv("history", "-i", "without a round", *where)
+    assert f"cleaned by hand, by rdzv clean on {host}" in shown
+
+
+def rdzv(*arguments: str) -> str:
+    done = CliRunner().invoke(app, [*arguments])
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
 
 
 def test_it_scrapes_a_hundred_runs_of_64_nodes(

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
+from threading import Event
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from rdzv_plugins.cli import app
+from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, Phase, RoundDocument
+from rdzv_plugins.protocol.roster import apart
+from rdzv_plugins.protocol.rules import INLINE
+from rdzv_plugins.testing.threads import Background
 from tests import Measure
+from tests.integration import agents
 from tests.integration.stores import RunningStore, every_store
+from tests.integration.test_dashboard import record
 from tests.integration.torchrun import Begin, Run
 
 pytestmark = pytest.mark.timeout(240)
@@ -29,6 +42,17 @@ def rdzv(run: Run, store: RunningStore, command: str, *arguments: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def assert_effect(said: str, ordered: str, nodes: int) -> None:
+    """The last two lines: what was ordered, and the round that runs for it, of so many nodes."""
+    line, effect = said.splitlines()[-2:]
+    told = re.fullmatch(rf"{re.escape(ordered)}; round (\d+) forms with {nodes} nodes", line)
+    assert told, said
+    # A peer's worker may have failed before its agent was told, which ends one more round.
+    ran = re.fullmatch(rf"round (\d+) runs with {nodes} nodes after \d+\.\d s", effect)
+    assert ran, said
+    assert int(ran[1]) >= int(told[1])
 
 
 def last_cause(run: Run, store: RunningStore) -> dict[str, object]:
@@ -55,7 +79,7 @@ def test_a_drained_agent_ends_and_the_others_go_on(
     agent = run.agents[name]
     label = f"127.0.0.{ord(name) - ord('a') + 1}[{agent.pid}]"
     said = rdzv(run, store, "drain", label)
-    assert said.startswith(f"drained {label} from run '{run.run_id}': the others go on")
+    assert_effect(said, f"drain of {label} from run '{run.run_id}' ordered", 2)
     world = run.await_world(sorted({*"abc"} - {name}), after=before.last_step_at)
     assert run.await_ends([name]) == {name: 0}
     record_property("stands still, s", f"{min(world.stepped.values()) - before.last_step_at:.2f}")
@@ -78,8 +102,10 @@ def test_a_restart_without_a_loss(begin: Begin, store: RunningStore) -> None:
     before = run.begin("ab")
     number = run.round()
     said = rdzv(run, store, "restart", "--why", "new data")
-    assert said == f"restarted run '{run.run_id}': round {number + 1} begins\n"
-    run.await_round(number)
+    first, effect = said.splitlines()
+    assert first == f"restart of run '{run.run_id}' ordered; round {number + 1} forms with 2 nodes"
+    assert re.fullmatch(rf"round {number + 1} runs with 2 nodes after \d+\.\d s", effect)
+    assert run.round() == number + 1
     run.await_world("ab", after=before.last_step_at + 0.5, by_rank=True)
     assert run.round() == number + 1
     reason = "restarted by the command rdzv restart: new data"
@@ -94,7 +120,8 @@ def test_an_excluded_host_waits_until_it_is_included(
     run.begin("abc")
     said = rdzv(run, store, "exclude", "127.0.0.2", "--for", "1h", "--why", "ECC errors")
     assert "127.0.0.2 excluded until " in said
-    assert f"run '{run.run_id}' goes on without 127.0.0.2[{run.agents['b'].pid}]" in said
+    label = f"127.0.0.2[{run.agents['b'].pid}]"
+    assert_effect(said, f"exclusion of {label} from run '{run.run_id}' ordered", 2)
     without = run.await_world("ac", by_rank=True)
     assert "excluded 127.0.0.2[" in str(last_cause(run, store)["reason"])
     status = rdzv(run, store, "status")
@@ -164,3 +191,248 @@ def test_a_host_that_flaps_does_not_keep_the_others_from_training(
         assert "127.0.0.3 quarantined until " in rdzv(run, store, "status")
         assert log.count("forms: lost 127.0.0.3") <= 3
         assert share > 0.5
+
+
+class Played(agents.Run):
+    """Agents without workers, each on an address of its own, and the command about their run."""
+
+    def __init__(self, store: RunningStore, run_id: str) -> None:
+        super().__init__(store, run_id)
+        self.run_id = run_id
+
+    def begin(self, nodes: int, nnodes: tuple[int, int], **config: str) -> None:
+        """Start so many on 127.0.0.1 and following, and wait until they are in one round."""
+        for _ in range(nodes):
+            self.add(nnodes, **config)
+        agents.until(agents.one_world(self.agents), 30)
+
+    def add(self, nnodes: tuple[int, int], **config: str) -> agents.Agent:
+        return self.start(nnodes, local_addr=self.address(len(self.agents)), **config)
+
+    @staticmethod
+    def address(number: int) -> str:
+        return f"127.0.0.{number + 1}"
+
+    def label(self, number: int) -> str:
+        return f"{self.address(number)}[{os.getpid()}]"
+
+    def rdzv(self, command: str, *arguments: str) -> Result:
+        store = self._store
+        where = ["-b", store.backend, "-e", store.endpoint, "-i", self.run_id]
+        return CliRunner().invoke(app, [command, *where, *arguments])
+
+    def said(self, command: str, *arguments: str) -> list[str]:
+        """The lines of a command that succeeds."""
+        done = self.rdzv(command, *arguments)
+        assert done.exit_code == 0, (done.exception, done.output)
+        return done.stdout.splitlines()
+
+    def refusal(self, command: str, *arguments: str) -> str:
+        """The one line with which `rdzv` ends with status 1."""
+        done = self.rdzv(command, *arguments)
+        assert isinstance(done.exception, ValueError), (done.exception, done.output)
+        assert done.stdout == ""
+        return str(done.exception)
+
+    def document(self) -> RoundDocument:
+        def decoded(client: KeyValueClient) -> RoundDocument:
+            entry = client.get(STATE_KEY)
+            assert entry is not None
+            return RoundDocument.decode(entry.value)
+
+        return self._ask(decoded)
+
+
+@pytest.fixture
+def played(store: RunningStore, run_id: str) -> Iterator[Played]:
+    run = Played(store, run_id)
+    yield run
+    for agent in run.agents:
+        agent.end()
+
+
+RAN = r"round (\d+) runs with (\d+) nodes? after \d+\.\d s"
+
+
+@pytest.mark.parametrize("order", [("restart",), ("resize",), ("drain", "127.0.0.1")])
+def test_a_dead_run_is_given_no_order(played: Played, order: tuple[str, ...]) -> None:
+    played.begin(2, (2, 2))
+    for agent in played.agents:
+        agent.crash()
+    before = played.document()
+    assert re.fullmatch(
+        rf"run '{played.run_id}' is dead, and nobody carries an order out: round 0 is running, but "
+        rf"none of its nodes lives; .*; its id is free after rdzv clean -i {played.run_id}",
+        played.refusal(*order),
+    )
+    assert played.document() == before
+    # What is not for those nodes alone is kept, and says of whom.
+    assert played.said("exclude", "127.0.0.1")[1:] == [
+        f"run '{played.run_id}' is dead: no round of it is ended for that"
+    ]
+    (row,) = map(json.loads, played.said("close", "--json"))
+    assert (row["order"], row["was"], row["free_in"]) == ("close", "dead", 60)
+    assert row["said"] == [
+        f"closed run '{played.run_id}': nobody lives in it; its id is free in 60 s; now: rdzv "
+        f"clean -i {played.run_id}"
+    ]
+    why = "closed by the command rdzv close"
+    free = rf"; its id is free in \d+ s; now: rdzv clean -i {played.run_id}"
+    closed = f"run '{played.run_id}' is closed: {why}"
+    assert re.fullmatch(re.escape(closed) + free, played.refusal(*order))
+    (row,) = map(json.loads, played.said("close", "--json"))
+    assert (row["was"], 0 < row["free_in"] <= 60) == ("closed", True)
+    before_it = f"run '{played.run_id}' was closed before: {why}"
+    assert re.fullmatch(re.escape(before_it) + free, row["said"][0])
+    (row,) = map(json.loads, played.said("clean", "--json"))
+    assert (row["order"], row["run"], row["keys"] > 0) == ("clean", played.run_id, True)
+
+
+def test_an_order_to_a_run_that_is_gone_names_its_state(played: Played) -> None:
+    assert played.refusal("restart") == f"there is no run '{played.run_id}'"
+    assert played.refusal("close") == f"there is no run '{played.run_id}'"
+    played.begin(2, (2, 2), abandoned_ttl="6")
+    agents.until(played.tells("first round"), 20)
+    for agent in played.agents:
+        agent.crash()
+    agents.until(played.is_swept, 30)
+    assert re.fullmatch(
+        rf"run '{played.run_id}' is dead, and nobody carries an order out: .*, and it is no longer "
+        r"stored \(expired or cleaned\); .*",
+        played.refusal("drain", "127.0.0.1"),
+    )
+    assert played.said("close") == [
+        f"closed run '{played.run_id}': nobody lives in it; its id is free"
+    ]
+    assert played.refusal("restart").startswith(f"run '{played.run_id}' is closed: ")
+    assert played.said("close")[0].startswith(f"run '{played.run_id}' was closed before: ")
+
+
+def test_what_would_stop_a_job_needs_force(played: Played) -> None:
+    played.begin(3, (2, 3))
+    before = played.document()
+    (would,) = played.said("drain", "--dry-run", played.label(1))
+    assert would == (
+        f"drain of {played.label(1)} from run '{played.run_id}' would be ordered; round 1 forms "
+        "with 2 nodes"
+    )
+    both = played.label(1), played.label(2)
+    refusal = (
+        f"run '{played.run_id}' would stop without {both[0]}, {both[1]}: 1 node would be left, 1 "
+        "fewer than a round needs; nothing was changed. --force does it all the same"
+    )
+    assert played.refusal("drain", *both) == refusal
+    assert played.refusal("drain", "--dry-run", *both) == refusal
+    assert played.document() == before
+
+    # All nodes but one run elsewhere now.
+    said = played.said("exclude", "127.0.0.2", "--for", "1h")
+    assert re.fullmatch(RAN, said[-1])
+    assert "would stop without 127.0.0.3[" in played.refusal("exclude", "127.0.0.3")
+    assert "would stop without 127.0.0.3[" in played.refusal("exclude", "--dry-run", "127.0.0.3")
+    assert "would stop without 127.0.0.3[" in played.refusal("exclude", "--all-runs", "127.0.0.3")
+    assert "127.0.0.3" not in played.rdzv("excluded").stdout
+    would = played.said("exclude", "127.0.0.3", "--dry-run", "--force")[1]
+    few = "1 node is left, 1 fewer than a round needs: no round forms until others come"
+    label = played.label(2)
+    assert would == f"exclusion of {label} from run '{played.run_id}' would be ordered; {few}"
+    assert "127.0.0.3" not in played.rdzv("excluded").stdout
+
+    said = played.said("drain", label, "--force")
+    assert said == [f"drain of {label} from run '{played.run_id}' ordered; {few}"]
+    # And so it does: the two that live wait.
+    agents.until(lambda: played.rdzv("status").exit_code == 3, 20)
+
+
+def test_an_order_waits_for_its_effect_and_tells_it(played: Played) -> None:
+    played.begin(3, (2, 4), grow="never")
+    said = played.said("restart", "--why", "new data")
+    assert said[0] == f"restart of run '{played.run_id}' ordered; round 1 forms with 3 nodes"
+    assert re.fullmatch(RAN, said[1])
+    document = played.document()
+    assert (document.round, document.phase, document.size) == (1, Phase.RUNNING, 3)
+
+    late = played.add((2, 4), grow="never")
+    agents.until(lambda: " wait" in played.said("status")[0], 20)
+    assert late.world is None
+    (row,) = map(json.loads, played.said("resize", "--json"))
+    assert (row["schema"], row["order"], row["run"]) == (1, "resize", played.run_id)
+    assert row["nodes"] == [played.label(3)]
+    assert (row["round"], row["world"], row["seconds"] > 0) == (2, 4, True)
+    assert re.fullmatch(RAN, row["said"][1])
+    assert played.said("resize") == [f"no node waits for a place in run '{played.run_id}'"]
+
+    rank = next(agent for agent in played.agents if agent.world and agent.world[0] == 2)
+    drained = played.agents.index(rank)
+    (row,) = map(json.loads, played.said("drain", "--rank", "2", "--json"))
+    assert row["nodes"] == [played.label(drained)]
+    assert (row["left"], row["size"], row["round"], row["world"]) == (3, 3, 3, 3)
+    assert isinstance(rank.error, SystemExit)
+    ended = f"run '{played.run_id}' has no node of rank 7 now: running round 3, 3 of 2..4 nodes"
+    assert played.refusal("drain", "--rank", "7") == ended
+    assert played.rdzv("drain").exit_code == 2
+
+    # Nobody but one that waits is disturbed for one that waits.
+    played.add((2, 4), grow="never")
+    agents.until(lambda: " wait" in played.said("status")[0], 20)
+    spare = played.label(4)
+    said = played.said("drain", "127.0.0.5")
+    assert said[0].endswith(" ordered; round 3 is not ended for that")
+    assert re.fullmatch(rf"{re.escape(spare)} ended after \d+\.\d s", said[1])
+    assert played.document().round == 3
+
+
+def test_the_nodes_of_a_large_round_are_known(played: Played, store: RunningStore) -> None:
+    """They stand apart from the document, of which an order reads no more."""
+    records = {f"n{rank:03}": record(rank, f"10.0.0.{rank}") for rank in range(200)}
+    whole = RoundDocument(
+        incarnation="it", round=4, phase=Phase.RUNNING, leader="n000", min_nodes=200, max_nodes=300,
+        participants=tuple(records), master="10.0.0.1:29500",
+    )  # fmt: skip
+    document, shards = apart(whole, INLINE)
+    assert not document.participants
+    with closing(store.open(played.run_id)) as client:
+        client.put_many({key: it for of in shards.values() for key, it in of.items()})
+        client.put_many({NODES_PREFIX + node: it.encode() for node, it in records.items()})
+        client.put(STATE_KEY, document.encode())
+        beating = Event()
+
+        def beat() -> None:
+            beats = 1
+            while not beating.wait(0.2):
+                beats += 1
+                moved = record(0, "10.0.0.0", beat=beats)
+                client.put(f"{NODES_PREFIX}n000", moved.encode())
+
+        beats = Background(beat)
+        try:
+            (would,) = played.said("drain", "--rank", "150", "--dry-run", "--force")
+            refused = played.refusal("drain", "--rank", "150", "--dry-run")
+            played.said("exclude", "10.0.0.9", "--no-wait", "--force")
+        finally:
+            beating.set()
+            beats.result(10)
+    few = "199 nodes are left, 1 fewer than a round needs: no round forms until others come"
+    name = records["n150"].label
+    assert would == f"drain of {name} from run '{played.run_id}' would be ordered; {few}"
+    assert refused.startswith(f"run '{played.run_id}' would stop without {name}: 199 nodes")
+    assert [it.host for it in played.document().excluded] == ["10.0.0.9"]
+
+
+def test_an_order_that_is_not_awaited_says_what_is_to_come(played: Played) -> None:
+    played.begin(2, (2, 2))
+    restart = f"restart of run '{played.run_id}' ordered; round 1 forms with 2 nodes"
+    assert played.said("restart", "--no-wait") == [restart]
+    agents.until(lambda: all(len(agent.rounds) == 2 for agent in played.agents), 20)
+
+    # An agent that does not come: a thread that stands still.
+    played.agents[0]._quit.set()
+    played.agents[0]._thread.join(10)
+    late = played.rdzv("restart", "--timeout", "0.5")
+    assert late.exit_code == 7
+    assert late.stdout.splitlines() == [restart.replace("round 1", "round 2")]
+    assert re.fullmatch(
+        rf"rdzv: run '{played.run_id}': the order stands, and is not carried out after 0\.5 s: "
+        r"waiting for 1 node: 1 of 2 is here.*\n",
+        late.stderr,
+    )

@@ -94,7 +94,7 @@ def _drain(world: World) -> Generator[effects.Effect[Any], Any, object] | None:
 
 def _restart(world: World) -> Generator[effects.Effect[Any], Any, object]:
     world.note("somebody restarts the run")
-    return orders.restart("rdzv", "restarted by the command rdzv restart")
+    return orders.restart("rdzv", "restarted by the command rdzv restart", partial(now, world))
 
 
 def _resize(world: World) -> Generator[effects.Effect[Any], Any, object]:

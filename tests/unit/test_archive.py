@@ -158,3 +158,51 @@ class TestList:
         archive.note(record_of(RUNNING, RECORDS), at)
         assert [row.phase for row in archive.rows()] == [Phase.RUNNING, Phase.CLOSED]
         assert list_runs(partial(MemoryClient, server))["job"].outcome is Outcome.SUCCEEDED
+
+
+class TestTheEndByHand:
+    def test_it_ends_a_run_whose_end_nobody_noted(
+        self, archive: Archive, server: MemoryServer
+    ) -> None:
+        note(archive, FOUNDED, RUNNING)
+        assert archive.end_by_hand("cleaned by hand")
+        end = archive.rows()[-1]
+        assert (end.incarnation, end.round, end.nodes) == ("the-run", 1, 2)
+        assert (end.phase, end.outcome, end.reason) == (
+            Phase.CLOSED, Outcome.CLOSED, "cleaned by hand",
+        )  # fmt: skip
+        assert archive.last() == end
+        assert list_runs(partial(MemoryClient, server))["job"].outcome is Outcome.CLOSED
+        assert not archive.end_by_hand("once more")
+
+    def test_also_one_that_had_no_round(self, archive: Archive) -> None:
+        note(archive, FOUNDED)
+        last = archive.last()
+        assert last is not None
+        assert (last.phase, last.outcome) == (Phase.FORMING, None)
+        assert archive.end_by_hand("cleaned by hand")
+        assert [row.reason for row in archive.rows()] == ["cleaned by hand"]
+
+    def test_what_is_known_of_the_end_stays(self, archive: Archive) -> None:
+        assert not archive.end_by_hand("of nothing")
+        assert archive.last() is None
+        note(archive, RUNNING, CLOSED)
+        assert not archive.end_by_hand("cleaned by hand")
+        assert [row.reason for row in archive.rows()][-1] == "done"
+
+    def test_the_last_run_of_the_id_is_meant(self, archive: Archive) -> None:
+        before = datetime.now(UTC) - timedelta(seconds=1)
+        archive.note(record_of(CLOSED, RECORDS), before)
+        note(archive, replace(FOUNDED, incarnation="the next"))
+        assert archive.end_by_hand("cleaned by hand")
+        assert archive.rows()[-1].incarnation == "the next"
+
+
+def test_when_the_id_of_an_ended_run_is_free(archive: Archive) -> None:
+    now = datetime.now(UTC)
+    assert archive.free_in("the-run", now) is None
+    end = replace(record_of(CLOSED, RECORDS), kept=60.0)
+    archive.note(end, now - timedelta(seconds=13))
+    assert archive.free_in("the-run", now) == pytest.approx(47, abs=0.01)
+    assert archive.free_in("the-run", now + timedelta(seconds=100)) == 0.0
+    assert archive.free_in("another", now) is None

@@ -380,7 +380,7 @@ class TestTheCommands:
         store = Commands()
         given = store.give(drain("rdzv", [name], lambda: 0.0))
         assert store.document == replace(NOW, drained=("n2",)) == given.document
-        assert (given.nodes, given.left, given.falls_short) == (("n2[1]",), 3, False)
+        assert (given.nodes, given.left, given.size, given.stops) == (("n2[1]",), 3, 3, False)
         assert store.client.get(BELL_KEY) is not None
 
     def test_all_nodes_of_a_host(self) -> None:
@@ -407,8 +407,49 @@ class TestTheCommands:
     def test_it_says_when_too_few_are_left(self) -> None:
         store = Commands()
         given = store.give(drain("rdzv", ["n2", "n3", "n4"], lambda: 0.0))
-        assert (given.left, given.falls_short) == (1, True)
+        assert (given.left, given.lacks, given.size, given.stops) == (1, 1, 0, True)
         assert store.document.drained == ("n2", "n3", "n4")
+
+    @pytest.mark.parametrize("order", ["drain", "exclude"])
+    def test_nothing_is_changed_where_what_it_would_come_to_is_refused(self, order: str) -> None:
+        store = Commands()
+        for node in ("n3", "n4"):
+            store.client.delete(NODES_PREFIX + node)
+        seen: list[Given] = []
+
+        def refuse(would: Given) -> bool:
+            seen.append(would)
+            return not would.stops
+
+        if order == "drain":
+            given = store.give(drain("rdzv", ["n2"], lambda: 0.0, refuse))
+        else:
+            given = store.give(exclude("rdzv", Exclusion("n2"), lambda: 0.0, refuse))
+        assert seen == [given]
+        assert (given.nodes, given.left, given.lacks) == (("n2[1]",), 1, 1)
+        assert store.document == NOW
+        assert store.client.get(BELL_KEY) is None
+
+    def test_the_dead_do_not_count(self) -> None:
+        dead = {"n3", "n4"}.__contains__
+        given = Commands().give(drain("rdzv", ["n2"], lambda: 0.0, lambda _: True, dead))
+        assert (given.left, given.stops) == (1, True)
+        # A run that has too few nodes anyway is not stopped.
+        given = Commands().give(drain("rdzv", ["n3"], lambda: 0.0, lambda _: True, "n2".__eq__))
+        assert (given.left, given.stops) == (2, False)
+        everybody = {"n2", "n3", "n4"}.__contains__
+        given = Commands().give(drain("rdzv", ["n3"], lambda: 0.0, lambda _: True, everybody))
+        assert (given.left, given.lacks, given.stops) == (1, 1, False)
+
+    def test_units_count(self) -> None:
+        store = Commands()
+        leader = replace(running("n1", NOW), policy="node_unit=3")
+        store.client.put(NODES_PREFIX + "n1", leader.encode())
+        given = store.give(drain("rdzv", ["n2"], lambda: 0.0))
+        assert (given.left, given.size, given.lacks, given.stops) == (3, 3, 0, False)
+        given = store.give(drain("rdzv", ["n3"], lambda: 0.0))
+        # Two are as many as --nnodes asks for, and no unit.
+        assert (given.left, given.size, given.lacks, given.stops) == (2, 0, 1, True)
 
     def test_drained_twice_is_drained_once(self) -> None:
         store = Commands()
@@ -439,11 +480,11 @@ class TestTheCommands:
         if now is None:
             store.client.delete(STATE_KEY)
         assert store.give(drain("rdzv", ["n2"], lambda: 0.0)).document is None
-        assert store.give(restart("rdzv", "why")).document is None
+        assert store.give(restart("rdzv", "why", lambda: 0.0)).document is None
 
     def test_restart_asks_the_leader(self) -> None:
         store = Commands()
-        store.give(restart("rdzv", "why"))
+        store.give(restart("rdzv", "why", lambda: 0.0))
         assert store.document == replace(NOW, restart="why")
         assert store.client.get(BELL_KEY) is not None
 
@@ -451,12 +492,12 @@ class TestTheCommands:
         store = Commands()
         done = replace(running("n2", NOW), status=Status.DONE)
         store.client.put(NODES_PREFIX + "n2", done.encode())
-        assert store.give(restart("rdzv", "why")).done == ("n2[1]",)
+        assert store.give(restart("rdzv", "why", lambda: 0.0)).done == ("n2[1]",)
         assert store.document == NOW
 
     def test_no_restart_while_a_round_forms(self) -> None:
         store = Commands(FORMING)
-        assert store.give(restart("rdzv", "why")).document == FORMING
+        assert store.give(restart("rdzv", "why", lambda: 0.0)).document == FORMING
         assert store.document == FORMING
         assert store.client.get(BELL_KEY) is None
 
