@@ -13,7 +13,7 @@ from .plan import FASTEST, SLOWEST
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["FAULTS", "end_faults", "part", "refuse"]
+__all__ = ["FAULTS", "end_faults", "fail", "part", "refuse"]
 
 
 def _victim(world: World) -> Host | None:
@@ -347,6 +347,31 @@ def refuse(world: World, whom: str) -> None:
         if chance.random() < 0.5:
             host.break_wait()  # Else what waits goes on, over the connection that it has.
     world.kernel.after(seconds, _admit, chosen)
+
+
+def fail(world: World, whose: str) -> None:
+    """The agent of one host fails or those of many do, or the workers of one that is new."""
+    chance, running = world.failures, [host for host in world.hosts if host.agent is Agent.RUNNING]
+    if whose == "newcomer":
+        running = [host for host in running if host.came_late]
+    running = [host for host in running if not host.stalls]
+    if not running:
+        if whose == "newcomer":
+            world.start()
+        return
+    world.inject(f"failed: {whose}")
+    host = chance.choice(running)
+    if whose == "agent":
+        host.fail_agent()
+    elif whose == "agents":
+        for each in running:
+            if chance.random() < 0.7:
+                world.kernel.after(chance.uniform(0.0, 0.5), each.fail_agent)
+    else:
+        host.fail_workers(for_good=chance.random() < 0.4)
+        for other in running if world.plan.torchrun else ():
+            if other.track.world == host.track.world and chance.random() < 0.7:
+                world.kernel.after(chance.uniform(0.0, 0.3), other.fail_workers)
 
 
 def _admit(chosen: list[Host]) -> None:

@@ -51,6 +51,7 @@ _MODULES = (
     "cleanup",
     "contact",
     "node",
+    "parting",
 )
 
 
@@ -124,6 +125,18 @@ def _parted(*kinds: str, **settings: Any) -> Focus:
         settings={"network_check": True, "links": links, **settings},
     )
 
+
+# Where agents fail, and the workers of nodes that are new, though the others could go on.
+_FAILS = {
+    "failures": tuple(
+        Fault(1.5 * n, kind) for n, kind in enumerate(("newcomer", "newcomer", "agent") * 4)
+    ),
+    "min_nodes": 2,
+    "max_nodes": 6,
+    "nodes": 4,
+    "min_uptime": 0.0,
+}
+_FAILS_LATE = Focus(kinds=("newcomer",), settings=_FAILS)
 
 _GROWS = {"min_nodes": 1, "max_nodes": 12, "last_call": 0.0}
 
@@ -1285,6 +1298,56 @@ MUTANTS: dict[str, Mutant] = {
         ),
         focus=_grows(replacement=2.0),
     ),
+    "ends-what-others-can-go-on-with": Mutant(
+        "nobody ends what others can go on with: an agent that fails leaves a run that has enough",
+        (
+            _in(
+                "parting",
+                "    return world_size(others, records, Sizes.of(rules)) > 0\n",
+                "    return False\n",
+            ),
+        ),
+        focus=_FAILS_LATE,
+    ),
+    "never-new": Mutant(
+        "nobody ends what others can go on with: a newcomer whose workers fail leaves too",
+        (_in("parting", "self.newcomers is not None and self.seconds < probation", "False"),),
+        focus=_FAILS_LATE,
+    ),
+    "looks-before-it-has-left": Mutant(
+        "of nodes that leave at once, each looks at the others once it has said that it leaves",
+        (
+            _in(
+                "parting",
+                "(yield from others_go_on(node, newcomers, rules, wall(), left=True))",
+                "True",
+            ),
+        ),
+        focus=Focus(
+            kinds=("newcomer",), settings={**_FAILS, "ending": "fails", "failing": "all agents"}
+        ),
+    ),
+    "counts-those-that-left": Mutant(
+        "nobody leaves a run that is too small without it: nodes that have left do not count",
+        (_in("parting", "        and (record.asks or _runs(document, record))\n", ""),),
+        focus=Focus(
+            kinds=("newcomer",), settings={**_FAILS, "ending": "fails", "failing": "all agents"}
+        ),
+    ),
+    "counts-newcomers": Mutant(
+        "a newcomer whose workers fail does not count on those that came with it, or since",
+        (_in("parting", "        and record.label not in newcomers\n", ""),),
+        focus=Focus(
+            kinds=("newcomer",), settings={**_FAILS, "ending": "fails", "failing": "all workers"}
+        ),
+    ),
+    "new-for-ever": Mutant(
+        "a node is new to a run for its probation only",
+        (_in("parting", "self.newcomers is not None and self.seconds < probation", "True"),),
+        focus=Focus(
+            kinds=("newcomer",), settings={**_FAILS, "ending": "fails", "failing": "all workers"}
+        ),
+    ),
     "gives-up-too-soon": Mutant(
         "rule 18: only rounds that ran for less than no_progress_uptime count against a run",
         (_in("leader", "short_rounds + (not only_grows) if short else 0", "short_rounds + 1"),),
@@ -1330,6 +1393,13 @@ def build(name: str) -> type[Node]:
             own = modules[real.__name__.rpartition(".")[2]]
             for public in loaded.__dict__.keys() & {*real.__all__}:
                 setattr(loaded, public, getattr(own, public))
+    # What the handler takes from there, so do the simulator's hosts.
+    parting = node.__dict__["parting"] = modules["parting"]
+    parting.__dict__.update(
+        close_run=cleanup.close_run,
+        fits=modules["leader"].fits,
+        readable=modules["record_cache"].readable,
+    )
     mutant: type[Node] = node.Node
     return mutant
 
