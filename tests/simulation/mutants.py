@@ -1338,7 +1338,8 @@ MUTANTS: dict[str, Mutant] = {
         "a newcomer whose workers fail does not count on those that came with it, or since",
         (_in("parting", "        and record.label not in newcomers\n", ""),),
         focus=Focus(
-            kinds=("newcomer",), settings={**_FAILS, "ending": "fails", "failing": "all workers"}
+            kinds=("leave", "newcomer", "newcomer"),
+            settings={**_FAILS, "min_nodes": 3, "nodes": 3, "max_restarts": 0},
         ),
     ),
     "new-for-ever": Mutant(
