@@ -845,6 +845,20 @@ MUTANTS: dict[str, Mutant] = {
         ),
         focus=Focus(settings={"no_master": 0.9}),
     ),
+    "leads-without-a-pause": Mutant(
+        "a leader whose round runs lists the nodes again at once, though nothing is new",
+        (
+            _in(
+                "leader",
+                "min((it for it in until if it is not None), default=None), enough=grows)",
+                "0.0, enough=grows)",
+            ),
+        ),
+    ),
+    "decides-forever": Mutant(
+        "a node that is to list the records asks for nothing, and decides again",
+        (_in("node", "                self._seen.list_records()\n", "                pass\n"),),
+    ),
     "one-tombstone-at-a-time": Mutant(
         "a node that was in two runs asks for their tombstones in turn, forever",
         (
