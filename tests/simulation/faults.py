@@ -350,23 +350,32 @@ def refuse(world: World, whom: str) -> None:
 
 
 def fail(world: World, whose: str) -> None:
-    """The agent of one host fails or those of many do, or the workers of one that is new."""
-    chance, running = world.failures, [host for host in world.hosts if host.agent is Agent.RUNNING]
-    if whose == "newcomer":
-        running = [host for host in running if host.came_late]
-    running = [host for host in running if not host.stalls]
-    if not running:
-        if whose == "newcomer":
+    """The agent of one host fails or those of many do, or the workers of one that is new.
+
+    Those fail together with others, as under torchrun, or since another host of its round is lost.
+    """
+    chance, agents = world.failures, whose.startswith("agent")
+    running = [it for it in world.hosts if it.agent is Agent.RUNNING and not it.stalls]
+    chosen = [host for host in running if agents or host.came_late]
+    if not chosen:
+        if not agents:
             world.start()
         return
     world.inject(f"failed: {whose}")
-    host = chance.choice(running)
+    host = chance.choice(chosen)
     if whose == "agent":
         host.fail_agent()
     elif whose == "agents":
         for each in running:
             if chance.random() < 0.7:
                 world.kernel.after(chance.uniform(0.0, 0.5), each.fail_agent)
+    elif whose == "after a loss":
+        others = [it for it in running if it is not host and it.track.world == host.track.world]
+        if others:
+            lost = chance.choice(others)
+            world.note(f"{lost.id} crashes, and the workers of {host.id} with it")
+            lost.crash()
+        world.kernel.after(chance.uniform(0.0, 0.3), host.fail_workers)
     else:
         host.fail_workers(for_good=chance.random() < 0.4)
         for other in running if world.plan.torchrun else ():

@@ -55,6 +55,8 @@ _MOST_VAIN = 20
 """Most listings that show nothing new, within an interval and for any reason but a node's lease."""
 _MOST_REQUESTS = 2000
 """In a second, on one host; a leader whose store answers in no time comes to some hundreds."""
+_MANY = 8
+"""So many nodes that are late at once are doubted first."""
 _MOST_OPENINGS = 6
 """Of a TCPStore for one round, in a second, where none could be opened."""
 
@@ -104,7 +106,7 @@ class Host:
         self.grey = ""
         """What of its requests fails: "lists", "some", or "slow" ones."""
         self.long_join = world.join_timeout > world.plan.join_timeout
-        self.stalled_until = 0.0
+        self.stalled_until = self.last_stall = 0.0
         self.woke = 0.0
         """When its last stall ended, on its clock."""
         self._stalled_at: float | None = None
@@ -168,6 +170,7 @@ class Host:
         # Grows when the agent goes on to something else: what was planned before is void.
         self._shift = 0
         self._fatal = self._failed = False
+        self._failed_at = 0.0
         self._all_done = False
         self._round: RoundDocument | None = None
         self._polling = False
@@ -224,7 +227,7 @@ class Host:
 
     def stall(self, seconds: float, frozen: bool) -> None:
         """Stand still, then go on as if nothing had happened."""
-        now = self.world.kernel.now
+        now = self.last_stall = self.world.kernel.now
         if self._stalled_at is None:
             self._stalled_at = self.clock()
         if frozen:
@@ -265,6 +268,7 @@ class Host:
         if self.agent is not Agent.RUNNING:
             return
         self._fatal, self._failed = for_good or self.restarts_left == 0, True
+        self._failed_at = self.world.kernel.now
         self.restarts_left -= 1
         self.world.note(f"{self.id}: its workers fail{' for good' if self._fatal else ''}")
         self._stop_workers()
@@ -571,11 +575,37 @@ class Host:
         )
         return not follows
 
+    def _lost_before(self) -> str:
+        """Who of its round died before its workers failed, where all could have found out."""
+        assert self._round is not None
+        plan, failed_at = self.world.plan, self._failed_at
+        hosts = {host.id: host for host in self.world.hosts}
+        here = [hosts[it] for it in self._round.participants]
+        leader = hosts.get((self.node.latest or self._round).leader or "")
+        slow = plan.late or plan.staleness or plan.poll or plan.other_settings
+        if plan.rates != (1.0, 1.0) or slow or len(here) >= _MANY or leader is None:
+            return ""
+        if not leader.alive or leader.grey or self.world.injected["slow store"]:
+            return ""
+        for host in (self, leader):
+            of = host.track.evidence
+            if max(of.troubled, of.disturbed, host.last_stall) > failed_at - plan.rules.lease:
+                return ""
+        dead = [
+            host.id
+            for host in here
+            if not host.alive and host.changed < failed_at
+            if host.node.record.status is Status.RUN and not host.node.done
+        ]
+        return " ".join(dead)
+
     def _judged(self, shift: int, costs: object) -> None:
         if shift != self._shift or self._is_late(self._judged, shift, costs):
             return
         if costs:
             self.world.inject("a newcomer failed again")
+            if lost := self._lost_before():
+                self.world.violated("goes on", f"{self.id} leaves, and {lost} was lost before")
             self.gives_up = "workers" if self.came_late else ""
             self._give_up(of_workers=True, looked=True)
             self.world.failed(self)

@@ -167,7 +167,8 @@ INVARIANTS = {
     "that came with it or since, and of a round in shards only its participants do; it leaves only "
     "if those that work or wait, as far as it has read since it said so, are enough; of nodes that "
     "fail together once the faults have stopped, the last ones close the run if the others are too "
-    "few",
+    "few; under torchrun a new node does not leave for the failure of workers that follows the "
+    "loss of another, if neither it nor the leader had trouble since",
     "finished": "nothing is written for a run that is closed or has a tombstone, unless the store "
     "lost data, or the writer looked for the tombstone before the run was closed, or the node that "
     "closed it died, or was cut off from the store, before it left one and the run's keys have "

@@ -126,6 +126,8 @@ def _parted(*kinds: str, **settings: Any) -> Focus:
     )
 
 
+_CALM = {"lost": 0.0, "unacknowledged": 0.0, "late": 0.0, "ambush": None}
+
 # Where agents fail, and the workers of nodes that are new, though the others could go on.
 _FAILS = {
     "failures": tuple(
@@ -161,16 +163,7 @@ def _in(module: str, old: str, new: str) -> Edit:
 
 CALM = Focus(
     kinds=("many crash at once",),
-    settings={
-        "nodes": 30,
-        "max_nodes": 30,
-        "min_nodes": 4,
-        "lost": 0.0,
-        "unacknowledged": 0.0,
-        "late": 0.0,
-        "ambush": None,
-        **UNSTEERED,
-    },
+    settings={"nodes": 30, "max_nodes": 30, "min_nodes": 4, **_CALM, **UNSTEERED},
 )
 """Large worlds in which nothing fails but many hosts at once."""
 
@@ -1354,6 +1347,24 @@ MUTANTS: dict[str, Mutant] = {
         focus=Focus(
             kinds=("leave", "newcomer", "newcomer"),
             settings={**_FAILS, "min_nodes": 3, "nodes": 3, "max_restarts": 0},
+        ),
+    ),
+    "leaves-after-a-loss": Mutant(
+        "under torchrun a newcomer whose workers fail since another node was lost stays",
+        (_in("parting", "        if is_over():\n", "        if True:\n"),),
+        focus=Focus(
+            kinds=("newcomer",),
+            settings={
+                **_FAILS,
+                **_CALM,
+                "torchrun": True,
+                "max_restarts": 1,
+                "rates": (1.0, 1.0),
+                "staleness": 0.0,
+                "poll": 0.0,
+                "other_settings": 0.0,
+                "failures": tuple(Fault(1.0 * n, "after a loss") for n in range(20)),
+            },
         ),
     ),
     "new-for-ever": Mutant(

@@ -58,8 +58,9 @@ stores' clients do. `done late`: the store executes a request after its sender g
 settings`: a host has another interval and lease. `failed: agent` and `failed: agents`: the agent of
 one host or of many fails with another exception than that of failed workers. `failed: newcomer`:
 the workers of a node fail that is new to its run, and under torchrun those of others with them.
-`left at the end`: nodes fail in a run that has settled, and the others go on. Rows `gave up: ...`
-count what nodes then did. Rows `told: ...` count warnings of nodes; they are not faults.
+`failed: after a loss`: they fail since another node of its round is lost. `left at the end`: nodes
+fail in a run that has settled, and the others go on. Rows `gave up: ...` count what nodes then did.
+Rows `told: ...` count warnings of nodes; they are not faults.
 """
 
 # The page takes the terms from the docstring of the checks.

@@ -99,7 +99,7 @@ LINKS = ("cut off", "cut off", "unreachable", "hidden", "bad link", "bad link", 
 REFUSALS = ("one", "one", "some", "all", "blind")
 """Whom the store refuses for a time, each as often as it is named; "blind": one may write."""
 
-FAILURES = ("agent", "agent", "newcomer", "newcomer", "agents")
+FAILURES = ("agent", "agent", "newcomer", "newcomer", "agents", "after a loss")
 """Who fails though its run may go on, each as often as it is named: see `faults.fail`."""
 
 _MOST_KINDS = 6
