@@ -188,7 +188,8 @@ def _runs(document: RoundDocument, record: NodeRecord) -> bool:
     """Whether the node works in the round, or in the one before that forms anew."""
     if record.status is not Status.RUN or record.incarnation != document.incarnation:
         return False
-    return record.round >= document.round - 1
+    forms = document.phase is not Phase.RUNNING
+    return record.round >= document.round - forms
 
 
 def others_go_on(

@@ -470,10 +470,13 @@ class World:
             while self.kernel.now < until and not all(it.has_parted for it in members):
                 self.kernel.run(self.kernel.now + _LOOK / 5)
             document = self.document
-            if document is None or document.closed or not any(it.has_left for it in members):
+            # One whose listings fail can find nothing out; the others find that it is gone.
+            left = [it for it in members if it.has_left or (it.gives_up and it.grey)]
+            if document is None or document.closed or not left:
                 return
             self.inject("left at the end")
-            self._judge_those_left(document, members)
+            if not any(it.grey for it in left):
+                self._judge_those_left(document, members)
             self._stand_still(bound(plan) + self._held_up())
             document = self.document
             members = [
@@ -545,6 +548,11 @@ class World:
         hangs = any(host.alive and host.wedged for host in self.hosts)
         if hangs or document.excluded or document.quarantined or document.drained:
             return
+        # A limit: who died as it asked counts for as long as its record stands.
+        for host in self.hosts:
+            entry = self.store.entries.get(NODES_PREFIX + host.id)
+            if not host.alive and entry is not None and not self.decode(entry).is_over:
+                return
         if all((known := it.node.latest) is not None and known.is_whole for it in gone):
             left = self.usable
             if not largest([it.domain for it in left], self.plan.rules):
