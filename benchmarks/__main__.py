@@ -27,7 +27,7 @@ from rdzv_plugins.servers import ServerError
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-STORES = ("redis", "valkey", "zookeeper", "consul", "etcd-v3", "dynamodb", "postgres")
+STORES = ("redis", "valkey", "zookeeper", "consul", "etcd-v3", "dynamodb", "postgres", "nats")
 SCENARIOS = ("requests", "form", "late", "life", "rest", "swarm", "start-up")
 ENSEMBLES = ("zookeeper", "consul", "etcd-v3")
 # A round that takes longer has failed.

@@ -350,11 +350,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._signals.renew()
         # An agent that asks again without having been told to has workers that failed.
         failed = self._store is not None and not self._was_told
-        if (
-            failed
-            and self._costs_the_others()
-            and self._give_up("its workers failed", True, looked=True)
-        ):
+        if failed and self._costs_the_others() and self._give_up("its workers failed", looked=True):
             run = f"run '{self._run_id}'"
             self._raise(
                 RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
@@ -576,7 +572,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             outcome, why = Outcome.FAILED, _what_failed(error)
         of_workers = isinstance(error, ChildFailedError)
         if error is not None and (self._service.is_new if of_workers else not self._node.done):
-            return self._give_up(why, of_workers)
+            return self._give_up(why)
 
         def end() -> None:
             if not self._await_store(lambda: self._close_as_member(outcome, why)):
@@ -614,8 +610,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         return any(answers)
 
     def _others_go_on(self) -> bool:
-        newcomers = self._service.newcomers or Names()
-        return self._carry_out(others_go_on(self._node, newcomers, self._rules, time.time()))
+        work = others_go_on(self._node, self._service, self._rules, time.time())
+        return self._carry_out(work)
 
     def _follows_from_a_loss(self, last: RoundDocument) -> bool:
         deadline = time.monotonic() + self.loss_shows_within
@@ -624,27 +620,17 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
         return self._carry_out(work)
 
-    def _give_up(self, why: str, of_workers: bool, *, looked: bool = False) -> bool:
+    def _give_up(self, why: str, *, looked: bool = False) -> bool:
         """Leave a run that goes on without this node, or close it as failed; with the reason.
 
         Args:
-            of_workers: they failed, and this node is new; else its agent failed.
             looked: the others are known to be enough.
         """
 
         def part() -> Parting:
             node, service = self._node, self._service
-            return self._carry_out(
-                give_up(
-                    node,
-                    service,
-                    self._rules,
-                    why,
-                    time.time,
-                    of_workers=of_workers,
-                    looked=looked,
-                )
-            )
+            work = give_up(node, service, self._rules, why, time.time, looked=looked)
+            return self._carry_out(work)
 
         def end() -> None:
             parting = self._await_store(part)
@@ -654,7 +640,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._log.info(f"{self._node.record.label} has left")
             if parting is Parting.LEFT:
                 service, new = self._service, ""
-                if of_workers:
+                if service.is_new:
                     new = f", and it was new: in the run for {service.seconds:.0f} s"
                 self._log.error(f"this node leaves the run, which goes on without it: {why}{new}")
 

@@ -18,7 +18,9 @@ _BACKENDS = {"valkey": "redis", "etcd": "etcd-v3"}
 def serve(
     kind: Annotated[
         str,
-        typer.Argument(help="one of: redis, valkey, zookeeper, dynamodb, consul, etcd, postgres"),
+        typer.Argument(
+            help="one of: redis, valkey, zookeeper, dynamodb, consul, etcd, postgres, nats"
+        ),
     ] = "valkey",
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="first server's port; default: a free one")

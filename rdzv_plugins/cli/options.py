@@ -58,7 +58,7 @@ BackendOption = Annotated[
         "--rdzv-backend",
         "-b",
         envvar="RDZV_BACKEND",
-        help="redis, zookeeper, dynamodb, consul, etcd-v3, postgres or another package's",
+        help="redis, zookeeper, dynamodb, consul, etcd-v3, postgres, nats or another package's",
     ),
 ]
 EndpointOption = Annotated[

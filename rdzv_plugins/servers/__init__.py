@@ -23,6 +23,7 @@ from rdzv_plugins.addresses import is_loopback
 from rdzv_plugins.servers.consul import Consul
 from rdzv_plugins.servers.dynamodb import DynamoDB
 from rdzv_plugins.servers.etcd import Etcd
+from rdzv_plugins.servers.nats import Nats
 from rdzv_plugins.servers.postgres import Postgres
 from rdzv_plugins.servers.process import (
     HOST,
@@ -41,7 +42,7 @@ from rdzv_plugins.servers.zookeeper import ZooKeeper
 __all__ = ["KINDS", "LocalServer", "Node", "NotInstalledError", "Security", "ServerError", "start"]
 
 KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd, Postgres)
+    kind.name: kind for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd, Postgres, Nats)
 }
 """The kinds of server, by the name that `start` takes."""
 
@@ -107,7 +108,7 @@ def start(
 
     Args:
         kind: a key of `KINDS`.
-        nodes: servers in the ensemble: 1, or 3 for zookeeper, consul and etcd.
+        nodes: servers in the ensemble: 1, or 3 for zookeeper, consul, etcd and nats.
         port: the clients' port of the first server; None: any free one.
         host: this host's name or address for clients on other hosts, for redis and valkey; the
             server listens at its addresses and at 127.0.0.1. Then ``security`` needs a password.

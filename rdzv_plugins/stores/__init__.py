@@ -53,6 +53,7 @@ STORES = {
     "consul": "rdzv_plugins.stores.consul:Client",
     "etcd-v3": "rdzv_plugins.stores.etcd:Client",
     "postgres": "rdzv_plugins.stores.postgres:Client",
+    "nats": "rdzv_plugins.stores.nats:Client",
 }
 """The stores of this package, by ``--rdzv-backend``."""
 

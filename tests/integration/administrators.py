@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import uuid
 from abc import ABC, abstractmethod
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
@@ -20,7 +22,9 @@ from kazoo.client import KazooClient
 from kazoo.security import ACL, make_acl
 
 from rdzv_plugins.kv.base import segments
-from rdzv_plugins.servers import Security
+from rdzv_plugins.servers import Node, Security
+from rdzv_plugins.servers.http import ask
+from rdzv_plugins.testing.harness import until
 from tests.integration.stores import KINDS, RunningStore, started
 
 __all__ = ["ADMINISTRATORS", "Administrator", "administered"]
@@ -272,7 +276,50 @@ class _Postgres(Administrator):
                 admin.execute(statement.encode())
 
 
-ADMINISTRATORS: list[type[Administrator]] = [_Redis, _ZooKeeper, _Consul, _Etcd, _Postgres]
+class _Nats(Administrator):
+    """Its users stand in a file that a server reads anew at SIGHUP."""
+
+    name = "nats"
+
+    @classmethod
+    def security(cls) -> Security:
+        return Security(user="joe", password=str(uuid.uuid4()))
+
+    def prepare(self) -> None:
+        assert self.store.server is not None
+        self.secret = str(self.store.server.nodes[0]._kind.security.password)
+
+    def change(self) -> None:
+        self._write(lambda joe: joe.update(password=self.secret))
+
+    def forbid(self, run_id: str) -> None:
+        nothing = {"publish": {"deny": [f"$KV.rdzv.rdzv.{run_id}.>", "$JS.API.STREAM.MSG.GET.>"]}}
+        self._write(lambda joe: joe.update(permissions=nothing))
+
+    def forbid_to_read(self, run_id: str) -> None:
+        nothing = {"publish": {"deny": ["$JS.API.STREAM.MSG.GET.>"]}}
+        self._write(lambda joe: joe.update(permissions=nothing))
+
+    def _write(self, change: Callable[[dict[str, Any]], object]) -> None:
+        assert self.store.server is not None
+        (node,) = self.store.server.nodes
+        file = node.directory / "nats.conf"
+        settings = json.loads(file.read_text())
+        (joe,) = settings["authorization"].get("users") or [settings["authorization"]]
+        change(joe)
+        settings["authorization"] = {"users": [joe]}
+        file.write_text(json.dumps(settings))
+        before = self._loaded(node)
+        os.kill(node.pid, signal.SIGHUP)
+        assert until(lambda: self._loaded(node) != before, 10)
+
+    def _loaded(self, node: Node) -> Any:
+        return ask(node.ports[2], "GET", "/varz", security=Security())[1]["config_load_time"]
+
+
+ADMINISTRATORS: list[type[Administrator]] = [
+    _Redis, _ZooKeeper, _Consul, _Etcd, _Postgres, _Nats,
+]  # fmt: skip
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from rdzv_plugins.testing.harness import until
 
 __all__ = ["KINDS", "Kind", "RunningStore", "absent", "every_store", "running", "started"]
 
-SCHEMES = ("redis", "rediss", "valkey", "valkeys", "http", "https", "postgresql")
+SCHEMES = ("redis", "rediss", "valkey", "valkeys", "http", "https", "postgresql", "nats", "tls")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,15 @@ KINDS = [
         environment={"POSTGRES_HOST_AUTH_METHOD": "trust"},
         endpoint="postgresql://postgres@{host}:{port}/postgres",
         config={"create_table": "true"},
+    ),
+    Kind(
+        name="nats",
+        backend="nats",
+        server="nats",
+        port=4222,
+        image="nats:2.11-alpine",
+        command="-js",
+        config={"create_bucket": "true"},
     ),
 ]
 

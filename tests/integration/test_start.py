@@ -22,10 +22,10 @@ from tests.integration.namespaces import in_namespaces
 from tests.integration.start import FOLDER, TRAIN, blocks, path
 from tests.integration.stores import absent
 
-PAGES = ["redis", "zookeeper", "dynamodb", "consul", "etcd", "postgres"]
+PAGES = ["redis", "zookeeper", "dynamodb", "consul", "etcd", "postgres", "nats"]
 TOOLS = {
     "redis": "redis-cli", "zookeeper": "zkCli.sh", "consul": "consul", "etcd": "etcdctl",
-    "postgres": "psql",
+    "postgres": "psql", "nats": "nats-server",
 }  # fmt: skip
 
 every_page = pytest.mark.parametrize("name", PAGES)
@@ -80,7 +80,7 @@ def test_only_what_cannot_run_here_is_left_out(name: str) -> None:
     left_out = [text for purpose, text in blocks(page(name)) if purpose == "sh elsewhere"]
     assert left_out
     for text in left_out:
-        assert text.startswith(("docker compose ", "aws ")), text
+        assert text.startswith(("docker compose ", "aws ", "nats kv ")), text
 
 
 @every_page

@@ -71,7 +71,7 @@ def test_paused_server_does_not_hold_up_an_interrupt(
 
 
 # The stores that add by compare-and-set.
-@only("zookeeper", "consul", "etcd-v3", "postgres")
+@only("zookeeper", "consul", "etcd-v3", "postgres", "nats")
 def test_a_crowd_at_a_counter_is_served(client: KeyValueClient) -> None:
     crowd = 100
     sums = together([partial(client.add, "count", 1) for _ in range(crowd)])

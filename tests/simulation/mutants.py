@@ -51,7 +51,6 @@ _MODULES = (
     "cleanup",
     "contact",
     "node",
-    "parting",
 )
 
 
@@ -126,20 +125,6 @@ def _parted(*kinds: str, **settings: Any) -> Focus:
     )
 
 
-_CALM = {"lost": 0.0, "unacknowledged": 0.0, "late": 0.0, "ambush": None}
-
-# Where agents fail, and the workers of nodes that are new, though the others could go on.
-_FAILS = {
-    "failures": tuple(
-        Fault(1.5 * n, kind) for n, kind in enumerate(("newcomer", "newcomer", "agent") * 4)
-    ),
-    "min_nodes": 2,
-    "max_nodes": 6,
-    "nodes": 4,
-    "min_uptime": 0.0,
-}
-_FAILS_LATE = Focus(kinds=("newcomer",), settings=_FAILS)
-
 _GROWS = {"min_nodes": 1, "max_nodes": 12, "last_call": 0.0}
 
 
@@ -163,7 +148,16 @@ def _in(module: str, old: str, new: str) -> Edit:
 
 CALM = Focus(
     kinds=("many crash at once",),
-    settings={"nodes": 30, "max_nodes": 30, "min_nodes": 4, **_CALM, **UNSTEERED},
+    settings={
+        "nodes": 30,
+        "max_nodes": 30,
+        "min_nodes": 4,
+        "lost": 0.0,
+        "unacknowledged": 0.0,
+        "late": 0.0,
+        "ambush": None,
+        **UNSTEERED,
+    },
 )
 """Large worlds in which nothing fails but many hosts at once."""
 
@@ -838,20 +832,6 @@ MUTANTS: dict[str, Mutant] = {
         ),
         focus=Focus(settings={"no_master": 0.9}),
     ),
-    "leads-without-a-pause": Mutant(
-        "a leader whose round runs lists the nodes again at once, though nothing is new",
-        (
-            _in(
-                "leader",
-                "min((it for it in until if it is not None), default=None), enough=grows)",
-                "0.0, enough=grows)",
-            ),
-        ),
-    ),
-    "decides-forever": Mutant(
-        "a node that is to list the records asks for nothing, and decides again",
-        (_in("node", "                self._seen.list_records()\n", "                pass\n"),),
-    ),
     "one-tombstone-at-a-time": Mutant(
         "a node that was in two runs asks for their tombstones in turn, forever",
         (
@@ -1305,75 +1285,6 @@ MUTANTS: dict[str, Mutant] = {
         ),
         focus=_grows(replacement=2.0),
     ),
-    "ends-what-others-can-go-on-with": Mutant(
-        "nobody ends what others can go on with: an agent that fails leaves a run that has enough",
-        (
-            _in(
-                "parting",
-                "    return world_size(others, records, Sizes.of(rules)) > 0\n",
-                "    return False\n",
-            ),
-        ),
-        focus=_FAILS_LATE,
-    ),
-    "never-new": Mutant(
-        "nobody ends what others can go on with: a newcomer whose workers fail leaves too",
-        (_in("parting", "self.newcomers is not None and self.seconds < probation", "False"),),
-        focus=_FAILS_LATE,
-    ),
-    "looks-before-it-has-left": Mutant(
-        "of nodes that leave at once, each looks at the others once it has said that it leaves",
-        (
-            _in(
-                "parting",
-                "(yield from others_go_on(node, newcomers, rules, wall(), left=True))",
-                "True",
-            ),
-        ),
-        focus=Focus(
-            kinds=("newcomer",), settings={**_FAILS, "ending": "fails", "failing": "all agents"}
-        ),
-    ),
-    "counts-those-that-left": Mutant(
-        "nobody leaves a run that is too small without it: nodes that have left do not count",
-        (_in("parting", "        and (record.asks or _runs(document, record))\n", ""),),
-        focus=Focus(
-            kinds=("newcomer",), settings={**_FAILS, "ending": "fails", "failing": "all agents"}
-        ),
-    ),
-    "counts-newcomers": Mutant(
-        "a newcomer whose workers fail does not count on those that came with it, or since",
-        (_in("parting", "        and record.label not in newcomers\n", ""),),
-        focus=Focus(
-            kinds=("leave", "newcomer", "newcomer"),
-            settings={**_FAILS, "min_nodes": 3, "nodes": 3, "max_restarts": 0},
-        ),
-    ),
-    "leaves-after-a-loss": Mutant(
-        "under torchrun a newcomer whose workers fail since another node was lost stays",
-        (_in("parting", "        if is_over():\n", "        if True:\n"),),
-        focus=Focus(
-            kinds=("newcomer",),
-            settings={
-                **_FAILS,
-                **_CALM,
-                "torchrun": True,
-                "max_restarts": 1,
-                "rates": (1.0, 1.0),
-                "staleness": 0.0,
-                "poll": 0.0,
-                "other_settings": 0.0,
-                "failures": tuple(Fault(1.0 * n, "after a loss") for n in range(20)),
-            },
-        ),
-    ),
-    "new-for-ever": Mutant(
-        "a node is new to a run for its probation only",
-        (_in("parting", "self.newcomers is not None and self.seconds < probation", "True"),),
-        focus=Focus(
-            kinds=("newcomer",), settings={**_FAILS, "ending": "fails", "failing": "all workers"}
-        ),
-    ),
     "gives-up-too-soon": Mutant(
         "rule 18: only rounds that ran for less than no_progress_uptime count against a run",
         (_in("leader", "short_rounds + (not only_grows) if short else 0", "short_rounds + 1"),),
@@ -1419,13 +1330,6 @@ def build(name: str) -> type[Node]:
             own = modules[real.__name__.rpartition(".")[2]]
             for public in loaded.__dict__.keys() & {*real.__all__}:
                 setattr(loaded, public, getattr(own, public))
-    # What the handler takes from there, so do the simulator's hosts.
-    parting = node.__dict__["parting"] = modules["parting"]
-    parting.__dict__.update(
-        close_run=cleanup.close_run,
-        fits=modules["leader"].fits,
-        readable=modules["record_cache"].readable,
-    )
     mutant: type[Node] = node.Node
     return mutant
 

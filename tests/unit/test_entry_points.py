@@ -18,6 +18,7 @@ NEED_A_PACKAGE = {
     "dynamodb": "boto3",
     "consul": "consul",
     "postgres": "psycopg",
+    "nats": "nats",
 }
 CLIENT_LIBRARIES = ["botocore", "etcd3gw", "requests", *NEED_A_PACKAGE.values()]
 

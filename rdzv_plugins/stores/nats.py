@@ -1,0 +1,840 @@
+"""NATS JetStream 2.10 and later: a key-value bucket.
+
+nats-py speaks asyncio: one loop, in one thread, serves all clients of a process, which adds 0.1 ms
+to a request. Its own reconnecting would send what is buffered long after a request was given up, so
+this client dials anew instead, with the secrets as they are then.
+
+A key of a run is the subject ``$KV.<bucket>.<prefix>.<run id>./<epoch>.<key>``, percent-encoded
+with "=". A compare-and-set expects the sequence number of the subject's last message. The bucket
+republishes each message once it is stored, and a waiter subscribes to that.
+
+`Client.expire` writes a mark, ``$KV.<bucket>.<prefix>.<run id>``: the run's present epoch, and from
+when on the run reads as empty, on the server's clock. Each request looks at the mark too. Whoever
+finds that the time has come begins another epoch and deletes the keys of the last one; the next
+`Client.expire` under the prefix does so for other runs.
+
+Limits: linearizable (the stream's leader answers each read). Values up to 1,000,000 bytes; a server
+with a lower ``max_payload`` refuses large ones. Highly available with three or five servers and
+three replicas, while a majority runs. `Client.put_many` sends its keys together; it is not atomic.
+The user needs to publish to ``$KV.<bucket>.<prefix>.>`` and, of JetStream's API, to
+``$JS.API.STREAM.INFO.KV_<bucket>``, ``$JS.API.STREAM.MSG.GET.KV_<bucket>`` and
+``$JS.API.STREAM.PURGE.KV_<bucket>``, with create_bucket=true also to
+``$JS.API.STREAM.CREATE.KV_<bucket>``, and to subscribe to ``_INBOX.>`` and
+``$RKV.<bucket>.<prefix>.>``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import random
+import re
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import quote, unquote
+
+import msgspec
+import nats.aio.client
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js.errors import APIError
+
+from rdzv_plugins.config import ServerOptions, first_line, option
+from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, segments
+from rdzv_plugins.kv.contract import Capabilities, RendezvousStateError
+from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
+from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
+
+__all__ = ["Client", "Options"]
+
+T = TypeVar("T")
+
+_LARGEST_VALUE = 1_000_000
+
+# A parked wait looks again this often, to detect a bucket that lost its data.
+_LONGEST_PARK = 10.0
+
+# A connection on which nothing came for so long is asked for a sign of life; two that do not come
+# end it.
+_PING_SECONDS = 5
+
+# How long a request waits for its answer until it is made again, in seconds.
+_LEAST_ATTEMPT, _LONGEST_ATTEMPT = 1.0, 3.0
+
+# The most subscriptions that a client keeps: waits come back to the same few keys.
+_SUBSCRIPTIONS = 8
+
+# The most reads that are under way at once.
+_READS = 500
+
+# Error codes of JetStream's API.
+_NO_MESSAGE, _NO_STREAM, _OTHER_STREAM, _NOT_CLUSTERED = 10037, 10059, 10058, 10074
+_OTHER_SEQUENCE = (10071, 10164)
+_OUT_OF_SPACE = (10023, 10025, 10047, 10077, 10118)
+_NO_JETSTREAM = (10039, 10076)
+
+_REFUSED = re.compile("(?i)authorization|authentication|permissions violation|credentials|expired")
+
+# How long the end of a connection may take.
+_CLOSE_SECONDS = 1.0
+
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ServerOptions):
+    """Options of the nats backend, for endpoints ``host:port``, ``nats://``, ``tls://`` (TLS) and
+    several hosts: servers of one cluster, of which the client uses one that answers.
+
+    ======================= ======= ===============================================================
+    option                  default meaning
+    ======================= ======= ===============================================================
+    bucket                  rdzv    name of the key-value bucket
+    create_bucket           false   create the bucket if there is none
+    replicas                0       copies of a bucket that is created; 0: three in a cluster, one
+                                    elsewhere
+    storage                 file    where a bucket that is created keeps its data: file or memory
+    domain                  none    JetStream's domain, as behind a leaf node; none: the server's
+                                    own
+    token                   none    token; set it in $RDZV_PLUGINS_TOKEN
+    token_file              none    file whose first line is the token
+    nkey_file               none    file with the seed of an nkey
+    credentials_file        none    file with the JWT and the seed of a user, as nsc makes it
+    ======================= ======= ===============================================================
+    """
+
+    bucket: str = option("rdzv")
+    create_bucket: bool = option(False)
+    replicas: int = option(0, least=0)
+    storage: str = option("file", choices=("file", "memory"))
+    domain: str | None = option(None)
+    token: str | None = option(None, secret=True)
+    token_file: str | None = option(None)
+    nkey_file: str | None = option(None)
+    credentials_file: str | None = option(None)
+
+
+class Client(StoreClient):
+    """One run in a bucket; all its requests and waits share one connection."""
+
+    name = "nats"
+    options = Options
+    capabilities = Capabilities(
+        push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=_LARGEST_VALUE
+    )
+    heartbeat_ms = 1.0
+    least_version: ClassVar[tuple[int, ...]] = (2, 10)
+
+    def __init__(
+        self, endpoint: str, namespace: str, options: Options, request_timeout: float
+    ) -> None:
+        super().__init__(f"nats at {redact(endpoint) or 'localhost'}", request_timeout)
+        if not re.fullmatch("[A-Za-z0-9_-]+", options.bucket):
+            raise ValueError(
+                f"option 'bucket': '{options.bucket}' has more than letters, digits, '_' and '-'"
+            )
+        *prefix, run = (_token(part) for part in segments(namespace, options.prefix))
+        self._prefix = f"$KV.{options.bucket}.{'.'.join(prefix)}"
+        self._mark = f"{self._prefix}.{run}"
+        self._options = options
+        self._known = _FIRST, 0
+        # The server's clock less this host's monotonic one.
+        self._offset = 0.0
+        self._transport = _Transport(endpoint, options, request_timeout, self._greet)
+        self._connect(lambda limit: self._transport.run(self._living([]), limit))
+
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        return self._transport.run(self._living([*keys]), limit)
+
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        return self._transport.run(self._listed(prefix), limit)
+
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        return self._transport.run(self._replaced(key, data, seen), limit)
+
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        self._transport.run(self._written(values), limit)
+
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        self._transport.run(self._deleted([*keys]), limit)
+
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        self._transport.run(self._expiring(seconds), limit)
+
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        with contextlib.suppress(TimeoutError):
+            return self._transport.run(self._watched(key, seen), limit.within(_LONGEST_PARK), True)
+        return None  # Look again.
+
+    def _problem(self, error: Exception) -> Problem | None:
+        text = " ".join(str(error).split()).removeprefix("nats: ")
+        if isinstance(error, ssl.SSLError) and is_of_tls(str(error)):
+            return tls_problem(str(error))
+        if isinstance(error, PlainError):
+            return Problem(str(error))
+        if isinstance(error, APIError):
+            return self._answered(error)
+        if isinstance(error, SilentBucketError):
+            bucket = self._options.bucket
+            return Problem(
+                f"has a bucket '{bucket}' that does not republish, so nobody would be woken; run "
+                f"nats stream edit KV_{bucket} --republish-source='$KV.{bucket}.>' "
+                f"--republish-destination='$RKV.{bucket}.>'",
+                state=True,
+            )
+        if isinstance(error, nats.errors.MaxPayloadError):
+            return Problem(
+                f"refused a value: its max_payload is below {_LARGEST_VALUE:,} bytes", state=True
+            )
+        if isinstance(error, nats.errors.Error) and _REFUSED.search(text):
+            return Problem(
+                f"refused the user ({text}); set user and $RDZV_PLUGINS_PASSWORD, "
+                "$RDZV_PLUGINS_TOKEN, nkey_file or credentials_file, with the rights that rdzv "
+                "docs stores names",
+                denied=True,
+            )
+        if isinstance(error, nats.errors.NoRespondersError):
+            return Problem(
+                "has no JetStream that answers: start its servers with -js, a majority of them",
+                retryable=True,
+            )
+        if isinstance(error, OSError | nats.errors.Error):
+            undone = isinstance(error, ConnectionRefusedError | socket.gaierror)
+            return self._unreachable(error, undone=undone)
+        return None
+
+    def _answered(self, error: APIError) -> Problem:
+        """The meaning of an answer of JetStream."""
+        said = f"{error.description} [{error.err_code}]"
+        bucket = self._options.bucket
+        if error.err_code == _NO_STREAM:
+            return Problem(
+                f"has no bucket '{bucket}'; create it, with "
+                f"nats kv add {bucket} --republish-source='$KV.{bucket}.>' "
+                f"--republish-destination='$RKV.{bucket}.>', or with create_bucket=true",
+                state=True,
+            )
+        if error.err_code in _OUT_OF_SPACE:
+            return Problem(
+                f"is full: it took no write for {self.timeout:g} s ({said}); raise the limits of "
+                "the bucket, the account or the servers",
+                retryable=True,
+            )
+        if error.err_code in _NO_JETSTREAM:
+            return Problem(
+                f"offers no JetStream to this user ({said}); enable it for the server (-js) and "
+                "the account",
+                denied=True,
+            )
+        if error.code is not None and error.code >= 500:
+            return self._unreachable(error)
+        return Problem(f"refused a request: {said}", state=True)
+
+    def inspect(self) -> Iterable[Finding]:
+        link = self._call(lambda limit: self._transport.run(self._transport.link(), limit))
+        yield self._transport.inspect(link)
+        yield of_version("nats-server", link.info.get("version", ""), self.least_version)
+        found, why = self._learn(
+            lambda limit: self._transport.run(self._ask("STREAM.INFO", {}), limit)
+        )
+        if found is None:
+            yield Finding(Mark.UNKNOWN, "role", f"not known: {why}")
+            return
+        config, cluster = found["config"], found.get("cluster") or {}
+        replicas = config.get("num_replicas", 1)
+        away = [it["name"] for it in cluster.get("replicas") or () if it.get("offline")]
+        if away:
+            yield Finding(
+                Mark.WARNING, "role", f"of {replicas} replicas {', '.join(away)} are away",
+                "start those servers",
+            )  # fmt: skip
+        else:
+            led = f", led by {cluster['leader']}" if cluster.get("leader") else ""
+            yield Finding(Mark.OK, "role", f"a bucket with {replicas} replicas{led}")
+        if replicas == 1 and config.get("storage") == "memory":
+            yield Finding(
+                Mark.WARNING, "persistence", "the bucket is in the memory of one server",
+                "a restart of that server costs the run a restart; storage=file keeps it",
+            )  # fmt: skip
+        yield of_space(
+            found["state"]["bytes"], max(0, config.get("max_bytes", 0)), "raise its max_bytes"
+        )
+
+    def _disconnect(self) -> None:
+        self._transport.close()
+
+    # What the hooks await.
+
+    async def _living(self, keys: list[str]) -> dict[str, Stored]:
+        """The values of these keys in the present epoch."""
+        while True:
+            epoch = self._known[0].epoch
+            reads = (self._get(self._subject(key, epoch)) for key in keys)
+            mark, *read = await _together(self._get(self._mark), *reads)
+            if await self._is_current(mark, epoch):
+                found = zip(keys, read, strict=True)
+                return {key: Stored.parse(data, at) for key, (data, at) in found if at}
+
+    async def _listed(self, prefix: str) -> dict[str, Stored]:
+        while True:
+            epoch = self._known[0].epoch
+            start = f"{self._mark}./{epoch}."
+            folder = prefix.rpartition("/")[0]
+            subjects = await self._subjects(
+                f"{start}{_subject(folder)}.>" if folder else f"{start}>"
+            )
+            keys = [key for it in subjects if (key := _key(it[len(start) :])).startswith(prefix)]
+            found: dict[str, Stored] = {}
+            for first in range(0, len(keys) or 1, _READS):
+                found |= await self._living(keys[first : first + _READS])
+            if self._known[0].epoch == epoch:
+                return found
+
+    async def _replaced(self, key: str, data: bytes, seen: Stored | None) -> bool:
+        epoch = self._known[0].epoch
+        expected = seen.guard if seen is not None else 0
+        mark, written = await _together(
+            self._get(self._mark), self._publish(self._subject(key, epoch), data, expected)
+        )
+        return await self._is_current(mark, epoch) and written
+
+    async def _written(self, values: Mapping[str, bytes]) -> None:
+        while True:
+            epoch = self._known[0].epoch
+            writes = (self._publish(self._subject(k, epoch), data) for k, data in values.items())
+            mark, *_ = await _together(self._get(self._mark), *writes)
+            if await self._is_current(mark, epoch):
+                return
+
+    async def _deleted(self, keys: list[str]) -> None:
+        epoch = self._known[0].epoch
+        await _together(*(self._purge(self._subject(key, epoch)) for key in keys))
+
+    async def _expiring(self, seconds: float) -> None:
+        if seconds <= 0:
+            await self._begin_epoch(*self._known)
+            return
+        written = False
+        while not written:
+            await self._living([])  # A later deadline is not to bring an expired run back.
+            marks = await self._subjects(f"{self._prefix}.*")
+            known, at = self._known
+            mark = _Mark(epoch=known.epoch, ends=self._server_time() + seconds)
+            written = await self._publish(self._mark, msgspec.json.encode(mark), at)
+        others = [subject for subject in marks if subject != self._mark][:_READS]
+        found = await _together(*(self._get(subject) for subject in others))
+        for subject, (data, at) in zip(others, found, strict=True):
+            if at and (mark := _marks.decode(data)).is_over(self._server_time()):
+                await self._purge(f"{subject}./{mark.epoch}.>")
+                await self._purge(subject, at)
+
+    async def _watched(self, key: str, seen: Stored | None) -> Stored | None:
+        link = await self._transport.link()
+        subject = self._subject(key, self._known[0].epoch).replace("$KV.", "$RKV.", 1)
+        watch = link.watches.get(subject)
+        told = watch.latest if watch is not None else None
+        if watch is None or seen is None:
+            watch = watch or await link.watch(subject)
+            # Nobody is told what was written before the subscription, nor of a deletion.
+            now = (await self._living([key])).get(key)
+            if now is not None and (seen is None or now.version != seen.version):
+                return now
+        while True:
+            latest = watch.latest
+            if latest is not None and (
+                latest is not told if seen is None else latest.guard > seen.guard
+            ):
+                return latest
+            await watch.changed()
+
+    # Epochs.
+
+    async def _is_current(self, mark: tuple[bytes, int], epoch: str) -> bool:
+        """Whether a request was made in the present epoch: so says the mark, read with it."""
+        data, at = mark
+        found = _marks.decode(data) if at else _FIRST
+        if found.is_over(self._server_time()):
+            await self._begin_epoch(found, at)
+            return False
+        self._known = found, at
+        if found.epoch == epoch:
+            return True
+        await self._purge(f"{self._mark}./{epoch}.>")  # What it wrote there.
+        return False
+
+    async def _begin_epoch(self, last: _Mark, at: int) -> None:
+        """Begin another epoch if the mark is still this one; delete the keys of the last one."""
+        mark = msgspec.json.encode(_Mark(epoch=secrets.token_hex(4)))
+        await self._publish(self._mark, mark, at)
+        data, at = await self._get(self._mark)
+        self._known = (_marks.decode(data), at) if at else (_FIRST, 0)
+        if self._known[0].epoch != last.epoch:
+            await self._purge(f"{self._mark}./{last.epoch}.>")
+
+    def _server_time(self) -> float:
+        return self._offset + time.monotonic()
+
+    # Requests to JetStream.
+
+    async def _greet(self, link: _Link) -> None:
+        """What each new connection begins with."""
+        bucket = self._options.bucket
+        try:
+            answer = await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self.timeout)
+        except APIError as error:
+            if error.err_code != _NO_STREAM or not self._options.create_bucket:
+                raise
+            answer = await self._create_bucket(link)
+        republished = answer["config"].get("republish") or {}
+        if republished.get("dest") != f"$RKV.{bucket}.>" or republished.get("headers_only"):
+            raise SilentBucketError
+        self._learn_time(answer)
+
+    async def _create_bucket(self, link: _Link) -> dict[str, Any]:
+        bucket = self._options.bucket
+        config = {
+            "name": f"KV_{bucket}", "subjects": [f"$KV.{bucket}.>"], "max_msgs_per_subject": 1,
+            "republish": {"src": f"$KV.{bucket}.>", "dest": f"$RKV.{bucket}.>"},
+            "storage": self._options.storage, "num_replicas": self._options.replicas or 3,
+            "discard": "new", "allow_rollup_hdrs": True, "deny_delete": True,
+            "description": "rdzv-plugins",
+        }  # fmt: skip
+        try:
+            return await link.ask(f"STREAM.CREATE.KV_{bucket}", config, self.timeout)
+        except APIError as error:
+            if error.err_code == _OTHER_STREAM:
+                return await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self.timeout)
+            if error.err_code != _NOT_CLUSTERED or self._options.replicas:
+                raise
+        config["num_replicas"] = 1
+        return await link.ask(f"STREAM.CREATE.KV_{bucket}", config, self.timeout)
+
+    async def _get(self, subject: str) -> tuple[bytes, int]:
+        """The last message of a subject and its sequence number; 0: there is none."""
+        try:
+            found = (await self._ask("STREAM.MSG.GET", {"last_by_subj": subject}))["message"]
+        except APIError as error:
+            if error.err_code != _NO_MESSAGE:
+                raise
+            return b"", 0
+        return base64.b64decode(found.get("data", "")), found["seq"]
+
+    async def _publish(self, subject: str, data: bytes, expected: int | None = None) -> bool:
+        """Store a message; False: the subject's last one is not that ``expected`` (0: none)."""
+        headers = None if expected is None else {_EXPECTED: str(expected)}
+        link = await self._transport.link()
+        try:
+            _answer(await link.connection.request(subject, data, self.timeout, headers=headers))
+        except APIError as error:
+            if error.err_code not in _OTHER_SEQUENCE:
+                raise
+            return False
+        return True
+
+    async def _purge(self, subjects: str, up_to: int | None = None) -> None:
+        """Delete all messages of these subjects, or those up to a sequence number."""
+        bound = {} if up_to is None else {"seq": up_to + 1}
+        await self._ask("STREAM.PURGE", {"filter": subjects} | bound)
+
+    async def _subjects(self, pattern: str) -> list[str]:
+        """The subjects of the bucket that have a message; learns the server's time too."""
+        found: list[str] = []
+        while True:
+            asked = {"subjects_filter": pattern, "offset": len(found)}
+            answer = await self._ask("STREAM.INFO", asked)
+            self._learn_time(answer)
+            subjects = answer["state"].get("subjects") or {}
+            found += subjects
+            if not subjects or len(found) >= answer.get("total", 0):
+                return found
+
+    def _learn_time(self, answer: Mapping[str, Any]) -> None:
+        self._offset = datetime.fromisoformat(answer["ts"]).timestamp() - time.monotonic()
+
+    async def _ask(self, verb: str, what: Mapping[str, Any]) -> dict[str, Any]:
+        """A request to JetStream's API about the bucket's stream."""
+        link = await self._transport.link()
+        return await link.ask(f"{verb}.KV_{self._options.bucket}", what, self.timeout)
+
+    def _subject(self, key: str, epoch: str) -> str:
+        return f"{self._mark}./{epoch}.{_subject(key)}"
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """The mark of a run.
+
+    Attributes:
+        epoch: part of the subjects of the run's keys.
+        ends: seconds since 1970 on the server's clock, from which on the run reads as empty.
+    """
+
+    epoch: str
+    ends: float | None = None
+
+    def is_over(self, now: float) -> bool:
+        return self.ends is not None and now >= self.ends
+
+
+_marks = msgspec.json.Decoder(_Mark)
+# Of a run without a mark.
+_FIRST = _Mark("0")
+
+
+class PlainError(Exception):
+    """One of server and client asks for TLS, and the other does not."""
+
+
+class SilentBucketError(Exception):
+    """The bucket does not republish what is stored, by which waiters are woken."""
+
+
+class _Connection(nats.aio.client.Client):
+    """Encrypts if client and server ask for it; nats-py's does as the server asks."""
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        if "tls" not in self.options:
+            raise PlainError("requires TLS; write tls:// in front of the endpoint, or tls=true")
+        context: ssl.SSLContext = super().ssl_context
+        return context
+
+    def _connect_command(self) -> bytes:
+        # Private, for nats-py tells nobody what the server has announced before it logs in.
+        if "tls" in self.options and not self._server_info.get("tls_required"):
+            raise PlainError(
+                "speaks no TLS; give the server a certificate, or write nats:// and "
+                "leave out tls=true"
+            )
+        command: bytes = super()._connect_command()
+        return command
+
+
+class _Watch:
+    """What a subscription has brought last."""
+
+    def __init__(self) -> None:
+        self.latest: Stored | None = None
+        self._changed = asyncio.Event()
+        self.subscription: Subscription | None = None
+
+    async def take(self, message: Msg) -> None:
+        headers = message.headers or {}
+        with contextlib.suppress(RendezvousStateError):  # The next look tells it.
+            self.latest = Stored.parse(message.data, int(headers.get("Nats-Sequence", "0")))
+            self._changed.set()
+
+    async def changed(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+class _Link:
+    """One connection, with its subscriptions; all of it lives in the loop's thread."""
+
+    def __init__(self, api: str) -> None:
+        self._api = api
+        self.connection = _Connection()
+        self.watches: dict[str, _Watch] = {}
+        # What is under way, and why it ended.
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.failure: Exception | None = None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the server says of itself."""
+        found: dict[str, Any] = self.connection._server_info
+        return found
+
+    async def ask(self, verb: str, what: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        asked = msgspec.json.encode(what)
+        return _answer(await self.connection.request(f"{self._api}.{verb}", asked, seconds))
+
+    async def watch(self, subject: str) -> _Watch:
+        watch = self.watches[subject] = _Watch()
+        watch.subscription = await self.connection.subscribe(subject, cb=watch.take)
+        while len(self.watches) > _SUBSCRIPTIONS:
+            # A wait on it looks again in time.
+            oldest = self.watches.pop(next(iter(self.watches)))
+            if oldest.subscription is not None:
+                await oldest.subscription.unsubscribe()
+        return watch
+
+    async def failed(self, error: Exception) -> None:
+        """As nats-py tells it: while it connects, and later."""
+        if not self.connection.is_connected or "permissions violation" in str(error).lower():
+            self.fail(error)
+            if self.connection.is_connecting or not self.connection.is_connected:
+                raise error  # Else nats-py dials for ever.
+
+    async def closed(self) -> None:
+        self.fail(self.connection.last_error or ConnectionResetError())
+
+    def fail(self, error: Exception) -> None:
+        """End what is under way."""
+        self.failure = error
+        for task in self.tasks:
+            task.cancel()
+
+
+class _Transport:
+    """A connection that is dialled anew where it broke, with the secrets as they are then."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        options: Options,
+        seconds: float,
+        welcome: Callable[[_Link], Coroutine[Any, Any, None]],
+    ) -> None:
+        target = parse_endpoint(endpoint, default_port=4222, schemes=("nats", "tls"))
+        target.refuse_all_but()
+        self._target, self._options, self._seconds = target, options, seconds
+        self._tls = context_if(
+            options.tls or target.scheme == "tls", options, "write tls:// or set tls=true"
+        )
+        self._hosts = list(target.hosts)
+        random.shuffle(self._hosts)
+        self._api = f"$JS.{options.domain}.API" if options.domain else "$JS.API"
+        self._welcome = welcome
+        self._link: _Link | None = None
+        self._dialling: asyncio.Lock | None = None
+        # Referred to, as asyncio asks for.
+        self._ending: asyncio.Future[None] | None = None
+        _login(target, options)
+
+    def inspect(self, link: _Link) -> Finding:
+        secret = any(name in ("password", "token") for name in _login(self._target, self._options))
+        return of_connection(self._tls is not None, secret, [host for host, _ in self._hosts])
+
+    def run(self, work: Coroutine[Any, Any, T], limit: Limit, parked: bool = False) -> T:
+        """Have the loop do it, within the limit; ``parked``: it waits for others."""
+        given_up = threading.Event()
+        try:
+            attempt = self._attempt(work, given_up)
+            future = asyncio.run_coroutine_threadsafe(attempt, _loop())
+        except BaseException:
+            work.close()
+            raise
+        if not parked:
+            # While a cluster elects a leader, it loses requests.
+            limit = limit.within(min(max(_LEAST_ATTEMPT, self._seconds / 4), _LONGEST_ATTEMPT))
+        try:
+            if limit.wake is None:
+                return future.result(limit.seconds)
+            done = Wake()
+            try:
+                future.add_done_callback(lambda _: done.ring())
+                while not future.done():
+                    limit.await_ready(done.fd)
+            finally:
+                done.close()
+            return future.result()
+        except TimeoutError:
+            if not parked and self._link is not None:
+                # Another server may answer.
+                link = self._link
+                _loop().call_soon_threadsafe(self._leave, link)
+            raise
+        finally:
+            given_up.set()
+            future.cancel()
+
+    async def _attempt(self, work: Coroutine[Any, Any, T], given_up: threading.Event) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        link: _Link | None = None
+        try:
+            link = await self.link()
+            link.tasks.add(task)
+            return await work
+        except asyncio.CancelledError:
+            if link is None or link.failure is None or given_up.is_set():
+                raise
+            raise link.failure from None
+        finally:
+            work.close()
+            if link is not None:
+                link.tasks.discard(task)
+
+    async def link(self) -> _Link:
+        """The connection; dials if there is none."""
+        if self._dialling is None:
+            self._dialling = asyncio.Lock()
+        async with self._dialling:
+            link = self._link
+            if link is None or link.failure is not None or not link.connection.is_connected:
+                link = self._link = await self._dial()
+            return link
+
+    async def _dial(self) -> _Link:
+        failure: Exception | None = None
+        for _ in self._hosts:
+            host, port = self._hosts[0]
+            link = _Link(self._api)
+            try:
+                await link.connection.connect(
+                    f"nats://[{host}]:{port}" if ":" in host else f"nats://{host}:{port}",
+                    error_cb=link.failed, closed_cb=link.closed, name="rdzv-plugins",
+                    allow_reconnect=False, tls_hostname=host if self._tls else None,
+                    tls=self._tls.get() if self._tls is not None else None,
+                    connect_timeout=self._seconds / len(self._hosts),  # type: ignore[arg-type]
+                    ping_interval=_PING_SECONDS, **_login(self._target, self._options),
+                )  # fmt: skip
+                link.failure = None
+                await self._welcome(link)
+                return link
+            except (OSError, nats.errors.Error, PlainError) as error:
+                # A server that refuses tells more than one that is away.
+                if not isinstance(failure, nats.errors.Error):
+                    failure = error
+                self._hosts.append(self._hosts.pop(0))
+                await _end(link)
+            except BaseException:
+                self._ending = asyncio.ensure_future(_end(link))
+                raise
+        assert failure is not None  # An endpoint has a host.
+        raise failure
+
+    def _leave(self, link: _Link) -> None:
+        if self._link is link:
+            self._link = None
+            self._hosts.append(self._hosts.pop(0))
+        link.fail(TimeoutError("no answer in time"))
+        self._ending = asyncio.ensure_future(_end(link))
+
+    def close(self) -> None:
+        """End the connection; idempotent."""
+        link, self._link = self._link, None
+        if link is not None:
+            with contextlib.suppress(Exception):
+                asyncio.run_coroutine_threadsafe(_end(link), _loop()).result(_CLOSE_SECONDS)
+
+
+async def _end(link: _Link) -> None:
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(link.connection.close(), _CLOSE_SECONDS)
+
+
+def _login(target: Endpoint, options: Options) -> dict[str, Any]:
+    """nats-py's arguments; raises `ValueError` for credentials that are incomplete or too many."""
+    user, password = target.user or options.user, target.password or options.secret()
+    token = options.token
+    if token is None and options.token_file is not None:
+        token = first_line("token_file", options.token_file)
+    ways = {
+        "user": user, "token": token, "nkey_file": options.nkey_file,
+        "credentials_file": options.credentials_file,
+    }  # fmt: skip
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are set together: leave all but one out")
+    for name in ("nkey_file", "credentials_file"):
+        if (file := ways[name]) is not None:
+            first_line(name, file)
+    if token is not None:
+        return {"token": token}
+    if options.nkey_file is not None:
+        return {"nkeys_seed": options.nkey_file}
+    if options.credentials_file is not None:
+        return {"user_credentials": options.credentials_file}
+    if password is not None and user is None:
+        raise ValueError("the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user=")
+    if user is not None and password is None:
+        return {"token": user}  # As other clients read nats://token@host.
+    return {"user": user, "password": password} if user is not None else {}
+
+
+def _answer(message: Msg) -> dict[str, Any]:
+    """An answer of JetStream; raises its error."""
+    found: dict[str, Any] = msgspec.json.decode(message.data)
+    if error := found.get("error"):
+        raise APIError.from_error(error)
+    return found
+
+
+async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Have it done at once; where some of it fails, end the rest."""
+    tasks = [asyncio.ensure_future(it) for it in work]
+    try:
+        return [*await asyncio.gather(*tasks)]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """asyncio's loop looks names up in threads that the end of the process waits for."""
+
+    async def getaddrinfo(self, *args: Any, **options: Any) -> Any:
+        found: asyncio.Future[Any] = self.create_future()
+
+        def tell(tell_it: Callable[[Any], None], what: Any) -> None:
+            if not found.done():
+                tell_it(what)
+
+        def look_up() -> None:
+            try:
+                answer = socket.getaddrinfo(*args, **options)
+            except Exception as error:
+                self.call_soon_threadsafe(tell, found.set_exception, error)
+            else:
+                self.call_soon_threadsafe(tell, found.set_result, answer)
+
+        threading.Thread(target=look_up, name="rdzv-nats-name", daemon=True).start()
+        return await found
+
+
+_started: asyncio.AbstractEventLoop | None = None
+_starting = threading.Lock()
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process, in a thread of its own."""
+    global _started
+    with _starting:
+        if _started is None:
+            loop = _Loop()
+            thread = threading.Thread(target=loop.run_forever, name="rdzv-nats", daemon=True)
+            try:
+                thread.start()
+            except BaseException:
+                loop.close()
+                raise
+            _started = loop
+        return _started
+
+
+def _forget_loop() -> None:
+    # A child has the loop and not its thread.
+    global _started, _starting
+    _started, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_loop)
+
+
+def _token(part: str) -> str:
+    """A percent-encoded segment as a part of a subject."""
+    return part.replace(".", "%2E").replace("~", "%7E").replace("%", "=")
+
+
+def _subject(key: str) -> str:
+    """A key as parts of a subject."""
+    return ".".join(_token(quote(part, safe="")) or "=" for part in key.split("/"))
+
+
+def _key(subject: str) -> str:
+    """The key of such parts."""
+    parts = ("" if part == "=" else unquote(part.replace("=", "%")) for part in subject.split("."))
+    return "/".join(parts)
