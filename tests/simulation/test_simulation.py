@@ -115,6 +115,11 @@ FOUND = (
     (98915673, Focus(), "who gave up a join in an outage, and turned unfit, did not say why"),
     (97002974, Focus(), "the store lost with all else that nobody reached rank 0"),
     (102007428, Focus(), "the host of a node that had left its round was excluded: it is out"),
+    (
+        610001946,
+        Focus(),
+        "who read before it beat again wrote that it was unfit, and was fit by then",
+    ),
 )
 
 
