@@ -11,7 +11,7 @@ subclasses `AccessDeniedError` (the store answers, and refuses this client) and 
 limit), `ValueError` (a bad option; the message names the option and what is allowed).
 
 They need no torch. Wherever torch meets them, they are its own errors of the same names as well:
-`rdzv_plugins.torch_compat` sees to that. A client raises those of this module, not torch's.
+``rdzv_plugins.torch_compat`` sees to that. A client raises those of this module, not torch's.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def test_a_drained_agent_ends_and_the_others_go_on(
 
 @every_store
 def test_a_restart_without_a_loss(begin: Begin, store: RunningStore) -> None:
-    run = begin(nodes="2:2", max_restarts=0, history_ttl=600)
+    # torchrun counts a worker that fails as its peer stops, before it sees the new round.
+    run = begin(nodes="2:2", max_restarts=3, history_ttl=600)
     before = run.begin("ab")
     number = run.round()
     said = rdzv(run, store, "restart", "--why", "new data")
