@@ -4,12 +4,11 @@
 
 const CAUSES = ["lost", "failed", "left", "evicted", "drained", "excluded", "held", "joined"];
 const PHASES = ["gathering", "last_call", "confirming"];
-const STATES = ["run", "done", "join", "spare", "silent", "lost", "unfit", "left", "unknown"];
-const WORDS = { run: "running", join: "waiting" };
 const CAUSE_WORDS = { failed: "workers failed", evicted: "left out", held: "left over" };
 const NAMED = 16;
-// What needs a look, the worst first.
-const ODD = ["lost", "unknown", "unfit", "silent"];
+// Those that need a look, the worst first; all come as the server names them.
+const STATES = ["running", "ready", "joining", "waiting", "done", "left", "drained", "excluded", "evicted",
+  "silent", "unfit", "unknown", "lost"];
 const LARGE = 16, MIDDLE = 160, ODD_SHOWN = 24, BARS = 24;
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -17,7 +16,6 @@ let chosen = null, events = null, runs = [], run = null, shown = null, store = n
 let sought = "", only = null, local = remembered() === "local";
 
 const $ = (id) => document.getElementById(id);
-const word = (state) => WORDS[state] || state;
 
 // Some browsers are set to keep nothing.
 function remembered(zone) {
@@ -160,19 +158,25 @@ function withLost(nodes, newest) {
   const here = new Set(nodes.map((node) => node.name));
   const gone = (row.lost || []).filter((member) => !here.has(member.name));
   return [...nodes, ...gone.map((member) => ({
-    ...member, rank: null, was: member.rank, state: "lost", silence: null, leader: false, awaited: false,
+    ...member, rank: null, was: member.rank, state: "lost", odd: true, last_beat: null, silence: null,
+    clock: null, leader: false, awaited: false,
   }))];
 }
 
+function lastBeat(node) {
+  if (node.last_beat === null) return node.silence === null ? "" : `no beat for ${node.silence.toFixed(1)} s`;
+  return `last beat ${clock(node.last_beat)}`;
+}
+
 function showNode(element, node, size) {
-  const gone = ["unknown", "left"].includes(node.state) || node.silence === null;
-  const plain = gone ? "" : `last beat ${node.silence.toFixed(1)} s ago`;
+  const plain = lastBeat(node);
   mark(element, "data-state", node.state);
+  mark(element, "data-odd", node.odd ? "" : null);
   mark(element, "data-leader", node.leader ? "" : null);
   const was = node.was === undefined || node.was === null ? "" : `was rank ${node.was}`;
   const rank = node.rank === null ? was : `rank ${node.rank}`;
-  const notes = [rank, node.leader ? "leads" : "", node.awaited ? "awaited" : "", node.unfit];
-  const about = [node.name, ...notes, word(node.state), plain].filter(Boolean).join(" · ");
+  const notes = [rank, node.leader ? "leads" : "", node.awaited ? "awaited" : "", node.unfit, node.kept_out];
+  const about = [node.name, ...notes, node.state, plain].filter(Boolean).join(" · ");
   if (element.about !== about) {
     element.about = about;
     mark(element, "title", about);
@@ -181,16 +185,13 @@ function showNode(element, node, size) {
     if (element.childElementCount !== 3) {
       element.replaceChildren(make("b", {}), make("small", {}), make("small", {}));
     }
-    const [name, what, when] = element.children;
+    const [name, what, when] = element.children, why = node.unfit || node.kept_out;
     say(name, node.name);
-    say(what, [rank, word(node.state), node.leader ? "leads" : ""].filter(Boolean).join(" · "));
+    say(what, [rank, node.state, node.leader ? "leads" : "", why === node.state ? "" : why].filter(Boolean).join(" · "));
     say(when, plain || " ");
-    element.classList.remove("mark");
     return;
   }
-  const odd = ODD.includes(node.state);
-  element.classList.toggle("mark", odd);
-  say(element, size === "middle" && !odd && node.rank !== null ? String(node.rank) : "");
+  say(element, size === "middle" && !node.odd && node.rank !== null ? String(node.rank) : "");
 }
 
 function showGrid(grid, nodes, size) {
@@ -215,10 +216,11 @@ function showWorld(nodes) {
   fill($("legend"), counts.filter(([, count]) => count > 0), () => make("li", {}),
     (element, [state, count]) => {
       mark(element, "data-state", state);
-      say(element, `${count} ${word(state)}`);
+      say(element, `${count} ${state}`);
     });
   // Of a few, each has a card; of many, those that need a look come first.
-  const odd = size === "large" ? [] : ODD.flatMap((state) => nodes.filter((node) => node.state === state));
+  const worst = (node) => STATES.indexOf(node.state);
+  const odd = size === "large" ? [] : nodes.filter((node) => node.odd).sort((a, b) => worst(b) - worst(a));
   showGrid($("odd"), odd.slice(0, ODD_SHOWN), "large");
   $("odd").hidden = odd.length === 0;
   $("odd-more").hidden = odd.length <= ODD_SHOWN;
@@ -379,12 +381,16 @@ function showRun() {
   facts([
     ["round", run.round ?? last.round],
     ["phase", run.phase ?? last.phase],
+    [`${run.phase} since`, run.since ? day(run.since) : null],
+    ["last call until", run.last_call_until ? day(run.last_call_until) : null],
     ["--nnodes", run.min_nodes ? limits : null],
     ["MASTER", run.master],
     ["leader", leader ? leader.name : null],
     ["why this round", run.reason],
     ["began", run.began ? day(run.began) : null],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, String(value)]));
+  say($("clocks"), run.clocks || "");
+  $("clocks").hidden = !run.clocks;
   const newest = run.rounds || [];
   showWorld(withLost(nodes, newest));
   const rows = [...newest].reverse();
