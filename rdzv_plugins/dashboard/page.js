@@ -36,6 +36,7 @@ function moment(time) {
   return [shifted.slice(0, 10), `${shifted.slice(11, 19)} UTC${zone}`];
 }
 
+const hint = $("caption").textContent;
 const clock = (time) => moment(time)[1];
 const day = (time) => moment(time).join(" ");
 
@@ -229,7 +230,7 @@ function showWorld(nodes) {
 
 function point(event) {
   const node = event.target.closest(".node");
-  say($("caption"), node === null ? "" : node.about);
+  say($("caption"), node === null ? hint : node.about);
 }
 
 // A ceiling that is 1, 2 or 5 times a power of ten.
@@ -380,8 +381,7 @@ function showRun() {
   const limits = run.min_nodes === run.max_nodes ? `${run.min_nodes}` : `${run.min_nodes}..${run.max_nodes}`;
   facts([
     ["round", run.round ?? last.round],
-    ["phase", run.phase ?? last.phase],
-    [`${run.phase} since`, run.since ? day(run.since) : null],
+    run.since ? [`${run.phase} since`, day(run.since)] : ["phase", run.phase ?? last.phase],
     ["last call until", run.last_call_until ? day(run.last_call_until) : null],
     ["--nnodes", run.min_nodes ? limits : null],
     ["MASTER", run.master],

@@ -17,6 +17,7 @@ from rdzv_plugins.archive import Row
 from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.protocol.documents import Phase
+from rdzv_plugins.protocol.states import State
 from rdzv_plugins.survey import Survey
 
 __all__ = ["Poller", "Snapshot", "sizes"]
@@ -31,7 +32,10 @@ _STOP_SECONDS = 2.0
 _MOST_SIZES = 500
 # The causes of a round by which nodes are gone, and the states of nodes that are not in it.
 _GONE = ("lost", "left", "evicted", "drained", "excluded")
-_ABSENT = {"lost", "left", "unfit", "unknown"}
+_ABSENT = {
+    State.LOST, State.LEFT, State.DRAINED, State.EXCLUDED, State.EVICTED, State.UNFIT,
+    State.UNKNOWN,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,9 +248,11 @@ def _size(report: Mapping[str, Any], at: str) -> Size | None:
     nodes, phase = report.get("nodes"), report.get("phase")
     if nodes is None or not report["told"] or phase == Phase.CLOSED:
         return None
-    forms = phase == Phase.FORMING
-    absent = _ABSENT | {"silent", "spare"} if forms else _ABSENT
-    there = [it for it in nodes if it["state"] not in absent and (forms or it["rank"] is not None)]
+    there = [
+        node
+        for node in nodes
+        if node["state"] not in _ABSENT and (node["rank"] is not None or phase == Phase.FORMING)
+    ]
     return Size(
         at=at,
         nodes=0 if report["condition"] == Condition.DEAD else len(there),

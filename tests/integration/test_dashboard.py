@@ -142,7 +142,7 @@ def test_it_shows_who_was_lost_and_the_next_round(
         killed, round_ = job.label("b"), job.round()
         running = f"running round {round_}, 3 of 2..3 nodes"
         await_that(lambda: text(chrome, "#sentence") == running, 20, chrome)
-        assert number(chrome, "document.querySelectorAll('#grid [data-state=run]').length") == 3
+        assert number(chrome, "document.querySelectorAll('#grid [data-state=running]').length") == 3
         job.agents["b"].kill()
         job.await_round(round_)
         await_that(lambda: f"lost {killed}" in text(chrome, "#rounds .chip"), 20, chrome)
@@ -337,6 +337,40 @@ def test_times_are_utc_unless_switched_and_say_so(
     assert complaints(chrome) == []
 
 
+def test_a_forming_round_has_a_beginning_and_its_last_call_an_end(
+    shared: RunningStore, address: str, chrome: Chrome, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, shared, nodes="2:3", run_id="forms", last_call_timeout=40)
+    try:
+        job.start_at("a")
+        chrome.get(f"{address}/#{job.run_id}")
+        await_that(lambda: "forming since" in text(chrome, "#facts"), 20, chrome)
+        assert "last call" not in text(chrome, "#facts")
+        await_that(lambda: text(chrome, "#legend") == "1 joining", 20, chrome)
+        job.start_at("b")
+        await_that(lambda: "last call until" in text(chrome, "#facts"), 20, chrome)
+        report: Any = json.loads(ask(address, f"/api/runs/{job.run_id}")[2])
+        since, until = (datetime.fromisoformat(report[it]) for it in ("since", "last_call_until"))
+        assert 30 < (until - since).total_seconds() < 60
+        shown = text(chrome, "#facts").splitlines()
+        for name, at in (("forming since", since), ("last call until", until)):
+            assert shown[shown.index(name) + 1] == f"{at:%Y-%m-%d %H:%M:%S} UTC"
+        # The one word for each node's state, as the command and the metrics have it.
+        assert text(chrome, "#legend") == "2 joining"
+        assert [node["state"] for node in report["nodes"]] == ["joining", "joining"]
+        job.start_at("c")
+        job.await_begun("abc")
+        await_that(lambda: "running since" in text(chrome, "#facts"), 20, chrome)
+        assert "last call" not in text(chrome, "#facts")
+        assert text(chrome, "#legend") == "3 running"
+        for name in "abc":
+            job.finish(name)
+        job.await_ends("abc")
+    finally:
+        job.close()
+    assert complaints(chrome) == []
+
+
 def test_why_has_room_on_a_phone(shared: RunningStore, address: str, chrome: Chrome) -> None:
     write_run(shared, "narrow", {"a": record(1, "host1")})
     with width(chrome, 400):
@@ -357,7 +391,10 @@ def test_the_number_of_nodes_falls_when_one_is_lost(
     job = Job(tmp_path, shared, nodes="3:3", run_id="falls")
 
     def sizes() -> list[int]:
-        report: Any = json.loads(ask(address, f"/api/runs/{job.run_id}")[2])
+        status, _, body = ask(address, f"/api/runs/{job.run_id}")
+        if status == 404:
+            return []  # It has just begun.
+        report: Any = json.loads(body)
         times = [at for at, _ in report["sizes"]]
         assert times == sorted(times)
         return [size for _, size in report["sizes"]]
