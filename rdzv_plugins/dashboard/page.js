@@ -6,7 +6,7 @@ const CAUSES = ["lost", "failed", "left", "evicted", "drained", "excluded", "hel
 const PHASES = ["gathering", "last_call", "confirming"];
 const CAUSE_WORDS = { failed: "workers failed", evicted: "left out", held: "left over" };
 const NAMED = 16;
-// Those that need a look, the worst first; all come as the server names them.
+// As the server names them; the worst comes last.
 const STATES = ["running", "ready", "joining", "waiting", "done", "left", "drained", "excluded", "evicted",
   "silent", "unfit", "unknown", "lost"];
 const LARGE = 16, MIDDLE = 160, ODD_SHOWN = 24, BARS = 24;
