@@ -100,7 +100,8 @@ function pill(element, item) {
 function showFilters() {
   const counts = new Map();
   for (const item of runs) counts.set(condition(item), (counts.get(condition(item)) || 0) + 1);
-  if (!counts.has(only)) only = null;
+  // What is asked for stays, also while no run is so.
+  if (only !== null && !counts.has(only)) counts.set(only, 0);
   fill($("filters"), [[null, runs.length], ...[...counts].sort()],
     () => make("button", { type: "button" }),
     (element, [name, count]) => {
