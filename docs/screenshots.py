@@ -65,7 +65,7 @@ def take(store: RunningStore, folder: Path) -> None:
         (HERE / "dashboard.png").write_bytes(page(f"{url}/#{job.run_id}"))
         reach = ["-e", store.endpoint, "-i", job.run_id]
         for command in ("status", "watch"):
-            lines = shown([*RDZV, command, *reach], stop_after=8 if command == "watch" else None)
+            lines = shown([*RDZV, command, *reach], stop_after=4 if command == "watch" else None)
             picture(f"rdzv {command} -i {job.run_id}", lines, HERE / f"{command}.svg")
     finally:
         served.terminate()
@@ -87,7 +87,7 @@ def page(url: str) -> bytes:
 
 
 def shown(command: list[str], stop_after: float | None = None) -> str:
-    """What a command shows last on a terminal; it gets Ctrl-C after so many seconds."""
+    """What a command shows last on a terminal; it is ended so many seconds after its first frame."""
     leader, follower = pty.openpty()
     size = {"COLUMNS": str(COLUMNS), "LINES": "60", "TERM": "xterm-256color"}
     process = subprocess.Popen(
@@ -95,7 +95,7 @@ def shown(command: list[str], stop_after: float | None = None) -> str:
         env=os.environ | size, start_new_session=True,
     )  # fmt: skip
     os.close(follower)
-    output, began = b"", time.monotonic()
+    output, began = b"", float("inf")
     while process.poll() is None or select.select([leader], [], [], 0.2)[0]:
         if stop_after is not None and time.monotonic() - began > stop_after:
             process.terminate()
@@ -106,6 +106,8 @@ def shown(command: list[str], stop_after: float | None = None) -> str:
                 output += os.read(leader, 65536)
             except OSError:  # Its end, on Linux.
                 break
+            if output.count(b"\n") > 3:
+                began = min(began, time.monotonic())
     process.wait()
     os.close(leader)
     # A live display moves up and writes each frame over the one before.

@@ -153,7 +153,7 @@ function facts(items) {
     });
 }
 
-// Those that the last round lost have no record any more.
+// Those that the last round lost have no record any more; no count has them, as in the command.
 function withLost(nodes, newest) {
   const row = newest.find((it) => it.phase === "running");
   if (row === undefined || run.phase === "closed" || nodes.length === 0) return nodes;
@@ -161,7 +161,7 @@ function withLost(nodes, newest) {
   const gone = (row.lost || []).filter((member) => !here.has(member.name));
   return [...nodes, ...gone.map((member) => ({
     ...member, rank: null, was: member.rank, state: "lost", odd: true, last_beat: null, silence: null,
-    clock: null, leader: false, awaited: false,
+    clock: null, leader: false, awaited: false, gone: true,
   }))];
 }
 
@@ -214,7 +214,8 @@ function showWorld(nodes) {
   $("grid").hidden = ranked.length === 0;
   $("others-title").hidden = others.length === 0;
   say($("others-title"), ranked.length === 0 ? "no ranks yet" : "not in this round");
-  const counts = STATES.map((state) => [state, nodes.filter((node) => node.state === state).length]);
+  const here = nodes.filter((node) => !node.gone);
+  const counts = STATES.map((state) => [state, here.filter((node) => node.state === state).length]);
   fill($("legend"), counts.filter(([, count]) => count > 0), () => make("li", {}),
     (element, [state, count]) => {
       mark(element, "data-state", state);
