@@ -87,7 +87,7 @@ def page(url: str) -> bytes:
 
 
 def shown(command: list[str], stop_after: float | None = None) -> str:
-    """What a command shows last on a terminal; it is ended so many seconds after its first frame."""
+    """What a command shows last on a terminal; it ends so many seconds after its first frame."""
     leader, follower = pty.openpty()
     size = {"COLUMNS": str(COLUMNS), "LINES": "60", "TERM": "xterm-256color"}
     process = subprocess.Popen(
