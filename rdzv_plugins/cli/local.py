@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -10,6 +11,8 @@ import typer
 from rdzv_plugins.cli.interrupt import Interrupt
 
 __all__ = ["demo", "serve"]
+
+_NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_WRONLY
 
 # The backend for a kind of server, where the names differ.
 _BACKENDS = {"valkey": "redis", "etcd": "etcd-v3"}
@@ -34,7 +37,8 @@ def serve(
     """Run a server until Ctrl-C, on 127.0.0.1 or where --host says: for tests and single jobs.
 
     Where others reach it, it has the password of RDZV_PLUGINS_PASSWORD or
-    RDZV_PLUGINS_PASSWORD_FILE, or a new one, which is shown once.
+    RDZV_PLUGINS_PASSWORD_FILE, or a new one, which is shown once. A file that is missing is made
+    with a new one.
     """
     from rdzv_plugins import servers
 
@@ -70,8 +74,13 @@ def _password(kind: str, host: str) -> tuple[str | None, bool]:
 
     if is_loopback(host) or kind not in ("redis", "valkey"):
         return None, False
-    given = parse_options(ServerOptions, {}, os.environ).secret()
-    return (given, False) if given else (secrets.token_urlsafe(24), True)
+    options, new = parse_options(ServerOptions, {}, os.environ), secrets.token_urlsafe(24)
+    if (file := options.password_file) is not None:
+        # Mode 0600; a file that is there stays as it is.
+        with suppress(FileExistsError), open(os.open(file, _NEW_FILE, 0o600), "w") as made:
+            made.write(new + "\n")
+    given = options.secret()
+    return (given, False) if given else (new, True)
 
 
 def demo(

@@ -24,7 +24,11 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 # A lease of 15 s, an import of torch by two workers on two cores, and time to spare.
 PATIENCE = 90.0
 
-SERVE = "rdzv serve --port 6379"
+SERVE = "rdzv serve --port 6379\n"
+
+# Asked before a job and after its end, too; and what frees an id at once.
+EARLY = ("rdzv status -i job1", "rdzv history -i job1")
+CLEAN = "rdzv clean -i job1"
 
 _STEP = re.compile(r"step (\d+) in a world of (\d+), loss")
 
@@ -90,16 +94,33 @@ def seen(condition: Callable[[], bool], *terminals: Terminal) -> None:
 
 
 def example() -> dict[str, object]:
-    """The complete example, with all that is said about it.
+    """The first hour: twice, slowly, and in part out of order.
 
     Two terminals; the one with rank 0 is killed and started again. Nothing depends on how fast the
     commands on the run are: it trains for longer than a test may take, until Ctrl-C.
     """
-    Path("train.py").write_text(block("import os", "python"))
-    command = block("torchrun --rdzv-backend")
     lines = block("export RDZV_BACKEND").splitlines()[1:]
-    terminals = [Terminal(command), Terminal(command)]
+    early = {line: ask(line) for line in lines if command_of(line) in EARLY}
+    Path("train.py").write_text(block("import os", "python"))
+    command = block("rdzv run --rdzv-backend")
+    terminals: list[Terminal] = []
+
+    def start(count: int) -> list[Terminal]:
+        started = [Terminal(command) for _ in range(count)]
+        terminals.extend(started)
+        return started
+
+    def ended(*started: Terminal) -> list[int]:
+        seen(lambda: None not in [it.process.poll() for it in started], *started)
+        return [it.process.returncode for it in started]
+
+    def interrupt(*started: Terminal) -> None:
+        for terminal in started:
+            os.killpg(terminal.process.pid, signal.SIGINT)
+        ended(*started)
+
     try:
+        start(2)
         seen(lambda: any(it.is_in_a_world_of(2)() for it in terminals), *terminals)
         # Rank 0 alone prints.
         first, second = sorted(terminals, key=lambda it: not it.is_in_a_world_of(2)())
@@ -109,32 +130,38 @@ def example() -> dict[str, object]:
         # Its lines are rank 0's, which it was not before.
         seen(second.is_in_a_world_of(1, after=before), *terminals)
         alone = time.monotonic() - killed
-        terminals.append(third := Terminal(command))
+        (third,) = start(1)
         seen(
             lambda: any(it.is_in_a_world_of(2, after=before)() for it in (second, third)),
             *terminals,
         )
         asked = {line: ask(line) for line in lines[:-2]}
-        for terminal in (second, third):
-            os.killpg(terminal.process.pid, signal.SIGINT)
-        for terminal in (second, third):
-            terminal.process.wait(PATIENCE)
+        interrupt(second, third)
         reached = nearly_done()
-        last = [Terminal(command), Terminal(command)]
-        terminals += last
-        seen(lambda: None not in [it.process.poll() for it in last], *last)
-        ended = {line: ask(line) for line in lines if command_of(line).startswith("rdzv status")}
-        terminals.append(closed := Terminal(command))
-        closed.process.wait(PATIENCE)
+        last = start(2)
+        statuses = ended(*last)
+        late = {line: ask(line) for line in lines if command_of(line) in EARLY}
+
+        # Again from the top, at once.
+        served = ask(SERVE)
+        (closed,) = start(1)
+        statuses += ended(closed)
         asked |= {line: ask(line) for line in lines[-2:]}
-        terminals.append(again := Terminal(command))
-        again.process.wait(PATIENCE)
+        (nothing_left,) = start(1)
+        statuses += ended(nothing_left)
+        asked[CLEAN] = ask(CLEAN)
+        Path("job1.pt").unlink()
+        anew = start(2)
+        seen(lambda: any(it.is_in_a_world_of(2)() for it in anew), *anew)
+        interrupt(*anew)
         return {
+            "early": {command_of(line): it for line, it in early.items()},
             "asked": {command_of(line): it for line, it in asked.items()},
-            "ended": {command_of(line): it for line, it in ended.items()},
-            "alone": alone, "reached": reached, "statuses": [it.process.returncode for it in last],
-            "last": max(step for it in last for step, _ in it.steps), "closed": closed.shown,
-            "again": (again.process.returncode, again.shown),
+            "late": {command_of(line): it for line, it in late.items()},
+            "alone": alone, "reached": reached, "statuses": statuses, "served": served,
+            "last": max(step for it in last for step, _ in it.steps),
+            "closed": closed.shown, "nothing left": nothing_left.shown,
+            "anew": min(step for it in anew for step, _ in it.steps),
         }  # fmt: skip
     finally:
         for terminal in terminals:
@@ -168,10 +195,10 @@ def ask(line: str) -> tuple[int, str]:
     return 0 if runs_on else terminal.process.returncode, terminal.shown
 
 
-def run() -> dict[str, object]:
-    """``rdzv run``: one node trains, and ends when it is told to."""
+def torchrun() -> dict[str, object]:
+    """torchrun itself: one node trains, and ends when it is told to."""
     Path("train.py").write_text(block("import os", "python"))
-    terminal = Terminal(block("rdzv run --rdzv-backend"))
+    terminal = Terminal(block("torchrun --rdzv-backend"))
     try:
         seen(terminal.is_in_a_world_of(1), terminal)
         os.kill(terminal.process.pid, signal.SIGTERM)
@@ -184,6 +211,6 @@ if __name__ == "__main__":
     bring_up_loopback()
     server = Terminal(SERVE)
     try:
-        json.dump({"example": example, "run": run}[sys.argv[1]](), sys.stdout)
+        json.dump({"example": example, "torchrun": torchrun}[sys.argv[1]](), sys.stdout)
     finally:
         server.end()

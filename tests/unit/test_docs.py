@@ -307,3 +307,20 @@ def test_the_links_of_a_page_outside_docs_lead_somewhere(page: Path) -> None:
             file = page.parent / target if target else page
             assert file.exists(), link
             assert not anchor or anchor in anchors(file), link
+
+
+def test_each_environment_variable_is_on_its_page() -> None:
+    """Strings that look like one, but for names of the code itself."""
+    page = (ROOT / "docs" / "variables.md").read_text()
+    sources = {file: file.read_text() for file in (ROOT / "rdzv_plugins").rglob("*.py")}
+    theirs = {
+        name
+        for file, text in sources.items()
+        if not {"demo", "servers"} & {*file.parts}
+        for name in re.findall(
+            r'"((?:RDZV|PG|AWS|SLURM|GLOO|NCCL|TORCH|TORCHELASTIC|TMPDIR|CONSUL)[A-Z_]*)"', text
+        )
+    }
+    own = set(re.findall(r"^([A-Z_]+)\b.* = ", "\n".join(sources.values()), re.MULTILINE))
+    assert "RDZV_ENDPOINT" in theirs
+    assert sorted(it for it in theirs - own if it not in page) == []
