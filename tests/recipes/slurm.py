@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rdzv_plugins.testing.harness import until
-from tests.recipes.pages import kill, parent
+from tests.recipes.pages import descendants, parent
 
 _SIOCSIFADDR = 0x8916
 
@@ -82,7 +82,8 @@ class Cluster:
         key = folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        _add_address()
+        # Slurm asks with AI_ADDRCONFIG, which finds no address where there is 127.0.0.1 only.
+        add_address("127.0.0.2", 1)
         # --force: also as root, and in a folder that others may write to.
         files = ("socket", "key", "log", "pid", "seed")
         names = [f"--{it}-file={folder}/munge.{it}" for it in files if it != "socket"]
@@ -105,14 +106,21 @@ class Cluster:
         self._slurmd[name] = self._start("slurmd-wlm", "-D", "-N", name, "-d", str(stepd))
 
     def kill_node(self, name: str) -> None:
-        """As its host dies: slurmd, and all that it has started."""
-        kill(self._slurmd[name].pid)
-        # What slurmd starts leaves its process tree.
+        """As its host dies: slurmd, and all that it has started, at once."""
+        slurmd = self._slurmd[name].pid
+        dying = {slurmd, *descendants(slurmd)}
+        # What slurmd starts leaves its process tree: a slurmstepd, the parent of a step's tasks.
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if f"SLURMD_NODENAME={name}\0".encode() in (folder / "environ").read_bytes():
-                    # The parent of a task is the slurmstepd of its step.
-                    kill(parent(int(folder.name)))
+                    dying.add(int(folder.name))
+                    step = parent(int(folder.name))
+                    if Path(f"/proc/{step}/comm").read_text().startswith("slurmstepd"):
+                        dying.add(step)
+        # The oldest first, srun before the tasks: none has the time to react to another's death.
+        for process in sorted(dying):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     def close(self) -> None:
         for process in reversed(self._processes):
@@ -140,13 +148,10 @@ class Cluster:
             raise TimeoutError("no Slurm cluster\n" + "\n".join(logs))
 
 
-def _add_address() -> None:
-    """Give this host an address besides 127.0.0.1, without which Slurm resolves no name.
-
-    It asks for addresses with AI_ADDRCONFIG, which finds none on a host that has only that one.
-    """
+def add_address(address: str, number: int) -> None:
+    """Give this host one more address, on the interface lo:``number``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
-        address = struct.pack(
-            "16sHH4s8x", b"lo:1", socket.AF_INET, 0, socket.inet_aton("127.0.0.2")
+        request = struct.pack(
+            "16sHH4s8x", b"lo:%d" % number, socket.AF_INET, 0, socket.inet_aton(address)
         )
-        fcntl.ioctl(line, _SIOCSIFADDR, address)
+        fcntl.ioctl(line, _SIOCSIFADDR, request)

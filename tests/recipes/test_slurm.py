@@ -1,33 +1,41 @@
-"""Slurm: a node is killed, then the whole job is preempted and queued again."""
+"""Slurm without a Redis: nodes are killed, the first among them, the store, and the whole job."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from rdzv_plugins.testing.harness import until
 from tests import Measure
-from tests.recipes.pages import block, take
-from tests.recipes.slurm import Cluster
+from tests.recipes.pages import Node, block, take
+from tests.recipes.slurm import Cluster, add_address
 
 STEP = re.compile(r"step (\d+) in a world of (\d+), loss")
 
 
 class Log:
-    """The job's log, to which each of its runs appends."""
+    """A job's logs, one of each task, to which each of its runs appends."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    @property
-    def text(self) -> str:
-        return self._file.read_text(errors="replace") if self._file.exists() else ""
+    def __init__(self, folder: Path, job: str) -> None:
+        self._folder = folder
+        self._job = job
+        # How much of each was read, so that the lines keep their order.
+        self._read: dict[Path, int] = {}
+        self.text = ""
 
     @property
     def steps(self) -> list[tuple[int, int]]:
+        for file in self._folder.glob(f"train-{self._job}-*.log"):
+            new = file.read_bytes()[self._read.get(file, 0) :]
+            new = new[: new.rfind(b"\n") + 1]
+            self._read[file] = self._read.get(file, 0) + len(new)
+            self.text += new.decode(errors="replace")
         return [(int(step), int(size)) for step, size in STEP.findall(self.text)]
 
     def await_that(self, condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
@@ -42,17 +50,73 @@ class Log:
         return self.steps[-1][0]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("redis")
+class Login:
+    """The reader's shell there."""
+
+    def __init__(self) -> None:
+        self._served: list[Node] = []
+
+    def serve(self) -> None:
+        """As the page says; what the shell ran in the background stays."""
+        export, serve = block("slurm", "export RDZV_PLUGINS_PASSWORD_FILE").splitlines()
+        os.environ["RDZV_PLUGINS_PASSWORD_FILE"] = os.path.expanduser(export.partition("=")[2])
+        runs_already = reached("login1", 6379)
+        served = Node(serve.removesuffix(" &"))
+        self._served.append(served)
+        # Where one runs already, this one ends.
+        ends, begins = (lambda: served.process.poll() == 1), (lambda: reached("login1", 6379))
+        assert until(ends if runs_already else begins, 60), Path("store.log").read_text()
+
+    def kill_store(self) -> None:
+        for served in self._served:
+            served.die()
+        assert until(lambda: not reached("login1", 6379), 20)
+
+    def submit(self) -> str:
+        """The job that the page submits."""
+        shown = subprocess.run(
+            ["bash", "-c", block("slurm", "export RDZV_ENDPOINT")],
+            capture_output=True, text=True, timeout=60, check=True,
+        ).stdout  # fmt: skip
+        job = shown.strip().removeprefix("Submitted batch job ")
+        assert job.isdigit(), shown
+        return job
+
+    close = kill_store
+
+
+@pytest.fixture
+def login(folder: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Login]:
+    """The login node: this host has its address and its name, and the user's home."""
+    add_address("10.1.0.1", 2)
+    hosts = folder / "hosts"
+    hosts.write_text(Path("/etc/hosts").read_text() + "10.1.0.1 login1\n")
+    subprocess.run(["mount", "--bind", hosts, "/etc/hosts"], check=True)
+    for name, value in {**slurm.environ, "HOME": str(folder)}.items():
+        monkeypatch.setenv(name, value)
+    opened = Login()
+    yield opened
+    opened.close()
+    subprocess.run(["umount", "/etc/hosts"], check=True)
+
+
+def reached(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(900)
 def test_a_node_is_killed_and_the_job_is_queued_again(
-    folder: Path, slurm: Cluster, record_property: Measure
+    folder: Path, slurm: Cluster, login: Login, record_property: Measure
 ) -> None:
-    take("slurm", "train.py", "slurm/train.sbatch")
+    take("slurm", "train.py", "slurm/train.sbatch", "slurm/node.sh")
+    login.serve()
     # The cluster is one machine of two cores: three workers that import torch at once are slow.
-    submitted = slurm.ask("bash", "-c", block("slurm", "export RDZV_ENDPOINT"))
-    job = submitted.removeprefix("Submitted batch job ")
-    assert job.isdigit(), submitted
-    log = Log(folder / f"train-{job}.log")
+    job = login.submit()
+    log = Log(folder, job)
     step = log.await_world(3)
 
     slurm.kill_node("node2")
@@ -64,24 +128,84 @@ def test_a_node_is_killed_and_the_job_is_queued_again(
     assert log.await_world(2) > after
     assert slurm.ask("squeue", "--noheader", "--format=%t") == "R"
 
-    slurm.start_node("node2")
-    log.await_that(lambda: "idle" in slurm.ask("sinfo", "--nodes=node2"), "node2 idle")
+    start_node(slurm, log, "node2")
     before = log.steps[-1][0]
     urgent = slurm.ask("sbatch", "--partition=urgent", "--nodes=3", "--wrap=true")
     assert urgent.startswith("Submitted"), urgent
     await_restart(slurm, log, job, 1)
-    assert "PREEMPTION" in log.text
     resumed = log.await_world(3)
     assert resumed > before - 20
     record_property("preempted", f"after step {before}; three nodes went on at step {resumed}")
 
     # What Slurm does before the time limit, because of --signal.
-    slurm.ask("scancel", "--batch", "--signal=USR1", job)
+    slurm.ask("scancel", "--signal=USR1", job)
     before = log.steps[-1][0]
     await_restart(slurm, log, job, 2)
     assert log.await_world(3) > before - 20
     assert all(f"slurm-{job}-{restart}" in log.text for restart in range(3))
     slurm.ask("scancel", job)
+
+
+@pytest.mark.timeout(900)
+def test_the_first_node_dies_and_the_store(
+    folder: Path, slurm: Cluster, login: Login, record_property: Measure
+) -> None:
+    """And the page is followed twice, with the store of the first time."""
+    take("slurm", "train.py", "slurm/train.sbatch", "slurm/node.sh")
+    login.serve()
+    log = Log(folder, job := login.submit())
+    log.await_world(3)
+
+    login.kill_store()
+    log.await_world(3)
+    login.serve()
+    # The agents write their run again; until then nobody knows whom a killed node left.
+    log.await_that(lambda: is_running(job, 3), "the run stands in the new store")
+    trained = log.await_world(3)
+    slurm.kill_node("node1")
+    after = log.await_world(2)
+    assert after > trained - 20
+    record_property("first node", f"two nodes went on at step {after}")
+    log.await_that(lambda: "down" in slurm.ask("sinfo", "--nodes=node1"), "node1 down")
+    assert log.await_world(2) > after
+    assert slurm.ask("squeue", "--noheader", "--format=%t") == "R"
+
+    # The time limit: the batch script, and srun, are gone.
+    start_node(slurm, log, "node1")
+    slurm.ask("scancel", "--signal=USR1", job)
+    await_restart(slurm, log, job, 1)
+    log.await_world(3)
+
+    # The next workers read the script, and soon come to its end.
+    script = Path("train.py")
+    last = log.steps[-1][0] + 300
+    script.write_text(script.read_text().replace("20_000", str(last)))
+    slurm.kill_node("node1")
+    log.await_that(lambda: slurm.ask("squeue", "--noheader") == "", "the job ends", 180)
+    assert max(log.steps)[0] >= last - 20
+    assert f"trained to step {last}" in log.text
+    assert "JobState=CANCELLED" in slurm.ask("scontrol", "show", "job", job)
+
+    start_node(slurm, log, "node1")
+    login.serve()
+    assert "port 6379" in Path("store.log").read_text()
+    again = login.submit()
+    assert again != job
+    second = Log(folder, again)
+    second.await_that(lambda: "trained to step" in second.text or not second.steps, "the end", 180)
+    second.await_that(lambda: slurm.ask("squeue", "--noheader") == "", "the job ends", 180)
+    assert "JobState=COMPLETED" in slurm.ask("scontrol", "show", "job", again)
+
+
+def is_running(job: str, nodes: int) -> bool:
+    command = ["rdzv", "status", "-e", "redis://login1:6379", "-i", f"slurm-{job}-0"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    return f"running round 0, {nodes} of" in shown
+
+
+def start_node(slurm: Cluster, log: Log, name: str) -> None:
+    slurm.start_node(name)
+    log.await_that(lambda: "idle" in slurm.ask("sinfo", f"--nodes={name}"), f"{name} idle")
 
 
 def await_restart(slurm: Cluster, log: Log, job: str, restarts: int) -> None:
