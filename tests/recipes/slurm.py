@@ -117,10 +117,12 @@ class Cluster:
                     step = parent(int(folder.name))
                     if Path(f"/proc/{step}/comm").read_text().startswith("slurmstepd"):
                         dying.add(step)
-        # The oldest first, srun before the tasks: none has the time to react to another's death.
-        for process in sorted(dying):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        # Stopped first, none reacts to another's death: srun's child ends all tasks when srun dies.
+        # The kernel wakes stopped children of the dead, so that children die first.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in sorted(dying, reverse=True):
+                with suppress(ProcessLookupError):
+                    os.kill(process, number)
 
     def close(self) -> None:
         for process in reversed(self._processes):

@@ -150,7 +150,7 @@ def test_a_node_is_killed_and_the_job_is_queued_again(
 def test_the_first_node_dies_and_the_store(
     folder: Path, slurm: Cluster, login: Login, record_property: Measure
 ) -> None:
-    """And the page is followed twice, with the store of the first time."""
+    """And a second job uses the store of the first one."""
     take("slurm", "train.py", "slurm/train.sbatch", "slurm/node.sh")
     login.serve()
     log = Log(folder, job := login.submit())
@@ -173,28 +173,51 @@ def test_the_first_node_dies_and_the_store(
     # The time limit: the batch script, and srun, are gone.
     start_node(slurm, log, "node1")
     slurm.ask("scancel", "--signal=USR1", job)
-    await_restart(slurm, log, job, 1)
-    log.await_world(3)
+    release(slurm, log, job)
+    await_restart(slurm, log, job, 2)
+    assert log.await_world(3) > after - 20
 
-    # The next workers read the script, and soon come to its end.
+    # The next workers read the script, and fail.
     script = Path("train.py")
-    last = log.steps[-1][0] + 300
-    script.write_text(script.read_text().replace("20_000", str(last)))
+    training = script.read_text()
+    script.write_text("raise SystemExit('no data')")
+    before = log.await_world(3)
+    slurm.kill_node("node1")
+    log.await_that(lambda: bool(log.steps) and "queueing the job again" in log.text, "it fails")
+    log.await_that(lambda: "down" in slurm.ask("sinfo", "--nodes=node1"), "node1 down")
+    script.write_text(training)
+    start_node(slurm, log, "node1")
+    release(slurm, log, job)
+    await_restart(slurm, log, job, 4)
+    assert log.await_world(3) > before - 20
+
+    # Or they soon come to its end.
+    last = shorten(log.steps[-1][0] + 300)
     slurm.kill_node("node1")
     log.await_that(lambda: slurm.ask("squeue", "--noheader") == "", "the job ends", 180)
     assert max(log.steps)[0] >= last - 20
     assert f"trained to step {last}" in log.text
     assert "JobState=CANCELLED" in slurm.ask("scontrol", "show", "job", job)
 
+    # Another job, which begins with the checkpoint of that one.
     start_node(slurm, log, "node1")
     login.serve()
     assert "port 6379" in Path("store.log").read_text()
+    shorten(last + 100)
+    node = Path("node.sh")
+    node.write_text(node.read_text().replace("train-$SLURM_JOB_ID.pt", f"train-{job}.pt"))
     again = login.submit()
-    assert again != job
     second = Log(folder, again)
-    second.await_that(lambda: "trained to step" in second.text or not second.steps, "the end", 180)
     second.await_that(lambda: slurm.ask("squeue", "--noheader") == "", "the job ends", 180)
+    assert [it[0] for it in second.steps] == [last + 20 * number for number in range(1, 6)]
     assert "JobState=COMPLETED" in slurm.ask("scontrol", "show", "job", again)
+
+
+def shorten(last: int) -> int:
+    """The training ends with this step."""
+    script = Path("train.py")
+    script.write_text(re.sub(r"STEPS = .*", f"STEPS = {last}", script.read_text()))
+    return last
 
 
 def is_running(job: str, nodes: int) -> bool:
@@ -208,11 +231,22 @@ def start_node(slurm: Cluster, log: Log, name: str) -> None:
     log.await_that(lambda: "idle" in slurm.ask("sinfo", f"--nodes={name}"), f"{name} idle")
 
 
+def release(slurm: Cluster, log: Log, job: str) -> None:
+    """As the page says: Slurm holds the job, because the first node kept its files."""
+    held = "Reason=launch_failed_requeued_held"
+    log.await_that(lambda: held in start_now(slurm, job), "the job is held")
+    slurm.ask("bash", "-c", block("slurm", "scontrol release").replace("$JOB", job))
+
+
 def await_restart(slurm: Cluster, log: Log, job: str, restarts: int) -> None:
     def runs_again() -> bool:
-        # Else Slurm lets the job wait for two minutes.
-        slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
-        shown = slurm.ask("scontrol", "show", "job", job)
+        shown = start_now(slurm, job)
         return f"Restarts={restarts} " in shown and "JobState=RUNNING" in shown
 
     log.await_that(runs_again, f"restart {restarts}")
+
+
+def start_now(slurm: Cluster, job: str) -> str:
+    """Else Slurm lets the job wait for two minutes; returns what it shows of the job."""
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    return slurm.ask("scontrol", "show", "job", job)
