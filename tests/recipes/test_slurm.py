@@ -233,20 +233,26 @@ def start_node(slurm: Cluster, log: Log, name: str) -> None:
 
 def release(slurm: Cluster, log: Log, job: str) -> None:
     """As the page says: Slurm holds the job, because the first node kept its files."""
+    start_soon(slurm, log, job)
     held = "Reason=launch_failed_requeued_held"
-    log.await_that(lambda: held in start_now(slurm, job), "the job is held")
+    log.await_that(lambda: held in slurm.ask("scontrol", "show", "job", job), "the job is held")
     slurm.ask("bash", "-c", block("slurm", "scontrol release").replace("$JOB", job))
 
 
 def await_restart(slurm: Cluster, log: Log, job: str, restarts: int) -> None:
     def runs_again() -> bool:
-        shown = start_now(slurm, job)
+        shown = slurm.ask("scontrol", "show", "job", job)
         return f"Restarts={restarts} " in shown and "JobState=RUNNING" in shown
 
+    start_soon(slurm, log, job)
     log.await_that(runs_again, f"restart {restarts}")
 
 
-def start_now(slurm: Cluster, job: str) -> str:
-    """Else Slurm lets the job wait for two minutes; returns what it shows of the job."""
-    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
-    return slurm.ask("scontrol", "show", "job", job)
+def start_soon(slurm: Cluster, log: Log, job: str) -> None:
+    """Slurm waits for two minutes, because a node refuses a job as old as the one that it ended.
+
+    Five seconds are enough for that: it compares whole ones.
+    """
+    pending = "JobState=PENDING"
+    log.await_that(lambda: pending in slurm.ask("scontrol", "show", "job", job), "queued again")
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now+5")
