@@ -13,9 +13,11 @@ when on the run reads as empty, on the server's clock. Each request looks at the
 finds that the time has come begins another epoch and deletes the keys of the last one; the next
 `Client.expire` under the prefix does so for other runs.
 
-Limits: linearizable (the stream's leader answers each read). Values up to 1,000,000 bytes; a server
-with a lower ``max_payload`` refuses large ones. Highly available with three or five servers and
-three replicas, while a majority runs. `Client.put_many` sends its keys together; it is not atomic.
+Limits: linearizable (the stream's leader answers each read), but for a leader that was suspended or
+cut off: until it hears of its successor, 10 s at most, it answers with what it knows, and takes no
+write. Values up to 1,000,000 bytes; a server with a lower ``max_payload`` refuses large ones.
+Highly available with three or five servers and three replicas, while a majority runs.
+`Client.put_many` sends its keys together; it is not atomic.
 The user needs to publish to ``$KV.<bucket>.<prefix>.>`` and, of JetStream's API, to
 ``$JS.API.STREAM.INFO.KV_<bucket>``, ``$JS.API.STREAM.MSG.GET.KV_<bucket>`` and
 ``$JS.API.STREAM.PURGE.KV_<bucket>``, with create_bucket=true also to
@@ -599,7 +601,8 @@ class _Transport:
     ) -> None:
         target = parse_endpoint(endpoint, default_port=4222, schemes=("nats", "tls"))
         target.refuse_all_but()
-        self._target, self._options, self._seconds = target, options, seconds
+        self._target, self._options = target, options
+        self._attempt_seconds = min(max(_LEAST_ATTEMPT, seconds / 4), _LONGEST_ATTEMPT)
         self._tls = context_if(
             options.tls or target.scheme == "tls", options, "write tls:// or set tls=true"
         )
@@ -628,7 +631,7 @@ class _Transport:
             raise
         if not parked:
             # While a cluster elects a leader, it loses requests.
-            limit = limit.within(min(max(_LEAST_ATTEMPT, self._seconds / 4), _LONGEST_ATTEMPT))
+            limit = limit.within(self._attempt_seconds)
         try:
             if limit.wake is None:
                 return future.result(limit.seconds)
@@ -688,7 +691,7 @@ class _Transport:
                     error_cb=link.failed, closed_cb=link.closed, name="rdzv-plugins",
                     allow_reconnect=False, tls_hostname=host if self._tls else None,
                     tls=self._tls.get() if self._tls is not None else None,
-                    connect_timeout=self._seconds / len(self._hosts),  # type: ignore[arg-type]
+                    connect_timeout=self._attempt_seconds,  # type: ignore[arg-type]
                     ping_interval=_PING_SECONDS, **_login(self._target, self._options),
                 )  # fmt: skip
                 link.failure = None
@@ -701,6 +704,7 @@ class _Transport:
                 self._hosts.append(self._hosts.pop(0))
                 await _end(link)
             except BaseException:
+                self._hosts.append(self._hosts.pop(0))
                 self._ending = asyncio.ensure_future(_end(link))
                 raise
         assert failure is not None  # An endpoint has a host.

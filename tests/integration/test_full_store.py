@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nats
 import psycopg
 import pytest
 import redis
@@ -104,6 +106,21 @@ def of_zookeeper(store: RunningStore) -> Iterator[Full]:
         admin.close()
 
 
+def of_nats(store: RunningStore) -> Full:
+    def limit(size: int) -> None:
+        async def update() -> None:
+            connection = await nats.connect(f"nats://{store.endpoint}")
+            jetstream = connection.jetstream()
+            config = (await jetstream.stream_info("KV_rdzv")).config
+            await jetstream.update_stream(config, max_bytes=size)
+            await connection.close()
+
+        asyncio.run(update())
+
+    store.open("first").close()  # It makes the bucket.
+    return Full(store, lambda: limit(1), lambda: limit(-1))
+
+
 @contextmanager
 def of_postgres(store: RunningStore) -> Iterator[Full]:
     """A disk that is full: its server says so of each write, as it does of a real one."""
@@ -144,17 +161,17 @@ TAKE_NONE = [
     "etcd-v3",
     "postgres",
 ]
-# Its quota lets writes through that need no more room: some nodes beat, others do not.
-TAKES_SOME = pytest.param("zookeeper", marks=pytest.mark.soak)
+# Their limits let writes through that need no more room: some nodes beat, others do not.
+TAKE_SOME = [pytest.param("zookeeper", marks=pytest.mark.soak), "nats"]
 
 
-@pytest.fixture(params=[*TAKE_NONE, TAKES_SOME])
+@pytest.fixture(params=[*TAKE_NONE, *TAKE_SOME])
 def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Full]:
     name = request.param
-    if name in ("redis", "valkey", "postgres"):
+    if name in ("redis", "valkey", "postgres", "nats"):
         with started(next(kind for kind in KINDS if kind.name == name)) as store:
             if name != "postgres":
-                yield of_redis(store)
+                yield of_nats(store) if name == "nats" else of_redis(store)
                 return
             with of_postgres(store) as full:
                 yield full
