@@ -350,7 +350,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._signals.renew()
         # An agent that asks again without having been told to has workers that failed.
         failed = self._store is not None and not self._was_told
-        if failed and self._costs_the_others() and self._give_up("its workers failed", looked=True):
+        costs = failed and self._costs_the_others()
+        # That took time: a run that was closed meanwhile has another end to tell.
+        is_closed = (latest := self._node.latest) is not None and latest.closed
+        if costs and not is_closed and self._give_up("its workers failed", looked=True):
             run = f"run '{self._run_id}'"
             self._raise(
                 RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
