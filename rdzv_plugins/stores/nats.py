@@ -574,10 +574,11 @@ class _Link:
 
     async def failed(self, error: Exception) -> None:
         """As nats-py tells it: while it connects, and later."""
-        if not self.connection.is_connected or "permissions violation" in str(error).lower():
+        connects = not self.connection.is_connected
+        if connects or "permissions violation" in str(error).lower():
             self.fail(error)
-            if self.connection.is_connecting or not self.connection.is_connected:
-                raise error  # Else nats-py dials for ever.
+        if connects:
+            raise error  # Else nats-py dials for ever.
 
     async def closed(self) -> None:
         self.fail(self.connection.last_error or ConnectionResetError())

@@ -117,10 +117,8 @@ class _Redis(Administrator):
             admin.execute_command(*command)
 
 
-class _ZooKeeper(Administrator):
-    """Its users stand in a file that a server reads at its start."""
-
-    name = "zookeeper"
+class _WithUsersInAFile(Administrator):
+    """Of a server whose users stand in a file, joe among them from its start."""
 
     @classmethod
     def security(cls) -> Security:
@@ -129,6 +127,12 @@ class _ZooKeeper(Administrator):
     def prepare(self) -> None:
         assert self.store.server is not None
         self.secret = str(self.store.server.nodes[0]._kind.security.password)
+
+
+class _ZooKeeper(_WithUsersInAFile):
+    """It reads the file at its start."""
+
+    name = "zookeeper"
 
     def change(self) -> None:
         assert self.store.server is not None
@@ -276,18 +280,10 @@ class _Postgres(Administrator):
                 admin.execute(statement.encode())
 
 
-class _Nats(Administrator):
-    """Its users stand in a file that a server reads anew at SIGHUP."""
+class _Nats(_WithUsersInAFile):
+    """It reads the file anew at SIGHUP."""
 
     name = "nats"
-
-    @classmethod
-    def security(cls) -> Security:
-        return Security(user="joe", password=str(uuid.uuid4()))
-
-    def prepare(self) -> None:
-        assert self.store.server is not None
-        self.secret = str(self.store.server.nodes[0]._kind.security.password)
 
     def change(self) -> None:
         self._write(lambda joe: joe.update(password=self.secret))
