@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from shlex import quote
 
 import msgspec
 
@@ -26,6 +27,7 @@ __all__ = [
     "Listed",
     "Row",
     "archive_run_id",
+    "free_now",
     "list_runs",
     "read_list",
 ]
@@ -178,19 +180,25 @@ class Archive:
         both = (row.incarnation, row.at) == (listed.incarnation, listed.at)
         return row if both or row.at > listed.at else listed
 
-    def free_in(self, incarnation: str, now: datetime) -> float | None:
-        """Seconds until the id of this run is free, which has ended; None: that is not known.
+    def free_in(self, ended: RoundDocument, now: datetime) -> tuple[float | None, str]:
+        """Seconds until the id of a closed run is free, None: not known; and in words, what to do.
 
-        By two wall clocks, for people.
+        By two wall clocks, for people. ``closed_ttl`` tells only how long whoever closed the run
+        may have meant it to stay.
         """
-        for row in reversed(self.rows()):
-            if row.incarnation == incarnation and row.kept is not None:
+        # Who closes a run says last that its keys expire.
+        rows = self.rows() if ended.expires else []
+        for row in reversed(rows):
+            if row.incarnation == ended.incarnation and row.kept is not None:
                 try:
                     since = now - datetime.fromisoformat(row.at)
                 except (TypeError, ValueError):  # It stands in the store, and is not ours to trust.
-                    return None
-                return max(0.0, row.kept - since.total_seconds())
-        return None
+                    break
+                # More, and less than nothing, are another clock's, or a store's that is late.
+                if 0 < (left := row.kept - since.total_seconds()) <= row.kept:
+                    return left, f"its id is free in {left:.0f} s; now: {_clean(self._run_id)}"
+                break
+        return None, free_now(self._run_id)
 
     def end_by_hand(self, reason: str) -> bool:
         """Note the end of the id's last run where nobody lives who would; whether it was not noted.
@@ -289,6 +297,11 @@ class Archive:
         client.delete_many([run for run, it in runs.items() if it.until < _iso(at)])
 
 
+def free_now(run_id: str) -> str:
+    """What to do, where nobody knows when the id of a closed run is free."""
+    return f"to free its id now: {_clean(run_id)}"
+
+
 def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
     """All runs of the last ``history_ttl`` seconds under the prefix, by run id.
 
@@ -309,6 +322,10 @@ def read_list(client: KeyValueClient) -> dict[str, Listed]:
 def archive_run_id(run_id: str) -> str:
     """The run id whose namespace is the archive of ``run_id``."""
     return f"!archive/{run_id}"
+
+
+def _clean(run_id: str) -> str:
+    return f"rdzv clean -i {quote(run_id)}"
 
 
 def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:

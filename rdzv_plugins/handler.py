@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -40,7 +41,7 @@ from rdzv_plugins.addresses import (
     store_hosts,
     store_is_at_loopback,
 )
-from rdzv_plugins.archive import Archive
+from rdzv_plugins.archive import Archive, free_now
 from rdzv_plugins.config import Settings, idle_options, option_names, without_effect
 from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.endpoint import redact
@@ -857,10 +858,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 return SystemExit(0)
             case Failure.CLOSED | Failure.SPARE_CLOSED:
                 why = f" ({latest.reason})" if latest is not None and latest.reason else ""
-                return RendezvousClosedError(
-                    f"{run} is closed{why}; its id is free within {self._settings.sweep_after:g} s "
-                    f"(closed_ttl), or at once with: rdzv clean -i {self._run_id}"
-                )
+                return RendezvousClosedError(f"{run} is closed{why}; {self._when_free(latest)}")
             case Failure.MISMATCH:
                 document = self._node.document
                 theirs = f"{document.min_nodes}:{document.max_nodes}" if document else "others"
@@ -894,6 +892,14 @@ class StoreRendezvousHandler(RendezvousHandler):
         return outcome.error or RendezvousStateError(
             f"{run}: the rendezvous of this node ended without an outcome; please report it"
         )
+
+    def _when_free(self, ended: RoundDocument | None) -> str:
+        """When the id of a closed run can be used again, as far as that is known."""
+        # Of those that were in the run thousands come here at once.
+        if ended is not None and self._store is None:
+            with suppress(RendezvousConnectionError, RendezvousStateError):
+                return self._archive.free_in(ended, datetime.now(UTC))[1]
+        return free_now(self._run_id)
 
     def _who_came(self, outcome: effects.Outcome) -> tuple[str, str]:
         """How many came for a round that did not form, and the sentence as it was in the end."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -255,11 +254,8 @@ def free_soon(seen: Inspection) -> tuple[float | None, str]:
     document = seen.document
     if document is None:
         return None, ""
-    seconds = seen.archive.free_in(document.incarnation, datetime.now(UTC))
-    clean = f"rdzv clean -i {shlex.quote(seen.run_id)}"
-    if seconds is None:
-        return None, f"; to free its id now: {clean}"
-    return round(seconds, 3), f"; its id is free in {seconds:.0f} s; now: {clean}"
+    seconds, words = seen.archive.free_in(document, datetime.now(UTC))
+    return None if seconds is None else round(seconds, 3), f"; {words}"
 
 
 def plain_console() -> Console:

@@ -467,6 +467,8 @@ def _summary(seen: Inspection, nodes: Sequence[NodeState]) -> Text:
             lines.append(f"MASTER {document.master}")
         if document.reason and not document.closed:
             lines.append(f"why this round: {document.reason}")
+        if document.closed:
+            lines.append(free_soon(seen)[1].removeprefix("; "))
         lines.append(_counts(nodes))
     lines.append(seen.clocks)
     return Text("\n".join(filter(None, lines)))

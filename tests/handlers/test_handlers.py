@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from rdzv_plugins.archive import archive_run_id
 from rdzv_plugins.handler import StoreRendezvousHandler, _what_failed
 from rdzv_plugins.kv import MemoryClient, RendezvousStateError
 from rdzv_plugins.protocol.documents import (
@@ -144,6 +145,35 @@ class TestFinishedRuns:
         assert away.is_closed()
         with pytest.raises(RendezvousClosedError):
             site.join(away)
+
+    def test_a_refused_newcomer_is_told_how_long_the_id_stays_taken(self, site: Site) -> None:
+        """By who closed the run, whatever the newcomer's own closed_ttl is."""
+        member = site.handler(1, 1, closed_ttl=50.0)
+        site.join(member)
+        member.set_closed()
+        with pytest.raises(RendezvousClosedError) as refused:
+            site.join(site.handler(1, 1, closed_ttl=900.0))
+        told = re.search(
+            r"; its id is free in (\d+) s; now: rdzv clean -i run$", str(refused.value)
+        )
+        assert told, refused.value
+        assert 0 < int(told[1]) <= 50
+        # Who was in the run does not ask: thousands would at once.
+        with pytest.raises(
+            RendezvousClosedError, match=r"; to free its id now: rdzv clean -i run$"
+        ):
+            site.join(member)
+
+    def test_a_refused_newcomer_is_told_no_time_that_nobody_noted(self, site: Site) -> None:
+        member = site.handler(1, 1, closed_ttl=50.0)
+        site.join(member)
+        member.set_closed()
+        with site.server.changed:
+            site.server.keys(archive_run_id(site.run_id)).clear()
+        with pytest.raises(
+            RendezvousClosedError, match=r"; to free its id now: rdzv clean -i run$"
+        ):
+            site.join(site.handler(1, 1, closed_ttl=900.0))
 
     def test_two_runs_of_an_id_never_share_a_c10d_store(self, site: Site) -> None:
         """Rounds of both have the number 0: nothing that the first left behind is met again."""

@@ -99,7 +99,10 @@ def test_status_says_who_is_in_a_run_and_why_it_restarted(
     assert "leader" in shown.stdout
     for handler in handlers:
         handler.shutdown()
-    assert "closed by" in rdzv("status", "-e", server.endpoint, "-i", run_id).stdout
+    closed = rdzv("status", "-e", server.endpoint, "-i", run_id).stdout
+    assert "closed by" in closed
+    free = rf"^its id is free in \d+ s; now: rdzv clean -i {run_id}$"
+    assert re.search(free, closed, re.MULTILINE), closed
 
 
 def test_status_of_a_run_without_a_sign_of_life(server: servers.LocalServer, run_id: str) -> None:

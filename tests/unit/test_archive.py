@@ -199,10 +199,17 @@ class TestTheEndByHand:
 
 
 def test_when_the_id_of_an_ended_run_is_free(archive: Archive) -> None:
-    now = datetime.now(UTC)
-    assert archive.free_in("the-run", now) is None
+    now, ended = datetime.now(UTC), replace(CLOSED, expires=True)
+    unknown = None, "to free its id now: rdzv clean -i job"
+    assert archive.free_in(ended, now) == unknown
     end = replace(record_of(CLOSED, RECORDS), kept=60.0)
     archive.note(end, now - timedelta(seconds=13))
-    assert archive.free_in("the-run", now) == pytest.approx(47, abs=0.01)
-    assert archive.free_in("the-run", now + timedelta(seconds=100)) == 0.0
-    assert archive.free_in("another", now) is None
+    seconds, words = archive.free_in(ended, now)
+    assert seconds == pytest.approx(47, abs=0.01)
+    assert words == "its id is free in 47 s; now: rdzv clean -i job"
+    # Of another run; before the keys were told to expire; by a clock that is behind, and by one
+    # that is ahead, or where the store frees it late.
+    assert archive.free_in(replace(ended, incarnation="another"), now) == unknown
+    assert archive.free_in(CLOSED, now) == unknown
+    assert archive.free_in(ended, now - timedelta(seconds=20)) == unknown
+    assert archive.free_in(ended, now + timedelta(seconds=100)) == unknown

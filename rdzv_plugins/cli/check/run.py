@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import UTC, datetime
 
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.cli.check.job import Job
@@ -44,8 +45,8 @@ def _holder(seen: Inspection, job: Job, settings: Settings) -> Finding:
         return Finding(Mark.WARNING, "run", found, f"{another}, or handler=rdzv")
     if document.closed:
         found = f"{name} is held by a run that has ended ({document.reason})"
-        wait = f"wait up to closed_ttl ({settings.sweep_after:g} s), run `rdzv clean`"
-        return Finding(Mark.WARNING, "run", found, f"{wait}, or {another}")
+        _, wait = seen.archive.free_in(document, datetime.now(UTC))
+        return Finding(Mark.WARNING, "run", found, f"{wait}; else {another}")
     theirs = document.min_nodes, document.max_nodes
     if job.nnodes is not None and job.nnodes != theirs:
         found = (
