@@ -258,10 +258,26 @@ class Inspection:
         )
 
     @property
+    def is_sure(self) -> bool:
+        """Whether a heartbeat was seen to come, or none of those that were due: no guess by clocks.
+
+        Nodes that have just died are still taken for living until then.
+        """
+        return (
+            self._needs_no_watch
+            or any(map(self._beats.moved, self._asked))
+            or all(map(self.is_silent, self._asked))
+        )
+
+    @property
+    def last_beat(self) -> str:
+        """When the newest heartbeat was written, for people; empty: not known."""
+        return shown(max((self.records[it].at for it in self._asked), default=0), time.time())
+
+    @property
     def why_unknown(self) -> str:
         """The sentence of a run of which `is_known` is false."""
-        records = [self.records[node] for node in self._asked]
-        latest = shown(max(it.at for it in records), time.time())
+        records, latest = [self.records[node] for node in self._asked], self.last_beat
         return (
             "not known yet whether its nodes live: they send heartbeats every "
             f"{max(it.interval for it in records):g} s{latest and f', the last at {latest}'}; "
@@ -468,17 +484,24 @@ def what_it_was(last: Row | Listed | None) -> str:
     return f"{last.outcome.value} at {last.at[:19]} UTC: {last.reason}"
 
 
-def settle(inspections: Iterable[Inspection], briefly: bool = False) -> None:
+def settle(inspections: Iterable[Inspection], briefly: bool = False, surely: bool = False) -> None:
     """Look at all these runs until it can be told of each who lives: up to 12 s.
 
     Args:
         briefly: only until each one's condition is known, for up to a second.
+        surely: until each one `is_sure`, if that comes within those 12 s.
     """
     left = list(inspections)
     for inspection in left:
         inspection.look()
-    ends = time.monotonic() + (_BRIEF_WATCH_SECONDS if briefly else math.inf)
-    while left := [it for it in left if not (it.is_known if briefly else it.can_tell)]:
+    began = time.monotonic()
+    ends = began + (_BRIEF_WATCH_SECONDS if briefly else math.inf)
+    ends = began + _LONGEST_WATCH_SECONDS if surely else ends
+
+    def is_settled(it: Inspection) -> bool:
+        return it.is_known if briefly else it.can_tell and (it.is_sure or not surely)
+
+    while left := [it for it in left if not is_settled(it)]:
         if time.monotonic() >= ends:
             return
         time.sleep(_LOOK_SECONDS)

@@ -105,7 +105,9 @@ def drain(
             raise _stops(run_id, given)
         what = f"drain of {', '.join(given.nodes)} from run '{run_id}'"
         told.say_order(what, given, seen, dry_run=dry_run)
-        if not (dry_run or no_wait or given.lacks):
+        if no_wait and not dry_run:
+            told.say_not_awaited(seen)
+        elif not (dry_run or given.lacks):
             told.await_effect(seen, given, _without(given, seen), timeout)
         told.end()
 
@@ -140,7 +142,9 @@ def restart(
         def effect(document: RoundDocument) -> str:
             return _runs(document) if between or document.round > before.round else ""
 
-        if not no_wait:
+        if no_wait:
+            told.say_not_awaited(seen)
+        else:
             told.await_effect(seen, given, effect, timeout)
         told.end()
 
@@ -173,7 +177,9 @@ def resize(
             # The leader has looked, and goes on as before.
             return "" if document.resize else f"nobody was let in ({seen.sentence})"
 
-        if not no_wait:
+        if no_wait:
+            told.say_not_awaited(seen)
+        else:
             told.await_effect(seen, given, effect, timeout)
         told.end()
 
@@ -254,8 +260,11 @@ def exclude(
                     f"no node of run '{run}' has the address '{host}' now; rdzv status shows those "
                     "that they use"
                 )
-        for seen, given in waits if not no_wait else ():
-            told.await_effect(seen, given, _without(given, seen), timeout)
+        for seen, given in waits:
+            if no_wait:
+                told.say_not_awaited(seen)
+            else:
+                told.await_effect(seen, given, _without(given, seen), timeout)
         told.end()
 
 
@@ -367,6 +376,14 @@ class _Told:
         verb = "would be ordered" if dry_run else "ordered"
         data = {"nodes": [*given.nodes], "left": given.left, "size": given.size}
         self.say(f"{what} {verb}; {_to_come(given, seen)}", dry_run=dry_run, **data)
+
+    def say_not_awaited(self, seen: Inspection) -> None:
+        """Say what was seen of those who are to carry an order out, which may have died by now."""
+        if latest := seen.last_beat:
+            self.say(
+                "whether it is carried out was not waited for; the last heartbeat of run "
+                f"'{seen.run_id}' came at {latest}"
+            )
 
     def await_effect(
         self, seen: Inspection, given: Given, effect: Callable[[RoundDocument], str], timeout: float

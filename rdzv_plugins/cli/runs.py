@@ -272,45 +272,61 @@ def close(
 ) -> None:  # fmt: skip
     """Close a run: the current round trains to its end, and no further round forms.
 
-    Of a dead run it notes the end.
+    First it watches until a heartbeat comes, or one that was due has not come: up to 12 s. Of a
+    dead run it notes the end.
     """
     from rdzv_plugins.driver import carry_out
     from rdzv_plugins.inspection import Condition, Inspection, settle
     from rdzv_plugins.protocol.cleanup import close_run
-    from rdzv_plugins.protocol.documents import Outcome
+    from rdzv_plugins.protocol.documents import Outcome, Phase, RoundDocument
 
     run_id = one_run(run_id, run)
     access = Access(backend, endpoint, conf)
     why = "closed by the command rdzv close"
+    stood: list[RoundDocument] = []
+
+    def may_close(document: RoundDocument) -> bool:
+        stood.append(document)
+        return True
+
     with access.connect(run_id) as client:
         archive = access.archive(run_id)
         seen = Inspection(client, archive, run_id)
-        settle([seen])
-        was = seen.condition
+        settle([seen], surely=True)
+        was, ttl = seen.condition, access.settings.sweep_after
         data = {"order": "close", "run": run_id, "was": was.value}
-        if was is Condition.CLOSED:
-            how = seen.document.reason if seen.document is not None else seen.sentence
-            free_in, free = free_soon(seen)
-            line = f"run '{run_id}' was closed before: {how}{free}"
-            tell(as_json, line, **data, free_in=free_in)
-            return
-        if seen.document is None:
+        if seen.document is None and was is not Condition.CLOSED:
             if was is Condition.DEAD and archive.end_by_hand(f"{why}; nobody lived in it"):
                 said = f"closed run '{run_id}': nobody lives in it; its id is free"
                 tell(as_json, said, **data, free_in=0.0)
                 return
             raise no_run(client, run_id)
-        ttl = access.settings.sweep_after
-        work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close=lambda _: True)
-        # The line below tells it.
-        if not carry_out(client, archive, work, tell=lambda _: None):
-            raise no_run(client, run_id)
-    said = {
-        Condition.DEAD: "nobody lives in it",
-        Condition.FORMING: "no round runs, and none forms; the agents that wait end",
-        Condition.RUNNING: "the current round continues, no further round forms",
-    }[was]
-    now = f"; now: rdzv clean -i {shlex.quote(run_id)}" if was is Condition.DEAD else ""
+        if was is not Condition.CLOSED:
+            work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close)
+            # The line below tells it.
+            if not carry_out(client, archive, work, tell=lambda _: None):
+                raise no_run(client, run_id)
+        if not stood:  # Also where another closed it meanwhile.
+            seen.look()
+            how = seen.document.reason if seen.document is not None else seen.sentence
+            free_in, free = free_soon(seen)
+            data |= {"was": Condition.CLOSED.value}
+            line = f"run '{run_id}' was closed before: {how}{free}"
+            tell(as_json, line, **data, free_in=free_in)
+            return
+    now = ""
+    if was is Condition.DEAD:
+        said, now = "nobody lives in it", f"; now: rdzv clean -i {shlex.quote(run_id)}"
+    elif stood[-1].phase is not Phase.RUNNING:
+        said = "no round runs, and none forms; the agents that wait end"
+    elif seen.is_sure:
+        said = "the current round continues, no further round forms"
+    else:
+        latest = seen.last_beat
+        said = (
+            "the current round continues if its nodes live"
+            f"{latest and f': the last heartbeat came at {latest}'}; no further round forms"
+        )
     line = f"closed run '{run_id}': {said}; its id is free in {ttl:g} s{now}"
     tell(as_json, line, **data, free_in=ttl)
 

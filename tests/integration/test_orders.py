@@ -16,6 +16,7 @@ from threading import Event
 import pytest
 from typer.testing import CliRunner, Result
 
+from rdzv_plugins import inspection
 from rdzv_plugins.cli import app
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, Phase, RoundDocument
@@ -289,6 +290,47 @@ def test_a_dead_run_is_given_no_order(played: Played, order: tuple[str, ...]) ->
     assert (row["order"], row["run"], row["keys"] > 0) == ("clean", played.run_id, True)
 
 
+@pytest.mark.parametrize("died", [False, True])
+def test_who_closes_a_run_is_told_what_was_seen_of_its_nodes(played: Played, died: bool) -> None:
+    """So soon after their last heartbeat that none is due yet."""
+    played.begin(2, (2, 2), keep_alive_interval="3")
+    for agent in played.agents if died else ():
+        agent.crash()
+    said, now = "the current round continues, no further round forms", ""
+    if died:
+        said, now = "nobody lives in it", f"; now: rdzv clean -i {played.run_id}"
+    assert played.said("close") == [
+        f"closed run '{played.run_id}': {said}; its id is free in 60 s{now}"
+    ]
+
+
+def test_who_closes_a_run_is_told_that_nothing_was_seen_of_its_nodes(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "_LONGEST_WATCH_SECONDS", 0.5)
+    played.begin(2, (2, 2), keep_alive_interval="60")
+    assert re.fullmatch(
+        rf"closed run '{played.run_id}': the current round continues if its nodes live: the last "
+        r"heartbeat came at [0-9:]{8} UTC; no further round forms; its id is free in 60 s",
+        played.said("close")[0],
+    )
+
+
+def test_who_closes_a_run_that_another_closes_meanwhile_is_told_so(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.begin(1, (1, 1))
+
+    def settle_late(seen: list[inspection.Inspection], surely: bool) -> None:
+        settle(seen, surely=surely)
+        played.agents[0].handler.set_closed()
+
+    settle = inspection.settle
+    monkeypatch.setattr(inspection, "settle", settle_late)
+    (line,) = played.said("close")
+    assert line.startswith(f"run '{played.run_id}' was closed before: by request; closed by ")
+
+
 def test_an_order_to_a_run_that_is_gone_names_its_state(played: Played) -> None:
     assert played.refusal("restart") == f"there is no run '{played.run_id}'"
     assert played.refusal("close") == f"there is no run '{played.run_id}'"
@@ -423,7 +465,13 @@ def test_the_nodes_of_a_large_round_are_known(played: Played, store: RunningStor
 def test_an_order_that_is_not_awaited_says_what_is_to_come(played: Played) -> None:
     played.begin(2, (2, 2))
     restart = f"restart of run '{played.run_id}' ordered; round 1 forms with 2 nodes"
-    assert played.said("restart", "--no-wait") == [restart]
+    ordered, unseen = played.said("restart", "--no-wait")
+    assert ordered == restart
+    assert re.fullmatch(
+        f"whether it is carried out was not waited for; the last heartbeat of run '{played.run_id}'"
+        r" came at [0-9:]{8} UTC",
+        unseen,
+    )
     agents.until(lambda: all(len(agent.rounds) == 2 for agent in played.agents), 20)
 
     # An agent that does not come: a thread that stands still.
