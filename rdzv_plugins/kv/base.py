@@ -58,6 +58,7 @@ __all__ = [
     "WokenError",
     "in_background",
     "is_unresolved",
+    "refused",
     "segments",
     "stamped",
     "version_of",
@@ -141,6 +142,17 @@ class Problem:
     secret: bool = False
     denied: bool = False
     exhausted: bool = False
+
+
+def refused(said: str, likely: str) -> Problem:
+    """A request that the store has answered and refused; it may lack a right or a setting.
+
+    Args:
+        said: the store's own words.
+        likely: what may be missing, or be in between, and what to do.
+    """
+    text = f"refused a request: {said}; {likely}; rdzv check tries each kind of request"
+    return Problem(text, state=True)
 
 
 class WokenError(Exception):

@@ -35,7 +35,15 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from rdzv_plugins.config import UnreadableFileError
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import LateCredentialsError, RendezvousConnectionError
-from rdzv_plugins.kv.base import UNREACHED, Limit, Problem, Wake, in_background, is_unresolved
+from rdzv_plugins.kv.base import (
+    UNREACHED,
+    Limit,
+    Problem,
+    Wake,
+    in_background,
+    is_unresolved,
+    refused,
+)
 from rdzv_plugins.kv.retry import retry
 from rdzv_plugins.stores._files import FromFiles
 
@@ -255,7 +263,11 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
     if isinstance(error, ClientError | BotoCoreError):
         if "size has exceeded" in said:
             return Problem(f"holds items of at most 400 KB, keys included ({said})", state=True)
-        return Problem(f"refused a request: {said}", state=True)
+        return refused(
+            said,
+            "is the table made as rdzv docs stores says, and not by another program? The role must "
+            f"allow {_ACTIONS}",
+        )
     return None
 
 

@@ -43,7 +43,7 @@ from consul import ConsulException
 
 from rdzv_plugins.config import ServerOptions, first_line, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, segments
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, refused, segments
 from rdzv_plugins.kv.contract import Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.stores._files import FromFiles
@@ -110,6 +110,7 @@ class Client(StoreClient):
         super().__init__(f"consul at {redact(endpoint) or 'localhost'}", request_timeout)
         *prefix, run = segments(namespace, options.prefix)
         self._prefix = "/".join(prefix)
+        self._grant = f'key_prefix "{self._prefix}/" {{ policy = "write" }}'
         self._keys, self._mark = self._places(run)
         scope = {"Namespace": options.namespace, "Partition": options.partition}
         self._scope = {name: value for name, value in scope.items() if value}
@@ -191,7 +192,7 @@ class Client(StoreClient):
         if status in (401, 403):
             return Problem(
                 f"refused the token ({text}); set one in $RDZV_PLUGINS_TOKEN that has "
-                f'key_prefix "{self._prefix}/" {{ policy = "write" }}',
+                f"{self._grant}",
                 # A server that has just started may not have read its tokens yet.
                 retryable=error.was_accepted and "ACL not found" in text,
                 # A proxy on the way may answer 403 too.
@@ -213,7 +214,11 @@ class Client(StoreClient):
         if status == 400 and "HTTPS" in text:
             return Problem("requires TLS; write https:// in front of the endpoint, or tls=true")
         if status < 500:
-            return Problem(f"refused a request: {text}", state=True)
+            return refused(
+                text,
+                "a proxy in between must let /v1/kv and /v1/txn through, and the token needs "
+                f"{self._grant}",
+            )
         if "no space left" in text:
             return Problem(
                 f"is full: it took no write for {self.timeout:g} s ({text}); make room on the "

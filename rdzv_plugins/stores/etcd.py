@@ -49,6 +49,7 @@ from rdzv_plugins.kv.base import (
     Problem,
     StoreClient,
     Stored,
+    refused,
     segments,
     version_of,
 )
@@ -326,7 +327,11 @@ class Client(StoreClient):
                 retryable=True,
                 undone="too many requests" in text or text == _NO_LEADER,
             )
-        return Problem(f"refused a request: {text}", state=True)
+        return refused(
+            text,
+            "a proxy in between must let /v3 through, and with authentication the role of the user "
+            f"needs {self._grant}",
+        )
 
     def _disconnect(self) -> None:
         self._http.close()

@@ -53,7 +53,7 @@ from nats.js.errors import APIError
 
 from rdzv_plugins.config import ServerOptions, first_line, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, segments
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, refused, segments
 from rdzv_plugins.kv.contract import Capabilities, RendezvousStateError
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
@@ -87,6 +87,7 @@ _OUT_OF_SPACE = (10023, 10025, 10047, 10077, 10118)
 _NO_JETSTREAM = (10039, 10076)
 
 _REFUSED = re.compile("(?i)authorization|authentication|permissions violation|credentials|expired")
+_LACKS_A_RIGHT = re.compile("(?i)permissions violation")
 
 # How long the end of a connection may take.
 _CLOSE_SECONDS = 1.0
@@ -150,6 +151,7 @@ class Client(StoreClient):
         self._prefix = f"$KV.{options.bucket}.{'.'.join(prefix)}"
         self._mark = f"{self._prefix}.{run}"
         self._options = options
+        self._grant = _grant(self._prefix, options)
         self._known = _FIRST, 0
         # The server's clock less this host's monotonic one.
         self._offset = 0.0
@@ -200,10 +202,15 @@ class Client(StoreClient):
                 f"refused a value: its max_payload is below {_LARGEST_VALUE:,} bytes", state=True
             )
         if isinstance(error, nats.errors.Error) and _REFUSED.search(text):
+            if _LACKS_A_RIGHT.search(text):
+                return Problem(
+                    f"denied a right ({text}); the user's permissions must allow {self._grant}",
+                    denied=True,
+                )
             return Problem(
                 f"refused the user ({text}); set user and $RDZV_PLUGINS_PASSWORD, "
-                "$RDZV_PLUGINS_TOKEN, nkey_file or credentials_file, with the rights that rdzv "
-                "docs stores names",
+                "$RDZV_PLUGINS_TOKEN, nkey_file or credentials_file; its permissions must allow "
+                f"{self._grant}",
                 denied=True,
             )
         if isinstance(error, nats.errors.NoRespondersError):
@@ -241,7 +248,10 @@ class Client(StoreClient):
             )
         if error.code is not None and error.code >= 500:
             return self._unreachable(error)
-        return Problem(f"refused a request: {said}", state=True)
+        return refused(
+            said,
+            f"was the bucket made by another program? The permissions must allow {self._grant}",
+        )
 
     def inspect(self) -> Iterable[Finding]:
         link = self._call(lambda limit: self._transport.run(self._transport.link(), limit))
@@ -609,7 +619,7 @@ class _Transport:
         )
         self._hosts = list(target.hosts)
         random.shuffle(self._hosts)
-        self._api = f"$JS.{options.domain}.API" if options.domain else "$JS.API"
+        self._api = _api(options)
         self._welcome = welcome
         self._link: _Link | None = None
         self._dialling: asyncio.Lock | None = None
@@ -758,6 +768,20 @@ def _login(target: Endpoint, options: Options) -> dict[str, Any]:
     if user is not None and password is None:
         return {"token": user}  # As other clients read nats://token@host.
     return {"user": user, "password": password} if user is not None else {}
+
+
+def _grant(prefix: str, options: Options) -> str:
+    """The permissions that a user needs, in the server's words."""
+    verbs = ["INFO", "MSG.GET", "PURGE", *(["CREATE"] if options.create_bucket else ())]
+    api = f"{_api(options)}.STREAM"
+    to = [f"{prefix}.>", *(f"{api}.{verb}.KV_{options.bucket}" for verb in verbs)]
+    of = [prefix.replace("$KV.", "$RKV.", 1) + ".>", "_INBOX.>"]
+    named = ["[" + ", ".join(f'"{it}"' for it in subjects) + "]" for subjects in (to, of)]
+    return f"publish: {named[0]}, subscribe: {named[1]}"
+
+
+def _api(options: Options) -> str:
+    return f"$JS.{options.domain}.API" if options.domain else "$JS.API"
 
 
 def _answer(message: Msg) -> dict[str, Any]:

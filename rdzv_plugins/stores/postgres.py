@@ -55,7 +55,15 @@ from psycopg.waiting import Ready, Wait
 from rdzv_plugins.config import ServerOptions, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
-from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, version_of
+from rdzv_plugins.kv.base import (
+    STAMP_BYTES,
+    Limit,
+    Problem,
+    StoreClient,
+    Stored,
+    refused,
+    version_of,
+)
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, refuses_client
@@ -450,7 +458,9 @@ class Client(StoreClient):
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             unsent = isinstance(error, UnconnectedError)
             return self._unreachable(psycopg.OperationalError(said), undone=unsent)
-        return Problem(f"refused a request: {said}", state=True)
+        return refused(
+            said, f"the server's log says more; the user needs: {self._grant(self._user)}"
+        )
 
     def _disconnect(self) -> None:
         with self._lock:

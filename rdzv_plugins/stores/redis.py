@@ -53,6 +53,7 @@ from rdzv_plugins.kv.base import (
     Wake,
     WokenError,
     in_background,
+    refused,
     stamped,
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
@@ -136,6 +137,8 @@ _REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPer
 # How Redis 6.2 and later answer a longer command of who has not logged in.
 _NO_LOG_IN = re.compile("^Protocol error: unauthenticated ")
 _RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello"
+# What stands at the key is not of this package.
+_OTHERS_DATA = re.compile("WRONGTYPE|NOTANUMBER")
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
 # KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" is the
@@ -728,10 +731,15 @@ class Client(StoreClient):
             hint = ", does it want rediss://, and is its protected-mode off" if hung_up else ""
             return self._unreachable(error, undone=undone, hint=hint)
         if isinstance(error, errors.RedisError):
-            hint = (
-                "; is it a Sentinel? It needs sentinel=<name>" if "unknown command" in text else ""
-            )
-            return Problem(f"refused a request: {text}{hint}", state=True)
+            likely = f"the user needs: {self._grant}"
+            if "unknown command" in text:
+                likely = (
+                    "is it a Sentinel? It needs sentinel=<name>; else a proxy in between, or the "
+                    "server's rename-command, takes that command away"
+                )
+            elif _OTHERS_DATA.search(text):
+                likely = "another program has written there: set another prefix"
+            return refused(text, likely)
         return None
 
     def inspect(self) -> Iterable[Finding]:

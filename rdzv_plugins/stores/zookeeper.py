@@ -66,7 +66,7 @@ from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 from rdzv_plugins.config import ServerOptions, UnreadableFileError, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, RendezvousStateError
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, segments
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, refused, segments
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
@@ -295,9 +295,8 @@ class Client(StoreClient):
                 undone=True,
             )
         if isinstance(error, KazooException):
-            return Problem(
-                f"refused a request: {type(error).__name__} {error}".rstrip(), state=True
-            )
+            said = f"{type(error).__name__} {error}".rstrip()
+            return refused(said, f"the user needs all rights there, in zkCli.sh: {self._grant}")
         return None
 
     def _disconnect(self) -> None:

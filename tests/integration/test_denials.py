@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import uuid
@@ -27,12 +28,23 @@ def administrator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ad
         yield administrator
 
 
+# What an administrator can paste.
+GRANTS = {
+    "redis": "ACL SETUSER joe ~{rdzv/* +@hash +@stream",
+    "zookeeper": "setAcl /rdzv sasl:joe:cdrwa",
+    "consul": 'key_prefix "rdzv/" { policy = "write" }',
+    "etcd-v3": "etcdctl role grant-permission <role> readwrite --prefix 'rdzv/'",
+    "postgres": "GRANT SELECT, INSERT, UPDATE, DELETE ON rdzv TO joe",
+    "nats": 'publish: ["$KV.rdzv.rdzv.>", "$JS.API.STREAM.INFO.KV_rdzv"',
+}
+
+
 def test_rights_that_end_while_connected(administrator: Administrator, run_id: str) -> None:
     client = administrator.store.open(run_id)
     try:
         client.put("key", b"value")
         administrator.forbid(run_id)
-        with pytest.raises(AccessDeniedError):
+        with pytest.raises(AccessDeniedError, match=re.escape(GRANTS[administrator.name])):
             client.put("key", b"another")
         with pytest.raises(AccessDeniedError):
             client.wait("key", None, 5)

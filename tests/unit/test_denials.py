@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
+from kazoo.exceptions import InvalidACLError
+from nats.js.errors import APIError
+from psycopg.errors import SyntaxError
+from redis import exceptions as redis_errors
 
 from rdzv_plugins.kv import AccessDeniedError, MemoryServer, RendezvousConnectionError
-from rdzv_plugins.kv.base import Limit, Problem, Stored
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored
+from rdzv_plugins.stores import consul, dynamodb, etcd, nats, postgres, redis, zookeeper
 from rdzv_plugins.stores._dynamodb_table import problem_of
 from rdzv_plugins.stores._tls import tls_problem
+from rdzv_plugins.stores._zookeeper_session import Session
 from tests.unit.test_store_client import DictClient
 
 # As OpenSSL tells a server's alert to Python's ssl, and to libpq.
@@ -63,6 +70,69 @@ def test_answer_of_aws_is_a_denial(code: str) -> None:
 )
 def test_what_aws_did_not_refuse_is_none(error: Exception) -> None:
     assert not meaning(error).denied
+
+
+# The right or the setting that may be missing where a store refuses a request for its own reasons.
+LIKELY = [
+    (
+        redis.Client,
+        redis_errors.ResponseError("WRONGTYPE Operation against a key holding the wrong kind"),
+        "another program has written there: set another prefix",
+    ),
+    (
+        redis.Client,
+        redis_errors.ResponseError("unknown command 'EVALSHA'"),
+        "the server's rename-command, takes that command away",
+    ),
+    (redis.Client, redis_errors.ResponseError("no"), "the user needs: the right"),
+    (
+        zookeeper.Client,
+        InvalidACLError(),
+        "all rights there, in zkCli.sh: the right",
+    ),
+    (
+        consul.Client,
+        consul.RefusedError(405, b"no", True),
+        "and the token needs the right",
+    ),
+    (
+        etcd.Client,
+        etcd.RefusedError(400, b'{"code": 3, "message": "etcdserver: no"}'),
+        "the role of the user needs the right",
+    ),
+    (
+        postgres.Client,
+        SyntaxError("no"),
+        "GRANT SELECT, INSERT, UPDATE, DELETE ON rdzv TO joe",
+    ),
+    (
+        dynamodb.Client,
+        ClientError({"Error": {"Code": "ValidationException", "Message": "no"}}, "Query"),
+        "The role must allow dynamodb:GetItem",
+    ),
+    (
+        nats.Client,
+        APIError(code=400, err_code=10003, description="no"),
+        "The permissions must allow the right",
+    ),
+]
+
+
+@pytest.mark.parametrize(("store", "error", "advice"), LIKELY)
+def test_refused_request_says_what_may_be_missing(
+    store: type[StoreClient], error: Exception, advice: str
+) -> None:
+    client: Any = object.__new__(store)
+    client.timeout, client._tls, client._session = 5.0, None, object.__new__(Session)
+    client._session._proven = True
+    client._name, client._user, client._options = "rdzv", "joe", nats.Options()
+    if store is not postgres.Client:
+        client._grant = "the right"
+    problem = client._problem(error)
+    assert problem.state
+    assert problem.text.startswith("refused a request: ")
+    assert advice in problem.text
+    assert problem.text.endswith("; rdzv check tries each kind of request")
 
 
 class PartlyDenied(DictClient):
