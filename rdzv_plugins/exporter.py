@@ -1,7 +1,6 @@
 """What Prometheus can know of all runs under a prefix, from the store alone: ``rdzv exporter``.
 
-`EXPORTED` is the one table of what there is; ``docs/metrics.md`` shows it, and a test compares the
-two. A metric that a node has too (`metrics.METRICS`) has the same name and means the same.
+What there is stands in `metrics.TABLE`: what a node has too has the same name and means the same.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from rdzv_plugins.archive import Row
 from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import RendezvousStateError
-from rdzv_plugins.metrics import CAUSES, STATES, Kind, Metric, causes_of
+from rdzv_plugins.metrics import CAUSES, STATES, TABLE, By, Kind, Metric, causes_of
 from rdzv_plugins.metrics_server import MetricsServer
 from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.survey import Seen, Survey
@@ -28,100 +28,12 @@ __all__ = ["EXPORTED", "Exporter"]
 _FRESH_SECONDS = 1.0
 _UNKNOWN = float("nan")
 
-EXPORTED = (
-    Metric(
-        name="rdzv_condition",
-        kind=Kind.GAUGE,
-        labels=("run", "condition"),
-        text="1 for the condition of the run, else 0: running, forming, dead or closed; NaN until"
-        " its heartbeats have been watched for long enough",
-    ),
-    Metric(
-        name="rdzv_round",
-        kind=Kind.GAUGE,
-        labels=("run",),
-        text="number of the round",
-    ),
-    Metric(
-        name="rdzv_round_nodes",
-        kind=Kind.GAUGE,
-        labels=("run",),
-        text="nodes that have a rank in it; 0 while it forms",
-    ),
-    Metric(
-        name="rdzv_phase",
-        kind=Kind.GAUGE,
-        labels=("run", "phase"),
-        text="1 for the phase in which it is, else 0: forming, confirming, running or closed",
-    ),
-    Metric(
-        name="rdzv_nodes",
-        kind=Kind.GAUGE,
-        labels=("run", "state"),
-        text=f"nodes of the run by state: {', '.join(STATES)}",
-    ),
-    Metric(
-        name="rdzv_nodes_waiting",
-        kind=Kind.GAUGE,
-        labels=("run",),
-        text="what num_nodes_waiting() returns to the agents of the last round: above 0, they are"
-        " to join the next one",
-    ),
-    Metric(
-        name="rdzv_leader_silence_seconds",
-        kind=Kind.GAUGE,
-        labels=("run",),
-        text="seconds since the exporter last saw the leader's heartbeat move; it looks when it is"
-        " scraped",
-    ),
-    Metric(
-        name="rdzv_last_heartbeat_timestamp_seconds",
-        kind=Kind.GAUGE,
-        labels=("run",),
-        text="when the newest heartbeat of the run was written, on the wall clock of its node",
-    ),
-    Metric(
-        name="rdzv_phase_began_timestamp_seconds",
-        kind=Kind.GAUGE,
-        labels=("run",),
-        text="when the phase of rdzv_phase began, on the wall clock of the node that led",
-    ),
-    Metric(
-        name="rdzv_last_call_ends_timestamp_seconds",
-        kind=Kind.GAUGE,
-        labels=("run",),
-        text="when the last call of the round ends that forms, on its leader's wall clock; NaN"
-        " where none runs",
-    ),
-    Metric(
-        name="rdzv_clock_difference_seconds",
-        kind=Kind.GAUGE,
-        labels=("run", "host"),
-        text="seconds by which the wall clock of a host is ahead of the exporter's, or behind it if"
-        " negative; only of hosts that are off by more than 5 s",
-    ),
-    Metric(
-        name="rdzv_restarts_total",
-        kind=Kind.COUNTER,
-        labels=("run", "cause"),
-        text="rounds after the run's first, by what became of which nodes: lost, left, failed"
-        " (their workers), joined, evicted, held, drained, excluded, or other; one round counts "
-        "once for each of its causes",
-    ),
-    Metric(
-        name="rdzv_last_forming_seconds",
-        kind=Kind.GAUGE,
-        labels=("run", "phase"),
-        text="seconds that the last round took to form: gathering with the last call, how much of"
-        " that was the last_call, and confirming",
-    ),
-    Metric(
-        name="rdzv_store_up",
-        kind=Kind.GAUGE,
-        text="0 while the store is away, else 1",
-    ),
+EXPORTED = tuple(
+    replace(metric, labels=("run", *metric.labels) if metric.of_run else metric.labels)
+    for metric in TABLE
+    if metric.by is not By.NODE
 )
-"""Every metric of the exporter."""
+"""Those of the exporter, with their labels."""
 
 
 class Exporter(Collector):

@@ -1,9 +1,10 @@
 """What a node measures of itself and of its store: for Prometheus, and through OpenTelemetry.
 
-`METRICS` is the one table of what there is; ``docs/metrics.md`` shows it, and a test compares the
-two. `build` makes these metrics in a registry of prometheus-client. `Report` fills them for one
-node. Without the options ``metrics_port`` and ``otel`` there is no `Report`, and the node runs as
-if this module did not exist.
+`TABLE` is the one table of what there is, also of what the exporter tells of all runs;
+``docs/metrics.md`` shows it, and a test compares the two. `build` makes a node's metrics in a
+registry of prometheus-client. `Report` fills them for one node. Without the options
+``metrics_port`` and ``otel`` there is no `Report`, and the node runs as if this module did not
+exist.
 
 Neither prometheus-client nor OpenTelemetry is imported before it is needed.
 """
@@ -34,6 +35,7 @@ from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.logs import RunLog
 from rdzv_plugins.protocol import effects, round_record
+from rdzv_plugins.protocol.diagnosis import call_ends
 from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import Rules, View
@@ -46,6 +48,8 @@ __all__ = [
     "CAUSES",
     "METRICS",
     "STATES",
+    "TABLE",
+    "By",
     "Kind",
     "Measured",
     "Metric",
@@ -79,29 +83,49 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
+class By(StrEnum):
+    """Who reports a metric."""
+
+    NODE = "a node"
+    EXPORTER = "the exporter"
+    BOTH = "both"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """A row of the table.
 
     Attributes:
         name: as Prometheus shows it; seconds are its only unit.
-        text: what it is, as a node reports it.
+        text: what it is.
+        labels: of a node's; the exporter's have the label ``run`` before them.
+        of_run: False: it is about the store, and the exporter's too is without that label.
         buckets: upper bounds, of a histogram.
     """
 
     name: str
     kind: Kind
     text: str
+    by: By = By.NODE
     labels: tuple[str, ...] = ()
+    of_run: bool = True
     buckets: tuple[float, ...] = ()
 
 
-METRICS = (
+TABLE = (
     Metric(
         name="rdzv_info",
         kind=Kind.GAUGE,
         labels=("run", "node", "backend", "version"),
         text="1; its labels say which node of which run this is",
+    ),
+    Metric(
+        name="rdzv_condition",
+        kind=Kind.GAUGE,
+        by=By.EXPORTER,
+        labels=("condition",),
+        text="1 for the condition of the run, else 0: running, forming, dead or closed; NaN until"
+        " its heartbeats have been watched for long enough",
     ),
     Metric(
         name="rdzv_rounds_total",
@@ -111,10 +135,11 @@ METRICS = (
     Metric(
         name="rdzv_restarts_total",
         kind=Kind.COUNTER,
+        by=By.BOTH,
         labels=("cause",),
-        text="rounds after the node's first, by what became of which nodes: lost, left, failed"
-        " (their workers), joined, evicted, held, drained, excluded, or other; one round counts "
-        "once for each of its causes",
+        text="rounds after the first of the node, or of the run, by what became of which nodes: "
+        "lost, left, failed (their workers), joined, evicted, held, drained, excluded, or other; "
+        "one round counts once for each of its causes",
     ),
     Metric(
         name="rdzv_forming_seconds",
@@ -125,31 +150,60 @@ METRICS = (
         " its rank, and confirming, until all nodes had seen theirs",
     ),
     Metric(
+        name="rdzv_last_forming_seconds",
+        kind=Kind.GAUGE,
+        by=By.EXPORTER,
+        labels=("phase",),
+        text="seconds that the last round took to form: gathering with the last call, how much of"
+        " that was the last_call, and confirming",
+    ),
+    Metric(
         name="rdzv_round",
         kind=Kind.GAUGE,
+        by=By.BOTH,
         text="number of the round, as last read",
     ),
     Metric(
         name="rdzv_round_nodes",
         kind=Kind.GAUGE,
+        by=By.BOTH,
         text="nodes that have a rank in it; 0 while it forms",
     ),
     Metric(
         name="rdzv_phase",
         kind=Kind.GAUGE,
+        by=By.BOTH,
         labels=("phase",),
         text="1 for the phase in which it is, else 0: forming, confirming, running or closed",
     ),
     Metric(
+        name="rdzv_phase_began_timestamp_seconds",
+        kind=Kind.GAUGE,
+        by=By.BOTH,
+        text="when the phase of rdzv_phase began, on the wall clock of the node that led; NaN once"
+        " the run is closed",
+    ),
+    Metric(
+        name="rdzv_last_call_ends_timestamp_seconds",
+        kind=Kind.GAUGE,
+        by=By.BOTH,
+        text="when the last call of the round ends that forms, on its leader's wall clock; NaN"
+        " where none runs",
+    ),
+    Metric(
         name="rdzv_nodes",
         kind=Kind.GAUGE,
+        by=By.BOTH,
         labels=("state",),
-        text=f"nodes of the run by state: {', '.join(STATES)}; only from the node that leads",
+        text=f"nodes of the run by state: {', '.join(STATES)}; of the nodes, only the one that "
+        "leads reports it",
     ),
     Metric(
         name="rdzv_nodes_waiting",
         kind=Kind.GAUGE,
-        text="what num_nodes_waiting() returns: above 0, the agent is to join the next round",
+        by=By.BOTH,
+        text="what num_nodes_waiting() returns to this node's agent, or to the agents of the last"
+        " round: above 0, they are to join the next one",
     ),
     Metric(
         name="rdzv_leads",
@@ -162,14 +216,30 @@ METRICS = (
         text="seconds since this node last wrote its heartbeat",
     ),
     Metric(
+        name="rdzv_last_heartbeat_timestamp_seconds",
+        kind=Kind.GAUGE,
+        by=By.EXPORTER,
+        text="when the newest heartbeat of the run was written, on the wall clock of its node",
+    ),
+    Metric(
         name="rdzv_leader_silence_seconds",
         kind=Kind.GAUGE,
-        text="seconds since this node last saw the leader's heartbeat move; 0 on the leader itself",
+        by=By.BOTH,
+        text="seconds since the leader's heartbeat was last seen to move: by this node, 0 on the"
+        " leader itself, or by the exporter, which looks when it is scraped",
     ),
     Metric(
         name="rdzv_lease_seconds",
         kind=Kind.GAUGE,
         text="seconds without a heartbeat after which this node is lost",
+    ),
+    Metric(
+        name="rdzv_clock_difference_seconds",
+        kind=Kind.GAUGE,
+        by=By.EXPORTER,
+        labels=("host",),
+        text="seconds by which the wall clock of a host is ahead of the exporter's, or behind it if"
+        " negative; only of hosts that are off by more than 5 s",
     ),
     Metric(
         name="rdzv_store_request_seconds",
@@ -198,10 +268,15 @@ METRICS = (
     Metric(
         name="rdzv_store_up",
         kind=Kind.GAUGE,
+        by=By.BOTH,
+        of_run=False,
         text="0 while the store is away, else 1",
     ),
 )
-"""Every metric of a node."""
+"""Every metric, in the order of the page."""
+
+METRICS = tuple(metric for metric in TABLE if metric.by is not By.EXPORTER)
+"""Those of a node."""
 
 Sample: TypeAlias = tuple[str, Mapping[str, str], float]
 """The name of a gauge, its labels, and its value; NaN: it is not known."""
@@ -374,6 +449,11 @@ class Report:
         for phase in Phase:
             is_in = document is not None and document.phase is phase
             yield "rdzv_phase", {"phase": phase.value}, is_in
+        since = document.since if document is not None else 0
+        yield "rdzv_phase_began_timestamp_seconds", {}, since or _UNKNOWN
+        leader = view.record if leads else view.leader
+        ends = call_ends(document, leader) if document is not None and leader is not None else 0
+        yield "rdzv_last_call_ends_timestamp_seconds", {}, ends or _UNKNOWN
         if leads and view.records is not None:
             for name, number in _by_state(view).items():
                 yield "rdzv_nodes", {"state": name}, number

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,17 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousParameters,
+)
 
 from rdzv_plugins.config import Settings, parse_options
 from rdzv_plugins.driver import watched
-from rdzv_plugins.exporter import EXPORTED
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.kv import MemoryServer, RendezvousConnectionError
 from rdzv_plugins.kv.contract import KeyValueClient
-from rdzv_plugins.metrics import CAUSES, METRICS, STATES, Kind, Measured, Metric, build
+from rdzv_plugins.metrics import CAUSES, METRICS, STATES, TABLE, Kind, Measured, Metric, build
 from rdzv_plugins.protocol.documents import Cause, Phase
 from rdzv_plugins.protocol.states import State
 from rdzv_plugins.testing.threads import Background
@@ -75,6 +79,33 @@ def total(handler: StoreRendezvousHandler, name: str, label: str) -> dict[str, f
 
 
 class TestWhatANodeMeasures:
+    def test_when_a_last_call_ends(self, site: Site) -> None:
+        """By the leader's clock, also on the page of a node that follows."""
+        options: dict[str, Any] = {
+            "metrics_port": 0,
+            "last_call_timeout": 60.0,
+            "join_timeout": 120.0,
+        }
+        pair = [site.handler(2, 3, **options) for _ in range(2)]
+        joins = [Background(handler.next_rendezvous) for handler in pair]
+
+        def ends(handler: StoreRendezvousHandler) -> float:
+            return value_of(handler, "rdzv_last_call_ends_timestamp_seconds") or 0.0
+
+        site.await_that(lambda: all(ends(it) > 0 for it in pair))
+        leads = [value_of(it, "rdzv_leads") for it in pair]
+        assert sorted(map(bool, leads)) == [False, True]
+        for handler in pair:
+            assert 30 < ends(handler) - time.time() < 61
+            began = value_of(handler, "rdzv_phase_began_timestamp_seconds") or 0.0
+            assert began <= time.time() <= ends(handler)
+        pair[0].set_closed()
+        for join in joins:
+            with pytest.raises(RendezvousClosedError):
+                join.result(20.0)
+        assert isnan(value_of(pair[0], "rdzv_phase_began_timestamp_seconds") or 0.0)
+        assert isnan(ends(pair[0]))
+
     def test_the_life_of_a_pair(self, site: Site) -> None:
         first, second = (site.handler(1, 2, metrics_port=0) for _ in range(2))
         site.join(first, second)
@@ -101,6 +132,11 @@ class TestWhatANodeMeasures:
             "list",
             "compare_and_set",
         }
+
+        began = [value_of(it, "rdzv_phase_began_timestamp_seconds") for it in (first, second)]
+        assert len({*began}) == 1, "both tell when the leader wrote that the round runs"
+        assert abs((began[0] or 0) - time.time()) < 60
+        assert isnan(value_of(first, "rdzv_last_call_ends_timestamp_seconds") or 0)
 
         def states() -> dict[str, float]:
             return total(leads[0], "rdzv_nodes", "state")
@@ -421,9 +457,9 @@ class TestOpenTelemetry:
             sample.name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
             for family in text_string_to_metric_families(page(alone, "/metrics"))
             for sample in family.samples
-            if not sample.name.endswith("_created")
+            if not sample.name.endswith("_created") and sample.value == sample.value
         }
-        # Nothing failed, and OpenTelemetry shows no counter that was not counted.
+        # Nothing failed, and OpenTelemetry shows no counter that was not counted, and no NaN.
         quiet = {
             "rdzv_store_failures_total", "rdzv_store_retries_total",
             "rdzv_store_outage_seconds_total",
@@ -460,12 +496,12 @@ class TestTheTable:
     def test_the_page_shows_the_table(self) -> None:
         text = (ROOT / "docs" / "metrics.md").read_text()
         shown = [line for line in text.splitlines() if line.startswith("| `rdzv_")]
-        assert shown == [row(metric) for metric in (*METRICS, *EXPORTED)]
+        assert shown == [row(metric) for metric in TABLE]
 
 
 def row(metric: Metric) -> str:
     labels = ", ".join(f"`{label}`" for label in metric.labels)
-    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.text} |"
+    return f"| `{metric.name}` | {metric.by} | {metric.kind} | {labels} | {metric.text} |"
 
 
 def names_in(text: str) -> set[str]:

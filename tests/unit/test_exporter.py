@@ -6,7 +6,7 @@ from typing import Any
 
 from rdzv_plugins.archive import Row
 from rdzv_plugins.exporter import EXPORTED, _Restarts
-from rdzv_plugins.metrics import METRICS
+from rdzv_plugins.metrics import METRICS, TABLE, By
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.protocol.round_record import Member
 
@@ -40,10 +40,11 @@ def test_rounds_that_the_store_drops_stay_counted_and_an_id_used_again_adds_to_t
     assert (restarts.by_cause["lost"], restarts.by_cause["left"]) == (2, 1)
 
 
-def test_what_a_node_measures_too_has_its_name_and_its_labels() -> None:
-    nodes = {metric.name: metric for metric in METRICS}
-    shared = [metric for metric in EXPORTED if metric.name in nodes]
-    assert len(shared) == 8
-    for metric in shared:
-        labels = metric.labels if metric.name == "rdzv_store_up" else metric.labels[1:]
-        assert (metric.kind, labels) == (nodes[metric.name].kind, nodes[metric.name].labels)
+def test_what_a_node_measures_too_is_described_once() -> None:
+    names = [metric.name for metric in TABLE]
+    assert len({*names}) == len(names)
+    shared = {metric.name for metric in METRICS} & {metric.name for metric in EXPORTED}
+    assert shared == {metric.name for metric in TABLE if metric.by is By.BOTH}
+    assert len(shared) == 10
+    runs = [metric.name for metric in EXPORTED if metric.labels[:1] != ("run",)]
+    assert runs == ["rdzv_store_up"]
