@@ -33,15 +33,22 @@ def main() -> int:
     parser.add_argument(
         "--settings", nargs="+", default=(), metavar="NAME=VALUE", help="what is not to be drawn"
     )
-    parser.add_argument("--mutants", action="store_true", help="how many seeds each survives")
+    parser.add_argument(
+        "--mutants",
+        nargs="*",
+        choices=MUTANTS,
+        metavar="NAME",
+        help="how many seeds each survives, of these or of all",
+    )
     parser.add_argument("--page", type=Path, help="write the docs' page here")
     options = parser.parse_args()
     focus = Focus(kinds=tuple(options.kinds), settings=dict(map(_setting, options.settings)))
     if options.seed is not None:
         return _show(options.seed, options.nodes, focus)
     first = new_first_seed() if options.first is None else options.first
-    if options.mutants:
-        return _hunt(first, options.seeds, options.processes)
+    if options.mutants is not None:
+        names = options.mutants or list(MUTANTS)
+        return _hunt(names, first, options.seeds, options.processes)
     if options.page:
         return write_page(options.page, first, options.seeds, options.processes, _say)
     _say(f"seeds {first} to {first + options.seeds - 1}")
@@ -76,9 +83,9 @@ def _show(seed: int, nodes: int, focus: Focus) -> int:
     return 1 if result.violation else 0
 
 
-def _hunt(first: int, seeds: int, processes: int | None) -> int:
+def _hunt(names: list[str], first: int, seeds: int, processes: int | None) -> int:
     survivors = 0
-    for name, survived, invariant in first_caught(list(MUTANTS), first, seeds, processes):
+    for name, survived, invariant in first_caught(names, first, seeds, processes):
         survivors += survived is None
         fate = "SURVIVED" if survived is None else f"{survived + 1:,} by {invariant}"
         _say(f"{name:24} {fate:40} {MUTANTS[name].breaks}")

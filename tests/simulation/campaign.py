@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
 
-from .mutants import MUTANTS, build
+from .mutants import MUTANTS, broken
 from .plan import EVERYTHING, Focus
 from .world import Result, simulate
 
@@ -142,11 +142,11 @@ def _simulate_all(task: tuple[range, int, Focus]) -> list[Result]:
 
 def _hunt(task: tuple[str, range]) -> tuple[str, int | None, str]:
     name, seeds = task
-    mutant, focus = build(name), MUTANTS[name].plans
-    for survived, seed in enumerate(seeds):
-        if survived % _SEEDS_PER_TASK == 0:
-            gc.collect()
-        violation = simulate(seed, build=mutant, focus=focus).violation
-        if violation:
-            return name, survived, violation.partition(":")[0]
+    with broken(name):
+        for survived, seed in enumerate(seeds):
+            if survived % _SEEDS_PER_TASK == 0:
+                gc.collect()
+            violation = simulate(seed, focus=MUTANTS[name].plans).violation
+            if violation:
+                return name, survived, violation.partition(":")[0]
     return name, None, ""

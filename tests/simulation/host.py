@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from enum import StrEnum
@@ -17,7 +16,7 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
 )
-from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol import cleanup, effects
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -160,6 +159,8 @@ class Host:
         self._round: RoundDocument | None = None
         self._polling = False
         self._masters = 0
+        # For the round of which world_id it opened each.
+        self._opened_for: dict[str, str] = {}
         # What it did by itself since it last asked the store, waited, or heard anything new.
         self._did: list[Effect[Any]] = []
         self._heard: dict[str, object] = {}
@@ -314,8 +315,7 @@ class Host:
             elif not closed:
                 self._say_farewell()  # It was replaced meanwhile.
 
-        close_run = sys.modules[self.world.build.__module__].close_run  # A mutant has its own.
-        work = close_run(
+        work = cleanup.close_run(  # Where a mutant may have another.
             self.id,
             self.node.latest,
             outcome,
@@ -849,6 +849,7 @@ class Host:
                 error = kind("cannot open a TCPStore")
         if not fails:
             address = f"{self.id}:{self._masters}"
+            self._opened_for[address] = world_id
         world.kernel.after(pause, self._opened, world_id, address, error, pause > 0.05)
         return pause
 
@@ -953,6 +954,8 @@ class Host:
                     store.park(self, key, version, lambda entry: self._notify(turn, entry))
                 return
             case effects.PutRecord(node, record, ring):
+                if record.master and self._opened_for.get(record.master) != record.world_id:
+                    world.violated("confirmed", f"{self.id} opened {record.master} for another")
                 store.put(NODES_PREFIX + node, record.encode())
                 world.checker.beat_arrived(node, record, store.epoch)
                 if ring and not world.network.splits_batch():

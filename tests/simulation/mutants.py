@@ -1,96 +1,261 @@
-"""Copies of the package's code with one rule broken; the simulator must catch each of them.
+"""Faults put into the protocol, one at a time; the simulator must catch each of them.
 
-A mutant is a list of substitutions in the source of some modules. If a replaced text is missing or
-occurs twice, `build` raises an error: the mutant would change nothing or the wrong place.
+A mutant replaces functions or methods of ``rdzv_plugins.protocol`` by faulty ones for as long as
+`broken` lasts. As a rule that is a wrapper which changes what goes in or what comes out, at one of
+the seams of `Patch`: what a node knows, what it decides, what it asks the driver for. No mutant
+knows the text of what it breaks, so that it outlives a change of that.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import importlib.util
-import sys
-import types
-from dataclasses import dataclass, replace
-from pathlib import Path
+import importlib
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch as patched
 
+from msgspec.structs import replace
+
+from rdzv_plugins import protocol
+from rdzv_plugins.kv import Attempts, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.protocol import (
     choice,
+    cleanup,
     growth,
     kept_out,
+    leader,
     links,
-    network_check,
+    member,
     quarantine,
     ranks,
     roster,
 )
+from rdzv_plugins.protocol.contact import Contact
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    Cause,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Status,
+)
+from rdzv_plugins.protocol.effects import (
+    CompareAndSet,
+    DialPeer,
+    Drop,
+    Effect,
+    Effects,
+    Expire,
+    FinishJoin,
+    OpenMaster,
+    Park,
+    PutRecord,
+    PutShards,
+    PutTombstone,
+)
+from rdzv_plugins.protocol.failure_detector import FailureDetector
+from rdzv_plugins.protocol.growth import Hold
+from rdzv_plugins.protocol.links import Judgement, still_not_to_host
 from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.record_cache import RecordCache
+from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
+from rdzv_plugins.protocol.rules import (
+    Action,
+    Close,
+    Fail,
+    Failure,
+    Rules,
+    Start,
+    View,
+    Wait,
+    Write,
+)
 
 from .plan import EVERYTHING, UNSTEERED, Fault, Focus
 
-__all__ = ["CALM", "MOST_SEEDS_PER_MUTANT", "MUTANTS", "Edit", "Mutant", "build"]
+__all__ = ["CALM", "MOST_SEEDS_PER_MUTANT", "MUTANTS", "Mutant", "Patch", "broken"]
 
 # The search for a mutant begins at the seed that caught it first. After a change of the protocol's
 # requests a seed is another run, and a later seed may catch the mutant.
 MOST_SEEDS_PER_MUTANT = 3000
 
-_MODULES = (
-    "failure_detector",
-    "record_cache",
-    "roster",
-    "ranks",
-    "choice",
-    "growth",
-    "kept_out",
-    "quarantine",
-    "links",
-    "network_check",
-    "leader",
-    "member",
-    "observer",
-    "cleanup",
-    "contact",
-    "node",
-)
+_MODULES = [
+    importlib.import_module(it.name)
+    for it in pkgutil.walk_packages(protocol.__path__, f"{protocol.__name__}.")
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
-    module: str
-    old: str
-    new: str
+class Patch:
+    """Puts faults in, until they are undone.
+
+    Attributes:
+        taken: how often each fault has been met since: what it replaces was called, or, where it
+            changes what passes one of the seams, something was changed.
+    """
+
+    def __init__(self, undo: ExitStack) -> None:
+        self._undo = undo
+        self.taken: Counter[str] = Counter()
+
+    def __call__(self, owner: ModuleType | type, name: str, faulty: Callable[..., Any]) -> None:
+        """Replace a function, method or property, wherever the protocol has imported it.
+
+        Args:
+            owner: where it is defined; raises `KeyError` if it is not there.
+            faulty: what is called instead, with the original and then what that was called with.
+        """
+        what = f"{owner.__name__}.{name}"
+        self.taken[what] = 0
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            self.taken[what] += 1
+            return faulty(*arguments, **named)
+
+        self._replace(owner, name, noted)
+
+    def _replace(self, owner: ModuleType | type, name: str, faulty: Callable[..., Any]) -> None:
+        original = vars(owner)[name]
+        is_property = isinstance(original, property)
+        called: Any = original.fget if is_property else original
+
+        @functools.wraps(called)
+        def replacement(*arguments: Any, **named: Any) -> Any:
+            return faulty(called, *arguments, **named)
+
+        if isinstance(owner, type):
+            new = property(replacement) if is_property else replacement
+            self._undo.enter_context(patched.object(owner, name, new))
+            return
+        for module in {owner, *_MODULES}:
+            for known_as in [it for it, value in vars(module).items() if value is original]:
+                self._undo.enter_context(patched.object(module, known_as, replacement))
+
+    def _noted(self, seam: str, before: Any, after: Any) -> Any:
+        self.taken[seam] += after is not before
+        return after
+
+    def view(self, change: Callable[[View], View]) -> None:
+        """What a node knows when it decides."""
+        self.taken["view"] = 0
+        self._replace(
+            member, "decide", lambda decide, view: decide(self._noted("view", view, change(view)))
+        )
+
+    def decision(self, change: Callable[[View, Action], Action]) -> None:
+        """What a node decides."""
+        self.taken["decision"] = 0
+
+        def decide(original: Callable[[View], Action], view: View) -> Any:
+            action = original(view)
+            return self._noted("decision", action, change(view, action))
+
+        self._replace(member, "decide", decide)
+
+    def leaders_view(self, change: Callable[[View, RoundDocument], View]) -> None:
+        """What a node knows when it decides as the leader."""
+        self.taken["leader's view"] = 0
+
+        def lead(original: Callable[..., Action], view: View, document: RoundDocument) -> Action:
+            return original(self._noted("leader's view", view, change(view, document)), document)
+
+        self._replace(leader, "lead", lead)
+
+    def leaders_decision(self, change: Callable[[View, RoundDocument, Action], Action]) -> None:
+        """What the leader decides."""
+        self.taken["leader's decision"] = 0
+
+        def lead(original: Callable[..., Action], view: View, document: RoundDocument) -> Any:
+            action = original(view, document)
+            return self._noted("leader's decision", action, change(view, document, action))
+
+        self._replace(leader, "lead", lead)
+
+    def effects(self, change: Callable[[Node, Effect[Any]], Effect[Any] | None]) -> None:
+        """What a node asks of its driver; None: it does not, and goes on as if it had."""
+        self.taken["effects"] = 0
+
+        def run(original: Callable[[Node], Effects[None]], node: Node) -> Effects[None]:
+            def changed(effect: Effect[Any]) -> Any:
+                return self._noted("effects", effect, change(node, effect))
+
+            return _through(original(node), changed)
+
+        self._replace(Node, "run", run)
+
+
+def _through(
+    steps: Effects[Any],
+    change: Callable[[Effect[Any]], Effect[Any] | None],
+    answered: Callable[[Effect[Any], Any], Any] = lambda _, answer: answer,
+) -> Generator[Effect[Any], Any, Any]:
+    """Carry out ``steps`` with other effects, or with other answers to them."""
+    answer: Any = None
+    error: Exception | None = None
+    with closing(steps):
+        while True:
+            try:
+                effect = steps.throw(error) if error is not None else steps.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer, error = None, None
+            if (changed := change(effect)) is None:
+                continue
+            try:
+                answer = answered(changed, (yield changed))
+            except (RendezvousConnectionError, RendezvousStateError) as failure:
+                error = failure
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A broken rule, in words, and the edits that break it.
+    """What it breaks, in words, and how.
 
     ``seed`` is close to a seed that catches the mutant. If the necessary faults are too rare in
     unrestricted plans, ``focus`` restricts the plans.
     """
 
     breaks: str
-    edits: tuple[Edit, ...]
+    put_in: Callable[[Patch], None]
     seed: int = 1
     focus: Focus = EVERYTHING
 
     @property
     def plans(self) -> Focus:
         """``focus``; as when most of these seeds were found where it does not say otherwise."""
-        return replace(self.focus, settings={"inline": 128, **UNSTEERED, **self.focus.settings})
+        settings = {"inline": 128, **UNSTEERED, **self.focus.settings}
+        return dataclasses.replace(self.focus, settings=settings)
 
 
-_WITH_NAMES_OF_THEIR_OWN = (
-    roster,
-    ranks,
-    choice,
-    growth,
-    kept_out,
-    quarantine,
-    links,
-    network_check,
-)
-"""Modules whose public names others import."""
+MUTANTS: dict[str, Mutant] = {}
+
+
+def _mutant(
+    breaks: str, seed: int = 1, focus: Focus = EVERYTHING
+) -> Callable[[Callable[[Patch], None]], None]:
+    """Add the mutant of a function that puts the fault in; its name is the function's."""
+
+    def add(put_in: Callable[[Patch], None]) -> None:
+        MUTANTS[put_in.__name__.strip("_").replace("_", "-")] = Mutant(breaks, put_in, seed, focus)
+
+    return add
+
+
+@contextmanager
+def broken(name: str) -> Iterator[Patch]:
+    """Have this mutant in the place of the protocol, in all of this process."""
+    with ExitStack() as undo:
+        patch = Patch(undo)
+        MUTANTS[name].put_in(patch)
+        yield patch
+
 
 _UNFIT = Focus(settings={"unfit": 0.5, "checks_restarts": True})
 
@@ -140,11 +305,9 @@ _TOPOLOGY = Focus(
     kinds=("crash", "worker failure", "leave", "newcomer", "newcomer"),
     settings={"topology": True, "min_nodes": 1, "max_nodes": 5, "domains": _RACKS},
 )
-
-
-def _in(module: str, old: str, new: str) -> Edit:
-    return Edit(module, old, new)
-
+_FAILS_OVER = Focus(
+    kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
+)
 
 CALM = Focus(
     kinds=("many crash at once",),
@@ -161,1189 +324,1611 @@ CALM = Focus(
 )
 """Large worlds in which nothing fails but many hosts at once."""
 
-MUTANTS: dict[str, Mutant] = {
-    "no-exclusivity": Mutant(
-        "rule 5: a round does not wait for the participants of the last round",
-        (
-            _in(
-                "leader",
-                "    if pending := without(awaited, gone):  # Rule 5.\n",
-                "    if pending := ():\n",
-            ),
-        ),
-        seed=3,
-    ),
-    "stale-join": Mutant(
-        "rule 5: a join request from before the round counts as one from after it",
-        (
-            _in(
-                "leader",
-                "    return _round_in(document, record) >= ended_round\n",
-                "    return True\n",
-            ),
-        ),
-        seed=2,
-    ),
-    "no-compare": Mutant(
-        "rule 1: a leader treats a refused write as done",
-        (
-            _in(
-                "node",
-                "        if not written:\n"
-                "            yield from seen.adopt(entry)\n"
-                "            return False\n",
-                "",
-            ),
-        ),
-        seed=2,
-    ),
-    "wall-clocks": Mutant(
-        "rule 2: a heartbeat is the writer's clock, and its age is the difference to the reader's",
-        (
-            _in(
-                "node",
-                "beat=self.record.beat + 1, looks=self._seen.looks)",
-                "beat=int(self._clock() * 1000), looks=self._seen.looks)",
-            ),
-            _in(
-                "failure_detector",
-                "_Seen(beat, max(now, self._grace_ends), now, forgiven=forgiven)",
-                "_Seen(beat, (beat or 0) / 1000, now)",
-            ),
-        ),
-        seed=10,
-    ),
-    "half-a-lease": Mutant(
-        "rule 2: a node is lost after half a lease of silence",
-        (
-            _in(
-                "leader",
-                "    return _said_so(record) or view.is_silent(node)\n",
-                "    return _said_so(record) or node != view.me and "
-                "view.confirmed_silence(node) >= view.patience(node) / 2\n",
-            ),
-        ),
-        seed=2,
-    ),
-    "coup": Mutant(
-        "rule 4: the leader is replaced without waiting for its lease",
-        (
-            _in(
-                "member",
-                "    if view.confirmed_silence(leader) < lease and view",
-                "    if False and view",
-            ),
-            _in(
-                "member",
-                "    if view.confirmed_silence(leader) >= lease + turn:\n",
-                "    if view.confirmed_silence(leader) >= turn:\n",
-            ),
-        ),
-    ),
-    "no-heir": Mutant(
-        "rule 4: no node takes over from a dead leader",
-        (
-            _in(
-                "member",
-                "    if view.confirmed_silence(leader) < lease and "
-                "view.confirmed_idleness < idle:\n",
-                "    if True:\n",
-            ),
-        ),
-        seed=6,
-    ),
-    "never-mind-leading": Mutant(
-        "rule 4: a leader that sends heartbeats but cannot read all records stays the leader",
-        (
-            _in("member", "    idle = lease + (", "    idle = 1e9 + ("),
-            _in(
-                "observer",
-                "        return self._clock() - self.listed_since >= self._rules.lease\n",
-                "        return False\n",
-            ),
-        ),
-        seed=31,
-        focus=Focus(kinds=("grey host",), settings={"stays_grey": True}),
-    ),
-    "own-ranks": Mutant(
-        "rule 6: a node puts itself first instead of reading its rank",
-        (
-            _in(
-                "node",
-                "            case rules.Start(document):\n",
-                "            case rules.Start(document):\n"
-                "                people = document.participants\n"
-                "                people = sorted(people, key=lambda node: node != self.id)\n"
-                "                document = replace(document, participants=tuple(people))\n",
-            ),
-        ),
-    ),
-    "below-minimum": Mutant(
-        "rule 7: one node is enough for a round",
-        (
-            _in(
-                "choice",
-                "    return count if count >= sizes.min_nodes else 0\n",
-                "    return count\n",
-            ),
-        ),
-        seed=9,
-    ),
-    "above-maximum": Mutant(
-        "rule 7: a round takes all nodes",
-        (_in("choice", "        return ready[:size]\n", "        return ready\n"),),
-        seed=4,
-    ),
-    "no-last-call": Mutant(
-        "rule 7: the round completes as soon as the minimum is reached",
-        (_in("leader", "        if not enough or left > 0:\n", "        if not enough:\n"),),
-    ),
-    "spares-disturb": Mutant(
-        "rule 8: a waiting node restarts a full round",
-        (_in("leader", "    grows = size > len(present)\n", "    grows = bool(newcomers)\n"),),
-        seed=2,
-    ),
-    "newcomers-wait": Mutant(
-        "rule 8: a waiting node is not admitted although there is room",
-        (_in("leader", " or (grows and held is None)", ""),),
-        seed=2,
-    ),
-    "loss-unseen": Mutant(
-        "rule 9: the loss of a participant does not restart the round",
-        (_in("leader", " or (lost and view.rules.restart_on_loss)", ""),),
-        seed=329,
-    ),
-    "failure-unseen": Mutant(
-        "a participant that joins again does not restart the round of the others",
-        (_in("leader", "    if rejoined or ordered or", "    if ordered or"),),
-        seed=24,
-    ),
-    "no-window-after-outage": Mutant(
-        "rule 11: observation windows continue across an outage of the store",
-        (
-            _in(
-                "observer",
-                "        if away > self._rules.outage:\n",
-                "        if False:\n",
-            ),
-        ),
-        seed=34,
-    ),
-    "no-grace-after-outage": Mutant(
-        "rule 11: after an outage, a node that reconnects late gets no extra lease",
-        (
-            _in(
-                "observer",
-                "self.liveness.restart(now, self._rules.lease)",
-                "self.liveness.restart(now)",
-            ),
-        ),
-        seed=43,
-    ),
-    "repeated-requests": Mutant(
-        "rule 11: an outage through which a client repeated a request is none",
-        (
-            _in(
-                "observer",
-                "        if away > self._rules.outage:\n",
-                "        if trouble and away > self._rules.outage:\n",
-            ),
-        ),
-        seed=31000613,
-    ),
-    "no-grace-at-first-sight": Mutant(
-        "rule 11: a node that is first seen after an outage gets no extra lease",
-        (_in("failure_detector", "max(now, self._grace_ends)", "now"),),
-        seed=70000263,
-        focus=Focus(kinds=("outage", "outage", "newcomer", "leave", "crash", "slow store")),
-    ),
-    "no-window-at-takeover": Mutant(
-        "a new leader judges nodes by observations from before it led",
-        (_in("observer", "        self.liveness.restart(now, unless=deposed)\n", ""),),
-        seed=275,
-    ),
-    "answer-time": Mutant(
-        "a slow answer counts as an observation at the time when it arrived",
-        (
-            _in(
-                "failure_detector",
-                "            seen.looked, seen.stale = asked, False\n",
-                "            seen.looked, seen.stale = now, False\n",
-            ),
-        ),
-        seed=84,
-        focus=Focus(
-            kinds=("slow store", "crash", "stall"),
-            settings={"rates": (1.0, 1.0), "lease": 3.0, "latency": 0.3},
-        ),
-    ),
-    "documents-are-no-beats": Mutant(
-        "documents written by the leader do not count as its heartbeats, although two "
-        "amnesias within a lease hide the heartbeats",
-        (
-            _in(
-                "observer",
-                "            self.liveness.heard(document.leader, self._clock())\n",
-                "            pass\n",
-            ),
-        ),
-        seed=141,
-        focus=Focus(
-            kinds=("amnesia",),
-            settings={
-                "rates": (0.84, 1.2),
-                "lease": 2.0,
-                "latency": 0.3,
-                "request_timeout": 3.0,
-                "other_settings": 0.0,
-            },
-        ),
-    ),
-    "no-write-back": Mutant(
-        "rule 12: no node writes the document back after the store lost it",
-        (_in("member", "    if latest is None:\n        if not", "    if True:\n        if not"),),
-        seed=13,
-    ),
-    "newcomer-rules": Mutant(
-        "rule 12: a node accepts a document that is older than the one it remembers",
-        (_in("member", "    return document.place < latest.place\n", "    return False\n"),),
-        seed=131,
-        focus=Focus(
-            kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
-        ),
-    ),
-    "no-memory": Mutant(
-        "rule 12: a node forgets that it has seen a later round",
-        (
-            _in(
-                "observer",
-                "(not latest.closed and document.place >= latest.place)\n",
-                "not latest.closed\n",
-            ),
-            # Else it restarts, needlessly, and so comes back.
-            _in("member", " or document.world_id != member.world_id:\n", ":\n"),
-        ),
-        seed=131,
-        focus=Focus(
-            kinds=("fail-over", "worker failure"), settings={"stop": 0.05, "max_restarts": 100}
-        ),
-    ),
-    "strays-unseen": Mutant(
-        "rule 12: a leader ignores nodes that run in a round it does not know",
-        (
-            _in(
-                "leader",
-                "    if strays or highest >= document.round:\n",
-                "    strays = []\n    if highest >= document.round:\n",
-            ),
-        ),
-        seed=349,
-    ),
-    "numbers-from-zero": Mutant(
-        "rule 12: a leader numbers rounds without looking at the records",
-        (
-            _in("leader", "    if strays or highest >= document.round:\n", "    if strays:\n"),
-            _in("leader", "round=max(document.round, highest + 1),", "round=document.round,"),
-        ),
-        seed=4246,
-        focus=Focus(
-            kinds=("amnesia", "amnesia", "partition", "worker failure"),
-            settings={"stop": 0.05, "max_restarts": 100, "last_call": 0.0, "min_nodes": 1},
-        ),
-    ),
-    "numbers-alike": Mutant(
-        "two rounds with the same number are treated as the same round",
-        (
-            _in(
-                "member",
-                "view.record.world_id == document.world_id\n",
-                "view.record.round == document.round\n",
-            ),
-            _in("leader", "or record.world_id != world_id", "or record.round != document.round"),
-        ),
-        seed=1154,
-    ),
-    "closed-reopens": Mutant(
-        "rule 14: a closed run continues",
-        (
-            _in(
-                "member",
-                "    if latest is not None and latest.closed:\n"
-                "        if view.record.status is Status.RUN and _is_strange(view, latest):\n"
-                "            return AskTombstone(str(view.own))\n"
-                "        return _on_closed(view)\n",
-                "",
-            ),
-        ),
-        seed=2,
-    ),
-    "no-confirmation": Mutant(
-        "a round runs before its participants have confirmed it",
-        (
-            _in(
-                "leader",
-                "    if unconfirmed(document, records):\n",
-                "    if document.participants[0] in unconfirmed(document, records):\n",
-            ),
-        ),
-        seed=3,
-    ),
-    "confirming-blind": Mutant(
-        "the leader waits for a participant that dies while the round is being confirmed",
-        (_in("leader", "    if lost or rejoined or out:\n", "    if rejoined or out:\n"),),
-        seed=38,
-    ),
-    "mixed-nodes": Mutant(
-        "a node with other --nnodes is admitted",
-        (
-            _in(
-                "member",
-                "    if (document.min_nodes, document.max_nodes) != "
-                "(rules.min_nodes, rules.max_nodes):\n",
-                "    if False:\n",
-            ),
-            _in(
-                "leader",
-                "    return (record.min_nodes, record.max_nodes) == "
-                "(document.min_nodes, document.max_nodes)\n",
-                "    return True\n",
-            ),
-        ),
-        seed=6,
-    ),
-    "lost-for-good": Mutant(
-        "a participant that returns to a round that continued without it stays lost",
-        (_in("leader", "- {*rejoined, *back}", "- {*rejoined}"),),
-        seed=61,
-    ),
-    "silent-failure": Mutant(
-        "a failed join is not reported to the agent while the store is unreachable",
-        (
-            _in(
-                "node",
-                "            except (RendezvousConnectionError, RendezvousStateError):\n"
-                "                # The others",
-                "            except ZeroDivisionError:\n                # The others",
-            ),
-        ),
-        seed=292,
-    ),
-    "missed-round": Mutant(
-        "if a round ended before a participant saw it run, the participant never starts it",
-        (
-            _in(
-                "member",
-                "    if latest.ran != confirmed.world_id:\n",
-                "    if latest.phase is not Phase.RUNNING or latest.ran != confirmed.world_id:\n",
-            ),
-        ),
-        seed=272,
-    ),
-    "swept-runs-again": Mutant(
-        "a node writes a round back to an empty store without looking for the tombstone",
-        (
-            _in(
-                "member",
-                "    if latest.incarnation not in view.asked_tombstones:\n",
-                "    if False:\n",
-            ),
-        ),
-        seed=355,
-    ),
-    "no-tombstone-for-ever": Mutant(
-        "that a run had no tombstone holds for as long as the document stays away",
-        (_in("observer", " if asked > oldest)", ")"),),
-        seed=1025,
-        focus=Focus(
-            kinds=("workers succeed", "amnesia"),
-            settings={
-                "sweep_after": 1.0,
-                "unacknowledged": 0.1,
-                "ambush": "amnesia",
-                "latency": 0.05,
-                "inline": 2,
-            },
-        ),
-    ),
-    "no-tombstone": Mutant(
-        "the node that closes a run writes no tombstone",
-        (_in("cleanup", "yield from PutTombstone(closed)", "pass"),),
-        seed=216,
-        focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
-    ),
-    "older-run-wins": Mutant(
-        "the nodes of an older run overwrite the document of another live run of the same id",
-        (
-            _in(
-                "observer",
-                " and not (latest.closed and latest.is_of(self.confirmed))",
-                " and False",
-            ),
-        ),
-        seed=23,
-    ),
-    "anybody-closes": Mutant(
-        "rule 14: a node that was replaced closes the run of the others",
-        (
-            _in(
-                "cleanup",
-                "        if not may_close(document):\n",
-                "        if False:\n",
-            ),
-        ),
-        seed=480,
-        focus=Focus(
-            kinds=("partition", "partition", "close", "close", "crash"),
-            settings={"rates": (1.0, 1.0), "lease": 2.0},
-        ),
-    ),
-    "closes-any-run": Mutant(
-        "rule 14: a node closes any run of its id, also another incarnation",
-        (_in("cleanup", "not document.is_of(latest)):\n", "False):\n"),),
-        seed=273,
-        focus=Focus(
-            kinds=("amnesia", "partition", "close", "close"),
-            settings={"rates": (1.0, 1.0), "lease": 6.0, "poll": 0.5},
-        ),
-    ),
-    "nobody-told-of-failure": Mutant(
-        "rule 14: a run that is closed as failed does not end the other agents",
-        (_in("member", "int(latest.outcome is not None and latest.outcome.ends_workers)", "0"),),
-        seed=3,
-    ),
-    "done-is-gone": Mutant(
-        "a node whose workers succeeded is treated as lost",
-        (
-            _in(
-                "leader",
-                "    return record.world_id == document.world_id\n",
-                "    return False\n",
-            ),
-        ),
-        seed=2,
-    ),
-    "done-is-disturbed": Mutant(
-        "newcomers restart a round in which a node's workers have succeeded",
-        (_in("leader", "    if newcomers and not done:\n", "    if newcomers:\n"),),
-        seed=191,
-        focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
-    ),
-    "nobody-closes-what-is-done": Mutant(
-        "nodes that are done wait in torch's exit barrier for lost nodes",
-        (_in("leader", "    if done and done >= set", "    if not gone and done == set"),),
-        seed=792,
-    ),
-    "one-lease-for-all": Mutant(
-        "each node is judged by the leader's lease instead of its own",
-        (
-            _in(
-                "leader",
-                "    return _said_so(record) or view.is_silent(node)\n",
-                "    return _said_so(record) or node != view.me and "
-                "view.confirmed_silence(node) >= view.rules.lease\n",
-            ),
-        ),
-        seed=50,
-    ),
-    "beats-go-back": Mutant(
-        "a delayed heartbeat overrides a later record of the same node",
-        (
-            _in(
-                "record_cache",
-                "late = known is not None and known[1].beat > record.beat",
-                "late = False",
-            ),
-        ),
-        seed=45,
-        focus=Focus(kinds=("leave", "workers succeed", "worker failure"), settings={"late": 0.3}),
-    ),
-    "stray-founds-at-once": Mutant(
-        "a node with other --nnodes creates a run while the nodes of another run live",
-        (
-            _in(
-                "member",
-                "    if any(view.moved(str(node)) for node in holders):\n",
-                "    if False:\n",
-            ),
-            _in("member", "    if alive:\n", "    if False:\n"),
-        ),
-        seed=6,
-    ),
-    "evicted-at-once": Mutant(
-        "a node that has not yet asked for the next round is evicted at once",
-        (_in("leader", "        if view.round_age >= patience:\n", "        if True:\n"),),
-        seed=2,
-    ),
-    "drained-joins-again": Mutant(
-        "a leader names a drained node that asks for a round",
-        (_in("leader", "    ready, sizes = asks.difference(out),", "    ready, sizes = asks,"),),
-        seed=34,
-        focus=_DRAINS,
-    ),
-    "drained-stays": Mutant(
-        "a leader takes no drained node out of the round that runs",
-        (_in("leader", "        if node in kept and not view", "        if False and not view"),),
-        seed=4,
-        focus=_DRAINS,
-    ),
-    "excluded-is-named": Mutant(
-        "a leader names the nodes of excluded hosts",
-        (
-            _in(
-                "kept_out",
-                "    return {*document.drained, *excluded}",
-                "    return document.drained",
-            ),
-        ),
-        focus=_EXCLUDES,
-    ),
-    "excluded-for-ever": Mutant(
-        "a leader takes an exclusion that has ended for one that holds",
-        (_in("kept_out", " for it in both if it.holds(now)}", " for it in both}"),),
-        focus=_EXCLUDES,
-    ),
-    "does-not-look-back": Mutant(
-        "a run keeps nodes that were excluded from the run before it",
-        (_in("leader", "    if view.carried and (after", "    if False and (after"),),
-        seed=33,
-        focus=Focus(
-            kinds=("close, then resubmit",),
-            settings={
-                "orders": tuple(Fault(at, "exclude") for at in (1.0, 2.0, 3.0, 4.0, 6.0)),
-                "sweep_after": 1.0,
-                "ambush": None,
-            },
-        ),
-    ),
-    "quarantine-starves": Mutant(
-        "hosts stay in quarantine though the run cannot have the minimum of nodes without them",
-        (_in("leader", "            if let is not None:", "            if False:"),),
-        seed=10,
-        focus=Focus(
-            kinds=_FLAPS.kinds,
-            settings={
-                "nodes": 3,
-                "min_nodes": 3,
-                "max_nodes": 3,
-                "quarantine_after": 1,
-                "quarantine_window": 10000.0,
-            },
-        ),
-    ),
-    "quarantined-at-once": Mutant(
-        "a host is put into quarantine the first time that it ends a round",
-        (_in("quarantine", "len(times) < rules.quarantine_after:", "False:"),),
-        focus=_FLAPS,
-    ),
-    "deaf-to-restart": Mutant(
-        "a leader does not restart a round that runs when people ask for it",
-        (_in("leader", "    if rejoined or ordered or", "    if rejoined or out or"),),
-        seed=20,
-        focus=_DRAINS,
-    ),
-    "never-evicted": Mutant(
-        "the leader waits for a node with a hanging agent as long as it sends heartbeats",
-        (_in("leader", "        if view.round_age >= patience:\n", "        if False:\n"),),
-        seed=38,
-    ),
-    "spare-for-ever": Mutant(
-        "a spare keeps waiting after its round has ended",
-        (
-            _in(
-                "member",
-                "document is None or document.phase is not Phase.RUNNING:\n",
-                "document is None:\n",
-            ),
-        ),
-        seed=119,
-    ),
-    "withdrawal-after-join": Mutant(
-        "the withdrawal of an abandoned join also cancels the next join",
-        (
-            _in(
-                "node",
-                "        self._withdraw_ordered, self._join_ordered = False, True\n",
-                "        self._join_ordered = True\n",
-            ),
-        ),
-        seed=6239,
-    ),
-    "join-goes-on": Mutant(
-        "an abandoned join still takes a rank",
-        (
-            _in(
-                "node",
-                "            self._withdraw_ordered = self._joining = False\n"
-                "            yield from self._leave()\n",
-                "            self._withdraw_ordered = False\n",
-            ),
-        ),
-        seed=197,
-    ),
-    "no-expiry": Mutant(
-        "no leader sets a deadline for the keys of a run",
-        (
-            _in(
-                "node",
-                "        if leads and self._clock() >= self._expiry_due:\n",
-                "        if False:\n",
-            ),
-        ),
-        seed=4,
-    ),
-    "zombie-leaves-its-record": Mutant(
-        "a node that learns of its run's end does not delete the record that it has written since",
-        (_in("node", "                if ended is not None:\n", "                if False:\n"),),
-        seed=322,
-        focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
-    ),
-    "old-master-is-taken": Mutant(
-        "a TCPStore that opens too late is used for the next round",
-        (
-            _in(
-                "node",
-                "        if opening is not None and opening[0] == world_id:\n",
-                "        if True:\n",
-            ),
-        ),
-        seed=1636,
-    ),
-    "opens-in-a-loop": Mutant(
-        "rank 0 that cannot open a TCPStore tries it again and again, and asks the store for "
-        "nothing meanwhile",
-        (
-            _in("node", "self._reopens and not self._openings.seconds_left", "self._reopens"),
-            _in(
-                "node",
-                "                left = min(left, self._openings.seconds_left)\n",
-                "                return None\n",
-            ),
-        ),
-    ),
-    "opens-without-a-pause": Mutant(
-        "rank 0 that cannot open a TCPStore tries it again at once, after a look at the store",
-        (
-            _in("node", "self._reopens and not self._openings.seconds_left", "self._reopens"),
-            _in(
-                "node",
-                "                left = min(left, self._openings.seconds_left)\n",
-                "                left = 0.0\n",
-            ),
-        ),
-        focus=Focus(settings={"no_master": 0.9}),
-    ),
-    "one-tombstone-at-a-time": Mutant(
-        "a node that was in two runs asks for their tombstones in turn, forever",
-        (
-            _in(
-                "observer",
-                "        self._asked_tombstones[incarnation] = asked\n",
-                "        self._asked_tombstones = {incarnation: asked}\n",
-            ),
-        ),
-        seed=458,
-        focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
-    ),
-    "spares-of-the-dead": Mutant(
-        "a spare waits without end for a round that has lost all its nodes",
-        (_in("member", "    if document.has_lost_all:\n", "    if False:\n"),),
-        seed=520,
-        focus=Focus(
-            kinds=("kill all, then resubmit",),
-            settings={"restart_on_loss": False},
-        ),
-    ),
-    "cause-forgotten": Mutant(
-        "a round that ends before it runs loses its cause",
-        (
-            _in(
-                "leader",
-                "        cause = _amended(document.cause, records, lost)\n",
-                "        cause = _amended(Cause(), records, lost)\n",
-            ),
-        ),
-        seed=77,
-    ),
-    "loss-unnamed": Mutant(
-        "a node lost while a round forms is missing from the cause",
-        (
-            _in(
-                "leader",
-                "    cause = _amended(document.cause, records, missing).plus(",
-                "    cause = document.cause.plus(",
-            ),
-        ),
-        seed=7,
-    ),
-    "rubbish-stays": Mutant(
-        "no node overwrites an unreadable document",
-        (
-            _in(
-                "observer",
-                "            if self.latest is None:\n                raise\n",
-                "            raise\n",
-            ),
-        ),
-        seed=188,
-    ),
-    "waits-for-the-dead": Mutant(
-        "the c10d store of a finished round does not answer an agent's pending reads",
-        (
-            _in(
-                "node",
-                "        return self.waiting > 0 or self._seen.closed\n",
-                "        return False\n",
-            ),
-        ),
-        seed=315,
-    ),
-    "no-digest": Mutant(
-        "nodes are taken for those of a round though not all of them were found",
-        (
-            _in(
-                "roster",
-                "len(nodes) == shards.size and digest_of(incarnation, nodes) == shards.digest",
-                "bool(nodes)",
-            ),
-        ),
-        seed=51000230,
-        focus=_APART,
-    ),
-    "missing-is-lost": Mutant(
-        "a leader whose store lost the shards waits for no node to write its record again",
-        (_in("leader", "    if view.confirmed_silence(MISSING) < lease:\n", "    if False:\n"),),
-        seed=51000190,
-        focus=_APART,
-    ),
-    "shards-written-once": Mutant(
-        "a leader does not write shards again that a fail-over has lost",
-        (
-            _in(
-                "node",
-                "        if leads and waits and self._shards and age >= self._shards_due:\n",
-                "        if False:\n",
-            ),
-        ),
-        seed=52002430,
-        focus=_APART,
-    ),
-    "decides-before-an-outage": Mutant(
-        "what a leader decided before an outage is written after it, once the shards are",
-        (_in("node", "        if seen.outages != outages:\n", "        if False:\n"),),
-        seed=52003284,
-        focus=_APART,
-    ),
-    "roster-of-no-one": Mutant(
-        "a node with other --nnodes takes a run over whose nodes it has not found",
-        (_in("member", "    if not document.is_whole:\n", "    if False:\n"),),
-        seed=51000886,
-        focus=Focus(
-            kinds=("newcomer with other --nnodes", "crash", "partition", "fail-over"),
-            settings=_APART.settings,
-        ),
-    ),
-    "closes-without-its-rank": Mutant(
-        "a node whose shard is lost does not know that it may close the run that it is in",
-        (
-            _in(
-                "cleanup",
-                "with_rank(document, node_id, known_ranks(latest))",
-                "with_rank(document, node_id, {})",
-            ),
-        ),
-        seed=393,
-        focus=Focus(kinds=("fail-over", "close", "worker failure"), settings={"inline": 1}),
-    ),
-    "no-doubt": Mutant(
-        "a leader takes a large part of the world for lost without another lease",
-        (_in("leader", "    if len(late) < _FEWEST_DOUBTED or", "    if True or"),),
-        seed=9,
-        focus=CALM,
-    ),
-    "doubts-for-ever": Mutant(
-        "a leader doubts the same silence again and again",
-        (
-            _in("failure_detector", " is not None and seen.forgiven is None:", " is not None:"),
-            _in(
-                "leader",
-                "        if view.confirmed_silence(node) >= view.lease(node) and _is_fresh",
-                "        if view.confirmed_silence(node) >= view.patience(node) and _is_fresh",
-            ),
-            _in("leader", "    return view.forgiven(node) is None and view", "    return view"),
-            _in("leader", "(node for node in late if view.forgiven(node) is None)", "(late)"),
-            _in(
-                "leader",
-                "    longest = view.lease(node) + view.rules.outage\n",
-                "    longest = view.patience(node) + view.rules.outage\n",
-            ),
-        ),
-        seed=2,
-        focus=CALM,
-    ),
-    "lists-for-the-done": Mutant(
-        "a leader waits for the lease of a participant that is done and gone",
-        (_in("leader", "view, without(present, done))", "view, present)"),),
-        seed=1419,
-    ),
-    "heirs-doubt-again": Mutant(
-        "a leader that followed a silent one doubts those that fell silent with it once more",
-        (_in("observer", "        if self._outlived is not None:\n", "        if False:\n"),),
-        seed=414,
-        focus=CALM,
-    ),
-    "odd-worlds": Mutant(
-        "node_unit: a round takes all nodes that are ready",
-        (_in("choice", "    count -= count % sizes.step\n", ""),),
-        focus=_UNITS,
-    ),
-    "unit-disturbs": Mutant(
-        "node_unit: a newcomer ends a round before a whole unit has come",
-        (_in("leader", "    grows = size > len(present)\n", "    grows = size > 0\n"),),
-        focus=_UNITS,
-    ),
-    "torn-segments": Mutant(
-        "segment: nodes are taken wherever they are",
-        (
-            _in(
-                "choice",
-                "    if not rules.minds_domains or size == len(ready):\n",
-                "    if True:\n",
-            ),
-            _in(
-                "choice", "    if sizes.segment > 1:\n        count", "    if False:\n        count"
-            ),
-        ),
-        focus=_SEGMENTS,
-    ),
-    "survivors-torn": Mutant(
-        "segment: survivors are taken first though their segment is not whole",
-        (
-            _in(
-                "choice",
-                "    if not rules.minds_domains or size == len(ready):\n",
-                "    if True:\n",
-            ),
-        ),
-        focus=_SEGMENTS,
-    ),
-    "scattered-domains": Mutant(
-        "rank_order=topology: nodes are in their natural order",
-        (_in("ranks", '    elif rank_order == "topology":\n', "    elif False:\n"),),
-        focus=_TOPOLOGY,
-    ),
-    "rank-0-leaves-its-domain": Mutant(
-        "rank_order=topology: a node that can host is put first without its domain",
-        (
-            _in(
-                "ranks",
-                "        _put_its_domain_first(first, natural, records)\n",
-                "        pass\n",
-            ),
-        ),
-        focus=_TOPOLOGY,
-        seed=93,
-    ),
-    "places-forgotten": Mutant(
-        "rank_order=topology: survivors are in their natural order",
-        (
-            _in(
-                "ranks",
-                "_in_their_domains(natural, records, places or {})",
-                "_in_their_domains(natural, records, {})",
-            ),
-        ),
-        seed=77,
-        focus=_TOPOLOGY,
-    ),
-    "waits-for-the-unfit": Mutant(
-        "a round waits for a node whose check failed as for one that will ask for it",
-        (
-            _in(
-                "leader",
-                "    return record is not None and record.is_over\n",
-                "    return record is not None and not record.unfit and (\n"
-                "        record.status in (Status.LEFT, Status.DONE)\n"
-                "    )\n",
-            ),
-        ),
-        seed=83000006,
-        focus=_UNFIT,
-    ),
-    "joins-unfit": Mutant(
-        "a node whose check failed says so, and stays in its round or asks for one all the same",
-        (_in("node", "replace(record, status=Status.LEFT, unfit=", "replace(record, unfit="),),
-        seed=83000000,
-        focus=_UNFIT,
-    ),
-    "no-rest": Mutant(
-        "a node that left waits for a heartbeat that is never due",
-        (
-            _in(
-                "node",
-                "        if seen.closed or not self._beats:\n",
-                "        if seen.closed:\n",
-            ),
-        ),
-        seed=12,
-    ),
-    "links-ignored": Mutant(
-        "network_check: a round runs whatever its nodes have found",
-        (_in("links", "    if not (failed or cut):\n", "    if True:\n"),),
-        seed=2,
-        focus=_parted("cut off", "unreachable"),
-    ),
-    "rank-0-undialled": Mutant(
-        "network_check: a node confirms its rank without having dialled rank 0",
-        (_in("network_check", "        if self._first is not None:\n", "        if False:\n"),),
-        focus=_parted("hidden"),
-    ),
-    "rank-0-for-ever": Mutant(
-        "network_check: a rank 0 that nobody reached is rank 0 of the next round too",
-        (
-            _in(
-                "leader",
-                "    hosts = able_to_host(document, records, chosen)\n",
-                "    hosts = records\n",
-            ),
-        ),
-        seed=72,
-        focus=_parted("hidden"),
-    ),
-    "one-failure-is-enough": Mutant(
-        "network_check: a node is left out that failed with one other",
-        (_in("links", "_SEVERAL = 2\n", "_SEVERAL = 1\n"),),
-        seed=39,
-        focus=_parted("bad link"),
-    ),
-    "nobody-at-fault": Mutant(
-        "network_check: who failed with several others stays in the round",
-        (_in("links", "_SEVERAL = 2\n", "_SEVERAL = 200\n"),),
-        seed=61,
-        focus=_parted("cut off", "unreachable"),
-    ),
-    "always-the-same-partner": Mutant(
-        "network_check: the next round pairs the same nodes",
-        (_in("links", "    step = 1 + round_ % (len(ring) - 1)\n", "    step = 1\n"),),
-        seed=2,
-        focus=_parted("bad link"),
-    ),
-    "one-way-speaks-for-both": Mutant(
-        "network_check: a dial that fails is forgotten once the other one has dialled",
-        (
-            _in(
-                "links",
-                "if link not in passed and here",
-                "if link not in passed and link[::-1] not in passed and here",
-            ),
-        ),
-        seed=2,
-        focus=_parted("unreachable", nodes=3, min_nodes=3, max_nodes=3),
-    ),
-    "unheard-verdict": Mutant(
-        "network_check: a node that is left out asks again at once",
-        (
-            _in(
-                "member",
-                "    if document.phase is Phase.FORMING and judged and document.faults",
-                "    if False and document.faults",
-            ),
-        ),
-        seed=2,
-        focus=_parted("cut off", "unreachable", "cut off"),
-    ),
-    "ends-rounds-for-the-cut-off": Mutant(
-        "network_check: a running round is ended for a node that was cut off",
-        (
-            _in(
-                "leader",
-                "    if present and not document.resize:\n",
-                "    if False:\n",
-            ),
-        ),
-        seed=2,
-        focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=4),
-    ),
-    "tries-the-cut-off-at-once": Mutant(
-        "network_check: a round that forms takes a node that was cut off, without need",
-        (_in("leader", "    if document.faults.rounds:\n", "    if False:\n"),),
-        seed=2,
-        focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=5),
-    ),
-    "one-bad-link-for-ever": Mutant(
-        "network_check: no round runs as long as one link is bad",
-        (_in("links", "(not fresh or was.rounds >= _MOST_ROUNDS)", "False"),),
-        seed=107,
-        focus=_parted("bad link", "bad link", nodes=4, min_nodes=3, one_stays_bad=True),
-    ),
-    "deaf-while-it-checks": Mutant(
-        "network_check: a leader that waits for a rank 0 which is dead finds out nothing",
-        (
-            _in(
-                "member",
-                "        if view.checks and isinstance(action, Confirm):\n",
-                "        if False:\n",
-            ),
-        ),
-        seed=14,
-        focus=_parted("slow"),
-    ),
-    "stays-though-refused": Mutant(
-        "rule 24: a node that the store refuses stops its workers after its lease",
-        (_in("contact", "            self._denied = self._clock()\n", "            pass\n"),),
-        focus=_REFUSED,
-    ),
-    "refused-for-ever": Mutant(
-        "rule 24: a heartbeat that the store accepts ends a refusal",
-        (_in("contact", "self._accepted, self._denied = sent, None", "self._accepted = sent"),),
-        focus=Focus(
-            kinds=("outage",),
-            settings={"refusals": tuple(Fault(3.0 * n, "some") for n in range(6))},
-        ),
-    ),
-    "deaf-to-outage-limit": Mutant(
-        "rule 24: with on_outage=stop a node without an accepted heartbeat stops its workers",
-        (_in("contact", "unheard >= rules.outage_limit or (self", "(self"),),
-        focus=Focus(kinds=("partition", "outage"), settings={"outage_limit": 2.0}),
-    ),
-    "stops-at-the-first-refusal": Mutant(
-        "rule 24: a store that comes back and refuses for less than an interval stops nobody",
-        (
-            _in(
-                "contact",
-                "since is not None and self._clock() - since >= self._rules.interval",
-                "since is not None",
-            ),
-        ),
-        focus=Focus(
-            kinds=("outage",),
-            settings={"refusals": tuple(Fault(1.0 * n, "all") for n in range(20))},
-        ),
-    ),
-    "cut-off-in-a-closed-run": Mutant(
-        "rule 24: in a closed run nobody beats, and the round that runs goes on",
-        (_in("node", "not self._joining and not self._seen.closed", "not self._joining"),),
-        seed=20,
-        focus=Focus(kinds=("close",), settings={"outage_limit": 2.0}),
-    ),
-    "runs-on-replaced": Mutant(
-        "rule 24: a node stops its workers once it reads that a later round ran without it",
-        (
-            _in(
-                "member",
-                "    if document.round > member.round or document.world_id != member.world_id:\n"
-                "        return max(1, document.waiting)\n",
-                "    if document.round > member.round + 2:\n"
-                "        return max(1, document.waiting)\n",
-            ),
-        ),
-        focus=Focus(kinds=("partition", "partition", "stall")),
-    ),
-    "token-by-the-clock": Mutant(
-        "rule 25: a fencing token grows with each round, whatever the clocks of leaders show",
-        (_in("leader", "max(document.fencing_token + 1, int(wall * 1000))", "int(wall * 1000)"),),
-        focus=Focus(kinds=("leave", "newcomer"), settings={"last_call": 0.0, "min_nodes": 1}),
-    ),
-    "token-by-the-count": Mutant(
-        "rule 25: a fencing token is larger than all before also where the store lost them",
-        (
-            _in(
-                "leader",
-                "max(document.fencing_token + 1, int(wall * 1000))",
-                "document.fencing_token + 1",
-            ),
-        ),
-        focus=Focus(kinds=("amnesia", "worker failure", "kill all, then resubmit")),
-    ),
-    "ends-rounds-too-soon": Mutant(
-        "rule 17: a round runs for min_uptime before it is ended for newcomers",
-        (_in("growth", '        (rules.min_uptime - view.uptime, "to min_uptime"),\n', ""),),
-        focus=_grows(min_uptime=5.0),
-    ),
-    "grows-too-often": Mutant(
-        "rule 17: resize_interval passes between two rounds that let newcomers in",
-        (_in("growth", "(rules.resize_interval - view.grown_for,", "(0.0,"),),
-        focus=_grows(resize_interval=8.0),
-    ),
-    "grows-without-a-last-call": Mutant(
-        "rule 17: newcomers that do not fill the round wait for the last call while it runs",
-        (_in("growth", "    if newcomers < room and not permitted:\n", "    if False:\n"),),
-        focus=_grows(last_call=3.0),
-    ),
-    "grows-unasked": Mutant(
-        "rule 17: with grow=checkpoint newcomers wait until a worker names the moment",
-        (_in("growth", 'rules.grow == "checkpoint" and not permitted', "False"),),
-        focus=_grows(grow="checkpoint"),
-    ),
-    "no-last-call-after-a-loss": Mutant(
-        "rule 17: a restart after a loss waits for a replacement",
-        (
-            _in(
-                "growth",
-                "    if gone == 0 or size >= len(document.previous) + gone:\n",
-                "    if True:\n",
-            ),
-        ),
-        focus=_grows(replacement=2.0),
-    ),
-    "gives-up-too-soon": Mutant(
-        "rule 18: only rounds that ran for less than no_progress_uptime count against a run",
-        (_in("leader", "short_rounds + (not only_grows) if short else 0", "short_rounds + 1"),),
-        focus=_grows(no_progress_rounds=2, no_progress_uptime=0.5),
-    ),
-}
+
+def _under(view: View, **rules: Any) -> View:
+    """The same under other settings."""
+    return replace(view, rules=dataclasses.replace(view.rules, **rules))
 
 
-@functools.cache
-def build(name: str) -> type[Node]:
-    """The mutant's code; raises `LookupError` if a replaced text does not occur exactly once."""
-    edits = MUTANTS[name].edits
-    modules = {}
-    for module in _MODULES:
-        source = _source(module)
-        for edit in edits:
-            if edit.module == module:
-                if source.count(edit.old) != 1:
-                    raise LookupError(
-                        f"mutant {name}: {source.count(edit.old)} times in {module}.py: {edit.old}"
-                    )
-                source = source.replace(edit.old, edit.new)
-        modules[module] = _load(f"mutant_{name}_{module}".replace("-", "_"), source)
-    for name in ("fits", "lead", "next_round", "unconfirmed", "without"):
-        setattr(modules["member"], name, getattr(modules["leader"], name))
-    observer, node = modules["observer"], modules["node"]
-    observer.__dict__.update(
-        FailureDetector=modules["failure_detector"].FailureDetector,
-        RecordCache=modules["record_cache"].RecordCache,
+def _with_document(view: View, **fields: Any) -> View:
+    """The same with another document."""
+    assert view.document is not None
+    return replace(view, document=replace(view.document, **fields))
+
+
+def _with_records(view: View, concerned: Callable[[str, NodeRecord], bool], **fields: Any) -> View:
+    """The same with other records of the nodes that this concerns."""
+    known = {**(view.records or {}), view.me: view.record}
+    changed = {it: replace(was, **fields) for it, was in known.items() if concerned(it, was)}
+    records = {**known, **changed}
+    return replace(view, records=records, record=records[view.me]) if changed else view
+
+
+def _has_another_size(view: View) -> bool:
+    """Whether the run has other ``--nnodes`` than this node."""
+    document, rules = view.document, view.rules
+    return (
+        document is not None
+        and not document.closed
+        and ((document.min_nodes, document.max_nodes) != (rules.min_nodes, rules.max_nodes))
     )
-    cleanup = modules["cleanup"]
-    cleanup.__dict__.update(with_rank=observer.with_rank)
-    node.__dict__.update(
-        member=modules["member"],
-        Contact=modules["contact"].Contact,
-        Observer=observer.Observer,
-        close_run=cleanup.close_run,
-        let_expire=cleanup.let_expire,
-        tidy_up=cleanup.tidy_up,
+
+
+# Rounds: who is awaited, taken, and ranked.
+
+
+@_mutant("rule 5: a round does not wait for the participants of the last round", seed=3)
+def no_exclusivity(patch: Patch) -> None:
+    def has_rejoined(
+        original: Any, document: RoundDocument, record: NodeRecord | None, ended: int
+    ) -> bool:
+        silent = record is None or not record.asks
+        forms = document.phase is Phase.FORMING
+        return (forms and silent) or original(document, record, ended)
+
+    patch(leader, "has_rejoined", has_rejoined)
+
+
+@_mutant("rule 5: a join request from before the round counts as one from after it", seed=2)
+def stale_join(patch: Patch) -> None:
+    patch(
+        leader,
+        "has_rejoined",
+        lambda _, document, record, ended: record is not None and record.asks,
     )
-    for loaded in modules.values():
-        for real in _WITH_NAMES_OF_THEIR_OWN:
-            own = modules[real.__name__.rpartition(".")[2]]
-            for public in loaded.__dict__.keys() & {*real.__all__}:
-                setattr(loaded, public, getattr(own, public))
-    mutant: type[Node] = node.Node
-    return mutant
 
 
-def _source(module: str) -> str:
-    spec = importlib.util.find_spec(f"rdzv_plugins.protocol.{module}")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).read_text()
+@_mutant("rule 1: a leader treats a refused write as done", seed=2)
+def no_compare(patch: Patch) -> None:
+    def answered(effect: Effect[Any], answer: Any) -> Any:
+        return (answer[0], True) if isinstance(effect, CompareAndSet) else answer
+
+    patch(Node, "run", lambda run, node: _through(run(node), lambda effect: effect, answered))
 
 
-def _load(name: str, source: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    # Dataclasses look up their module by its name.
-    sys.modules[name] = module
-    exec(compile(source, name, "exec"), module.__dict__)
-    return module
+@_mutant("rule 2: a node is lost when the time in its record is a lease behind the reader's clock")
+def wall_clocks(patch: Patch) -> None:
+    def is_silent(original: Any, view: View, node: str) -> bool:
+        record = (view.records or {}).get(node)
+        if record is None:
+            return bool(original(view, node))
+        return node != view.me and view.wall - record.at >= view.lease(node)
+
+    patch(View, "is_silent", is_silent)
+
+
+@_mutant("rule 2: a node is lost after half a lease of silence", seed=2)
+def half_a_lease(patch: Patch) -> None:
+    patch(
+        View,
+        "is_silent",
+        lambda _, view, node: (
+            node != view.me and view.confirmed_silence(node) >= view.patience(node) / 2
+        ),
+    )
+
+
+@_mutant("rule 4: the leader is replaced without waiting for its lease")
+def coup(patch: Patch) -> None:
+    def impatient(view: View) -> View:
+        leads = view.document.leader if view.document is not None else None
+        if leads in (None, view.me):
+            return view
+        known, lease = view.confirmed_silence, view.lease(leads or "")
+        return replace(view, confirmed_silence=lambda node: known(node) + lease * (node == leads))
+
+    patch.view(impatient)
+
+
+@_mutant("rule 4: no node takes over from a dead leader", seed=90)
+def no_heir(patch: Patch) -> None:
+    def stay(view: View, action: Action) -> Action:
+        document = view.document
+        if document is None or document is not view.latest:
+            return action
+        takes_over = (
+            isinstance(action, Write)
+            and document.leader not in (None, view.me)
+            and action.document.is_of(document)
+        )
+        return Wait(view.rules.interval) if takes_over else action
+
+    patch.decision(stay)
+
+
+@_mutant(
+    "rule 4: a leader that sends heartbeats but cannot read all records stays the leader",
+    seed=31,
+    focus=Focus(kinds=("grey host",), settings={"stays_grey": True}),
+)
+def never_mind_leading(patch: Patch) -> None:
+    patch(Observer, "cannot_list", lambda *_: False)
+    patch.view(lambda view: replace(view, confirmed_idleness=0.0, possible_idleness=0.0))
+
+
+@_mutant("rule 6: a node puts itself first instead of reading its rank")
+def own_ranks(patch: Patch) -> None:
+    def first(view: View, action: Action) -> Action:
+        if not isinstance(action, Start):
+            return action
+        people = sorted(action.document.participants, key=lambda node: node != view.me)
+        return Start(replace(action.document, participants=tuple(people)))
+
+    patch.decision(first)
+
+
+@_mutant("rule 7: one node is enough for a round", seed=9)
+def below_minimum(patch: Patch) -> None:
+    patch(
+        choice,
+        "world_size",
+        lambda world_size, nodes, records, sizes: world_size(
+            nodes, records, dataclasses.replace(sizes, min_nodes=1)
+        ),
+    )
+
+
+@_mutant("rule 7: a round takes all nodes", seed=4)
+def above_maximum(patch: Patch) -> None:
+    patch(
+        choice,
+        "choose",
+        lambda _, document, survivors, newcomers, *rest: [*survivors, *newcomers],
+    )
+
+
+@_mutant("rule 7: the round completes as soon as the minimum is reached")
+def no_last_call(patch: Patch) -> None:
+    patch(growth, "last_call", lambda *_: 0.0)
+
+
+@_mutant("rule 8: a waiting node restarts a full round", seed=3)
+def spares_disturb(patch: Patch) -> None:
+    def larger(view: View, document: RoundDocument) -> View:
+        runs = document.phase is Phase.RUNNING
+        return _under(view, max_nodes=view.rules.max_nodes + 1) if runs else view
+
+    patch.leaders_view(larger)
+
+
+@_mutant("rule 8: a waiting node is not admitted although there is room", seed=7)
+def newcomers_wait(patch: Patch) -> None:
+    patch(growth, "hold", lambda *_, **__: Hold("grow=never"))
+
+
+@_mutant("rule 9: the loss of a participant does not restart the round", seed=331)
+def loss_unseen(patch: Patch) -> None:
+    patch.leaders_view(lambda view, document: _under(view, restart_on_loss=False))
+
+
+@_mutant("a participant that joins again does not restart the round of the others", seed=39)
+def failure_unseen(patch: Patch) -> None:
+    patch(
+        leader,
+        "has_rejoined",
+        lambda has_rejoined, document, record, ended: (
+            document.phase is not Phase.RUNNING and has_rejoined(document, record, ended)
+        ),
+    )
+
+
+# Outages, and what proves that a node is silent.
+
+
+@_mutant("rule 11: observation windows continue across an outage of the store", seed=37)
+def no_window_after_outage(patch: Patch) -> None:
+    def restart(original: Any, detector: Any, now: float, grace: float = 0.0, **rest: Any) -> None:
+        if not grace:
+            original(detector, now, **rest)
+
+    patch(FailureDetector, "restart", restart)
+
+
+@_mutant("rule 11: after an outage, a node that reconnects late gets no extra lease", seed=43)
+def no_grace_after_outage(patch: Patch) -> None:
+    patch(
+        FailureDetector,
+        "restart",
+        lambda restart, detector, now, grace=0.0, **rest: restart(detector, now, **rest),
+    )
+
+
+@_mutant("rule 11: an outage through which a client repeated a request is none", seed=31000613)
+def repeated_requests(patch: Patch) -> None:
+    failed: set[Observer] = set()
+
+    def fail(original: Any, seen: Observer) -> None:
+        failed.add(seen)
+        original(seen)
+
+    def answer(original: Any, seen: Observer) -> None:
+        fresh = seen.document_is_fresh
+        if seen not in failed:
+            seen.paused(1e9)  # As if it had paused by itself.
+        failed.discard(seen)
+        original(seen)
+        seen.document_is_fresh = fresh
+
+    patch(Observer, "failed", fail)
+    patch(Observer, "answered", answer)
+
+
+@_mutant(
+    "rule 11: a node that is first seen after an outage gets no extra lease",
+    seed=70000263,
+    focus=Focus(kinds=("outage", "outage", "newcomer", "leave", "crash", "slow store")),
+)
+def no_grace_at_first_sight(patch: Patch) -> None:
+    known: set[tuple[FailureDetector, str]] = set()
+
+    def observe(
+        original: Any,
+        detector: FailureDetector,
+        node: str,
+        beat: int | None,
+        asked: float,
+        now: float,
+    ) -> None:
+        if (detector, node) not in known:
+            detector.heard(node, now)
+        known.add((detector, node))
+        original(detector, node, beat, asked, now)
+
+    def keep(original: Any, detector: FailureDetector, nodes: set[str]) -> None:
+        original(detector, nodes)
+        known.difference_update([it for it in known if it[0] is detector and it[1] not in nodes])
+
+    patch(FailureDetector, "observe", observe)
+    patch(FailureDetector, "keep", keep)
+
+
+@_mutant("a new leader judges nodes by observations from before it led", seed=275)
+def no_window_at_takeover(patch: Patch) -> None:
+    def restart(original: Any, detector: Any, now: float, grace: float = 0.0, **rest: Any) -> None:
+        if grace:
+            original(detector, now, grace, **rest)
+
+    patch(FailureDetector, "restart", restart)
+
+
+@_mutant(
+    "a slow answer counts as an observation at the time when it arrived",
+    seed=84,
+    focus=Focus(
+        kinds=("slow store", "crash", "stall"),
+        settings={"rates": (1.0, 1.0), "lease": 3.0, "latency": 0.3},
+    ),
+)
+def answer_time(patch: Patch) -> None:
+    patch(
+        FailureDetector,
+        "observe",
+        lambda observe, detector, node, beat, asked, now: observe(detector, node, beat, now, now),
+    )
+
+
+@_mutant(
+    "documents written by the leader do not count as its heartbeats, although two "
+    "amnesias within a lease hide the heartbeats",
+    seed=141,
+    focus=Focus(
+        kinds=("amnesia",),
+        settings={
+            "rates": (0.84, 1.2),
+            "lease": 2.0,
+            "latency": 0.3,
+            "request_timeout": 3.0,
+            "other_settings": 0.0,
+        },
+    ),
+)
+def documents_are_no_beats(patch: Patch) -> None:
+    patch(FailureDetector, "heard", lambda *_: None)
+
+
+# A store that forgets.
+
+
+@_mutant("rule 12: no node writes the document back after the store lost it", seed=13)
+def no_write_back(patch: Patch) -> None:
+    def forgetful(view: View) -> View:
+        document, latest = view.document, view.latest
+        if latest is None or latest.closed or (document and not document.is_of(latest)):
+            return view
+        forgot = document is None or document.place < latest.place
+        return replace(view, document=None, latest=None) if forgot else view
+
+    patch.view(forgetful)
+
+
+@_mutant(
+    "rule 12: a node accepts a document that is older than the one it remembers",
+    seed=219,
+    focus=_FAILS_OVER,
+)
+def newcomer_rules(patch: Patch) -> None:
+    def trusting(view: View) -> View:
+        document, latest = view.document, view.latest
+        if document is None or latest is None or latest.closed or not document.is_of(latest):
+            return view
+        return replace(view, latest=document) if document.place < latest.place else view
+
+    patch.view(trusting)
+
+
+@_mutant("rule 12: a node forgets that it has seen a later round", seed=175, focus=_FAILS_OVER)
+def no_memory(patch: Patch) -> None:
+    def view(original: Any, node: Node) -> View:
+        found: View = original(node)
+        document, latest = found.document, found.latest
+        if document is None or latest is None or latest.closed or not document.is_of(latest):
+            return found
+        return replace(found, latest=document)
+
+    def waiting(original: Any, view: View) -> int:
+        document, mine = view.document, view.member
+        # Else it restarts, needlessly, and so comes back.
+        older = document and mine and document.is_of(mine) and document.round < mine.round
+        return 0 if older else int(original(view))
+
+    patch(Node, "view", view)
+    patch(member, "nodes_waiting", waiting)
+
+
+@_mutant("rule 12: a leader ignores nodes that run in a round it does not know", seed=402)
+def strays_unseen(patch: Patch) -> None:
+    def blind(view: View, document: RoundDocument) -> View:
+        known = {*document.previous, *document.evicted, view.me}
+        records = {
+            node: it
+            for node, it in (view.records or {}).items()
+            if it.status is not Status.RUN or node in known
+        }
+        forms = document.phase is Phase.FORMING and view.records is not None
+        return replace(view, records=records) if forms else view
+
+    patch.leaders_view(blind)
+
+
+@_mutant(
+    "rule 12: a leader numbers rounds without looking at the records",
+    seed=4246,
+    focus=Focus(
+        kinds=("amnesia", "amnesia", "partition", "worker failure"),
+        settings={"stop": 0.05, "max_restarts": 100, "last_call": 0.0, "min_nodes": 1},
+    ),
+)
+def numbers_from_zero(patch: Patch) -> None:
+    def blind(view: View, document: RoundDocument) -> View:
+        def later(_: str, it: NodeRecord) -> bool:
+            return it.incarnation == document.incarnation and it.round >= document.round
+
+        forms = document.phase is Phase.FORMING
+        return _with_records(view, later, round=document.round - 1) if forms else view
+
+    patch.leaders_view(blind)
+
+
+@_mutant("two rounds with the same number are treated as the same round", seed=1154)
+def numbers_alike(patch: Patch) -> None:
+    def alike(document: RoundDocument, record: NodeRecord) -> NodeRecord:
+        same = record.status is Status.RUN and record.round == document.round
+        return replace(record, world_id=document.world_id) if same else record
+
+    patch.view(
+        lambda view: (
+            view
+            if view.document is None
+            else replace(view, record=alike(view.document, view.record))
+        )
+    )
+    patch(
+        leader,
+        "unconfirmed",
+        lambda unconfirmed, document, records: unconfirmed(
+            document, {node: alike(document, it) for node, it in records.items()}
+        ),
+    )
+
+
+@_mutant("rule 14: a closed run continues", seed=3)
+def closed_reopens(patch: Patch) -> None:
+    def reopened(view: View) -> View:
+        if view.latest is None or not view.latest.closed:
+            return view
+        latest = replace(view.latest, phase=Phase.RUNNING, outcome=None)
+        same = view.document is view.latest
+        return replace(view, latest=latest, document=latest if same else view.document)
+
+    patch.view(reopened)
+
+
+@_mutant("a round runs before its participants have confirmed it", seed=5)
+def no_confirmation(patch: Patch) -> None:
+    patch(
+        leader,
+        "unconfirmed",
+        lambda unconfirmed, document, records: [
+            node for node in unconfirmed(document, records) if document.ranks[node] == 0
+        ],
+    )
+
+
+@_mutant("the leader waits for a participant that dies while the round is being confirmed", seed=38)
+def confirming_blind(patch: Patch) -> None:
+    def blind(view: View, document: RoundDocument) -> View:
+        if document.phase is not Phase.CONFIRMING:
+            return view
+        return replace(view, confirmed_silence=lambda node: 0.0, possible_silence=lambda node: 0.0)
+
+    patch.leaders_view(blind)
+
+
+@_mutant("a node with other --nnodes is admitted", seed=6)
+def mixed_nodes(patch: Patch) -> None:
+    def agreeing(view: View) -> View:
+        if not _has_another_size(view):
+            return view
+        assert view.document is not None
+        return _under(view, min_nodes=view.document.min_nodes, max_nodes=view.document.max_nodes)
+
+    patch.view(agreeing)
+    patch(leader, "fits", lambda *_: True)
+
+
+@_mutant("a participant that returns to a round that continued without it stays lost", seed=67)
+def lost_for_good(patch: Patch) -> None:
+    patch.leaders_view(lambda view, document: replace(view, moved=lambda node: False))
+
+
+# What an agent is told.
+
+
+@_mutant("a failed join is not reported to the agent while the store is unreachable", seed=292)
+def silent_failure(patch: Patch) -> None:
+    unanswered: dict[Node, Effect[Any]] = {}
+
+    def run(original: Any, node: Node) -> Effects[None]:
+        def changed(effect: Effect[Any]) -> Effect[Any] | None:
+            away = unanswered.pop(node, None) is not None
+            if away and isinstance(effect, FinishJoin) and effect.outcome.failure:
+                return None
+            unanswered[node] = effect
+            return effect
+
+        def answered(effect: Effect[Any], answer: Any) -> Any:
+            unanswered.pop(node, None)
+            return answer
+
+        return _through(original(node), changed, answered)
+
+    patch(Node, "run", run)
+
+
+@_mutant(
+    "if a round ended before a participant saw it run, the participant never starts it", seed=272
+)
+def missed_round(patch: Patch) -> None:
+    def too_late(view: View) -> View:
+        latest = view.latest
+        if latest is None or latest.phase is Phase.RUNNING or latest.ran is None:
+            return view
+        return replace(view, latest=replace(latest, ran=None))
+
+    patch.view(too_late)
+
+
+@_mutant("a node writes a round back to an empty store without looking for the tombstone", seed=355)
+def swept_runs_again(patch: Patch) -> None:
+    def sure(view: View) -> View:
+        if view.document is not None or view.latest is None:
+            return view
+        return replace(view, asked_tombstones=view.asked_tombstones | {view.latest.incarnation})
+
+    patch.view(sure)
+
+
+@_mutant(
+    "that a run had no tombstone holds for as long as the document stays away",
+    seed=1025,
+    focus=Focus(
+        kinds=("workers succeed", "amnesia"),
+        settings={
+            "sweep_after": 1.0,
+            "unacknowledged": 0.1,
+            "ambush": "amnesia",
+            "latency": 0.05,
+            "inline": 2,
+        },
+    ),
+)
+def no_tombstone_for_ever(patch: Patch) -> None:
+    def init(original: Any, seen: Observer, node_id: str, rules: Rules, clock: Any) -> None:
+        original(seen, node_id, dataclasses.replace(rules, sweep_after=1e9), clock)
+
+    patch(Observer, "__init__", init)
+
+
+@_mutant(
+    "the node that closes a run writes no tombstone",
+    seed=258,
+    focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
+)
+def no_tombstone(patch: Patch) -> None:
+    patch(
+        cleanup,
+        "let_expire",
+        lambda let_expire, *of: _through(
+            let_expire(*of),
+            lambda effect: None if isinstance(effect, PutTombstone) else effect,
+        ),
+    )
+
+
+@_mutant(
+    "the nodes of an older run overwrite the document of another live run of the same id", seed=31
+)
+def older_run_wins(patch: Patch) -> None:
+    def adopt(original: Any, seen: Observer, *of: Any, **named: Any) -> Effects[None]:
+        before = seen.latest
+        yield from original(seen, *of, **named)
+        if before is not None and not before.is_of(seen.latest):
+            seen.latest = before
+
+    patch(Observer, "adopt", adopt)
+
+
+@_mutant(
+    "rule 14: a node that was replaced closes the run of the others",
+    seed=480,
+    focus=Focus(
+        kinds=("partition", "partition", "close", "close", "crash"),
+        settings={"rates": (1.0, 1.0), "lease": 2.0},
+    ),
+)
+def anybody_closes(patch: Patch) -> None:
+    patch(
+        cleanup,
+        "close_run",
+        lambda close_run, *of, may_close, **named: close_run(
+            *of, may_close=lambda document: True, **named
+        ),
+    )
+
+
+@_mutant(
+    "rule 14: a node closes any run of its id, also another incarnation",
+    seed=273,
+    focus=Focus(
+        kinds=("amnesia", "partition", "close", "close"),
+        settings={"rates": (1.0, 1.0), "lease": 6.0, "poll": 0.5},
+    ),
+)
+def closes_any_run(patch: Patch) -> None:
+    patch(
+        cleanup,
+        "close_run",
+        lambda close_run, node_id, latest, *of, **named: close_run(node_id, None, *of, **named),
+    )
+
+
+@_mutant("rule 14: a run that is closed as failed does not end the other agents", seed=3)
+def nobody_told_of_failure(patch: Patch) -> None:
+    def waiting(original: Any, view: View) -> int:
+        latest = view.latest
+        closed = latest is not None and latest.closed and latest.is_of(view.member)
+        return 0 if closed else int(original(view))
+
+    patch(member, "nodes_waiting", waiting)
+
+
+# Nodes that are done.
+
+
+@_mutant("a node whose workers succeeded is treated as lost", seed=17)
+def done_is_gone(patch: Patch) -> None:
+    patch(leader, "is_done", lambda *_: False)
+
+
+@_mutant(
+    "newcomers restart a round in which a node's workers have succeeded",
+    seed=191,
+    focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
+)
+def done_is_disturbed(patch: Patch) -> None:
+    def unaware(view: View, document: RoundDocument) -> View:
+        come = any(
+            it.asks and node not in document.ranks for node, it in (view.records or {}).items()
+        )
+        if document.phase is not Phase.RUNNING or not come:
+            return view
+        return _with_records(
+            view,
+            lambda node, it: it.status is Status.DONE and not view.is_silent(node),
+            status=Status.RUN,
+        )
+
+    patch.leaders_view(unaware)
+
+
+@_mutant("nodes that are done wait in torch's exit barrier for lost nodes", seed=1147)
+def nobody_closes_what_is_done(patch: Patch) -> None:
+    def wait(view: View, document: RoundDocument, action: Action) -> Action:
+        records = {**(view.records or {}), view.me: view.record}
+        all_done = all(leader.is_done(document, records.get(it)) for it in document.participants)
+        closes = isinstance(action, Close) and action.outcome is Outcome.SUCCEEDED
+        return Wait(view.rules.interval) if closes and not all_done else action
+
+    patch.leaders_decision(wait)
+
+
+@_mutant("each node is judged by the leader's lease instead of its own", seed=56)
+def one_lease_for_all(patch: Patch) -> None:
+    patch(
+        View,
+        "is_silent",
+        lambda _, view, node: node != view.me and view.confirmed_silence(node) >= view.rules.lease,
+    )
+
+
+@_mutant(
+    "a delayed heartbeat overrides a later record of the same node",
+    seed=45,
+    focus=Focus(kinds=("leave", "workers succeed", "worker failure"), settings={"late": 0.3}),
+)
+def beats_go_back(patch: Patch) -> None:
+    patch(RecordCache, "decode", lambda decode, cache, entries: decode(RecordCache(), entries))
+
+
+@_mutant("a node with other --nnodes creates a run while the nodes of another run live", seed=6)
+def stray_founds_at_once(patch: Patch) -> None:
+    patch.view(
+        lambda view: (
+            replace(view, moved=lambda node: False, confirmed_silence=lambda node: 1e9)
+            if _has_another_size(view)
+            else view
+        )
+    )
+
+
+@_mutant("a node that has not yet asked for the next round is evicted at once", seed=2)
+def evicted_at_once(patch: Patch) -> None:
+    patch(leader, "rejoin_patience", lambda *_: 0.0)
+
+
+# Orders from people, and quarantine.
+
+
+@_mutant("a leader names a drained node that asks for a round", seed=34, focus=_DRAINS)
+def drained_joins_again(patch: Patch) -> None:
+    def kept_out_(original: Any, document: RoundDocument, records: Any, now: float) -> Any:
+        out = original(document, records, now)
+        if document.phase is not Phase.FORMING:
+            return out
+        return {node for node in out if node not in records or not records[node].asks}
+
+    patch(kept_out, "kept_out", kept_out_)
+
+
+@_mutant("a leader takes no drained node out of the round that runs", seed=4, focus=_DRAINS)
+def drained_stays(patch: Patch) -> None:
+    patch(
+        kept_out,
+        "kept_out",
+        lambda kept_out, document, records, now: {
+            node for node in kept_out(document, records, now) if node not in document.ranks
+        },
+    )
+
+
+@_mutant("a leader names the nodes of excluded hosts", focus=_EXCLUDES)
+def excluded_is_named(patch: Patch) -> None:
+    patch(kept_out, "kept_out", lambda _, document, records, now: {*document.drained})
+
+
+@_mutant("a leader takes an exclusion that has ended for one that holds", seed=4, focus=_EXCLUDES)
+def excluded_for_ever(patch: Patch) -> None:
+    patch(
+        kept_out,
+        "in_force",
+        lambda _, document, now: {
+            it.host: it for it in (*document.quarantined, *document.excluded)
+        },
+    )
+
+
+@_mutant(
+    "a run keeps nodes that were excluded from the run before it",
+    seed=33,
+    focus=Focus(
+        kinds=("close, then resubmit",),
+        settings={
+            "orders": tuple(Fault(at, "exclude") for at in (1.0, 2.0, 3.0, 4.0, 6.0)),
+            "sweep_after": 1.0,
+            "ambush": None,
+        },
+    ),
+)
+def does_not_look_back(patch: Patch) -> None:
+    patch.leaders_view(lambda view, document: replace(view, carried=()) if view.carried else view)
+
+
+@_mutant(
+    "hosts stay in quarantine though the run cannot have the minimum of nodes without them",
+    seed=19,
+    focus=Focus(
+        kinds=_FLAPS.kinds,
+        settings={
+            "nodes": 3,
+            "min_nodes": 3,
+            "max_nodes": 3,
+            "quarantine_after": 1,
+            "quarantine_window": 10000.0,
+        },
+    ),
+)
+def quarantine_starves(patch: Patch) -> None:
+    patch(quarantine, "let_in", lambda *_: None)
+
+
+@_mutant("a host is put into quarantine the first time that it ends a round", focus=_FLAPS)
+def quarantined_at_once(patch: Patch) -> None:
+    patch(
+        quarantine,
+        "quarantined",
+        lambda quarantined, document, cause, records, ready, rules, now: quarantined(
+            document,
+            cause,
+            records,
+            ready,
+            dataclasses.replace(rules, quarantine_after=min(1, rules.quarantine_after)),
+            now,
+        ),
+    )
+
+
+@_mutant(
+    "a leader does not restart a round that runs when people ask for it", seed=20, focus=_DRAINS
+)
+def deaf_to_restart(patch: Patch) -> None:
+    def lead(original: Any, view: View, document: RoundDocument) -> Action:
+        deaf = replace(document, restart="")
+        action: Action = original(view, deaf)
+        return Write(deaf) if document.restart and isinstance(action, Wait) else action
+
+    patch(leader, "lead", lead)
+
+
+@_mutant("the leader waits for a node with a hanging agent as long as it sends heartbeats", seed=64)
+def never_evicted(patch: Patch) -> None:
+    patch(leader, "rejoin_patience", lambda *_: 1e9)
+
+
+@_mutant("a spare keeps waiting after its round has ended", seed=166)
+def spare_for_ever(patch: Patch) -> None:
+    def waits(original: Any, view: View) -> bool:
+        document = view.document
+        if document is not None and document.phase is not Phase.RUNNING:
+            view = _with_document(view, phase=Phase.RUNNING, participants=("somebody",))
+        return bool(original(view))
+
+    patch(member, "waits_for_a_living_round", waits)
+
+
+@_mutant("the withdrawal of an abandoned join also cancels the next join", seed=6239)
+def withdrawal_after_join(patch: Patch) -> None:
+    withdrawn: set[Node] = set()
+
+    def withdraw(original: Any, node: Node) -> None:
+        original(node)
+        withdrawn.add(node)
+
+    def join(original: Any, node: Node, *how: Any) -> None:
+        pending = node in withdrawn and node.ordered
+        withdrawn.discard(node)
+        original(node, *how)
+        if pending:
+            node.order_withdrawal()
+
+    patch(Node, "order_withdrawal", withdraw)
+    patch(Node, "order_join", join)
+
+
+@_mutant("an abandoned join still takes a rank", seed=197)
+def join_goes_on(patch: Patch) -> None:
+    patch(Node, "order_withdrawal", lambda *_: None)
+
+
+# What a run leaves in the store.
+
+
+@_mutant("no leader sets a deadline for the keys of a run", seed=4)
+def no_expiry(patch: Patch) -> None:
+    patch.effects(lambda node, effect: None if isinstance(effect, Expire) else effect)
+
+
+@_mutant(
+    "a node that learns of its run's end does not delete the record that it has written since",
+    seed=322,
+    focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
+)
+def zombie_leaves_its_record(patch: Patch) -> None:
+    patch.effects(
+        lambda node, effect: None if effect == Drop((NODES_PREFIX + node.id,)) else effect
+    )
+
+
+# Rank 0's TCPStore.
+
+
+@_mutant("a TCPStore that opens too late is used for the next round", seed=1636)
+def old_master_is_taken(patch: Patch) -> None:
+    opens: dict[Node, str] = {}
+
+    def run(original: Any, node: Node) -> Effects[None]:
+        def noted(effect: Effect[Any]) -> Effect[Any]:
+            if isinstance(effect, OpenMaster):
+                opens[node] = effect.world_id
+            return effect
+
+        return _through(original(node), noted)
+
+    patch(Node, "run", run)
+    patch(
+        Node,
+        "master_opened",
+        lambda opened, node, world_id, *what: opened(node, opens.get(node, world_id), *what),
+    )
+
+
+@_mutant(
+    "rank 0 that cannot open a TCPStore tries it again and again, and asks the store for "
+    "nothing meanwhile",
+    seed=16,
+)
+def opens_in_a_loop(patch: Patch) -> None:
+    def open_master(original: Any, node: Node, world_id: str) -> Effects[Any]:
+        opening = original(node, world_id)
+        answer: Any = None
+        while True:
+            try:
+                effect = opening.send(answer)
+            except StopIteration as end:
+                return end.value
+            if isinstance(effect, Park) and not effect.seconds:
+                return None
+            answer = yield effect
+
+    patch(Attempts, "seconds_left", lambda *_: 0.0)
+    patch(Node, "_open_master", open_master)
+
+
+@_mutant(
+    "rank 0 that cannot open a TCPStore tries it again at once, after a look at the store",
+    seed=2,
+    focus=Focus(settings={"no_master": 0.9}),
+)
+def opens_without_a_pause(patch: Patch) -> None:
+    patch(Attempts, "seconds_left", lambda *_: 0.0)
+
+
+@_mutant(
+    "a node that was in two runs asks for their tombstones in turn, forever",
+    seed=458,
+    focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
+)
+def one_tombstone_at_a_time(patch: Patch) -> None:
+    last: dict[Observer, str] = {}
+
+    def hear(original: Any, seen: Observer, incarnation: str, *what: Any) -> None:
+        last[seen] = incarnation
+        original(seen, incarnation, *what)
+
+    patch(Observer, "hear_of_the_end", hear)
+    patch(
+        Observer,
+        "asked_tombstones",
+        lambda asked, seen: asked(seen) & {last.get(seen, "")},
+    )
+
+
+@_mutant(
+    "a spare waits without end for a round that has lost all its nodes",
+    seed=520,
+    focus=Focus(kinds=("kill all, then resubmit",), settings={"restart_on_loss": False}),
+)
+def spares_of_the_dead(patch: Patch) -> None:
+    patch(
+        member,
+        "waits_for_a_living_round",
+        lambda waits, view: waits(
+            _with_document(view, lost=()) if view.document is not None else view
+        ),
+    )
+
+
+# What a round says of its cause.
+
+
+@_mutant("a round that ends before it runs loses its cause", seed=77)
+def cause_forgotten(patch: Patch) -> None:
+    def lead(original: Any, view: View, document: RoundDocument) -> Action:
+        action: Action = original(view, document)
+        ends = isinstance(action, Write) and action.document.phase is Phase.FORMING
+        if document.phase is Phase.CONFIRMING and ends:
+            return original(view, replace(document, cause=Cause()))  # type: ignore[no-any-return]
+        return action
+
+    patch(leader, "lead", lead)
+
+
+@_mutant("a node lost while a round forms is missing from the cause", seed=7)
+def loss_unnamed(patch: Patch) -> None:
+    def unnamed(view: View, document: RoundDocument, action: Action) -> Action:
+        if not (isinstance(action, Write) and action.document.phase is Phase.CONFIRMING):
+            return action
+        cause, before = action.document.cause, document.cause
+        if (cause.lost, cause.left) == (before.lost, before.left):
+            return action
+        cause = replace(cause, lost=before.lost, left=before.left)
+        return Write(replace(action.document, cause=cause))
+
+    patch.leaders_decision(unnamed)
+
+
+@_mutant("no node overwrites an unreadable document", seed=188)
+def rubbish_stays(patch: Patch) -> None:
+    def adopt(original: Any, seen: Observer, entry: Any, *known: Any) -> Effects[None]:
+        if entry is not None:
+            RoundDocument.decode(entry.value)
+        yield from original(seen, entry, *known)
+
+    patch(Observer, "adopt", adopt)
+
+
+@_mutant("the c10d store of a finished round does not answer an agent's pending reads", seed=315)
+def waits_for_the_dead(patch: Patch) -> None:
+    patch(Node, "over", lambda *_: False)
+
+
+# Rosters that stand in shards.
+
+
+@_mutant(
+    "nodes are taken for those of a round though not all of them were found",
+    seed=51000359,
+    focus=_APART,
+)
+def no_digest(patch: Patch) -> None:
+    def complete(
+        original: Any, document: RoundDocument, stored: Any, records: Mapping[str, NodeRecord]
+    ) -> RoundDocument:
+        document = original(document, stored, records)
+        found = members_by_their_records(document, records)
+        if found and document.roster is not None:
+            document = replace(document, participants=found, roster=None)
+        if found and document.previous_roster is not None:
+            document = replace(document, previous=found, previous_roster=None)
+        return document
+
+    patch(roster, "complete", complete)
+
+
+@_mutant(
+    "a leader whose store lost the shards waits for no node to write its record again",
+    seed=51000190,
+    focus=_APART,
+)
+def missing_is_lost(patch: Patch) -> None:
+    def impatient(view: View, document: RoundDocument) -> View:
+        known = view.confirmed_silence
+        silence = lambda node: 1e9 if node == MISSING else known(node)  # noqa: E731
+        return view if document.is_whole else replace(view, confirmed_silence=silence)
+
+    patch.leaders_view(impatient)
+
+
+@_mutant(
+    "a leader does not write shards again that a fail-over has lost",
+    seed=52002430,
+    focus=_APART,
+)
+def shards_written_once(patch: Patch) -> None:
+    written: dict[Node, set[str]] = {}
+
+    def once(node: Node, effect: Effect[Any]) -> Effect[Any] | None:
+        if not isinstance(effect, PutShards):
+            return effect
+        before = written.setdefault(node, set())
+        if before.issuperset(effect.values):
+            return None
+        before.update(effect.values)
+        return effect
+
+    patch.effects(once)
+
+
+@_mutant(
+    "what a leader decided before an outage is written after it, once the shards are",
+    seed=52003284,
+    focus=_APART,
+)
+def decides_before_an_outage(patch: Patch) -> None:
+    def answered(original: Any, seen: Observer) -> None:
+        outages = seen.outages
+        original(seen)
+        seen.outages = outages
+
+    patch(Observer, "answered", answered)
+
+
+@_mutant(
+    "a node with other --nnodes takes a run over whose nodes it has not found",
+    seed=51001219,
+    focus=Focus(
+        kinds=("newcomer with other --nnodes", "crash", "partition", "fail-over"),
+        settings=_APART.settings,
+    ),
+)
+def roster_of_no_one(patch: Patch) -> None:
+    def blind(view: View) -> View:
+        if not _has_another_size(view) or view.document is None or view.document.is_whole:
+            return view
+        return _with_document(view, roster=None, previous_roster=None)
+
+    patch.view(blind)
+
+
+@_mutant(
+    "a node whose shard is lost does not know that it may close the run that it is in",
+    seed=393,
+    focus=Focus(kinds=("fail-over", "close", "worker failure"), settings={"inline": 1}),
+)
+def closes_without_its_rank(patch: Patch) -> None:
+    patch(roster, "known_ranks", lambda *_: {})
+
+
+# Many nodes that are late at once.
+
+
+@_mutant(
+    "a leader takes a large part of the world for lost without another lease", seed=26, focus=CALM
+)
+def no_doubt(patch: Patch) -> None:
+    def sure(view: View, document: RoundDocument) -> View:
+        return replace(view, forgiven=lambda node: view.forgiven(node) or 0.0)
+
+    patch.leaders_view(sure)
+
+
+@_mutant("a leader doubts the same silence again and again", seed=20, focus=CALM)
+def doubts_for_ever(patch: Patch) -> None:
+    def doubt(original: Any, detector: FailureDetector, nodes: Any) -> None:
+        for node in nodes:
+            # As if it had beaten when it was last looked at.
+            looked = detector.confirmed_silence(node) - detector.possible_silence(node, 0.0)
+            detector.heard(node, looked)
+
+    patch(FailureDetector, "doubt", doubt)
+
+
+@_mutant("a leader waits for the lease of a participant that is done and gone", seed=1419)
+def lists_for_the_done(patch: Patch) -> None:
+    def impatient(view: View, document: RoundDocument, action: Action) -> Action:
+        if not isinstance(action, Wait) or document.phase is not Phase.RUNNING:
+            return action
+        left = [
+            view.patience(node) - view.possible_silence(node)
+            for node, it in (view.records or {}).items()
+            if node != view.me and leader.is_done(document, it)
+        ]
+        if not left or view.until_first_lease is not None:
+            return action
+        soonest = max(0.0, min(left))
+        sooner = action.seconds is None or soonest < action.seconds
+        return Wait(soonest, action.enough) if sooner else action
+
+    patch.leaders_decision(impatient)
+
+
+@_mutant(
+    "a leader that followed a silent one doubts those that fell silent with it once more",
+    seed=414,
+    focus=CALM,
+)
+def heirs_doubt_again(patch: Patch) -> None:
+    # Of those that the leader doubts because it has just followed a silent one, it has seen no
+    # silence yet.
+    patch(
+        FailureDetector,
+        "doubt",
+        lambda doubt, detector, nodes: doubt(
+            detector, [node for node in nodes if detector.confirmed_silence(node) > 0]
+        ),
+    )
+
+
+# Units, segments and domains.
+
+
+@_mutant("node_unit: a round takes all nodes that are ready", focus=_UNITS)
+def odd_worlds(patch: Patch) -> None:
+    patch(
+        choice,
+        "world_size",
+        lambda world_size, nodes, records, sizes: world_size(
+            nodes, records, dataclasses.replace(sizes, node_unit=1)
+        ),
+    )
+
+
+@_mutant("node_unit: a newcomer ends a round before a whole unit has come", seed=3, focus=_UNITS)
+def unit_disturbs(patch: Patch) -> None:
+    patch.leaders_view(
+        lambda view, document: (
+            _under(view, node_unit=1) if document.phase is Phase.RUNNING else view
+        )
+    )
+
+
+@_mutant("segment: nodes are taken wherever they are", focus=_SEGMENTS)
+def torn_segments(patch: Patch) -> None:
+    def whole(of: Any) -> Any:
+        return dataclasses.replace(of, segment=1, node_unit=of.node_unit * of.segment)
+
+    patch(
+        choice,
+        "world_size",
+        lambda world_size, nodes, records, sizes: world_size(nodes, records, whole(sizes)),
+    )
+    patch(
+        choice,
+        "choose",
+        lambda choose, document, survivors, newcomers, records, rules: choose(
+            document, survivors, newcomers, records, whole(rules)
+        ),
+    )
+
+
+@_mutant(
+    "segment: survivors are taken first though their segment is not whole", seed=2, focus=_SEGMENTS
+)
+def survivors_torn(patch: Patch) -> None:
+    patch(
+        choice,
+        "choose",
+        lambda choose, document, survivors, newcomers, records, rules: [*survivors, *newcomers][
+            : len(choose(document, survivors, newcomers, records, rules))
+        ],
+    )
+
+
+@_mutant("rank_order=topology: nodes are in their natural order", focus=_TOPOLOGY)
+def scattered_domains(patch: Patch) -> None:
+    patch(
+        ranks,
+        "order_ranks",
+        lambda order_ranks, chosen, records, previous, rank_order, places=None: order_ranks(
+            chosen, records, previous, "natural" if rank_order == "topology" else rank_order
+        ),
+    )
+
+
+@_mutant(
+    "rank_order=topology: a node that can host is put first without its domain",
+    seed=264,
+    focus=_TOPOLOGY,
+)
+def rank_0_leaves_its_domain(patch: Patch) -> None:
+    def order(original: Any, chosen: Any, records: Any, *how: Any) -> tuple[str, ...]:
+        able = {node: replace(it, hosts=True) for node, it in records.items()}
+        nodes = original(chosen, able, *how)
+        first = next((node for node in nodes if records[node].hosts), None)
+        return tuple(sorted(nodes, key=lambda node: node != first))
+
+    patch(ranks, "order_ranks", order)
+
+
+@_mutant("rank_order=topology: survivors are in their natural order", seed=77, focus=_TOPOLOGY)
+def places_forgotten(patch: Patch) -> None:
+    patch(
+        ranks,
+        "order_ranks",
+        lambda order_ranks, chosen, records, previous, rank_order, places=None: order_ranks(
+            chosen, records, previous, rank_order
+        ),
+    )
+
+
+# Checks of health and of the network.
+
+
+@_mutant(
+    "a round waits for a node whose check failed as for one that will ask for it",
+    seed=83000006,
+    focus=_UNFIT,
+)
+def waits_for_the_unfit(patch: Patch) -> None:
+    def hopeful(view: View, document: RoundDocument) -> View:
+        return _with_records(
+            view, lambda node, it: it.is_unfit and document.names(node), status=Status.RUN
+        )
+
+    patch.leaders_view(hopeful)
+
+
+@_mutant(
+    "a node whose check failed says so, and stays in its round or asks for one all the same",
+    seed=83000000,
+    focus=_UNFIT,
+)
+def joins_unfit(patch: Patch) -> None:
+    patch.effects(
+        lambda node, effect: (
+            replace(effect, record=replace(effect.record, status=Status.JOIN))
+            if isinstance(effect, PutRecord) and effect.record.is_unfit
+            else effect
+        )
+    )
+
+
+@_mutant("a node that left waits for a heartbeat that is never due", seed=12)
+def no_rest(patch: Patch) -> None:
+    patch.effects(
+        lambda node, effect: (
+            replace(effect, seconds=0.0)
+            if isinstance(effect, Park) and node.record.has_ended
+            else effect
+        )
+    )
+
+
+@_mutant(
+    "network_check: a round runs whatever its nodes have found",
+    seed=6,
+    focus=_parted("cut off", "unreachable"),
+)
+def links_ignored(patch: Patch) -> None:
+    patch(
+        links,
+        "judge",
+        lambda _, document, *of: Judgement(True, still_not_to_host(document.faults)),
+    )
+
+
+@_mutant(
+    "network_check: a node confirms its rank without having dialled rank 0",
+    focus=_parted("hidden"),
+)
+def rank_0_undialled(patch: Patch) -> None:
+    def take_for_granted(node: Node, effect: Effect[Any]) -> Effect[Any] | None:
+        if not isinstance(effect, DialPeer) or effect.exchanges:
+            return effect
+        node.peer_dialled(effect.attempt, 0.0, None)
+        return None
+
+    patch.effects(take_for_granted)
+
+
+@_mutant(
+    "network_check: a rank 0 that nobody reached is rank 0 of the next round too",
+    seed=72,
+    focus=_parted("hidden"),
+)
+def rank_0_for_ever(patch: Patch) -> None:
+    patch(links, "able_to_host", lambda _, document, records, chosen: records)
+
+
+@_mutant(
+    "network_check: a node is left out that failed with one other",
+    seed=40,
+    focus=_parted("bad link"),
+)
+def one_failure_is_enough(patch: Patch) -> None:
+    def judge(original: Any, *of: Any) -> Judgement:
+        judged: Judgement = original(*of)
+        if not judged.failed or judged.faults.out:
+            return judged
+        out = ((judged.failed[0][0], "network: no data passed"),)
+        return Judgement(False, replace(judged.faults, out=out), judged.failed)
+
+    patch(links, "judge", judge)
+
+
+@_mutant(
+    "network_check: who failed with several others stays in the round",
+    seed=61,
+    focus=_parted("cut off", "unreachable"),
+)
+def nobody_at_fault(patch: Patch) -> None:
+    def judge(original: Any, *of: Any) -> Judgement:
+        judged: Judgement = original(*of)
+        if not judged.faults.out:
+            return judged
+        return Judgement(True, replace(judged.faults, out=(), rounds=0), judged.failed)
+
+    patch(links, "judge", judge)
+
+
+@_mutant("network_check: the next round pairs the same nodes", seed=10, focus=_parted("bad link"))
+def always_the_same_partner(patch: Patch) -> None:
+    patch(links, "partner_in", lambda partner_in, ranks, me, round_: partner_in(ranks, me, 0))
+
+
+@_mutant(
+    "network_check: a dial that fails is forgotten once the other one has dialled",
+    seed=2,
+    focus=_parted("unreachable", nodes=3, min_nodes=3, max_nodes=3),
+)
+def one_way_speaks_for_both(patch: Patch) -> None:
+    def judge(original: Any, document: RoundDocument, records: Any, rules: Rules) -> Any:
+        found = {node: records[node].found for node in document.participants}
+        passed = {(it.partner, node) for node, it in found.items() if it and not it.why}
+        kept = tuple(link for link in document.faults.links if link not in passed)
+        faults = replace(document.faults, links=kept)
+        return original(replace(document, faults=faults), records, rules)
+
+    patch(links, "judge", judge)
+
+
+@_mutant(
+    "network_check: a node that is left out asks again at once",
+    seed=2,
+    focus=_parted("cut off", "unreachable", "cut off"),
+)
+def unheard_verdict(patch: Patch) -> None:
+    def decide(original: Any, view: View) -> Action:
+        action: Action = original(view)
+        if action == Fail(Failure.CUT_OFF) and view.document is not None:
+            faults = replace(view.document.faults, out=())
+            action = original(_with_document(view, faults=faults))
+        return action
+
+    patch(member, "decide", decide)
+
+
+@_mutant(
+    "network_check: a running round is ended for a node that was cut off",
+    seed=2,
+    focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=4),
+)
+def ends_rounds_for_the_cut_off(patch: Patch) -> None:
+    patch.leaders_view(
+        lambda view, document: (
+            _with_records(view, lambda _, it: it.suspect, suspect=False)
+            if document.phase is Phase.RUNNING
+            else view
+        )
+    )
+
+
+@_mutant(
+    "network_check: a round that forms takes a node that was cut off, without need",
+    seed=2,
+    focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=5),
+)
+def tries_the_cut_off_at_once(patch: Patch) -> None:
+    patch.leaders_view(
+        lambda view, document: (
+            _with_records(view, lambda _, it: it.suspect, suspect=False)
+            if document.phase is Phase.FORMING
+            else view
+        )
+    )
+
+
+@_mutant(
+    "network_check: no round runs as long as one link is bad",
+    seed=107,
+    focus=_parted("bad link", "bad link", nodes=4, min_nodes=3, one_stays_bad=True),
+)
+def one_bad_link_for_ever(patch: Patch) -> None:
+    def judge(original: Any, document: RoundDocument, *of: Any) -> Judgement:
+        judged: Judgement = original(document, *of)
+        if not (judged.runs and judged.failed):
+            return judged
+        faults = replace(judged.faults, rounds=document.faults.rounds + 1)
+        return Judgement(False, faults, judged.failed)
+
+    patch(links, "judge", judge)
+
+
+@_mutant(
+    "network_check: a leader that waits for a rank 0 which is dead finds out nothing",
+    seed=122,
+    focus=_parted("slow"),
+)
+def deaf_while_it_checks(patch: Patch) -> None:
+    patch.view(lambda view: replace(view, checks=False) if view.checks else view)
+
+
+# A node that is not heard, and fencing tokens.
+
+
+@_mutant("rule 24: a node that the store refuses stops its workers after its lease", focus=_REFUSED)
+def stays_though_refused(patch: Patch) -> None:
+    patch(Contact, "denied", lambda *_: None)
+
+
+@_mutant(
+    "rule 24: a heartbeat that the store accepts ends a refusal",
+    seed=2,
+    focus=Focus(
+        kinds=("outage",),
+        settings={"refusals": tuple(Fault(3.0 * n, "some") for n in range(6))},
+    ),
+)
+def refused_for_ever(patch: Patch) -> None:
+    denied: set[Contact] = set()
+
+    def deny(original: Any, contact: Contact) -> None:
+        denied.add(contact)
+        original(contact)
+
+    def accept(original: Any, contact: Contact, sent: float) -> None:
+        original(contact, sent)
+        if contact in denied:
+            contact.denied()
+
+    patch(Contact, "denied", deny)
+    patch(Contact, "accepted", accept)
+
+
+def _contact_under(patch: Patch, **rules: Any) -> None:
+    """Judge one's own contact with the store under other settings."""
+    patch(
+        Contact,
+        "__init__",
+        lambda init, contact, of, clock: init(contact, dataclasses.replace(of, **rules), clock),
+    )
+
+
+@_mutant(
+    "rule 24: with on_outage=stop a node without an accepted heartbeat stops its workers",
+    focus=Focus(kinds=("partition", "outage"), settings={"outage_limit": 2.0}),
+)
+def deaf_to_outage_limit(patch: Patch) -> None:
+    _contact_under(patch, outage_limit=1e9)
+
+
+@_mutant(
+    "rule 24: a store that comes back and refuses for less than an interval stops nobody",
+    seed=2,
+    focus=Focus(
+        kinds=("outage",),
+        settings={"refusals": tuple(Fault(1.0 * n, "all") for n in range(20))},
+    ),
+)
+def stops_at_the_first_refusal(patch: Patch) -> None:
+    _contact_under(patch, interval=0.0)
+
+
+@_mutant(
+    "rule 24: in a closed run nobody beats, and the round that runs goes on",
+    seed=20,
+    focus=Focus(kinds=("close",), settings={"outage_limit": 2.0}),
+)
+def cut_off_in_a_closed_run(patch: Patch) -> None:
+    looking: list[Node] = []
+
+    def is_cut_off(original: Any, node: Node) -> bool:
+        looking.append(node)
+        try:
+            return bool(original(node))
+        finally:
+            looking.pop()
+
+    patch(Node, "is_cut_off", is_cut_off)
+    patch(Observer, "closed", lambda closed, seen: not looking and closed(seen))
+
+
+@_mutant(
+    "rule 24: a node stops its workers once it reads that a later round ran without it",
+    seed=3,
+    focus=Focus(kinds=("partition", "partition", "stall")),
+)
+def runs_on_replaced(patch: Patch) -> None:
+    def waiting(original: Any, view: View) -> int:
+        document, mine = view.document, view.member
+        if document is None or mine is None or document.closed or not document.is_of(mine):
+            return int(original(view))
+        return int(original(view)) if document.round > mine.round + 2 else 0
+
+    patch(member, "nodes_waiting", waiting)
+
+
+def _tokens(patch: Patch, token: Callable[[View, RoundDocument], int]) -> None:
+    """Give each naming of ranks this fencing token."""
+
+    def renumbered(view: View, document: RoundDocument, action: Action) -> Action:
+        if isinstance(action, Write) and action.document.fencing_token != document.fencing_token:
+            return Write(replace(action.document, fencing_token=token(view, document)))
+        return action
+
+    patch.leaders_decision(renumbered)
+
+
+@_mutant(
+    "rule 25: a fencing token grows with each round, whatever the clocks of leaders show",
+    seed=42,
+    focus=Focus(kinds=("leave", "newcomer"), settings={"last_call": 0.0, "min_nodes": 1}),
+)
+def token_by_the_clock(patch: Patch) -> None:
+    _tokens(patch, lambda view, document: int(view.wall * 1000))
+
+
+@_mutant(
+    "rule 25: a fencing token is larger than all before also where the store lost them",
+    seed=2,
+    focus=Focus(kinds=("amnesia", "worker failure", "kill all, then resubmit")),
+)
+def token_by_the_count(patch: Patch) -> None:
+    _tokens(patch, lambda view, document: document.fencing_token + 1)
+
+
+# When a run grows, and when it gives up.
+
+
+def _holds_under(patch: Patch, **rules: Any) -> None:
+    """Hold newcomers under other settings."""
+    patch(
+        growth, "hold", lambda hold, view, *of, **named: hold(_under(view, **rules), *of, **named)
+    )
+
+
+@_mutant(
+    "rule 17: a round runs for min_uptime before it is ended for newcomers",
+    focus=_grows(min_uptime=5.0),
+)
+def ends_rounds_too_soon(patch: Patch) -> None:
+    _holds_under(patch, min_uptime=0.0)
+
+
+@_mutant(
+    "rule 17: resize_interval passes between two rounds that let newcomers in",
+    focus=_grows(resize_interval=8.0),
+)
+def grows_too_often(patch: Patch) -> None:
+    _holds_under(patch, resize_interval=0.0)
+
+
+@_mutant(
+    "rule 17: newcomers that do not fill the round wait for the last call while it runs",
+    focus=_grows(last_call=3.0),
+)
+def grows_without_a_last_call(patch: Patch) -> None:
+    _holds_under(patch, last_call=0.0)
+
+
+@_mutant(
+    "rule 17: with grow=checkpoint newcomers wait until a worker names the moment",
+    focus=_grows(grow="checkpoint"),
+)
+def grows_unasked(patch: Patch) -> None:
+    _holds_under(patch, grow="now")
+
+
+@_mutant(
+    "rule 17: a restart after a loss waits for a replacement", seed=2, focus=_grows(replacement=2.0)
+)
+def no_last_call_after_a_loss(patch: Patch) -> None:
+    patch(
+        growth,
+        "last_call",
+        lambda last_call, rules, document, *of: (
+            last_call(rules, document, *of) if document.round == 0 else 0.0
+        ),
+    )
+
+
+@_mutant(
+    "rule 18: only rounds that ran for less than no_progress_uptime count against a run",
+    focus=_grows(no_progress_rounds=2, no_progress_uptime=0.5),
+)
+def gives_up_too_soon(patch: Patch) -> None:
+    def next_round(original: Any, view: View, document: RoundDocument, *of: Any) -> RoundDocument:
+        after: RoundDocument = original(view, document, *of)
+        ran = document.phase is Phase.RUNNING
+        return replace(after, short_rounds=document.short_rounds + 1) if ran else after
+
+    patch(leader, "next_round", next_round)

@@ -146,10 +146,22 @@ def _killed(hunted: list[tuple[str, str, str]]) -> str:
     return "\n".join(
         [
             "## Mutants\n",
-            "Each mutant is the same code with one rule broken. The column `seeds` shows how many "
+            "Each mutant is the same code with one rule broken: a function or a method of the "
+            "protocol is replaced by a faulty one, which is given, decides or asks for something "
+            "else. No mutant knows the text of the code, so that it outlives a change of that. "
+            "The column `seeds` shows how many "
             f"seeds were needed to catch the mutant or, if {_MUTANT_SEEDS:,} seeds did not catch "
             "it, the seed that does. If a mutant needs a rare combination, the plans are "
             "restricted to a few kinds of faults.\n",
+            "To add one, add a function to `tests/simulation/mutants.py`, and the rule that it "
+            "breaks in a sentence. The function puts the fault in with a `Patch`, at a seam where "
+            "it can: what a node or its leader knows (`view`, `leaders_view`), what they decide "
+            "(`decision`, `leaders_decision`), or what a node asks of its driver (`effects`). "
+            "Elsewhere it names the function that it replaces, which is then replaced wherever "
+            "the protocol has imported it. `python -m tests.simulation --mutants NAME --first 1` "
+            "tells which seed catches it. The mutant's test wants an invariant to fail in that "
+            "seed, on the mutant and not on the package's own code, and each of its patches to "
+            "have been met; an error of any other kind fails the test.\n",
             "| mutant | broken rule | seeds | restriction | caught by |",
             "| --- | --- | --- | --- | --- |",
             *rows,

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from rdzv_plugins import protocol
+from rdzv_plugins.protocol import growth, leader, member
 from rdzv_plugins.protocol.node import Node
 from tests import Measure
 
 from .campaign import Totals, failure_report, run_seeds
 from .faults import FAULTS
-from .mutants import CALM, MOST_SEEDS_PER_MUTANT, MUTANTS, Edit, Mutant, build
+from .mutants import CALM, MOST_SEEDS_PER_MUTANT, MUTANTS, Mutant, Patch, broken
 from .plan import AT_ONCE, KINDS, UNSTEERED, Focus
 from .world import simulate
 
@@ -170,21 +172,69 @@ def test_what_was_found_stays_mended(seed: int, focus: Focus, what: str) -> None
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.timeout(600)
 def test_a_broken_rule_is_caught(name: str) -> None:
-    """Its seed holds on the package's own code, and not on the mutant's."""
+    """An invariant holds in its seed on the package's own code, and not where it is broken."""
     mutant, focus = MUTANTS[name], MUTANTS[name].plans
     for seed in range(mutant.seed, mutant.seed + MOST_SEEDS_PER_MUTANT):
-        if simulate(seed, build=build(name), focus=focus).violation:
+        with broken(name) as patch:
+            result = simulate(seed, focus=focus)
+        if result.violation:
+            assert all(patch.taken.values()), f"{patch.taken}, and yet {result.violation}"
             own = simulate(seed, focus=focus)
             assert own.violation is None, failure_report(own, 12, focus)
             return
     pytest.fail(f"{MOST_SEEDS_PER_MUTANT} seeds do not notice: {mutant.breaks}")
 
 
-def test_a_mutant_whose_text_is_gone_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
-    edit = Edit("member", "no such text in there", "")
-    monkeypatch.setitem(MUTANTS, "gone", Mutant("nothing", (edit,)))
-    with pytest.raises(LookupError, match=r"gone: 0 times in member\.py: no such text"):
-        build("gone")
+def _protocol() -> dict[tuple[str, str], object]:
+    """All that stands in the protocol's modules and in their classes."""
+    modules = [sys.modules[it] for it in sys.modules if it.startswith(protocol.__name__)]
+    found = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            found[module.__name__, name] = value
+            if isinstance(value, type):
+                known = vars(value).items()
+                found |= {(f"{value.__module__}.{value.__name__}", it): was for it, was in known}
+    return found
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_undone(name: str) -> None:
+    before = _protocol()
+    with broken(name) as patch:
+        assert patch.taken
+        during = _protocol()
+    assert any(during[it] is not before[it] for it in before)
+    after = _protocol()
+    assert after.keys() == before.keys()
+    assert [it for it in before if after[it] is not before[it]] == []
+
+
+def test_a_function_is_replaced_wherever_it_was_imported() -> None:
+    original = leader.lead
+    with broken("loss-unseen"):
+        assert leader.lead is vars(member)["lead"] is not original
+    assert leader.lead is vars(member)["lead"] is original
+
+
+def test_a_mutant_of_what_is_gone_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(patch: Patch) -> None:
+        patch(member, "no_such_function", lambda *_: None)
+
+    monkeypatch.setitem(MUTANTS, "gone", Mutant("nothing", gone))
+    with pytest.raises(KeyError, match="no_such_function"), broken("gone"):
+        pass
+
+
+def test_a_mutant_that_raises_an_error_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an invariant catches one: else a wrong call in a mutant would pass for its fault."""
+
+    def wrong(patch: Patch) -> None:
+        patch(growth, "last_call", lambda last_call, rules: 0.0)
+
+    monkeypatch.setitem(MUTANTS, "wrong", Mutant("nothing", wrong))
+    with pytest.raises(TypeError), broken("wrong"):
+        simulate(1)
 
 
 def test_every_planned_fault_can_befall() -> None:
@@ -213,8 +263,8 @@ def test_a_seed_is_the_same_run_everywhere() -> None:
 
 
 def test_a_failure_says_what_happened_and_how_to_see_it_again() -> None:
-    name = "coup"
-    result = simulate(MUTANTS[name].seed, build=build(name))
+    with broken("coup"):
+        result = simulate(MUTANTS["coup"].seed)
     assert result.violation
     report = failure_report(result, 12)
     assert report.startswith(f"seed {result.seed}: {result.violation}")
@@ -230,8 +280,6 @@ def test_no_decision_reads_when_anything_was_written(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tests.simulation.invariants.SKEW", 1e10)
 
     class LostInTime(Node):
-        __module__ = Node.__module__
-
         def __init__(self, *parts: Any) -> None:
             chance = random.Random(f"wall clock of {parts[0]}")
             lost: tuple[Any, ...] = *parts[:-1], lambda: chance.uniform(-1e9, 4e9)
