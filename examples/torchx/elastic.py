@@ -1,4 +1,4 @@
-"""A TorchX component: torchrun on a store of your own, on any TorchX scheduler."""
+"""A TorchX component: rdzv run on a store of your own, on any TorchX scheduler."""
 
 from torchx import specs
 
@@ -11,13 +11,13 @@ def elastic(
     processes: int = 1,
     image: str = "train",
 ) -> specs.AppDef:
-    """Runs torchrun on each node.
+    """Starts an agent of rdzv run on each node.
 
     Args:
         script: the training script
-        endpoint: the store, as for torchrun's --rdzv-endpoint
-        backend: as for torchrun's --rdzv-backend
-        nodes: MIN:MAX, as for torchrun's --nnodes
+        endpoint: the store: --rdzv-endpoint
+        backend: its kind: --rdzv-backend
+        nodes: MIN:MAX: --nnodes
         processes: processes of a node
         image: the image, or with local_cwd anything
     """
@@ -30,15 +30,15 @@ def elastic(
                 image=image,
                 min_replicas=least,
                 num_replicas=most,
-                entrypoint="torchrun",
+                entrypoint="rdzv",
                 args=[
+                    "run",
                     f"--rdzv-backend={backend}",
                     f"--rdzv-endpoint={endpoint}",
                     f"--rdzv-id={specs.macros.app_id}",
                     "--rdzv-conf=last_call_timeout=1",
                     f"--nnodes={nodes}",
                     f"--nproc-per-node={processes}",
-                    "--max-restarts=100",
                     script,
                 ],
             )

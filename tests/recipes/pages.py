@@ -10,7 +10,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from tests.integration.readme import Terminal
+from tests.integration.readme import Terminal, seen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,6 +51,32 @@ class Node(Terminal):
         self.process.wait()
 
     end = die
+
+
+def lose_one(commands: list[str], workers: int) -> str:
+    """Start two nodes and kill that of rank 0: the other trains to the end. Says what was seen.
+
+    Args:
+        commands: of each node
+        workers: of each node
+    """
+    nodes = [Node(it) for it in commands]
+    try:
+        seen(lambda: any(it.is_in_a_world_of(2 * workers)() for it in nodes), *nodes)
+        # Rank 0 alone prints.
+        first, second = sorted(nodes, key=lambda it: not it.steps)
+        before = first.steps[-1][0]
+        first.die()
+        seen(second.is_in_a_world_of(workers, after=before), second)
+        resumed = second.steps[0][0]
+        # From the last checkpoint, which may be one step newer than what was seen.
+        assert before < resumed <= before + 60
+        assert second.process.wait(120) == 0, second.shown
+        assert second.steps[-1][0] == 600
+    finally:
+        for node in nodes:
+            node.end()
+    return f"killed after step {before}, next line of step {resumed}"
 
 
 def kill(pid: int) -> None:

@@ -1,9 +1,12 @@
-"""The files for Kubernetes and AWS fit the schemas, and the table of AWS is the one that we use."""
+"""The files for Kubernetes and AWS fit the schemas; what they start is run, without a cluster."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
@@ -12,10 +15,12 @@ from typing import Any
 import pytest
 
 from rdzv_plugins import servers
+from tests import Measure
 from tests.integration.namespaces import bring_up_loopback
-from tests.recipes.pages import ROOT, page
+from tests.recipes.pages import ROOT, lose_one, page, shorten
 
 EXAMPLES = ROOT / "examples"
+REGION = "eu-central-1"
 CUSTOM = {
     "JobSet": "JobsetV1alpha2JobSet",
     "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
@@ -63,11 +68,12 @@ def test_the_jobs_of_the_three_files_are_alike() -> None:
 @pytest.mark.parametrize("file", ["store.yaml", "eks.yaml", "batch.yaml"])
 def test_cfn_lint_finds_nothing(file: str) -> None:
     assert f"examples/aws/{file}" in page("aws")
-    run("cfn-lint", "--regions", "eu-central-1", "--template", EXAMPLES / "aws" / file)
+    run("cfn-lint", "--regions", REGION, "--template", EXAMPLES / "aws" / file)
 
 
-def test_the_table_is_the_one_that_we_use() -> None:
-    """``rdzv check`` is content with the template's table, which it does not create itself."""
+@pytest.fixture
+def dynamodb(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The endpoint of a DynamoDB Local with the template's table; AWS's variables lead to it."""
     bring_up_loopback()
     decode: Any = import_module("cfnlint.decode")
     template, found = decode.decode(str(EXAMPLES / "aws" / "store.yaml"))
@@ -75,15 +81,105 @@ def test_the_table_is_the_one_that_we_use() -> None:
     table = dict(template["Resources"]["Table"]["Properties"])
     expiry = table.pop("TimeToLiveSpecification")
     boto3: Any = import_module("boto3")
-    with closing(servers.start("dynamodb")) as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environ.items():
-            patch.setenv(name, value)
-        client = boto3.client("dynamodb", endpoint_url=server.endpoint)
+    with closing(servers.start("dynamodb")) as server:
+        its = {"AWS_ENDPOINT_URL": server.endpoint, "AWS_DEFAULT_REGION": REGION}
+        for name, value in {**server.environ, **its}.items():
+            monkeypatch.setenv(name, value)
+        client = boto3.client("dynamodb")
         client.create_table(**table)
         client.update_time_to_live(TableName=table["TableName"], TimeToLiveSpecification=expiry)
-        endpoint = ["--rdzv-backend", "dynamodb", "--rdzv-endpoint", server.endpoint]
-        shown = run("rdzv", "check", *endpoint, "--rdzv-conf", "create_table=false")
+        yield server.endpoint
+
+
+def test_the_table_is_the_one_that_we_use(dynamodb: str) -> None:
+    """``rdzv check`` is content with the template's table, which it does not create itself."""
+    endpoint = ["--rdzv-backend", "dynamodb", "--rdzv-endpoint", dynamodb]
+    shown = run("rdzv", "check", *endpoint, "--rdzv-conf", "create_table=false")
     assert "time to live is on" in shown
+
+
+def kubernetes_agent(file: str, index: int) -> tuple[list[str], dict[str, str]]:
+    """An agent's command and environment, as Kubernetes would start it."""
+    (pod,) = (
+        it["spec"]["template"]["spec"] for it in documents(EXAMPLES / file) if it["kind"] == "Job"
+    )
+    (container,) = pod["containers"]
+    environ = environment(container)
+    # Kubernetes puts a variable in the place of its name.
+    words = [*container["command"], *container["args"]]
+    return [it.replace("$(RUN)", environ["RUN"]) for it in words], environ
+
+
+def trainer_agent(file: str, index: int) -> tuple[list[str], dict[str, str]]:
+    """The same of Kubeflow Trainer, which adds variables of its own."""
+    runtime, job = documents(EXAMPLES / file)
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    added = {
+        "PET_NNODES": "3", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": str(index),
+        "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29400",
+    }  # fmt: skip
+    return job["spec"]["trainer"]["command"], environment(container) | added
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    """With a run id in the place of the label, and without the password, which is optional."""
+    environ = {it["name"]: it["value"] for it in container["env"] if "value" in it}
+    taken = [it["name"] for it in container["env"] if "fieldRef" in it.get("valueFrom", {})]
+    return environ | dict.fromkeys(taken, "job1")
+
+
+def batch_agent(file: str, index: int) -> tuple[list[str], dict[str, str]]:
+    """The same of AWS Batch."""
+    decode: Any = import_module("cfnlint.decode")
+    template, _ = decode.decode(str(EXAMPLES / file))
+    container = template["Resources"]["Training"]["Properties"]["ContainerProperties"]
+    (region,) = container["Environment"]
+    assert region["Value"] == {"Ref": "AWS::Region"}
+    environ = {region["Name"]: REGION, "AWS_BATCH_JOB_ID": f"job1:{index}"}
+    return list(container["Command"]), environ
+
+
+# What is only in the image or in the cluster, and what takes its place.
+HERE = {
+    "redis.default.svc": "localhost",
+    "cd /checkpoints && ": "",
+    "=gpu": "=1",
+    "/train.py": "train.py",
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("agent", "file", "store"),
+    [
+        (kubernetes_agent, "kubernetes/job.yaml", "redis"),
+        (trainer_agent, "kubernetes/trainjob.yaml", "redis"),
+        (kubernetes_agent, "aws/job.yaml", "dynamodb"),
+        (batch_agent, "aws/batch.yaml", "dynamodb"),
+    ],
+)
+def test_an_agent_is_killed(
+    agent: Callable[[str, int], tuple[list[str], dict[str, str]]],
+    file: str,
+    store: str,
+    record_property: Measure,
+    request: pytest.FixtureRequest,
+) -> None:
+    """What the file starts in its containers, as processes of this machine."""
+    request.getfixturevalue(store)
+    shutil.copy(EXAMPLES / "train.py", "train.py")
+    shorten()
+    commands = []
+    for index in range(2):
+        words, environ = agent(file, index)
+        pairs = [f"{name}={value}" for name, value in environ.items()]
+        command = shlex.join(["env", *pairs, *words])
+        for there, here in HERE.items():
+            command = command.replace(there, here)
+        commands.append(command)
+    record_property("resumed", lose_one(commands, 1))
 
 
 def run(command: str, *arguments: object) -> str:

@@ -8,12 +8,12 @@ import pytest
 
 from tests import Measure
 from tests.integration.readme import seen
-from tests.recipes.pages import Node, block, descendants, kill, page, shorten, take
+from tests.recipes.pages import Node, block, descendants, kill, lose_one, page, shorten, take
 
 # The page, its script and other files, how its command begins, the workers of a node.
 RECIPES = [
-    ("lightning", ["lightning/train.py"], "torchrun", 1),
-    ("accelerate", ["accelerate/train.py"], "torchrun", 2),
+    ("lightning", ["lightning/train.py"], "rdzv run", 1),
+    ("accelerate", ["accelerate/train.py"], "rdzv run", 2),
     ("accelerate", ["accelerate/train.py"], "export PET_RDZV_ID", 2),
     ("environment", ["train.py", "environment/job.env"], "set -a", 1),
 ]
@@ -27,35 +27,31 @@ def test_a_node_is_killed(
 ) -> None:
     take(name, *files)
     shorten()
-    nodes = [Node(block(name, command)) for _ in range(2)]
-    try:
-        seen(lambda: any(it.is_in_a_world_of(2 * workers)() for it in nodes), *nodes)
-        # Rank 0 alone prints.
-        first, second = sorted(nodes, key=lambda it: not it.steps)
-        before = first.steps[-1][0]
-        first.die()
-        seen(second.is_in_a_world_of(workers, after=before), second)
-        resumed = second.steps[0][0]
-        # From the last checkpoint, which may be one step newer than what was seen.
-        assert before < resumed <= before + 60
-        assert second.process.wait(120) == 0, second.shown
-        assert second.steps[-1][0] == 600
-        record_property("resumed", f"killed after step {before}, next line of step {resumed}")
-    finally:
-        for node in nodes:
-            node.end()
+    record_property("resumed", lose_one([block(name, command)] * 2, workers))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("redis", "folder")
-@pytest.mark.parametrize("component", ["dist.ddp", "elastic.py"])
-def test_torchx(component: str) -> None:
+def test_a_node_of_a_tool_that_calls_torchrun_is_killed(record_property: Measure) -> None:
+    take("environment", "train.py", "environment/job.env")
+    shorten()
+    assert "needs `PET_MAX_RESTARTS=100`" in page("environment")
+    command = block("environment", "set -a").replace("rdzv run", "PET_MAX_RESTARTS=100 torchrun")
+    record_property("resumed", lose_one([command] * 2, 1))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("redis", "folder")
+@pytest.mark.parametrize(
+    ("component", "launcher"), [("dist.ddp", "torchrun"), ("elastic.py", "rdzv run")]
+)
+def test_torchx(component: str, launcher: str) -> None:
     take("torchx", "train.py", "torchx/elastic.py")
     shorten()
     job = Node(block("torchx", f"torchx run -s local_cwd {component}"))
     try:
         seen(job.is_in_a_world_of(2), job)
-        killed, _ = agents(job)
+        killed, _ = agents(job, launcher)
         kill(killed)
         seen(job.is_in_a_world_of(1, after=job.steps[-1][0]), job)
         job.process.wait(120)
@@ -67,10 +63,11 @@ def test_torchx(component: str) -> None:
         job.end()
 
 
-def agents(job: Node) -> list[int]:
-    """The torchrun processes of the job."""
+def agents(job: Node, launcher: str) -> list[int]:
+    """The processes of torchrun, or of `rdzv run`, of the job."""
 
     def is_agent(pid: int) -> bool:
-        return b"torchrun\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return f"/{launcher} " in words
 
     return [pid for pid in descendants(job.process.pid) if is_agent(pid)]
