@@ -37,6 +37,7 @@ from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
 
 __all__ = [
+    "LOOK_SECONDS",
     "SCHEMA",
     "Condition",
     "Inspection",
@@ -55,8 +56,10 @@ _WATCHED_SECONDS = 2.0
 _LONGEST_WATCH_SECONDS = 12.0
 # Where heartbeats come so often, to watch for one takes no longer than a time in seconds is off.
 _SHORT_INTERVAL = 2.0
-_BRIEF_WATCH_SECONDS = 1.0
-_LOOK_SECONDS = 0.2
+
+LOOK_SECONDS = 0.2
+"""How often a run is read while its heartbeats are watched."""
+
 # A sentence names so many hosts whose clocks differ.
 _CLOCKS_SHOWN = 4
 
@@ -484,27 +487,20 @@ def what_it_was(last: Row | Listed | None) -> str:
     return f"{last.outcome.value} at {last.at[:19]} UTC: {last.reason}"
 
 
-def settle(inspections: Iterable[Inspection], briefly: bool = False, surely: bool = False) -> None:
+def settle(inspections: Iterable[Inspection], surely: bool = False) -> None:
     """Look at all these runs until it can be told of each who lives: up to 12 s.
 
     Args:
-        briefly: only until each one's condition is known, for up to a second.
         surely: until each one `is_sure`, if that comes within those 12 s.
     """
     left = list(inspections)
     for inspection in left:
         inspection.look()
-    began = time.monotonic()
-    ends = began + (_BRIEF_WATCH_SECONDS if briefly else math.inf)
-    ends = began + _LONGEST_WATCH_SECONDS if surely else ends
-
-    def is_settled(it: Inspection) -> bool:
-        return it.is_known if briefly else it.can_tell and (it.is_sure or not surely)
-
-    while left := [it for it in left if not is_settled(it)]:
+    ends = time.monotonic() + (_LONGEST_WATCH_SECONDS if surely else math.inf)
+    while left := [it for it in left if not (it.can_tell and (it.is_sure or not surely))]:
         if time.monotonic() >= ends:
             return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
         for inspection in left:
             inspection.look()
 

@@ -1,10 +1,11 @@
 """All runs under a prefix, read again and again over the same connections.
 
-The page and the exporter show what a `Survey` has seen.
+The page, the exporter and ``rdzv list`` show what a `Survey` has seen.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 from msgspec import to_builtins
 
 from rdzv_plugins.archive import LIST, Archive, Listed, Row, read_list
-from rdzv_plugins.inspection import SCHEMA, Condition, Inspection, what_it_was
+from rdzv_plugins.inspection import LOOK_SECONDS, SCHEMA, Condition, Inspection, what_it_was
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.protocol.documents import Outcome
 
 __all__ = ["Seen", "Survey"]
+
+_BRIEF_WATCH_SECONDS = 1.0
 
 
 class Seen:
@@ -52,6 +55,13 @@ class Seen:
     def can_tell(self) -> bool:
         """Whether the run has been watched for long enough to tell who lives."""
         return self.is_over or (self.inspection is not None and self.inspection.can_tell)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `condition` is what was seen, and no guess for want of time to watch."""
+        return self.is_over or (
+            self.error is None and self.inspection is not None and self.inspection.is_known
+        )
 
     @property
     def condition(self) -> Condition | None:
@@ -140,6 +150,21 @@ class Survey:
             known = [seen for seen in runs.values() if seen.listed or seen.inspection]
             self.runs = {it.run_id: it for it in sorted(known, key=_began, reverse=True)}
         self.away = None
+
+    def settle(self) -> None:
+        """Look until it is known of each run who lives, for a second more than a look at most.
+
+        Raises as `look` does, and `RendezvousConnectionError` if the store is away.
+        """
+        self.look()
+        ends = time.monotonic() + _BRIEF_WATCH_SECONDS
+        while self.away is None and time.monotonic() < ends:
+            if all(it.is_known or it.error is not None for it in self.runs.values()):
+                return
+            time.sleep(LOOK_SECONDS)
+            self.look()
+        if self.away is not None:
+            raise RendezvousConnectionError(self.away[1])
 
     def rows(self, run_id: str) -> list[Row]:
         """The rounds and ends that are kept of a run id, oldest first; read when there are new.

@@ -192,9 +192,7 @@ class Access:
 
         return Archive(self.open, run_id, self.settings.history_ttl)
 
-    def inspect(
-        self, run_ids: Iterable[str], opened: ExitStack, briefly: bool = False
-    ) -> dict[str, Inspection]:
+    def inspect(self, run_ids: Iterable[str], opened: ExitStack) -> dict[str, Inspection]:
         """These runs, each watched as `settle` does; ``opened`` closes their connections."""
         from rdzv_plugins.inspection import Inspection, settle
 
@@ -204,7 +202,7 @@ class Access:
             )
             for run_id in run_ids
         }
-        settle(found.values(), briefly)
+        settle(found.values())
         return found
 
     @property

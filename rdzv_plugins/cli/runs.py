@@ -6,7 +6,7 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rdzv_plugins.archive import Archive, Listed, Row
     from rdzv_plugins.inspection import Inspection, NodeState
     from rdzv_plugins.kv import KeyValueClient
+    from rdzv_plugins.survey import Seen
 
 __all__ = ["clean", "close", "history", "list_runs", "status", "watch"]
 
@@ -50,14 +51,14 @@ _STATUSES = {"running": 0, "forming": 3, "absent": 4, "dead": 5, "closed": 6}
 """Exit statuses by `inspection.Condition`; 1 and 2 are for errors."""
 
 _UNKNOWN = "unknown"
-"""In place of a condition in a list of runs: whether a run's nodes live is not known yet."""
+"""In a list, of a run whose nodes are not known yet to live, or that is unreadable."""
 
 _COLOURS = {
     "running": "green", "forming": "yellow", "absent": "", "dead": "red", "closed": "dim",
     _UNKNOWN: "",
 }  # fmt: skip
 
-_SORTED_BY: dict[str, Callable[[Listed, Inspection], Any]] = {
+_SORTED_BY: dict[str, Callable[[Listed, Seen], Any]] = {
     "age": lambda listed, _: listed.began,
     "run": lambda listed, _: listed.run,
     "nodes": lambda listed, seen: (-_size(listed, seen), listed.run),
@@ -98,31 +99,30 @@ def list_runs(
         _refuse_unless_one_of(condition, _COLOURS, "--condition")
     if sort:
         _refuse_unless_one_of(sort, _SORTED_BY, "--sort")
-    from rdzv_plugins.archive import list_runs
+    from rdzv_plugins.survey import Survey
 
     access = Access(backend, endpoint, conf)
-    listed = sorted(list_runs(access.open).values(), key=lambda it: it.began, reverse=True)
-    with ExitStack() as opened:
-        found = access.inspect([it.run for it in listed], opened, briefly=True)
+    with closing(Survey(access.open, access.archive)) as survey:
+        survey.settle()
+        found = [(it.listed, it) for it in survey.runs.values() if it.listed is not None]
         if conditions:
-            listed = [it for it in listed if _known(found[it.run]) in conditions]
+            found = [(it, seen) for it, seen in found if _known(seen) in conditions]
         if sort:
-            listed.sort(key=lambda it: _SORTED_BY[sort](it, found[it.run]))
+            found.sort(key=lambda pair: _SORTED_BY[sort](*pair))
         now = time.time()
         if as_json:
-            for it in listed:
-                report = found[it.run].report() | {"condition": _known(found[it.run])}
-                report["sentence"] = _sentence(found[it.run])
-                report |= {"began": it.began, "age": round(_age(it, now), 3), "noted": it.at}
-                report.pop("nodes", None)
+            for it, seen in found:
+                report = seen.report() | {"condition": _known(seen), "sentence": _sentence(seen)}
+                report |= {"age": round(_age(it, now), 3)}
+                for name in ("nodes", "told"):
+                    report.pop(name, None)
                 print_json(report)
             return
         from rich.table import Table
         from rich.text import Text
 
         table = Table("run", "condition", "nodes", "age", "began (UTC)", "what it does")
-        for it in listed:
-            seen = found[it.run]
+        for it, seen in found:
             condition = _known(seen)
             table.add_row(
                 it.run,
@@ -132,7 +132,7 @@ def list_runs(
                 it.began[:19].replace("T", " "),
                 _sentence(seen),
             )
-        if not listed:
+        if not found:
             which = f" that is {' or '.join(conditions)}" if conditions else ""
             plain_console().print(f"there is no run{which} under this prefix")
             return
@@ -144,16 +144,19 @@ def _refuse_unless_one_of(value: str, allowed: Iterable[str], option: str) -> No
         raise typer.BadParameter(f"'{value}' is none of {', '.join(allowed)}", param_hint=option)
 
 
-def _known(seen: Inspection) -> str:
-    return seen.condition.value if seen.is_known else _UNKNOWN
+def _known(seen: Seen) -> str:
+    condition = seen.condition
+    return condition.value if condition is not None and seen.is_known else _UNKNOWN
 
 
-def _sentence(seen: Inspection) -> str:
-    return seen.sentence if seen.is_known else seen.why_unknown
+def _sentence(seen: Seen) -> str:
+    read = seen.inspection if seen.error is None else None
+    return seen.sentence if seen.is_known or read is None else read.why_unknown
 
 
-def _size(listed: Listed, seen: Inspection) -> int:
-    return seen.document.size if seen.document is not None else listed.nodes
+def _size(listed: Listed, seen: Seen) -> int:
+    document = seen.inspection.document if seen.inspection is not None else None
+    return document.size if document is not None else listed.nodes
 
 
 def _age(listed: Listed, now: float) -> float:
@@ -370,7 +373,9 @@ def _clean_the_dead(access: Access, as_json: bool) -> None:
     from rdzv_plugins.inspection import Condition
 
     with ExitStack() as opened:
-        found = access.inspect(sorted(list_runs(access.open)), opened)
+        # Of each other run an end is noted, so that it is not dead.
+        listed = list_runs(access.open).items()
+        found = access.inspect(sorted(run for run, it in listed if it.outcome is None), opened)
         for run_id, seen in found.items():
             if seen.condition is Condition.DEAD:
                 _delete(seen.client, seen.archive, run_id, ended=True, as_json=as_json)

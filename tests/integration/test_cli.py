@@ -24,17 +24,28 @@ from torch.distributed.elastic.rendezvous.api import (
 from typer.testing import CliRunner, Result
 
 from rdzv_plugins import servers
-from rdzv_plugins.archive import list_runs
+from rdzv_plugins.archive import Archive, list_runs
 from rdzv_plugins.cli import app, runs
 from rdzv_plugins.cli.options import plain_console
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.inspection import delete_run
 from rdzv_plugins.kv import KeyValueClient
-from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    Cause,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+)
+from rdzv_plugins.protocol.round_record import record_of
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background, together
 from tests.handlers.site import succeed
+from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.test_dashboard import record, write_run
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +353,54 @@ def test_the_list_comes_soon_whatever_the_intervals_are(
     assert told.startswith("not known yet whether its nodes live: they send heartbeats every 60 s")
     for handler in (*handlers, *dead):
         handler.shutdown()
+
+
+def test_a_list_opens_no_connection_for_a_run_that_has_ended() -> None:
+    """Of twelve runs ten had cost six connections each."""
+    with started(next(kind for kind in KINDS if kind.name == "redis")) as store:
+        for name in ("one", "two"):
+            write_run(store, name, {"n0": record(0, "10.0.0.1")})
+        with closing(Redis.from_url(store.endpoint)) as redis:
+
+            def connections() -> tuple[int, int]:
+                """How many a list opens, and how many runs it shows."""
+                before = redis.info("stats")["total_connections_received"]
+                rows = invoke("list", "-e", store.endpoint, "--json").stdout.splitlines()
+                return redis.info("stats")["total_connections_received"] - before, len(rows)
+
+            opened, shown = connections()
+            assert shown == 2
+            for number in range(10):
+                note_end(store, f"over {number}")
+            assert connections() == (opened, 12)
+            assert opened <= 6
+            # Nor does what looks for dead runs, and notes the end of those two.
+            before = redis.info("stats")["total_connections_received"]
+            cleaned = invoke("clean", "--dead", "-e", store.endpoint).stdout.splitlines()
+            assert len(cleaned) == 2
+            assert redis.info("stats")["total_connections_received"] - before < 40
+
+
+def test_a_run_that_cannot_be_read_hides_no_other() -> None:
+    with started(next(kind for kind in KINDS if kind.name == "redis")) as store:
+        for name in ("one", "two"):
+            write_run(store, name, {"n0": record(0, "10.0.0.1")})
+        with closing(store.open("two")) as client:
+            client.put(STATE_KEY, b"damaged")
+        listed = invoke("list", "-e", store.endpoint, "--json").stdout.splitlines()
+        rows = {row["run"]: row for row in map(json.loads, listed)}
+        assert rows["two"]["condition"] == "unknown"
+        assert "the round document is unreadable" in rows["two"]["sentence"]
+        assert rows["one"]["sentence"].startswith(("running round 0", "not known", "dead"))
+
+
+def note_end(store: RunningStore, run_id: str) -> None:
+    """As whoever closes a run does, whose keys are gone by now."""
+    ended = RoundDocument(
+        incarnation="it", round=0, phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED, leader=None,
+        min_nodes=1, max_nodes=1, cause=Cause(note="done"),
+    )  # fmt: skip
+    Archive(store.open, run_id, 600).note(record_of(ended, {}))
 
 
 def client_of(server: servers.LocalServer, run_id: str, prefix: str) -> KeyValueClient:

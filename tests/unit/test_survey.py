@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
+from contextlib import closing
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -235,3 +239,31 @@ def test_runs_are_listed_the_newest_first(store: Store, survey: Survey) -> None:
         client.put(run_id, msgspec.json.encode(listed | {"began": at}))
     survey.look()
     assert [*survey.runs] == ["new", "middle", "old"]
+
+
+def test_a_brief_look_says_what_it_does_not_know() -> None:
+    store = Store()
+    store.write("dead", RUNNING)
+    slow = replace(NODE, interval=60.0, lease=180.0, at=int(time.time()) - 600)
+    MemoryClient(store.server, "dead").put(NODES_PREFIX + "n1", slow.encode())
+    with closing(Survey(store.open, store.archive)) as survey:
+        began = time.monotonic()
+        survey.settle()
+        assert time.monotonic() - began < 6, "a status watches for 12 s"
+        seen = survey.runs["dead"]
+        assert not seen.is_known
+        assert seen.inspection is not None
+        told = (
+            r"not known yet whether its nodes live: they send heartbeats every 60 s, the last at "
+        )
+        assert re.fullmatch(
+            told + r"\d\d:\d\d:\d\d UTC; rdzv status -i dead watches for longer",
+            seen.inspection.why_unknown,
+        )
+
+
+def test_a_brief_look_at_a_store_that_is_away_says_so() -> None:
+    store = Store()
+    store.away = True
+    with pytest.raises(RendezvousConnectionError, match="no answer"):
+        Survey(store.open, store.archive).settle()

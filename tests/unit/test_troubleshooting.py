@@ -231,6 +231,7 @@ COMPUTED = (
     "status",
     "200",
     "answer.status",
+    "self.away[1]",
     "self.reason",
     "self.where",
     "'; '.join(map(_said, failures))",
