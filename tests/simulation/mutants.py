@@ -1212,6 +1212,20 @@ def opens_without_a_pause(patch: Patch) -> None:
     patch(Attempts, "seconds_left", lambda *_: 0.0)
 
 
+@_mutant("a leader whose round runs lists the nodes again at once, though nothing is new")
+def leads_without_a_pause(patch: Patch) -> None:
+    def at_once(view: View, document: RoundDocument, action: Action) -> Action:
+        waits = document.phase is Phase.RUNNING and isinstance(action, Wait)
+        return Wait(0.0) if waits else action
+
+    patch.leaders_decision(at_once)
+
+
+@_mutant("a node that is to list the records asks for nothing, and decides again", seed=6)
+def decides_forever(patch: Patch) -> None:
+    patch(Observer, "list_records", lambda *_: None)
+
+
 @_mutant(
     "a node that was in two runs asks for their tombstones in turn, forever",
     seed=458,

@@ -89,16 +89,24 @@ def write_page(
         hunted.append((name, f"seed {near + further}", invariant))
     path.write_text(
         "\n".join(
-            [_HEAD, _runs(small, large), _faults(small, large), _TERMS, _checked(), _killed(hunted)]
+            [
+                _HEAD,
+                _runs(small, large, processes),
+                _faults(small, large),
+                _TERMS,
+                _checked(),
+                _killed(hunted),
+            ]
         )
     )
     return 0
 
 
-def _runs(small: Totals, large: Totals) -> str:
+def _runs(small: Totals, large: Totals, processes: int | None) -> str:
+    cores = processes or os.cpu_count() or 1
     lines = [
         "## Seeds run\n",
-        f"On {os.cpu_count()} cores, Python {platform.python_version()}.\n",
+        f"On {cores} core{'s'[: cores - 1]}, Python {platform.python_version()}.\n",
         "| hosts at the start | seeds | time | rounds run | requests | checks | failed |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
