@@ -82,13 +82,16 @@ class Job(Run):
             assert self.noted(name, since) == events, f"the workers of {name}"
             time.sleep(0.05)
 
-    def await_event(self, name: str, kind: str, timeout: float = 10) -> float:
-        """Wait until a worker of this agent has noted such an event; returns when the last did."""
+    def await_event(
+        self, name: str, kind: str, timeout: float = 10, *, after: float = 0.0
+    ) -> float:
+        """Wait until a worker of this agent has noted such an event since; returns the last's time."""
 
         def found() -> float | None:
             self.read_events()
-            seen = [event for event in self.events if (event.node, event.event) == (name, kind)]
-            return seen[-1].at if seen else None
+            wanted = (name, kind)
+            seen = [it.at for it in self.events if (it.node, it.event) == wanted and it.at > after]
+            return seen[-1] if seen else None
 
         return self.await_that(found, f"'{kind}' of a worker of {name}", timeout)
 

@@ -133,7 +133,9 @@ def test_all_that_are_refused_stop_before_a_newcomer_trains(
         old.begin("ab")
         refused = door.shut_out("old")
         new.start_at("c")
-        stopped = {name: old.await_event(name, "sigterm", LEASE + 10) for name in "ab"}
+        stopped = {
+            name: old.await_event(name, "sigterm", LEASE + 10, after=refused) for name in "ab"
+        }
         world = new.await_begun("c")
         began = min(world.began.values())
         record_property("workers stopped after, s", round(max(stopped.values()) - refused, 2))
@@ -163,7 +165,7 @@ def test_who_alone_is_refused_stops_and_the_other_goes_on(
         one.agents = other.agents = together
         one.await_begun("ab")
         refused = door.shut_out("one")
-        stopped = one.await_event("a", "sigterm", LEASE + 10)
+        stopped = one.await_event("a", "sigterm", LEASE + 10, after=refused)
         began = max(other.await_begun("b", after=refused).began.values())
         record_property("workers stopped after, s", round(stopped - refused, 2))
         record_property("two worlds, s", round(stopped - began, 2))
