@@ -49,6 +49,7 @@ from rdzv_plugins.exchange import Answering, dial, exchange
 from rdzv_plugins.health import gate_of, refuse_unknown_checks
 from rdzv_plugins.kv import (
     Attempts,
+    Attendance,
     ExhaustedError,
     KeyValueClient,
     LateCredentialsError,
@@ -88,7 +89,7 @@ from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.reach import Reach
 from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.signals import SignalWatch
-from rdzv_plugins.stores import load, opener, strange_variables
+from rdzv_plugins.stores import attend, load, opener, strange_variables
 from rdzv_plugins.topology import find_domain
 from rdzv_plugins.torch_compat.agent_store import AgentStore
 from rdzv_plugins.torch_compat.events import Events, record_failed_creation
@@ -137,6 +138,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         address: under which the other nodes reach this one.
         store_is_here: whether the store is reached at loopback, so that other hosts may have
             another one there; a look-up, asked only where a join times out.
+        attendance: what this node does for a store that the nodes keep up; the handler ends it.
 
     Attributes:
         blames: the agent finds out whose failure ended the workers of all, and asks for another
@@ -154,8 +156,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         settings: Settings,
         address: str,
         store_is_here: Callable[[], bool] = bool,
+        attendance: Attendance | None = None,
     ) -> None:
         self._client = client
+        self._attendance = attendance
         self._archive = archive
         self._run_id = run_id
         self._rules = rules
@@ -664,6 +668,8 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _leave(self, *, at_exit: bool = False) -> bool:
         """Tell the others that this node is gone, without closing the run."""
+        if self._attendance is not None and (at_exit or sys.exception() is not None):
+            self._attendance.hurry()
         # At exit one handler ends after the other: none waits for a store that may never be back.
         gives_up = at_exit and self._driver.outage_seconds > self._rules.request
 
@@ -739,6 +745,8 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _release(self) -> None:
         try:
             self._client.close()
+            if self._attendance is not None:
+                self._attendance.close()
             if self._answering is not None:
                 self._answering.close(_STOP_SECONDS)
             self._reach.close()
@@ -974,7 +982,14 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
                 params.run_id,
                 why,
             )
-        return _make_patiently(connect, params, settings)
+        attendance = attend(store, params)
+        try:
+            return _make_patiently(connect, attendance, params, settings)
+        except BaseException:
+            if attendance is not None:
+                attendance.hurry()
+                attendance.close()
+            raise
     except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
         set_up("INFO")
         # First the line that counts: torchrun prints its own frames before the error.
@@ -984,13 +999,16 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _make_patiently(
-    connect: Callable[[str], KeyValueClient], params: RendezvousParameters, settings: Settings
+    connect: Callable[[str], KeyValueClient],
+    attendance: Attendance | None,
+    params: RendezvousParameters,
+    settings: Settings,
 ) -> RendezvousHandler:
     """Make the handler, within ``join_timeout`` where this host lacks what it may get yet."""
     deadline, attempts = time.monotonic() + settings.join_timeout, Attempts()
     while True:
         try:
-            return _make(connect, params, settings)
+            return _make(connect, attendance, params, settings)
         except Exception as error:
             late = error if isinstance(error, LateCredentialsError) else None
             if (missing := late or as_outage(error)) is None:
@@ -1008,14 +1026,20 @@ def _make_patiently(
 
 
 def _make(
-    connect: Callable[[str], KeyValueClient], params: RendezvousParameters, settings: Settings
+    connect: Callable[[str], KeyValueClient],
+    attendance: Attendance | None,
+    params: RendezvousParameters,
+    settings: Settings,
 ) -> RendezvousHandler:
     address = _own_address(params, settings)
-    opened = connect(params.run_id)
+    if attendance is None:
+        opened = connect(params.run_id)
+    else:
+        opened = attendance.open(partial(connect, params.run_id), settings.join_timeout)
     log.info("run '%s': connected to %s '%s'", params.run_id, opened.name, redact(params.endpoint))
     try:
         archive = Archive(connect, params.run_id, settings.history_ttl)
-        return _over(opened, archive, params, settings, address)
+        return _over(opened, archive, attendance, params, settings, address)
     except BaseException:
         opened.close()
         raise
@@ -1060,6 +1084,7 @@ def _placed(settings: Settings, params: RendezvousParameters) -> Settings:
 def _over(
     client: KeyValueClient,
     archive: Archive,
+    attendance: Attendance | None,
     params: RendezvousParameters,
     settings: Settings,
     address: str,
@@ -1067,7 +1092,7 @@ def _over(
     if settings.handler == "torch":
         from rdzv_plugins.torch_compat.dynamic_handler import create_torch_handler
 
-        return create_torch_handler(params, settings, client, address)
+        return create_torch_handler(params, settings, client, address, attendance)
     rules = rules_of(settings, params.min_nodes, params.max_nodes)
     if settings.rank_order == "topology" and settings.domain is None:
         log.warning(
@@ -1091,6 +1116,7 @@ def _over(
         settings,
         address,
         store_is_here=partial(store_is_at_loopback, params.endpoint, params.backend),
+        attendance=attendance,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rdzv_plugins.cli.interrupt import Interrupt
+from rdzv_plugins.cli.options import ConfOption, RunOption, parse_conf
 
 __all__ = ["demo", "serve"]
 
@@ -22,7 +23,7 @@ def serve(
     kind: Annotated[
         str,
         typer.Argument(
-            help="one of: redis, valkey, zookeeper, dynamodb, consul, etcd, postgres, nats"
+            help="one of: redis, valkey, zookeeper, dynamodb, consul, etcd, postgres, nats, quorum"
         ),
     ] = "valkey",
     port: Annotated[
@@ -33,15 +34,32 @@ def serve(
         str,
         typer.Option(help="this host's name or address for the others (redis, valkey)"),
     ] = "127.0.0.1",
+    endpoint: Annotated[
+        str,
+        typer.Option(
+            "--rdzv-endpoint",
+            "-e",
+            help="quorum: the hosts of all members, as the job names them; this host's is run",
+        ),
+    ] = "",
+    run_id: RunOption = "",
+    conf: ConfOption = "",
 ) -> None:
     """Run a server until Ctrl-C, on 127.0.0.1 or where --host says: for tests and single jobs.
+
+    With --rdzv-endpoint it is this host's member of a quorum, for the run of -i, or for all runs
+    with the same cluster=... in --rdzv-conf. --host then names this host among the members.
 
     Where others reach it, it has the password of RDZV_PLUGINS_PASSWORD or
     RDZV_PLUGINS_PASSWORD_FILE, or a new one, which is shown once. A file that is missing is made
     with a new one.
     """
     from rdzv_plugins import servers
+    from rdzv_plugins.servers.process import HOST
 
+    if endpoint:
+        _serve_member(kind, endpoint, run_id, conf, None if host == HOST else host)
+        return
     password, is_new = _password(kind, host)
     security = servers.Security(password=password)
     with servers.start(kind, nodes=nodes, port=port, host=host, security=security) as server:
@@ -63,6 +81,28 @@ def serve(
                 node.check()
 
         interrupt.wait(look)
+
+
+def _serve_member(kind: str, endpoint: str, run_id: str, conf: str, local_addr: str | None) -> None:
+    from rdzv_plugins.config import parse_options
+    from rdzv_plugins.stores import client_class
+
+    if kind != "quorum":
+        raise typer.BadParameter(
+            f"a {kind} has no members among the nodes: leave it out", param_hint="-e"
+        )
+    client = client_class(kind)
+    options = client.of_run(parse_options(client.options, parse_conf(conf), os.environ), run_id)
+    interrupt = Interrupt()
+    attendance = client.attend(endpoint, options, local_addr, run_id or options.cluster)
+    assert attendance is not None
+    try:
+        attendance.await_member()
+        typer.echo(f"the member of this host runs, of those on {endpoint}; Ctrl-C stops it")
+        interrupt.wait()
+    finally:
+        attendance.hurry()
+        attendance.close()
 
 
 def _password(kind: str, host: str) -> tuple[str | None, bool]:

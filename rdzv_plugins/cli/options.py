@@ -10,6 +10,7 @@ import json
 import os
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,7 +58,8 @@ BackendOption = Annotated[
         "--rdzv-backend",
         "-b",
         envvar="RDZV_BACKEND",
-        help="redis, zookeeper, dynamodb, consul, etcd-v3, postgres, nats or another package's",
+        help="redis, zookeeper, dynamodb, consul, etcd-v3, postgres, nats, quorum or another "
+        "package's",
     ),
 ]
 EndpointOption = Annotated[
@@ -166,8 +168,8 @@ class Access:
     endpoint: str
     conf: str
 
-    def open(self, run_id: str) -> KeyValueClient:
-        """A client of a run's namespace.
+    def open(self, run_id: str, job: str | None = None) -> KeyValueClient:
+        """A client of a run's namespace; ``job`` as in `rdzv_plugins.stores.open_client`.
 
         Raises:
             ValueError: a bad option, or a missing client package.
@@ -181,7 +183,9 @@ class Access:
             name: it for name, it in parse_conf(self.conf).items() if name not in handler_options
         }
         timeout = self.settings.heartbeat_timeout
-        return open_client(self.backend, self.endpoint, run_id, own, request_timeout=timeout)
+        return open_client(
+            self.backend, self.endpoint, run_id, own, request_timeout=timeout, job=job
+        )
 
     def connect(self, run_id: str) -> closing[KeyValueClient]:
         """The same, to be used in a ``with`` statement."""
@@ -190,7 +194,7 @@ class Access:
     def archive(self, run_id: str) -> Archive:
         from rdzv_plugins.archive import Archive
 
-        return Archive(self.open, run_id, self.settings.history_ttl)
+        return Archive(partial(self.open, job=run_id), run_id, self.settings.history_ttl)
 
     def inspect(self, run_ids: Iterable[str], opened: ExitStack) -> dict[str, Inspection]:
         """These runs, each watched as `settle` does; ``opened`` closes their connections."""

@@ -2,6 +2,7 @@
 
 from rdzv_plugins.kv.contract import (
     AccessDeniedError,
+    Attendance,
     Capabilities,
     ClientClosedError,
     Entry,
@@ -27,6 +28,7 @@ from rdzv_plugins.kv.memory import MemoryClient, MemoryServer
 __all__ = [
     "AccessDeniedError",
     "Attempts",
+    "Attendance",
     "Capabilities",
     "ClientClosedError",
     "Entry",

@@ -17,7 +17,7 @@ They need no torch. Wherever torch meets them, they are its own errors of the sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessDeniedError",
+    "Attendance",
     "Capabilities",
     "ClientClosedError",
     "Entry",
@@ -221,6 +222,23 @@ class KeyValueClient(ABC):
         """
         return ()
 
+    @classmethod
+    def of_run(cls, options: Any, run_id: str) -> Any:
+        """The options of a client for this run; a store may derive some from the run's id."""
+        return options
+
+    @classmethod
+    def attend(
+        cls, endpoint: str, options: Any, local_addr: str | None, run_id: str
+    ) -> Attendance | None:
+        """Begin a node's part in a store that the nodes of a run keep up; None: a server is there.
+
+        Args:
+            endpoint, local_addr, run_id: as given to torchrun.
+            options: of the class `options`.
+        """
+        return None
+
     def check_size(self, key: str, value: bytes) -> None:
         """Raise `RendezvousStateError`, naming the limit, for a value that is too large."""
         limit = self.capabilities.max_value_bytes
@@ -229,6 +247,35 @@ class KeyValueClient(ABC):
                 f"the value of '{key}' has {len(value):,} bytes; "
                 f"{self.name} holds at most {limit:,}"
             )
+
+
+class Attendance(ABC):
+    """A node's part in a store that the nodes of a run keep up themselves."""
+
+    @abstractmethod
+    def open(self, connect: Callable[[], KeyValueClient], patience: float) -> KeyValueClient:
+        """Wait until the store can be used, and connect.
+
+        Raises:
+            RendezvousConnectionError: that took longer than ``patience`` seconds; or what
+                ``connect`` raises.
+        """
+
+    @abstractmethod
+    def await_member(self) -> None:
+        """Wait until this host has its part of the store running.
+
+        Raises:
+            ValueError: it is to have none.
+        """
+
+    @abstractmethod
+    def hurry(self) -> None:
+        """The process was told to end: a `close` that runs, or that comes, is to be short."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it, once no other node needs it, or after a time; idempotent."""
 
 
 def parse_counter(key: str, value: bytes) -> int:

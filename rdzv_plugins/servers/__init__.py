@@ -36,13 +36,15 @@ from rdzv_plugins.servers.process import (
     free_ports,
     wait_until,
 )
+from rdzv_plugins.servers.quorum import Quorum
 from rdzv_plugins.servers.redis import Redis, Valkey
 from rdzv_plugins.servers.zookeeper import ZooKeeper
 
 __all__ = ["KINDS", "LocalServer", "Node", "NotInstalledError", "Security", "ServerError", "start"]
 
 KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd, Postgres, Nats)
+    kind.name: kind
+    for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd, Postgres, Nats, Quorum)
 }
 """The kinds of server, by the name that `start` takes."""
 

@@ -25,6 +25,7 @@ from rdzv_plugins.config import (
 )
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import (
+    Attendance,
     ExhaustedError,
     KeyValueClient,
     RendezvousConnectionError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STORES",
+    "attend",
     "client_class",
     "is_store",
     "load",
@@ -54,6 +56,7 @@ STORES = {
     "etcd-v3": "rdzv_plugins.stores.etcd:Client",
     "postgres": "rdzv_plugins.stores.postgres:Client",
     "nats": "rdzv_plugins.stores.nats:Client",
+    "quorum": "rdzv_plugins.stores.quorum:Client",
 }
 """The stores of this package, by ``--rdzv-backend``."""
 
@@ -141,6 +144,7 @@ def open_client(
     config: Mapping[str, object] | None = None,
     *,
     request_timeout: float = 5.0,
+    job: str | None = None,
 ) -> KeyValueClient:
     """Connect to a run's namespace.
 
@@ -150,6 +154,7 @@ def open_client(
         run_id: as in ``--rdzv-id``.
         config: as in ``--rdzv-conf``, the store's own options only.
         request_timeout: seconds that one request may take, its retries included.
+        job: the run's id, where ``run_id`` is of what is kept beside that run.
 
     Raises:
         ValueError: an unknown backend, a bad endpoint or option, or a missing client package.
@@ -157,7 +162,7 @@ def open_client(
             host has run out of threads, descriptors or memory.
     """
     return open_run(
-        client_class(name), endpoint, run_id, config or {}, request_timeout=request_timeout
+        client_class(name), endpoint, run_id, config or {}, request_timeout=request_timeout, job=job
     )
 
 
@@ -171,11 +176,31 @@ def opener(
     """
     also_allowed = option_names(client.options)
     settings = parse_options(Settings, params.config, os.environ, also_allowed=also_allowed)
-    ours = option_names(Settings)
-    rest = {name: value for name, value in params.config.items() if name not in ours}
     return settings, partial(
-        open_run, client, params.endpoint, config=rest, request_timeout=settings.heartbeat_timeout
+        open_run,
+        client,
+        params.endpoint,
+        config=_own_options(params),
+        request_timeout=settings.heartbeat_timeout,
+        job=params.run_id,
     )
+
+
+def attend(client: type[KeyValueClient], params: RendezvousParameters) -> Attendance | None:
+    """What a node does for a store that the nodes keep up; None: a server is there.
+
+    Raises:
+        ValueError: a bad endpoint or option, or a missing package.
+    """
+    options = parse_options(client.options, _own_options(params), os.environ)
+    options = client.of_run(options, params.run_id)
+    return client.attend(params.endpoint, options, params.local_addr, params.run_id)
+
+
+def _own_options(params: RendezvousParameters) -> dict[str, object]:
+    """Those of the store in torchrun's parameters."""
+    ours = option_names(Settings)
+    return {name: value for name, value in params.config.items() if name not in ours}
 
 
 def open_run(
@@ -185,12 +210,15 @@ def open_run(
     config: Mapping[str, object],
     *,
     request_timeout: float,
+    job: str | None = None,
 ) -> KeyValueClient:
     """As `open_client`, with the client class instead of its name.
 
+    ``job`` is the run's id where ``run_id`` is of what is kept beside that run.
+
     A file that cannot be read is an outage to whoever has reached the store with it before.
     """
-    options = parse_options(client.options, config, os.environ)
+    options = client.of_run(parse_options(client.options, config, os.environ), job or run_id)
     connect: Any = client
     try:
         opened: KeyValueClient = connect(

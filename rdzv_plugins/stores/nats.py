@@ -58,7 +58,7 @@ from rdzv_plugins.kv.contract import Capabilities, RendezvousStateError
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 
-__all__ = ["Client", "Options"]
+__all__ = ["Client", "Link", "Options", "Transport", "UnfitServerError", "is_refusal"]
 
 T = TypeVar("T")
 
@@ -81,7 +81,8 @@ _SUBSCRIPTIONS = 8
 _READS = 500
 
 # Error codes of JetStream's API.
-_NO_MESSAGE, _NO_STREAM, _OTHER_STREAM, _NOT_CLUSTERED = 10037, 10059, 10058, 10074
+_NO_MESSAGE, _NO_STREAM, _OTHER_STREAM = 10037, 10059, 10058
+_NOT_CLUSTERED = 10074
 _OTHER_SEQUENCE = (10071, 10164)
 _OUT_OF_SPACE = (10023, 10025, 10047, 10077, 10118)
 _NO_JETSTREAM = (10039, 10076)
@@ -132,17 +133,32 @@ class Client(StoreClient):
     """One run in a bucket; all its requests and waits share one connection."""
 
     name = "nats"
-    options = Options
+    options: ClassVar[type[Any]] = Options
     capabilities = Capabilities(
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=_LARGEST_VALUE
     )
     heartbeat_ms = 1.0
     least_version: ClassVar[tuple[int, ...]] = (2, 10)
+    _too_few_servers: ClassVar[tuple[int, ...]] = (_NOT_CLUSTERED,)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
-        super().__init__(f"nats at {redact(endpoint) or 'localhost'}", request_timeout)
+        target = parse_endpoint(endpoint, default_port=4222, schemes=("nats", "tls"))
+        target.refuse_all_but()
+        self._begin(endpoint, target, namespace, options, request_timeout)
+
+    def _begin(
+        self,
+        endpoint: str,
+        target: Endpoint,
+        namespace: str,
+        options: Options,
+        request_timeout: float,
+    ) -> None:
+        """Connect to one of the hosts of ``target``, which ``endpoint`` stands for."""
+        where = f"{self.name} at {redact(endpoint) or 'localhost'}"
+        super().__init__(where, request_timeout)
         if not re.fullmatch("[A-Za-z0-9_-]+", options.bucket):
             raise ValueError(
                 f"option 'bucket': '{options.bucket}' has more than letters, digits, '_' and '-'"
@@ -155,7 +171,7 @@ class Client(StoreClient):
         self._known = _FIRST, 0
         # The server's clock less this host's monotonic one.
         self._offset = 0.0
-        self._transport = _Transport(endpoint, options, request_timeout, self._greet)
+        self._transport = Transport(target, options, request_timeout, self._greet)
         self._connect(lambda limit: self._transport.run(self._living([]), limit))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
@@ -185,7 +201,7 @@ class Client(StoreClient):
         text = " ".join(str(error).split()).removeprefix("nats: ")
         if isinstance(error, ssl.SSLError) and is_of_tls(str(error)):
             return tls_problem(str(error))
-        if isinstance(error, PlainError):
+        if isinstance(error, UnfitServerError):
             return Problem(str(error))
         if isinstance(error, APIError):
             return self._answered(error)
@@ -201,7 +217,7 @@ class Client(StoreClient):
             return Problem(
                 f"refused a value: its max_payload is below {_LARGEST_VALUE:,} bytes", state=True
             )
-        if isinstance(error, nats.errors.Error) and _REFUSED.search(text):
+        if is_refusal(error):
             if _LACKS_A_RIGHT.search(text):
                 return Problem(
                     f"denied a right ({text}); the user's permissions must allow {self._grant}",
@@ -399,11 +415,11 @@ class Client(StoreClient):
 
     # Requests to JetStream.
 
-    async def _greet(self, link: _Link) -> None:
+    async def _greet(self, link: Link) -> None:
         """What each new connection begins with."""
         bucket = self._options.bucket
         try:
-            answer = await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self.timeout)
+            answer = await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self._greeting_seconds)
         except APIError as error:
             if error.err_code != _NO_STREAM or not self._options.create_bucket:
                 raise
@@ -413,24 +429,35 @@ class Client(StoreClient):
             raise SilentBucketError
         self._learn_time(answer)
 
-    async def _create_bucket(self, link: _Link) -> dict[str, Any]:
+    async def _create_bucket(self, link: Link) -> dict[str, Any]:
         bucket = self._options.bucket
         config = {
             "name": f"KV_{bucket}", "subjects": [f"$KV.{bucket}.>"], "max_msgs_per_subject": 1,
             "republish": {"src": f"$KV.{bucket}.>", "dest": f"$RKV.{bucket}.>"},
-            "storage": self._options.storage, "num_replicas": self._options.replicas or 3,
-            "discard": "new", "allow_rollup_hdrs": True, "deny_delete": True,
-            "description": "rdzv-plugins",
+            "storage": self._options.storage, "discard": "new", "allow_rollup_hdrs": True,
+            "deny_delete": True, "description": "rdzv-plugins",
         }  # fmt: skip
-        try:
-            return await link.ask(f"STREAM.CREATE.KV_{bucket}", config, self.timeout)
-        except APIError as error:
-            if error.err_code == _OTHER_STREAM:
-                return await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self.timeout)
-            if error.err_code != _NOT_CLUSTERED or self._options.replicas:
-                raise
-        config["num_replicas"] = 1
-        return await link.ask(f"STREAM.CREATE.KV_{bucket}", config, self.timeout)
+        replicas, *fewer = self._replicas
+        while True:
+            try:
+                asked = {**config, "num_replicas": replicas}
+                return await link.ask(f"STREAM.CREATE.KV_{bucket}", asked, self._greeting_seconds)
+            except APIError as error:
+                if error.err_code == _OTHER_STREAM:
+                    return await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self._greeting_seconds)
+                if error.err_code not in self._too_few_servers or not fewer:
+                    raise
+            replicas, *fewer = fewer
+
+    @property
+    def _greeting_seconds(self) -> float:
+        """How long each request that a connection begins with may take."""
+        return self.timeout
+
+    @property
+    def _replicas(self) -> tuple[int, ...]:
+        """How many copies a new bucket is to have; further ones where there are too few servers."""
+        return (self._options.replicas,) if self._options.replicas else (3, 1)
 
     async def _get(self, subject: str) -> tuple[bytes, int]:
         """The last message of a subject and its sequence number; 0: there is none."""
@@ -503,7 +530,11 @@ _marks = msgspec.json.Decoder(_Mark)
 _FIRST = _Mark("0")
 
 
-class PlainError(Exception):
+class UnfitServerError(Exception):
+    """The server answers, and is none that this client can use."""
+
+
+class PlainError(UnfitServerError):
     """One of server and client asks for TLS, and the other does not."""
 
 
@@ -551,7 +582,7 @@ class _Watch:
         await self._changed.wait()
 
 
-class _Link:
+class Link:
     """One connection, with its subscriptions; all of it lives in the loop's thread."""
 
     def __init__(self, api: str) -> None:
@@ -600,18 +631,16 @@ class _Link:
             task.cancel()
 
 
-class _Transport:
+class Transport:
     """A connection that is dialled anew where it broke, with the secrets as they are then."""
 
     def __init__(
         self,
-        endpoint: str,
+        target: Endpoint,
         options: Options,
         seconds: float,
-        welcome: Callable[[_Link], Coroutine[Any, Any, None]],
+        welcome: Callable[[Link], Coroutine[Any, Any, None]],
     ) -> None:
-        target = parse_endpoint(endpoint, default_port=4222, schemes=("nats", "tls"))
-        target.refuse_all_but()
         self._target, self._options = target, options
         self._attempt_seconds = min(max(_LEAST_ATTEMPT, seconds / 4), _LONGEST_ATTEMPT)
         self._tls = context_if(
@@ -621,13 +650,13 @@ class _Transport:
         random.shuffle(self._hosts)
         self._api = _api(options)
         self._welcome = welcome
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._dialling: asyncio.Lock | None = None
         # Referred to, as asyncio asks for.
         self._ending: asyncio.Future[None] | None = None
         _login(target, options)
 
-    def inspect(self, link: _Link) -> Finding:
+    def inspect(self, link: Link) -> Finding:
         secret = any(name in ("password", "token") for name in _login(self._target, self._options))
         return of_connection(self._tls is not None, secret, [host for host, _ in self._hosts])
 
@@ -667,7 +696,7 @@ class _Transport:
     async def _attempt(self, work: Coroutine[Any, Any, T], given_up: threading.Event) -> T:
         task = asyncio.current_task()
         assert task is not None
-        link: _Link | None = None
+        link: Link | None = None
         try:
             link = await self.link()
             link.tasks.add(task)
@@ -681,7 +710,7 @@ class _Transport:
             if link is not None:
                 link.tasks.discard(task)
 
-    async def link(self) -> _Link:
+    async def link(self) -> Link:
         """The connection; dials if there is none."""
         if self._dialling is None:
             self._dialling = asyncio.Lock()
@@ -691,11 +720,11 @@ class _Transport:
                 link = self._link = await self._dial()
             return link
 
-    async def _dial(self) -> _Link:
+    async def _dial(self) -> Link:
         failure: Exception | None = None
         for _ in self._hosts:
             host, port = self._hosts[0]
-            link = _Link(self._api)
+            link = Link(self._api)
             try:
                 await link.connection.connect(
                     f"nats://[{host}]:{port}" if ":" in host else f"nats://{host}:{port}",
@@ -708,7 +737,7 @@ class _Transport:
                 link.failure = None
                 await self._welcome(link)
                 return link
-            except (OSError, nats.errors.Error, PlainError) as error:
+            except (OSError, nats.errors.Error, UnfitServerError) as error:
                 # A server that refuses tells more than one that is away.
                 if not isinstance(failure, nats.errors.Error):
                     failure = error
@@ -721,7 +750,7 @@ class _Transport:
         assert failure is not None  # An endpoint has a host.
         raise failure
 
-    def _leave(self, link: _Link) -> None:
+    def _leave(self, link: Link) -> None:
         if self._link is link:
             self._link = None
             self._hosts.append(self._hosts.pop(0))
@@ -736,9 +765,14 @@ class _Transport:
                 asyncio.run_coroutine_threadsafe(_end(link), _loop()).result(_CLOSE_SECONDS)
 
 
-async def _end(link: _Link) -> None:
+async def _end(link: Link) -> None:
     with contextlib.suppress(Exception):
         await asyncio.wait_for(link.connection.close(), _CLOSE_SECONDS)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the server refuses who asks, as nats-py tells it."""
+    return isinstance(error, nats.errors.Error) and _REFUSED.search(str(error)) is not None
 
 
 def _login(target: Endpoint, options: Options) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from rdzv_plugins.config import Settings, option_names
 from rdzv_plugins.kv import (
+    Attendance,
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
@@ -49,6 +50,7 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
 
     # Set by create_torch_handler: torch's constructor is called by its from_backend.
     _client: KeyValueClient
+    _attendance: Attendance | None = None
     _closed_ttl: float
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -76,6 +78,8 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
             return closed
         finally:
             self._client.close()
+            if self._attendance is not None:
+                self._attendance.close()
 
     def _delete_past_rounds(self) -> None:
         # torch puts a round's keys under torch.rendezvous.<run id>.<round>/. The last round but
@@ -91,12 +95,17 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
 
 
 def create_torch_handler(
-    params: RendezvousParameters, settings: Settings, client: KeyValueClient, address: str
+    params: RendezvousParameters,
+    settings: Settings,
+    client: KeyValueClient,
+    address: str,
+    attendance: Attendance | None = None,
 ) -> MendedDynamicRendezvousHandler:
     """What ``--rdzv-conf handler=torch`` stands for; the handler owns ``client`` and closes it.
 
     Args:
         address: of this node.
+        attendance: what this node does for a store that the nodes keep up; the handler ends it.
 
     Raises:
         ValueError: the run id is empty, or torch's handler does not have an option that is set.
@@ -119,6 +128,7 @@ def create_torch_handler(
         **_keep_alive(settings),
     )
     handler._client = client
+    handler._attendance = attendance
     handler._closed_ttl = settings.sweep_after
     return handler
 

@@ -85,7 +85,10 @@ class Job(Run):
     def await_event(
         self, name: str, kind: str, timeout: float = 10, *, after: float = 0.0
     ) -> float:
-        """Wait until a worker of this agent has noted such an event since; returns the last's time."""
+        """Wait until a worker of this agent has noted such an event; returns when the last did.
+
+        Only what it noted later than ``after`` counts.
+        """
 
         def found() -> float | None:
             self.read_events()

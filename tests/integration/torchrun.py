@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, World
-from rdzv_plugins.kv import RendezvousConnectionError
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -85,12 +86,18 @@ class Run(Fleet):
             script=script,
             launcher=launcher,
         )
-        self.client = store.open(run_id, request_timeout=2)
+        self._open = partial(store.open, run_id, request_timeout=2)
         self.archive = Archive(store.open, run_id, history_ttl=0)
+
+    @cached_property
+    def client(self) -> KeyValueClient:
+        """Opened when it is first asked for: a store that the agents run is not there before."""
+        return self._open()
 
     def close(self) -> None:
         super().close()
-        self.client.close()
+        if "client" in vars(self):
+            self.client.close()
 
     def begin(self, names: Iterable[str]) -> World:
         """Start agents on 127.0.0.1 and following, and wait until they train in that order.

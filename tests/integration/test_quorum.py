@@ -1,0 +1,199 @@
+"""The store that the agents run themselves: real agents on 127.0.0.1 and following, and members.
+
+Each agent keeps its member's folder under the test's own, so that a member is known by that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rdzv_plugins.cli import app
+from rdzv_plugins.config import parse_options
+from rdzv_plugins.servers.quorum import probe
+from rdzv_plugins.stores.quorum import Client, Members, Options
+from tests import Measure
+from tests.integration.jobs import Job
+from tests.integration.stores import RunningStore
+from tests.integration.torchrun import PATIENCE
+
+pytestmark = pytest.mark.timeout(240)
+
+INTERVAL, LEASE = 1.0, 3.0
+CONFIG: dict[str, object] = {
+    "keep_alive_interval": INTERVAL,
+    "keep_alive_max_attempt": 3,
+    "replacement_timeout": 0,
+    "last_call_timeout": 1,
+    "heartbeat_timeout": 3,
+    "join_timeout": 90,
+}
+
+# What NATS needs at most until another member leads, beyond a lease.
+ELECTION = 12.0
+
+Submit = Callable[..., Job]
+
+
+def quorum(hosts: int = 3, **config: str) -> RunningStore:
+    """A store whose members are on 127.0.0.1 and following: "a" has the first, "b" the second."""
+    endpoint = ",".join(f"127.0.0.{host + 1}" for host in range(hosts))
+    return RunningStore(name="quorum", backend="quorum", endpoint=endpoint, config=config)
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
+    folder = tmp_path / "members"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    jobs: list[Job] = []
+
+    def submit(store: RunningStore | None = None, nodes: str = "2:3", **options: object) -> Job:
+        job = Job(tmp_path, store or quorum(), nodes=nodes, **{**CONFIG, **options})
+        jobs.append(job)
+        return job
+
+    yield submit
+    for job in jobs:
+        job.close()
+
+
+def members(tmp_path: Path) -> dict[int, str]:
+    """The members' processes that live, with their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if "nats-server" in command and str(tmp_path / "members") in command:
+            found[int(folder.name)] = command
+    return found
+
+
+def answers(store: RunningStore, run_id: str) -> list[str]:
+    """Where a member of this run answers."""
+    options = Client.of_run(parse_options(Options, store.config, {}), run_id)
+    where = Members.of(store.endpoint, options)
+    found = []
+    for index, (host, _) in enumerate(where.hosts):
+        for port in where.ports(index):
+            with contextlib.suppress(OSError, ValueError):
+                if where.is_of(probe(host, port, 1.0)):
+                    found.append(f"{host}:{port}")
+    return found
+
+
+def finish(job: Job, names: str) -> dict[str, int]:
+    for name in names:
+        job.finish(name)
+    return job.await_ends(names)
+
+
+def assert_nothing_is_left(job: Job, tmp_path: Path, store: RunningStore) -> None:
+    folder = tmp_path / "members"
+    job.await_that(lambda: not members(tmp_path), "the end of all members", 10)
+    job.await_that(lambda: not [*folder.glob("rdzv-quorum-*")], "their folders to go", 10)
+    assert answers(store, job.run_id) == []
+
+
+@pytest.mark.parametrize("order", ["abc", "cba"])
+def test_a_job_of_three_leaves_nothing(
+    submit: Submit, tmp_path: Path, order: str, record_property: Measure
+) -> None:
+    job = submit()
+    for name in order[:-1]:
+        job.start_at(name)
+    began = time.monotonic()
+    job.start_at(order[-1])
+    job.await_begun("abc")
+    record_property("from the last agent's start, s", round(time.monotonic() - began, 2))
+    assert len(members(tmp_path)) == 3
+    ended = time.monotonic()
+    assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+    record_property("until all agents had ended, s", round(time.monotonic() - ended, 2))
+    assert_nothing_is_left(job, tmp_path, quorum())
+    assert not [line for line in job.lines("abc") if line.startswith(("W", "E"))]
+
+
+@pytest.mark.parametrize("victim", "abc")
+def test_a_member_is_killed_with_its_agent_and_replaced(
+    submit: Submit, tmp_path: Path, victim: str, record_property: Measure
+) -> None:
+    job = submit()
+    job.begin("abc")
+    others = [name for name in "abc" if name != victim]
+    killed = job.agents[victim].kill()
+    job.await_begun(others, after=killed, timeout=LEASE + ELECTION + PATIENCE)
+    record_property("the others run, s", round(time.monotonic() - killed, 2))
+    back = time.monotonic()
+    job.start_at(victim)
+    job.await_begun("abc", after=back)
+    record_property("all run again, s", round(time.monotonic() - back, 2))
+    assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+
+
+def test_two_members_are_killed_and_one_comes_back(
+    submit: Submit, tmp_path: Path, record_property: Measure
+) -> None:
+    """What runs runs on; a restart waits for a majority."""
+    job = submit(nodes="1:3")
+    job.begin("abc")
+    killed = job.agents["a"].kill()
+    job.agents["b"].kill()
+    job.assert_noted("c", [], killed, 3 * LEASE)
+    back = time.monotonic()
+    job.start_at("a")
+    job.await_begun("ac", after=back, timeout=LEASE + ELECTION + PATIENCE)
+    record_property("two run, s after one came back", round(time.monotonic() - back, 2))
+    assert finish(job, "ac") == {"a": 0, "c": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+
+
+def test_all_are_killed_and_started_again(submit: Submit, tmp_path: Path) -> None:
+    job = submit()
+    job.begin("abc")
+    for name in "abc":
+        job.agents[name].kill()
+    killed = time.monotonic()
+    job.await_that(lambda: not members(tmp_path), "the end of all members", 10)
+    for name in "abc":
+        job.start_at(name)
+    job.await_begun("abc", after=killed)
+    assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+
+
+def test_a_member_that_ends_alone_is_started_again(submit: Submit, tmp_path: Path) -> None:
+    job = submit()
+    job.begin("abc")
+    first = members(tmp_path)
+    for pid in first:
+        os.kill(pid, signal.SIGKILL)
+        job.await_that(
+            lambda gone=pid: len(now := members(tmp_path)) == 3 and gone not in now,  # type: ignore[misc]
+            "another member",
+            10,
+        )
+    assert job.noted("a") == ["begin"]
+    job.await_line("a", "the member of the store on this host has ended and is started again")
+    assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+
+
+def test_commands_reach_it_from_any_host(submit: Submit) -> None:
+    job = submit()
+    job.begin("abc")
+    at = ["--rdzv-backend=quorum", f"--rdzv-endpoint={quorum().endpoint}"]
+    for command in ("status", "history"):
+        shown = CliRunner().invoke(app, [command, "-i", job.run_id, *at])
+        assert shown.exit_code == 0, shown.output
+    assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
