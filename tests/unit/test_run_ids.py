@@ -71,6 +71,13 @@ def test_an_empty_id_is_not_the_same_as_none(command: list[str]) -> None:
     assert str(said.exception) == "--rdzv-id is empty: give the run an id"
 
 
+@pytest.mark.parametrize(("run_id", "why"), [("!excluded", "reserved"), ("", "is empty")])
+def test_a_member_by_hand_refuses_it(run_id: str, why: str) -> None:
+    said = CliRunner().invoke(app, ["serve", "quorum", "-e", "127.0.0.1", "-i", run_id])
+    assert isinstance(said.exception, ValueError)
+    assert why in str(said.exception)
+
+
 @pytest.mark.parametrize("command", [["exclude", "host"], ["include", "host"], ["excluded"]])
 def test_none_is_needed_for_all_runs(command: list[str]) -> None:
     said = CliRunner().invoke(app, [*command, "--all-runs", "-e", NOWHERE])
@@ -78,8 +85,8 @@ def test_none_is_needed_for_all_runs(command: list[str]) -> None:
 
 
 def test_there_is_no_other_command_that_takes_an_id() -> None:
-    """Each callback that has a run id is in the list above, or is `check`."""
-    named = {command[0] for command in COMMANDS} | {"check"}
+    """Each callback that has a run id is in the list above, or is tested beside it."""
+    named = {command[0] for command in COMMANDS} | {"check", "serve"}
     takes = {
         it.name or it.callback.__name__.replace("_runs", "")
         for it in app.registered_commands
