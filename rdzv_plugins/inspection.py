@@ -38,6 +38,7 @@ from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
 
 __all__ = [
     "LOOK_SECONDS",
+    "NOTHING_STORED",
     "SCHEMA",
     "Condition",
     "Inspection",
@@ -47,6 +48,9 @@ __all__ = [
     "settle",
     "what_it_was",
 ]
+
+NOTHING_STORED = "nothing is stored under this id: check the id and the prefix"
+"""What all commands say of an id that they do not find."""
 
 SCHEMA = 1
 """The version of what `Inspection.report` returns; it changes when a field changes its meaning."""
@@ -478,7 +482,7 @@ def _is_out(record: NodeRecord) -> bool:
 def what_it_was(last: Row | Listed | None) -> str:
     """The sentence of a run whose keys are gone, from what was noted last."""
     if last is None:
-        return "nothing is stored under this id: check the id and the prefix"
+        return NOTHING_STORED
     if last.outcome is None:
         return (
             f"abandoned in round {last.round}: nobody closed it, and it is no longer stored "

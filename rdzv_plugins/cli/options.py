@@ -243,10 +243,13 @@ def parse_conf(conf: str) -> dict[str, str]:
 
 def no_run(client: KeyValueClient, run_id: str) -> ValueError:
     """The error where no run of this package's handler stands under the id."""
-    from rdzv_plugins.inspection import is_torchs
+    from rdzv_plugins.inspection import NOTHING_STORED, is_torchs
 
-    only = " of handler=rdzv, only one of handler=torch" if is_torchs(client) else ""
-    return ValueError(f"there is no run '{run_id}'{only}")
+    if is_torchs(client):
+        return ValueError(
+            f"run '{run_id}' is of handler=torch: no order reaches it, and no history"
+        )
+    return ValueError(f"run '{run_id}': {NOTHING_STORED}")
 
 
 def free_soon(seen: Inspection) -> tuple[float | None, str]:

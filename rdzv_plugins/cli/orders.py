@@ -209,6 +209,7 @@ def exclude(
     If nodes of the host are in a round, the others go on without them in a new one. The agents of
     the host wait, and join again when the exclusion ends.
     """
+    from rdzv_plugins.inspection import NOTHING_STORED, Condition
     from rdzv_plugins.protocol import orders
     from rdzv_plugins.protocol.documents import Exclusion
     from rdzv_plugins.protocol.kept_out import describe
@@ -247,6 +248,10 @@ def exclude(
         for run, seen in found.items():
             given = give(seen, True)
             if given.document is None:
+                if not all_runs and seen.condition is Condition.ABSENT:
+                    told.say(
+                        f"run '{run}': {NOTHING_STORED}; the exclusion holds for its next runs"
+                    )
                 continue
             if not _lives(seen):
                 told.say(f"run '{run}' is {seen.condition.value}: no round of it is ended for that")

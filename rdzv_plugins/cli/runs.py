@@ -235,14 +235,22 @@ def history(
     """
     from msgspec import to_builtins
 
+    from rdzv_plugins.protocol.documents import STATE_KEY
+
     run_id = one_run(run_id, run)
-    rows = Access(backend, endpoint, conf).archive(run_id).rows()[::-1][:limit]
+    access = Access(backend, endpoint, conf)
+    rows = access.archive(run_id).rows()[::-1][:limit]
     if as_json:
         for row in rows:
             print_json({"schema": 1, **to_builtins(row)})
         return
     if not rows:
-        raise ValueError(f"nothing is kept of a run '{run_id}'")
+        with access.connect(run_id) as client:
+            if client.get(STATE_KEY) is None and access.archive(run_id).last() is None:
+                raise no_run(client, run_id)
+        raise ValueError(
+            f"run '{run_id}' has no history: no round of it has run yet, or it has history_ttl=0"
+        )
     _print_table(_rounds(rows))
 
 
@@ -385,10 +393,12 @@ def _delete(
     client: KeyValueClient, archive: Archive, run_id: str, *, ended: bool, as_json: bool
 ) -> None:
     """Delete a run's keys; ``ended``: nobody lives in it."""
-    from rdzv_plugins.inspection import delete_run
+    from rdzv_plugins.inspection import NOTHING_STORED, delete_run
 
     keys = delete_run(client)
     said = f"deleted {keys} keys of run '{run_id}'"
+    if not keys and archive.last() is None:
+        said = f"run '{run_id}': {NOTHING_STORED}"
     by = f"cleaned by hand, by rdzv clean on {socket.gethostname()}"
     if noted := ended and archive.end_by_hand(by):
         said += ", which had no end before: it is listed as closed now"

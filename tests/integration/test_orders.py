@@ -332,8 +332,9 @@ def test_who_closes_a_run_that_another_closes_meanwhile_is_told_so(
 
 
 def test_an_order_to_a_run_that_is_gone_names_its_state(played: Played) -> None:
-    assert played.refusal("restart") == f"there is no run '{played.run_id}'"
-    assert played.refusal("close") == f"there is no run '{played.run_id}'"
+    unknown = f"run '{played.run_id}': {inspection.NOTHING_STORED}"
+    assert played.refusal("restart") == unknown
+    assert played.refusal("close") == unknown
     played.begin(2, (2, 2), abandoned_ttl="6")
     agents.until(played.tells("first round"), 20)
     for agent in played.agents:
