@@ -137,7 +137,7 @@ def start(
         if not (security.password or all(map(is_loopback, addresses))):
             raise ValueError(f"a {kind} that other hosts reach needs a password")
         runner.listen(host, addresses)
-    ports = free_ports(nodes * runner.ports_per_node, port)
+    ports = free_ports(nodes * runner.ports_per_node, port, runner.addresses)
     memory = Path("/dev/shm")
     folder = memory if runner.in_memory and os.access(memory, os.W_OK) else None
     directory = Path(tempfile.mkdtemp(prefix=f"rdzv-{kind}-", dir=folder))

@@ -316,7 +316,7 @@ class Node:
         os.kill(self.pid, signal.SIGCONT)
 
     def __str__(self) -> str:
-        return f"{self._kind.name} {self.index + 1} on {HOST}:{self.port}"
+        return f"{self._kind.name} {self.index + 1} on {self._kind.host}:{self.port}"
 
     def _children(self) -> list[int]:
         """The process ids of the server's children: PostgreSQL has one per connection."""
@@ -388,24 +388,29 @@ def addresses_of(host: str) -> list[str]:
     return addresses
 
 
-def free_ports(count: int, first: int | None = None) -> list[int]:
+def free_ports(
+    count: int, first: int | None = None, addresses: Sequence[str] = (HOST,)
+) -> list[int]:
     """Distinct ports on which nobody listens; on Linux no other call gives them until `release`.
 
     A server may start long after its port was chosen (initdb takes seconds), or stop for a while.
 
     Args:
-        first: the first of them; `ServerError` if it is taken.
+        first: the first of them; `ServerError` if it is taken at one of the addresses.
+        addresses: at which the server is to listen.
     """
     if first is None:
         return [_draw() for _ in range(count)]
-    with socket.socket() as asks:
-        asks.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            asks.bind((HOST, first))
-            # Until here Linux lets it have the port of one who listens too.
-            asks.listen(1)
-        except OSError as error:
-            raise ServerError(f"port {first} of {HOST} is taken ({error.strerror})") from error
+    for address in addresses:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as asks:
+            asks.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                asks.bind((address, first))
+                # Until here Linux lets it have the port of one who listens too.
+                asks.listen(1)
+            except OSError as error:
+                why = error.strerror
+                raise ServerError(f"port {first} of {address} is taken ({why})") from error
     return [first, *(_draw() for _ in range(count - 1))]
 
 

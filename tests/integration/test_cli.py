@@ -618,6 +618,15 @@ def test_serve_runs_a_server_until_it_is_interrupted() -> None:
     assert rdzv("check", "-e", endpoint, "-c", "heartbeat_timeout=1").returncode == 2
 
 
+def test_serve_names_the_address_at_which_the_port_is_taken() -> None:
+    """Another program has it there, and nobody at 127.0.0.1, where the server listens too."""
+    with socket.create_server(("127.0.0.5", 0)) as other:
+        port = other.getsockname()[1]
+        refused = rdzv("serve", "redis", "--host", "127.0.0.5", "--port", str(port))
+    assert refused.returncode == 1
+    assert refused.stderr == (f"rdzv: port {port} of 127.0.0.5 is taken (Address already in use)\n")
+
+
 def test_serve_says_that_a_port_is_taken(server: servers.LocalServer) -> None:
     taken = str(server.nodes[0].port)
     refused = rdzv("serve", "redis", "--port", taken)
