@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from benchmarks import plots, rendezvous, requests, startup, swarm
+from benchmarks import first_step, plots, rendezvous, requests, startup, swarm
 from benchmarks.crowd import FailedError
 from benchmarks.floors import FLOORS
 from benchmarks.page import page as page_of
@@ -27,9 +27,19 @@ from rdzv_plugins.servers import ServerError
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-STORES = ("redis", "valkey", "zookeeper", "consul", "etcd-v3", "dynamodb", "postgres", "nats")
-SCENARIOS = ("requests", "form", "late", "life", "rest", "swarm", "start-up")
-ENSEMBLES = ("zookeeper", "consul", "etcd-v3")
+STORES = (
+    "redis",
+    "valkey",
+    "zookeeper",
+    "consul",
+    "etcd-v3",
+    "dynamodb",
+    "postgres",
+    "nats",
+    "quorum",
+)
+SCENARIOS = ("requests", "form", "late", "life", "rest", "swarm", "first-step", "start-up")
+ENSEMBLES = ("zookeeper", "consul", "etcd-v3", "nats", "quorum")
 # A round that takes longer has failed.
 LIMIT = 60.0
 # On three servers that share the machine with the nodes, and of swarms.
@@ -60,6 +70,9 @@ class Plan:
             "etcd-v3": (2, 16, 64, 256),
             "dynamodb": (2, 16, 64, 512),
             "postgres": (2, 16, 64, 256, 512),
+            "nats": (2, 16, 64, 256),
+            # One member; three are below.
+            "quorum": (2, 16, 64, 256),
             "c10d": (2, 16, 64, 128, 256),
             "etcd-v2": (2, 16, 64, 128, 256),
         }
@@ -67,6 +80,12 @@ class Plan:
     late: tuple[int, ...] = (64,)
     late_large: tuple[int, ...] = (1024,)
     ensemble: tuple[int, ...] = (64, 1024)
+    ensemble_of: Mapping[str, tuple[int, ...]] = field(
+        default_factory=lambda: {"quorum": (2, 64, 256)}
+    )
+    ensemble_rest: Mapping[str, tuple[int, ...]] = field(
+        default_factory=lambda: {"quorum": (64, 1000)}
+    )
     seldom: Mapping[tuple[str, int], float] = field(
         default_factory=lambda: {("zookeeper", 1024): 30.0}
     )
@@ -79,6 +98,7 @@ class Plan:
     )
     requests: int = 200
     start_up: int = 10
+    first_step: tuple[int, ...] = (2, 3)
     repeats: int = 5
     more: Mapping[int, int] = field(default_factory=lambda: {4096: 10})
 
@@ -88,6 +108,9 @@ QUICK = Plan(
     form_of={},
     late_large=(),
     ensemble=(16,),
+    ensemble_of={},
+    ensemble_rest={"quorum": (16,)},
+    first_step=(2,),
     life={16: 0.5},
     life_large={},
     rest=(64,),
@@ -152,22 +175,20 @@ class Bench:
                     self._life(name, target, size, interval)
             if name == "redis" and "rest" in scenarios:
                 for size in self.plan.rest:
-                    seconds = self.plan.rest_seconds
-                    windows = rendezvous.rest(
-                        target, size, self._processes(size), LIMIT, self.plan.repeats, seconds
-                    )
-                    self._keep("rest", name, size, windows or [None])
+                    self._rest(name, target, size)
 
     def ensemble(self, name: str) -> None:
         """Form rounds on three servers."""
         with rendezvous.started(name, ensemble=3) as target:
             self._warm_up(target)
-            for size in self.plan.ensemble:
+            for size in self.plan.ensemble_of.get(name, self.plan.ensemble):
                 seldom = self.plan.seldom.get((name, size))
                 conf = {"keep_alive_interval": f"{seldom:g}"} if seldom is not None else {}
                 conf |= self._conf
                 if not self._form(f"{name}, 3 servers", target, [size], conf, LONG_LIMIT):
                     break
+            for size in self.plan.ensemble_rest.get(name, ()):
+                self._rest(f"{name}, 3 servers", target, size)
 
     def swarm(self, name: str) -> None:
         """Rounds of nodes without threads."""
@@ -184,10 +205,27 @@ class Bench:
             self._keep("swarm", name, size, rounds)
             self._keep("swarm at rest", name, size, rests)
 
+    def first_step(self) -> None:
+        """Of each in turn, so that what else the machine does meets all alike."""
+        for size in self.plan.first_step:
+            samples: dict[str, list[Sample | None]] = defaultdict(list)
+            for _ in range(self.plan.repeats):
+                for subject in first_step.SUBJECTS:
+                    samples[subject].append(first_step.measure(subject, size))
+                    self._show("first step", subject, size, samples[subject][-1])
+            for subject, taken in samples.items():
+                self._keep("first step", subject, size, taken)
+
     def start_up(self) -> None:
         """What the import costs."""
         samples = startup.measure(self.plan.start_up)
         self._keep("start-up", "torch.distributed.elastic", 1, [*samples])
+
+    def _rest(self, name: str, target: Target, size: int) -> None:
+        windows = rendezvous.rest(
+            target, size, self._processes(size), LIMIT, self.plan.repeats, self.plan.rest_seconds
+        )
+        self._keep("rest", name, size, windows or [None])
 
     def _requests(self, name: str, target: Target) -> None:
         found = requests.measure(target.backend, target.endpoint, target.config, self.plan.requests)
@@ -344,7 +382,7 @@ def main(
 def _works(
     bench: Bench, names: Sequence[str], parts: Sequence[str]
 ) -> Iterable[Callable[[], None]]:
-    on_servers = [it for it in parts if it not in ("swarm", "start-up")]
+    on_servers = [it for it in parts if it not in ("swarm", "first-step", "start-up")]
     for name in names:
         if on_servers:
             yield lambda name=name: bench.subject(name, on_servers)  # type: ignore[misc]
@@ -352,6 +390,8 @@ def _works(
             yield lambda name=name: bench.ensemble(name)  # type: ignore[misc]
         if "swarm" in parts:
             yield lambda name=name: bench.swarm(name)  # type: ignore[misc]
+    if "first-step" in parts:
+        yield bench.first_step
     if "start-up" in parts:
         yield bench.start_up
 

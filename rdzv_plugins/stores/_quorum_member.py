@@ -34,7 +34,7 @@ from rdzv_plugins.kv.contract import (
     KeyValueClient,
     RendezvousConnectionError,
 )
-from rdzv_plugins.servers.process import Kind, Node, Security, ServerError
+from rdzv_plugins.servers.process import Kind, Node, NotInstalledError, Security, ServerError
 from rdzv_plugins.servers.quorum import USER, at, find_binary, probe, route, settings_of, write
 from rdzv_plugins.stores import nats as store
 from rdzv_plugins.stores.quorum import PRESENCE, Client, Members
@@ -363,7 +363,10 @@ class QuorumAttendance(Attendance):
     """A node of a run whose nodes keep up the store."""
 
     def __init__(self, members: Members, local_addr: str | None, run_id: str) -> None:
-        find_binary()
+        try:
+            find_binary()
+        except NotInstalledError as error:
+            raise ValueError(str(error)) from None
         self._members, self._run = members, run_id
         self._keeper = _Keeper(members, local_addr, run_id)
         self._deadline = float("inf")
