@@ -37,7 +37,7 @@ class Nats(Kind):
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
         client, routes, monitor = node.ports
         settings: dict[str, Any] = {
-            "server_name": f"n{node.index + 1}",
+            "server_name": self.server_name(node),
             "listen": f"{HOST}:{client}",
             "http": f"{HOST}:{monitor}",
             "jetstream": {"store_dir": str(node.directory / "data")},
@@ -86,5 +86,9 @@ class Nats(Kind):
         streams = [it for account in accounts for it in account.get("stream_detail") or ()]
         group = next((it["cluster"] for it in streams if it["name"] == _STREAM), None)
         if group is None:
-            group = answer.get("meta_cluster") or {"leader": f"n{node.index + 1}"}
-        return group.get("leader") == f"n{node.index + 1}"
+            group = answer.get("meta_cluster") or {"leader": self.server_name(node)}
+        return group.get("leader") == self.server_name(node)
+
+    def server_name(self, node: Node) -> str:
+        """What it calls itself."""
+        return f"n{node.index + 1}"

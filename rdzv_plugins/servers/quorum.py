@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rdzv_plugins.servers.process import HOST, Kind, Node, NotInstalledError, Security, find_file
+from rdzv_plugins.servers.nats import Nats
+from rdzv_plugins.servers.process import HOST, Node, NotInstalledError, find_file
 
 __all__ = [
     "USER",
@@ -29,8 +30,8 @@ USER = "rdzv"
 
 _MEMORY_BYTES = 1 << 30
 
-# How long a server may take to greet.
-_GREETING_SECONDS = 1.0
+# Not where agents on this host are: an agent sees to a member at its own address.
+_HOST = "127.0.0.10" if sys.platform == "linux" else HOST
 
 
 def settings_of(
@@ -83,32 +84,31 @@ def find_binary() -> Path:
     return found
 
 
-class Quorum(Kind):
+class Quorum(Nats):
     """One member or three on this host, for several runs: their cluster is named "local"."""
 
     name = "quorum"
-    ports_per_node = 2
-    largest = 3
-
-    def __init__(self, security: Security) -> None:
-        super().__init__(security)
-        self._binary = find_binary()
 
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
-        name, cluster = f"{HOST}:{node.port}", None
+        client, routes, monitor = node.ports
+        cluster = None
         if len(nodes) > 1:
-            routes = [route(HOST, peer.ports[1], None) for peer in nodes if peer is not node]
-            cluster = {"name": "local", "listen": at(HOST, node.ports[1]), "routes": routes}
+            peers = [route(_HOST, peer.ports[1], None) for peer in nodes if peer is not node]
+            cluster = {"name": "local", "listen": at(_HOST, routes), "routes": peers}
+        name, listens = self.server_name(node), (_HOST, client)
+        settings = settings_of(name, listens, node.directory, None, cluster)
         file = node.directory / "nats.conf"
-        listens = HOST, node.port
-        write(settings_of(server_name("local", name), listens, node.directory, None, cluster), file)
+        write(settings | {"http": at(HOST, monitor)}, file)
         return [str(self._binary), "--config", str(file)]
 
-    def config(self) -> dict[str, str]:
-        return super().config() | {"cluster": "local"}
+    def endpoint(self, nodes: Sequence[Node]) -> str:
+        return ",".join(at(_HOST, node.port) for node in nodes)
 
-    def ready(self, node: Node) -> bool:
-        return bool(probe(HOST, node.port, _GREETING_SECONDS))
+    def config(self) -> dict[str, str]:
+        return self.security.config() | {"cluster": "local"}
+
+    def server_name(self, node: Node) -> str:
+        return server_name("local", at(_HOST, node.port))
 
 
 def server_name(cluster: str, host: str) -> str:

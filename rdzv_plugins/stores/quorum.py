@@ -37,7 +37,7 @@ from rdzv_plugins.kv.base import Problem
 from rdzv_plugins.kv.contract import Attendance, Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.run_ids import RESERVED
-from rdzv_plugins.servers.quorum import USER, server_name
+from rdzv_plugins.servers.quorum import USER, at, server_name
 from rdzv_plugins.stores import nats as store
 
 __all__ = ["PRESENCE", "Client", "Members", "Options"]
@@ -169,7 +169,8 @@ class Members:
 
     def name(self, host: int) -> str:
         """The name of this member in its cluster."""
-        return server_name(self.cluster, self.hosts[host][0])
+        name, port = self.hosts[host]
+        return server_name(self.cluster, name if port is None else at(name, port))
 
     def is_of(self, name: str) -> bool:
         """Whether a server of this name is a member of this cluster."""

@@ -48,6 +48,7 @@ class Store:
         open: connects a client.
         address: (host, port) of the server, for the proxy.
         restart: restarts the server.
+        keeps: whether it has its data again then, unless it is to be empty.
         stored: how many records of a namespace the server holds, counted without the client.
         deadline_unit: of the suite's deadlines, and of its waits for what must not come, in
             seconds; less than 1 for a store that keeps fractions of a second and answers within
@@ -59,6 +60,7 @@ class Store:
     open: OpenClient
     address: Address | None = None
     restart: Restart | None = None
+    keeps: bool = True
     stored: Callable[[str], int] | None = None
     deadline_unit: float = 1.0
     forks: bool = True

@@ -14,7 +14,14 @@ from tests.integration.stores import KINDS, Kind, RunningStore, running, started
 from tests.integration.torchrun import Begin, runs
 
 
-@pytest.fixture(scope="session", params=KINDS, ids=lambda kind: kind.name)
+@pytest.fixture(
+    scope="session",
+    params=[
+        # Its client is that of nats: what is its own has tests of its own.
+        pytest.param(kind, id=kind.name, marks=pytest.mark.soak if kind.name == "quorum" else ())
+        for kind in KINDS
+    ],
+)
 def running_store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
     """Each store in turn. A test that stops a server of it starts it again."""
     kind: Kind = request.param

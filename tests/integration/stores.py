@@ -16,11 +16,12 @@ import pytest
 import redis
 
 from rdzv_plugins import servers
+from rdzv_plugins.addresses import is_loopback
 from rdzv_plugins.endpoint import parse_endpoint
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
-from rdzv_plugins.servers.process import find_file
+from rdzv_plugins.servers.process import HOST, find_file
 from rdzv_plugins.stores import open_client
-from rdzv_plugins.testing import Store
+from rdzv_plugins.testing import Proxy, Store
 from rdzv_plugins.testing.harness import until
 
 __all__ = ["KINDS", "Kind", "RunningStore", "absent", "every_store", "running", "started"]
@@ -36,11 +37,12 @@ class Kind:
         backend: as in ``--rdzv-backend``.
         server: a key of `servers.KINDS`.
         port: the one that clients use in the container.
-        image: what testcontainers starts where no binary is installed.
+        image: what testcontainers starts where no binary is installed; "": nothing.
         command: the container's.
         environment: the container's.
         config: what ``--rdzv-conf`` needs to reach the container.
         client_environ: what a client's environment needs to reach the container.
+        keeps: whether a server that was stopped has its data again.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Kind:
     endpoint: str = "{host}:{port}"
     config: Mapping[str, str] = field(default_factory=dict)
     client_environ: Mapping[str, str] = field(default_factory=dict)
+    keeps: bool = True
 
     @property
     def variable(self) -> str:
@@ -124,6 +127,16 @@ KINDS = [
         command="-js",
         config={"create_bucket": "true"},
     ),
+    # Its servers are those of the package that its clients need.
+    Kind(
+        name="quorum",
+        backend="quorum",
+        server="quorum",
+        port=0,
+        image="",
+        config={"cluster": "local"},
+        keeps=False,  # A majority does, in its memory.
+    ),
 ]
 
 # Redis in every run; the others, which only another module serves, in the long one.
@@ -146,6 +159,7 @@ class RunningStore:
         endpoint: as in ``--rdzv-endpoint``.
         config: what ``--rdzv-conf`` needs to reach it; ``os.environ`` has the rest.
         server: the local server to stop and kill; None: it is not ours.
+        keeps: as of `Kind`.
     """
 
     name: str
@@ -153,6 +167,7 @@ class RunningStore:
     endpoint: str
     config: Mapping[str, str]
     server: servers.LocalServer | None = None
+    keeps: bool = True
 
     @property
     def address(self) -> tuple[str, int]:
@@ -181,6 +196,11 @@ class RunningStore:
         old, new = ("{}:{}".format(*pair) for pair in (self.address, address))
         return self.endpoint.replace(old, new)
 
+    def proxy(self) -> Proxy:
+        """Stands before the store, at the same address of this host."""
+        host, _ = self.address
+        return Proxy(self.address, (host if is_loopback(host) else HOST, 0))
+
     def restart(self, *, empty: bool) -> None:
         assert self.server is not None
         self.server.nodes[0].stop()
@@ -196,6 +216,7 @@ class RunningStore:
             open=self.open,
             address=self.address,
             restart=self.restart if self.server is not None else None,
+            keeps=self.keeps,
             stored=count(self) if count is not None else None,
         )
 
@@ -247,6 +268,8 @@ def running(kind: Kind) -> Iterator[RunningStore]:
         try:
             store = stack.enter_context(_started(kind))
         except servers.NotInstalledError as error:
+            if not kind.image:
+                absent(f"no {kind.name}: {error}")
             if engine := _docker_failure():
                 absent(
                     f"no {kind.name}: ${kind.variable} is not set; {error}; "
@@ -290,6 +313,7 @@ def _started(
             endpoint=server.endpoint,
             config=server.config,
             server=server,
+            keeps=kind.keeps,
         )
         if kind.server == "dynamodb":
             # It has no table yet; the first takes longer than some tests let a request take.

@@ -34,7 +34,7 @@ def run(running_store: RunningStore, run_id: str) -> Iterator[Run]:
 
 @pytest.fixture
 def proxy(running_store: RunningStore) -> Iterator[Proxy]:
-    with Proxy(running_store.address) as proxy:
+    with running_store.proxy() as proxy:
         yield proxy
 
 

@@ -17,11 +17,14 @@ from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
 from rdzv_plugins.config import parse_options
+from rdzv_plugins.kv import Entry
+from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.servers.quorum import probe
 from rdzv_plugins.stores.quorum import Client, Members, Options
+from rdzv_plugins.testing.harness import until
 from tests import Measure
 from tests.integration.jobs import Job
-from tests.integration.stores import RunningStore
+from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.torchrun import PATIENCE
 
 pytestmark = pytest.mark.timeout(240)
@@ -197,3 +200,19 @@ def test_commands_reach_it_from_any_host(submit: Submit) -> None:
         shown = CliRunner().invoke(app, [command, "-i", job.run_id, *at])
         assert shown.exit_code == 0, shown.output
     assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+
+
+def test_the_data_outlives_the_restart_of_each_member(run_id: str) -> None:
+    """A member by itself keeps nothing: it has it from the others."""
+    with started(next(kind for kind in KINDS if kind.name == "quorum"), nodes=3) as store:
+        assert store.server is not None
+        client = store.open(run_id, request_timeout=ELECTION)
+        entry = Entry(b"kept", client.put("key", b"kept"))
+        for node in store.server.nodes:
+            node.stop()
+            assert client.get("key") == entry
+            node.start()
+            # The next one may only stop once this one has it.
+            assert until(lambda: all(it.mark is Mark.OK for it in client.inspect()), ELECTION)
+        assert client.get("key") == entry
+        client.close()

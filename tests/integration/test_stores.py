@@ -41,4 +41,4 @@ def test_missing_store_skips_its_tests_and_in_ci_fails_them(
 def test_containers_are_of_the_same_images_everywhere() -> None:
     compose = COMPOSE.read_text()
     images = {line.split()[1] for line in compose.splitlines() if line.startswith("    image: ")}
-    assert images == {kind.image for kind in KINDS}
+    assert images == {kind.image for kind in KINDS if kind.image}

@@ -207,7 +207,7 @@ def test_who_comes_back_from_a_silent_store_stops_at_once_and_tells(
 ) -> None:
     """Meanwhile its workers run on, and a fence keeps them from the checkpoint."""
     fence = tmp_path / "checkpoint.fence"
-    with Proxy(store.address) as proxy, jobs(tmp_path) as submit:
+    with store.proxy() as proxy, jobs(tmp_path) as submit:
         away = submit(replace(store, endpoint=store.endpoint_at(proxy.address)))
         there = submit(store)
         away.start_at("a", training={"fence": fence})
@@ -246,7 +246,7 @@ def test_with_on_outage_stop_the_workers_stop(
 ) -> None:
     limit = 2.5
     with (
-        Proxy(store.address) as proxy,
+        store.proxy() as proxy,
         jobs(tmp_path, on_outage="stop", outage_limit=limit) as submit,
     ):
         away = submit(replace(store, endpoint=store.endpoint_at(proxy.address)))
