@@ -19,7 +19,6 @@ import pytest
 import redis
 
 from rdzv_plugins.demo.agents import TORCHRUN
-from rdzv_plugins.testing.proxy import Proxy
 from rdzv_plugins.testing.threads import Background
 from tests import Measure, replace
 from tests.integration.administrators import ADMINISTRATORS, administered
