@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -28,7 +29,15 @@ def launch(arguments: Sequence[str]) -> None:
     """Run torchrun with these arguments; raises what torchrun's main function raises.
 
     An error of the rendezvous, whose line the log has, is exit status 1 without torch's traceback.
+    A signal is a line too, and 128 and its number, as of a shell's commands: 130 for Ctrl-C.
     """
+    try:
+        _launch(arguments)
+    except KeyboardInterrupt:  # Before torch's agent handles signals.
+        _end_by(signal.SIGINT)
+
+
+def _launch(arguments: Sequence[str]) -> None:
     from rdzv_plugins.entry_points import refuse_without_torch
 
     try:
@@ -36,6 +45,8 @@ def launch(arguments: Sequence[str]) -> None:
     except ValueError as error:
         typer.echo(f"rdzv: {error}", err=True)
         sys.exit(1)
+    from torch.distributed.elastic.multiprocessing import SignalException
+
     from rdzv_plugins.agent import torchrun
     from rdzv_plugins.logs import is_told
     from rdzv_plugins.torch_compat.torchrun import OURS
@@ -44,7 +55,14 @@ def launch(arguments: Sequence[str]) -> None:
     sys.argv = [OURS, *arguments]
     try:
         torchrun(arguments)
+    except SignalException as error:
+        _end_by(error.sigval)
     except Exception as error:
         if not is_told(error):
             raise
         sys.exit(1)
+
+
+def _end_by(number: signal.Signals) -> NoReturn:
+    typer.echo(f"rdzv: {number.name} ended this agent", err=True)
+    sys.exit(128 + number)

@@ -9,12 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    RoundDocument,
+    Status,
+)
 from rdzv_plugins.testing.harness import until
 from tests import Measure
 from tests.integration.stores import KINDS, RunningStore, running
@@ -79,7 +86,7 @@ def test_what_a_leave_does_to_the_others_counts_against_nothing(begin: Begin) ->
     run.begin("abc")
     told = run.agents["a"].signal(signal.SIGTERM)
     run.await_world("bc", after=told, by_rank=True)
-    assert run.await_ends("a") == {"a": 1}
+    assert run.await_ends("a") == {"a": 128 + signal.SIGTERM}
 
 
 def test_a_killed_worker_counts_on_its_node_alone(begin: Begin) -> None:
@@ -299,23 +306,59 @@ def test_it_ends_as_torchrun_does(
         assert said(ours, error) == said(theirs, error)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_as_torchrun(
-    store: RunningStore, tmp_path: Path, number: signal.Signals
-) -> None:
-    def launch(launcher: Sequence[str]) -> Launch:
-        began = tmp_path / f"{launcher[1]}.began"
-        script = f"touch {began}; exec sleep 600"
-        arguments = of_a_run(store, f"run-{secrets.token_hex(4)}", "1:1", LEASE, script)
-        return Launch(tmp_path / launcher[1], launcher, *arguments)
+def interrupt(launch: Launch) -> None:
+    """Ctrl-C in a terminal: all processes of the agent's group get it; workers have groups."""
+    os.killpg(launch.process.pid, signal.SIGINT)
 
-    with launch(TORCHRUN) as theirs, launch(RDZV_RUN) as ours:
-        for each in (theirs, ours):
-            began = each.log.with_name(each.log.name + ".began")
-            assert until(began.exists, 60)
-            each.process.send_signal(number)
-        assert theirs.end() == ours.end() != 0
-        assert said(ours, "SignalException") == said(theirs, "SignalException")
+
+def terminate(launch: Launch) -> None:
+    launch.process.terminate()
+
+
+def record_of_the_only_node(store: RunningStore, run_id: str) -> NodeRecord:
+    with contextlib.closing(store.open(run_id)) as client:
+        (entry,) = client.list(NODES_PREFIX).values()
+    return NodeRecord.decode(entry.value)
+
+
+def has_ended(pid: int) -> bool:
+    """A zombie has."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("ends", [interrupt, terminate])
+@pytest.mark.parametrize("joins", [False, True], ids=["trains", "joins"])
+def test_a_signal_is_one_line_and_a_shells_status(
+    store: RunningStore, tmp_path: Path, ends: Callable[[Launch], None], joins: bool
+) -> None:
+    """torchrun shows a traceback, and its status is 1, as of any error."""
+    number = signal.SIGINT if ends is interrupt else signal.SIGTERM
+    run_id, began = f"run-{secrets.token_hex(4)}", tmp_path / "began"
+    # torch makes one dollar of two.
+    script = f"echo $$$$ > {began}.part; mv {began}.part {began}; exec sleep 600"
+    nodes = "2:2" if joins else "1:1"
+    arguments = of_a_run(store, run_id, nodes, LEASE, script)
+    with Launch(tmp_path / "log", RDZV_RUN, *arguments) as agent:
+        ready = (lambda: said(agent, "waiting for")) if joins else began.exists
+        assert until(ready, 60), agent.log.read_text()
+        ends(agent)
+        assert agent.end() == 128 + number
+    log = agent.log.read_text()
+    assert "Traceback" not in log
+    assert "SignalException" not in log
+    lines = [line for line in log.splitlines() if line.startswith("rdzv: ")]
+    assert lines == [f"rdzv: {number.name} ended this agent"]
+    # It left: the run stays open for others, and its worker is gone.
+    assert record_of_the_only_node(store, run_id).status is Status.LEFT
+    with contextlib.closing(store.open(run_id)) as client:
+        entry = client.get(STATE_KEY)
+    assert entry is not None
+    assert not RoundDocument.decode(entry.value).closed
+    if not joins:
+        assert until(lambda: has_ended(int(began.read_text())), 10)
 
 
 def test_help_is_torchruns() -> None:
