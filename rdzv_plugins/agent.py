@@ -37,7 +37,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -211,7 +211,10 @@ class RunAgent(LocalElasticAgent):
                     killed = -signal.SIGKILL in ends <= {-signal.SIGKILL, -signal.SIGTERM}
                     patience = handler.loss_shows_within
                     try:
-                        it = _Word(worker_group.store, rank, nodes, killed, patience)
+                        it = _Word(
+                            worker_group.store, rank, nodes, killed, patience,
+                            lambda: handler.grace_ends,
+                        )  # fmt: skip
                         it.start()
                         word = it
                     except Exception as error:
@@ -235,9 +238,18 @@ class _Word(threading.Thread):
         rank: of the node among the ``nodes`` of the round.
         killed: whether its workers were killed and did not fail by themselves.
         patience: seconds within which the loss of a node shows.
+        grace_ends: from when on, since after an outage nodes are given time; monotonic seconds.
     """
 
-    def __init__(self, store: Any, rank: int, nodes: int, killed: bool, patience: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        nodes: int,
+        killed: bool,
+        patience: float,
+        grace_ends: Callable[[], float],
+    ) -> None:
         super().__init__(name="rdzv-failure", daemon=True)
         # A clone with a short time-out: this thread itself waits until an outage ends.
         self._store = store.clone()
@@ -246,6 +258,7 @@ class _Word(threading.Thread):
         self._killed = killed
         self._everybody = [f"{_FAILED}{node}" for node in range(nodes)]
         self._patience = patience
+        self._grace_ends = grace_ends
         self._first: bool | None = None
         self._cause: bytes | None = None
         # When the patience ends; None: the store is unreachable or has no report yet.
@@ -261,7 +274,10 @@ class _Word(threading.Thread):
             return True
         if deadline is None:
             return now - self._away_since > _LONGEST_OUTAGE
-        return now > deadline + _DECISION_SECONDS
+        return now > self._graced(deadline) + _DECISION_SECONDS
+
+    def _graced(self, deadline: float) -> float:
+        return max(deadline, self._grace_ends() + self._patience)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -298,7 +314,7 @@ class _Word(threading.Thread):
             return named
         rest = _STORE_SECONDS
         if self._deadline is not None:
-            rest = min(rest, self._deadline - time.monotonic())
+            rest = min(rest, self._graced(self._deadline) - time.monotonic())
         if self._are_there(self._everybody, rest):
             return self._name_the_cause(self._everybody)
         if rest > 0:

@@ -263,10 +263,16 @@ class StoreRendezvousHandler(RendezvousHandler):
     def loss_shows_within(self) -> float:
         """Seconds after which the loss of a participant shows in `num_nodes_waiting`.
 
-        It takes longer only if the store was away, or if the leader was lost with its first heirs.
+        They begin when a grace ends (`grace_ends`). It takes longer only while the store is away,
+        or if the leader was lost with its first heirs.
         """
         # The last beat is seen up to 1.1 intervals late; heirs and the store need the rest.
         return self._rules.lease + 1.1 * self._rules.interval + 2.0
+
+    @property
+    def grace_ends(self) -> float:
+        """Until then no node is lost, since the store was away; monotonic seconds."""
+        return self._node.grace_ends
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it runs.
@@ -622,7 +628,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._carry_out(work)
 
     def _follows_from_a_loss(self, last: RoundDocument) -> bool:
-        deadline = time.monotonic() + self.loss_shows_within
+        deadline = max(time.monotonic(), self.grace_ends) + self.loss_shows_within
         work = follows_from_a_loss(
             self._node, last, self._rules, lambda: self._ended or time.monotonic() > deadline
         )

@@ -24,12 +24,15 @@ class FailureDetector:
 
     Times are seconds of one monotonic clock, the observer's. A node seen for the first time is as
     good as one whose beat has just moved: what happened before is not this observer's to judge.
+
+    Attributes:
+        grace_ends: until then no silence counts of a node that has not been heard since an outage.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
         self._moved: set[str] = set()
-        self._grace_ends = float("-inf")
+        self.grace_ends = float("-inf")
 
     def observe(self, node: str, beat: int | None, asked: float, now: float) -> None:
         """Note a look at a node's beat; None: it has no record.
@@ -39,8 +42,8 @@ class FailureDetector:
         """
         seen = self._seen.get(node)
         if seen is None:
-            forgiven = 0.0 if now < self._grace_ends else None
-            self._seen[node] = _Seen(beat, max(now, self._grace_ends), now, forgiven=forgiven)
+            forgiven = 0.0 if now < self.grace_ends else None
+            self._seen[node] = _Seen(beat, max(now, self.grace_ends), now, forgiven=forgiven)
         elif beat == seen.beat or (beat is not None and beat < (seen.beat or 0)):
             # A lower one was written before the last one that was seen, and is no sign of life.
             seen.looked, seen.stale = asked, False
@@ -111,7 +114,7 @@ class FailureDetector:
         is first seen after it has the same grace.
         """
         if grace:
-            self._grace_ends = now + grace
+            self.grace_ends = now + grace
         for node, seen in self._seen.items():
             if node != unless:
                 seen.since, seen.looked = max(seen.since, now + grace), now

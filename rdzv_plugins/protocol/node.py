@@ -231,6 +231,11 @@ class Node:
         return self._seen.latest
 
     @property
+    def grace_ends(self) -> float:
+        """As `failure_detector.FailureDetector.grace_ends`, of the nodes' beats."""
+        return self._seen.liveness.grace_ends
+
+    @property
     def told_of_the_end(self) -> bool:
         """Whether its log says that the run was closed."""
         return self.latest is not None and ("closed", self.latest.incarnation) in self._told

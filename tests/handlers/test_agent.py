@@ -330,6 +330,23 @@ def test_time_without_the_store_is_not_counted(fleet: Run, monkeypatch: pytest.M
     assert node.end().state is WorkerState.SUCCEEDED
 
 
+def test_the_time_that_nodes_are_given_after_an_outage_is_not_counted(
+    fleet: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that dies during it is found lost two leases after its end, not one."""
+    monkeypatch.setattr(agent, "_DECISION_SECONDS", 0.0)
+    script, fail = fails_with_two(fleet)
+    node = fleet.node(script, lease=5.0, nodes=(1, 2))
+    peer = fleet.peer(lease=5.0, nodes=(1, 2))
+    peer.thread.join(10)
+    node.client.away.set()
+    peer.die()
+    fail()
+    assert until(lambda: node.handler._driver.outage_seconds > 5.0 / 3 + 1.0, 20)
+    node.client.away.clear()
+    assert node.end().state is WorkerState.SUCCEEDED
+
+
 def test_a_failure_is_told_once_a_thread_can_start(
     fleet: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
