@@ -199,10 +199,14 @@ def store_hosts(endpoint: str, backend: str) -> list[tuple[str, int]]:
 
 
 def store_is_at_loopback(endpoint: str, backend: str) -> bool:
-    """Whether the endpoint is a socket's path, or a host that is reached at loopback."""
+    """Whether the endpoint is a socket's path, or hosts that are all reached at loopback."""
     if endpoint.startswith("unix://") or (backend == "postgres" and _SOCKET.search(endpoint)):
         return True
-    route = _route_in_time(store_hosts(endpoint, backend))
+    hosts = store_hosts(endpoint, backend)
+    if backend == "quorum":
+        # A member on this host listens where the others come, whatever its name stands for here.
+        return bool(hosts) and all(is_loopback(host) for host, _ in hosts)
+    route = _route_in_time(hosts)
     return route is not None and route.is_loopback
 
 
@@ -303,8 +307,11 @@ def loopback() -> str:
 def route_to(hosts: Iterable[tuple[str, int]]) -> Address | None:
     """The local address of a socket connected to the first host that has a route.
 
+    One at loopback only where none has another: some of a store's hosts may be this one.
+
     Raises OSError where this host can open no socket.
     """
+    own: Address | None = None
     for host, port in hosts:
         with _unless_exhausted():
             for family, kind, _, _, target in socket.getaddrinfo(
@@ -313,8 +320,11 @@ def route_to(hosts: Iterable[tuple[str, int]]) -> Address | None:
                 with _unless_exhausted(), socket.socket(family, kind) as probe:
                     # Connecting a datagram socket looks up the route and sends nothing.
                     probe.connect(target)
-                    return ip_address(str(probe.getsockname()[0]).partition("%")[0])
-    return None
+                    found = ip_address(str(probe.getsockname()[0]).partition("%")[0])
+                    if not found.is_loopback:
+                        return found
+                    own = own or found
+    return own
 
 
 def _route_in_time(hosts: Iterable[tuple[str, int]]) -> Address | None:

@@ -17,7 +17,7 @@ They need no torch. Wherever torch meets them, they are its own errors of the sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -238,6 +238,17 @@ class KeyValueClient(ABC):
             options: of the class `options`.
         """
         return None
+
+    @classmethod
+    def inspect_attendance(
+        cls, endpoint: str, options: Any, local_addr: str | None
+    ) -> Generator[Finding, None, bool]:
+        """For `rdzv check`, what `attend` would find; the arguments are those of it.
+
+        Yields its findings, and returns whether there is a store by now that can be tried.
+        """
+        yield from ()
+        return True
 
     def check_size(self, key: str, value: bytes) -> None:
         """Raise `RendezvousStateError`, naming the limit, for a value that is too large."""

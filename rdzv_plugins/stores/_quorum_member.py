@@ -39,7 +39,7 @@ from rdzv_plugins.servers.quorum import USER, at, find_binary, probe, route, set
 from rdzv_plugins.stores import nats as store
 from rdzv_plugins.stores.quorum import PRESENCE, Client, Members
 
-__all__ = ["QuorumAttendance"]
+__all__ = ["Place", "QuorumAttendance", "own_place"]
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +101,14 @@ class _Member(Kind):
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Which member is this host's, and the address where it listens."""
 
     host: int
     address: str
 
 
-def _own_place(members: Members, local_addr: str | None) -> tuple[_Place | None, bool]:
+def own_place(members: Members, local_addr: str | None) -> tuple[Place | None, bool]:
     """The place of this host among the members; and whether some host's name is unknown yet."""
     found = [_addresses(host) for host, _ in members.hosts]
     if local_addr is not None:
@@ -116,20 +116,24 @@ def _own_place(members: Members, local_addr: str | None) -> tuple[_Place | None,
         for host, addresses in enumerate(found):
             for address in addresses:
                 if address in own or members.hosts[host][0] in own:
-                    return _Place(host, address), False
+                    return Place(host, address), False
         if all(map(is_loopback, own)):
             return None, not all(found)
-    all_here = all(all(map(is_loopback, addresses)) for addresses in found)
+    # A host that is alone, or that knows none of the others yet, may be called 127.0.1.1 here.
+    all_here = all(is_loopback(host) for host, _ in members.hosts) or (
+        len(found) > 1
+        and all(addresses and all(map(is_loopback, addresses)) for addresses in found)
+    )
     hostname = socket.gethostname()
     for host, addresses in enumerate(found):
         mine = [address for address in addresses if is_own_ip(address)]
         reached = [address for address in mine if all_here or not is_loopback(address)]
         if reached:
-            return _Place(host, reached[0]), False
+            return Place(host, reached[0]), False
         if mine or members.hosts[host][0] in (hostname, hostname.partition(".")[0]):
             # Debian calls the own name 127.0.1.1, where no other host comes.
             others = [(name, 9) for other, (name, _) in enumerate(members.hosts) if other != host]
-            return _Place(host, node_address(None, others).address), False
+            return Place(host, node_address(None, others).address), False
     return None, not all(found)
 
 
@@ -147,7 +151,7 @@ class _Keeper(threading.Thread):
         super().__init__(name=f"rdzv-{run_id}-member", daemon=True)
         self._members, self._local_addr, self._run = members, local_addr, run_id
         self._ending = threading.Event()
-        self._place: _Place | None = None
+        self._place: Place | None = None
         self._kind: _Member | None = None
         self._node: Node | None = None
         self._folder: Path | None = None
@@ -172,7 +176,8 @@ class _Keeper(threading.Thread):
             while not self._ending.is_set():
                 try:
                     self._look()
-                except (OSError, ServerError, ValueError) as error:
+                # Also what a host has run out of, such as threads.
+                except (OSError, RuntimeError, MemoryError, ValueError) as error:
                     self._tell(f"the member of the store on this host cannot start: {error}")
                 self._ending.wait(_LOOK_SECONDS)
         finally:
@@ -181,6 +186,8 @@ class _Keeper(threading.Thread):
     def stop(self) -> None:
         """End the member; idempotent."""
         self._ending.set()
+        if self.ident is None:
+            return
         self.join(_STOP_SECONDS)
         if self.is_alive():
             self._end()
@@ -201,7 +208,7 @@ class _Keeper(threading.Thread):
 
     def _look(self) -> None:
         if self._place is None:
-            self._place, unknown = _own_place(self._members, self._local_addr)
+            self._place, unknown = own_place(self._members, self._local_addr)
             if self._place is None:
                 if not unknown:
                     self._ending.set()
@@ -383,9 +390,14 @@ class QuorumAttendance(Attendance):
                 "c10d; a secret, in $RDZV_PLUGINS_SECRET on all nodes, keeps strangers out",
                 run_id,
             )
-        self._keeper.start()
+
+    def _begin(self) -> None:
+        """Have this host's member seen to; raises `RuntimeError` where no thread can start yet."""
+        if self._keeper.ident is None:
+            self._keeper.start()
 
     def open(self, connect: Callable[[], KeyValueClient], patience: float) -> KeyValueClient:
+        self._begin()
         deadline, tell_at = time.monotonic() + patience, time.monotonic() + _LOOK_SECONDS
         transport = _transport(self._members.dialled, self._members)
         try:
@@ -450,6 +462,7 @@ class QuorumAttendance(Attendance):
         return said
 
     def await_member(self) -> None:
+        self._begin()
         while not self._keeper.sees_to_one:
             if not self._keeper.is_alive():
                 raise ValueError(

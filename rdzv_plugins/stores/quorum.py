@@ -23,7 +23,7 @@ import hashlib
 import hmac
 import socket
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -152,8 +152,8 @@ class Members:
             raise ValueError("the endpoint names a host twice: each member needs a host of its own")
         if options.cluster is None:
             raise ValueError(
-                "each run has members of its own: name the run, or with cluster=... those that "
-                "several runs share"
+                "each run has members of its own: name the run; for a command that takes none, "
+                "with cluster=<its id> in --rdzv-conf"
             )
         hosts = tuple((host, port or None) for host, port in target.hosts)
         return cls(options.cluster, hosts, options)
@@ -243,6 +243,15 @@ class Client(store.Client):
         assert isinstance(options, Options)
         return QuorumAttendance(Members.of(endpoint, options), local_addr, run_id)
 
+    @classmethod
+    def inspect_attendance(
+        cls, endpoint: str, options: Any, local_addr: str | None
+    ) -> Generator[Finding, None, bool]:
+        from rdzv_plugins.stores import _quorum_check
+
+        assert isinstance(options, Options)
+        return (yield from _quorum_check.check(endpoint, options, local_addr))
+
     def take_part(self) -> None:
         """From now on, and on each new connection, answer the members that ask who is there."""
         self.attends = True
@@ -306,13 +315,13 @@ class Client(store.Client):
     def _findings(self, found: Iterable[Finding]) -> Iterator[Finding]:
         for finding in found:
             # The data of a majority is safe there.
-            if finding.what != "persistence":
+            if finding.what == "persistence":
+                continue
+            if finding.what == "TLS":
+                plain = "plain, not encrypted: members and clients have no TLS"
+                yield Finding(Mark.OK, "TLS", plain, values=finding.values)
+            else:
                 yield finding
-        if len(self._members.hosts) == 1:
-            yield Finding(
-                Mark.WARNING, "members", "there is one: its death costs the run a restart",
-                "name three hosts in --rdzv-endpoint",
-            )  # fmt: skip
 
 
 async def _answer_members(link: store.Link) -> None:

@@ -24,7 +24,16 @@ from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing import Proxy, Store
 from rdzv_plugins.testing.harness import until
 
-__all__ = ["KINDS", "Kind", "RunningStore", "absent", "every_store", "running", "started"]
+__all__ = [
+    "GUARDED",
+    "KINDS",
+    "Kind",
+    "RunningStore",
+    "absent",
+    "every_store",
+    "running",
+    "started",
+]
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys", "http", "https", "postgresql", "nats", "tls")
 
@@ -138,6 +147,9 @@ KINDS = [
         keeps=False,  # A majority does, in its memory.
     ),
 ]
+
+# Those with users and TLS; Valkey's are Redis'.
+GUARDED = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb", "quorum")]
 
 # Redis in every run; the others, which only another module serves, in the long one.
 every_store = pytest.mark.parametrize(

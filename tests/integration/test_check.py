@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import secrets
 import socket
 import subprocess
@@ -29,24 +30,24 @@ from typer.testing import CliRunner
 from rdzv_plugins.cli import app
 from rdzv_plugins.cli.check import address, reach
 from rdzv_plugins.cli.check import store as trials
+from rdzv_plugins.config import parse_options
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.servers import Node, Security
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.servers.process import HOST, free_ports
-from rdzv_plugins.stores import client_class
+from rdzv_plugins.stores import client_class, quorum
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 from tests.integration import topologies
 from tests.integration.agents import Run, one_world
 from tests.integration.certificates import Certificates
-from tests.integration.stores import KINDS, Kind, RunningStore, started
+from tests.integration.stores import GUARDED, KINDS, Kind, RunningStore, started
 
 Patch = pytest.MonkeyPatch
 
 BY_NAME = {kind.name: kind for kind in KINDS}
-# Valkey is told from Redis by its version alone.
-STORES = [kind for kind in KINDS if kind.name != "valkey"]
-GUARDED = [kind for kind in STORES if kind.name != "dynamodb"]
+# Valkey is told from Redis by its version alone; quorum is tested by itself, below.
+STORES = [kind for kind in KINDS if kind.name not in ("valkey", "quorum")]
 
 # What is down is retried for as long.
 QUICK = "heartbeat_timeout=0.3"
@@ -838,3 +839,155 @@ def test_id_of_the_other_handler(redis: RunningStore, run_id: str) -> None:
         client.put(KeyValueBackend.KEY, b"a pickle, which is never loaded")
         assert "handler=torch" in check_store(redis, "-i", run_id).only("warning")[1]
         assert check_store(redis, "-i", run_id, handler="torch").only("unknown")[0] == "run"
+
+
+# Members that the agents run.
+
+THREE = "127.0.0.31,127.0.0.32,127.0.0.33"
+
+Members = Callable[..., None]
+
+
+@pytest.fixture
+def members(run_id: str) -> Iterator[Members]:
+    """Starts members of the run as ``rdzv serve quorum`` does: by their hosts."""
+    client, begun = client_class("quorum"), []
+
+    def start(*hosts: str, endpoint: str = THREE, run: str = run_id, **config: str) -> None:
+        options = client.of_run(parse_options(client.options, config, os.environ), run)
+        for host in hosts:
+            begun.append(client.attend(endpoint, options, host, run))
+        for attendance in begun:
+            assert attendance is not None
+            attendance.await_member()
+
+    yield start
+    for attendance in begun:
+        assert attendance is not None
+        attendance.hurry()
+    for attendance in begun:
+        assert attendance is not None
+        attendance.close()
+
+
+def check_quorum(run_id: str | None, *more: str, endpoint: str = THREE, conf: str = "") -> Told:
+    """From the first of the hosts."""
+    named = ["-i", run_id] if run_id else []
+    at = ["-b", "quorum", "-e", endpoint, "--local-addr", "127.0.0.31"]
+    return check(*at, *named, "-c", f"heartbeat_timeout=5{conf}", *more)
+
+
+def of_member(told: Told) -> list[tuple[str, str]]:
+    """The mark and the text of each line of a member."""
+    return [(mark, rest) for mark, what, rest in told.lines if what == "member"]
+
+
+def ports_of(run_id: str) -> list[int]:
+    options = quorum.Client.of_run(quorum.Options(), run_id)
+    return quorum.Members.of(THREE, options).ports(0)
+
+
+def test_quorum_before_the_job(run_id: str) -> None:
+    told = check_quorum(run_id)
+    assert told.of("nats-server")[0] == "ok"
+    assert told.of("secret")[0] == "ok"
+    assert of_member(told) == [
+        ("ok", "this host is '127.0.0.31': its agent runs a member, at 127.0.0.31"),
+        ("unknown", "'127.0.0.32' runs none yet"),
+        ("unknown", "'127.0.0.33' runs none yet"),
+    ]
+    port = ports_of(run_id)[0]
+    assert told.of("ports") == (
+        "ok", f"the member will listen on {port} and {port + 1}, which are free at 127.0.0.31"
+    )  # fmt: skip
+    mark, text = told.of("store")
+    assert mark == "unknown"
+    assert "0 of 3 members answer, which is no majority yet" in text
+    # Of 127.0.0.31 alone.
+    assert told.only("warning")[0] == "address"
+
+
+def test_quorum_once_a_majority_runs(run_id: str, members: Members, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("RDZV_PLUGINS_SECRET", "of all")
+    members("127.0.0.31", "127.0.0.33")
+    told = check_quorum(run_id, "--nnodes", "1:3")
+    assert "the member of this host runs already" in told.of("ports")[1]
+    port = ports_of(run_id)[0]
+    assert of_member(told)[1:] == [
+        ("unknown", "'127.0.0.32' runs none yet"), ("ok", f"127.0.0.33:{port} answers")
+    ]  # fmt: skip
+    made = {what: mark for mark, what, _ in told.lines}
+    tried = ("store", "version", "rights", "largest value", "contention", "latency", "wake-up")
+    assert {made[what] for what in tried} == {"ok"}, told.lines
+    assert told.of("TLS") == ("ok", "plain, not encrypted: members and clients have no TLS")
+    assert told.of("run")[1] == f"'{run_id}' is free"
+    assert told.verdict.startswith("verdict: a job works")
+    monkeypatch.setenv("RDZV_PLUGINS_SECRET", "of another")
+    what, text = check_quorum(run_id).only("failed")
+    assert what == "store"
+    assert "refused this client: give all nodes and commands the same secret" in text
+
+
+def test_quorum_of_one_and_of_two_hosts(run_id: str, members: Members) -> None:
+    told = check_quorum(run_id, endpoint="127.0.0.31")
+    assert told.of("members")[0] == "warning"
+    assert "0 of 1 members answer" in told.of("store")[1]
+    members("127.0.0.31", endpoint="127.0.0.31")
+    told = check_quorum(run_id, endpoint="127.0.0.31")
+    assert (told.of("store")[0], told.of("rights")[0]) == ("ok", "ok")
+    what, text = check_quorum(run_id, endpoint="127.0.0.31,127.0.0.32").only("failed")
+    assert what == "store"
+    assert "names 2 hosts: name one, three or five" in text
+
+
+def test_quorum_whose_ports_others_have(run_id: str, members: Members) -> None:
+    first, second, third = ports_of(run_id)
+    with ExitStack() as stack:
+        # Of the first pair, the port for the other members.
+        stack.enter_context(closing(socket.create_server(("127.0.0.31", first + 1))))
+        mark, text = check_quorum(run_id).of("ports")
+        assert mark == "ok"
+        assert text.startswith(f"the member will listen on {second} and {second + 1}, ")
+        assert text.endswith(f"of {first} and {first + 1} one is another program's")
+        other = f"127.0.0.31:{second},127.0.0.32,127.0.0.33"
+        members("127.0.0.31", endpoint=other, run="another")
+        mark, text = check_quorum(run_id).of("ports")
+        assert mark == "ok"
+        assert text.startswith(f"the member will listen on {third} and {third + 1}, ")
+        assert f"{second} is that of 'another@127.0.0.31:{second}', of other members" in text
+        stack.enter_context(closing(socket.create_server(("127.0.0.31", third))))
+        told = check_quorum(run_id)
+        what, text = told.only("failed")
+        assert what == "ports"
+        assert text.startswith("none is free for the member at 127.0.0.31: ")
+        assert text.endswith("; name others with ports=..., or in the endpoint")
+        assert check_quorum(run_id, conf=",ports=29700-29799").of("ports")[0] == "ok"
+
+
+def test_quorum_of_names_that_nobody_knows_yet(run_id: str) -> None:
+    told = check_quorum(run_id, endpoint="127.0.0.31,b.invalid,c.invalid")
+    unknown = "has no address on this host yet; check the spelling, and this host's DNS or /etc/h"
+    assert [mark for mark, text in of_member(told) if unknown in text] == ["unknown"] * 2
+    assert {mark for mark, *_ in told.lines} == {"ok", "unknown", "warning"}
+    told = check_quorum(run_id, endpoint="a.invalid,b.invalid,c.invalid")
+    assert of_member(told)[0][1].startswith("not known whether this host is one of a.invalid,b.inv")
+    assert "ports" not in {what for _, what, _ in told.lines}
+
+
+def test_quorum_seen_by_a_host_that_runs_no_member(run_id: str) -> None:
+    told = check_quorum(run_id, endpoint="127.0.0.41,127.0.0.42,127.0.0.43")
+    assert of_member(told)[0][1].startswith(
+        "this host is none of 127.0.0.41,127.0.0.42,127.0.0.43: it runs no member; if it is one, "
+    )
+    assert len(of_member(told)) == 4
+
+
+def test_quorum_without_a_run_or_its_server(run_id: str, monkeypatch: Patch) -> None:
+    told = check_quorum(None)
+    mark, text = told.of("store")
+    assert mark == "unknown"
+    assert text.endswith("name the run with -i")
+    monkeypatch.setenv("RDZV_NATS_BINARY", "/nowhere/nats-server")
+    what, text = check_quorum(run_id).only("failed")
+    assert what == "nats-server"
+    assert "/nowhere/nats-server" in text

@@ -19,7 +19,7 @@ from rdzv_plugins.servers import Security
 from rdzv_plugins.testing.threads import Background
 from tests.integration.administrators import ADMINISTRATORS, Administrator, administered
 from tests.integration.agents import Run, one_world, until
-from tests.integration.stores import KINDS, Kind, started
+from tests.integration.stores import GUARDED, Kind, started
 
 
 @pytest.fixture(params=ADMINISTRATORS, ids=lambda kind: kind.name)
@@ -152,9 +152,6 @@ def test_one_server_refuses_and_another_is_away(administrator: Administrator, ru
             store.open(run_id, request_timeout=2)
     finally:
         client.close()
-
-
-GUARDED = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb")]
 
 
 @pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.soak)])

@@ -23,15 +23,13 @@ from tests import Measure
 from tests.integration import topologies
 from tests.integration.administrators import ADMINISTRATORS, Administrator, administered
 from tests.integration.certificates import Certificates
-from tests.integration.stores import KINDS, Kind, RunningStore, absent, started
+from tests.integration.stores import GUARDED, Kind, RunningStore, absent, started
 from tests.integration.test_dashboard import record, write_run
 from tests.integration.test_exporter import exporter, page
 from tests.integration.torchrun import Run
 
 # Seconds within which a client is let in again, a server's restart included.
 SOON = 20.0
-
-TLS_KINDS = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb")]
 
 T = TypeVar("T")
 
@@ -130,7 +128,7 @@ def security(certificates: Certificates) -> Security:
     return certificates.security(client=True)
 
 
-@pytest.mark.parametrize("kind", TLS_KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", GUARDED, ids=lambda kind: kind.name)
 def test_client_goes_on_with_the_new_certificates(
     kind: Kind, run_id: str, tmp_path: Path, record_property: Measure
 ) -> None:

@@ -20,15 +20,13 @@ from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError
 from tests import Measure
 from tests.integration.agents import Run, one_world, until
 from tests.integration.certificates import Certificates
-from tests.integration.stores import KINDS, Kind, RunningStore, started
+from tests.integration.stores import GUARDED, KINDS, Kind, RunningStore, started
 from tests.integration.torchrun import Run as TorchRun
 
 # Far below the request timeout of 5 s: what trying again cannot mend is not tried again.
 PROMPT = 2.5
 
 Patch = pytest.MonkeyPatch
-
-GUARDED = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb")]
 
 every_kind = pytest.mark.parametrize("kind", GUARDED, ids=lambda kind: kind.name)
 

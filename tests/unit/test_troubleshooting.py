@@ -109,7 +109,7 @@ EXPLAINS_ITSELF = (
     "option 'ports': '…' is no range such as 29600-29699",
     "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out",
     "has no member of '…' on its ports: '…' is there",
-    "each run has members of its own: name the run, or with cluster=...",
+    "each run has members of its own: name the run; for a command that takes none, with cluster=",
     # The endpoint.
     "members have no users: leave out what stands before the '@'",
     "the endpoint names … hosts: name one, three or five of the run's.",

@@ -100,6 +100,9 @@ def _of_own_store(job: Job) -> Finding:
         text = "it is at loopback, as Consul's agents are: each host needs one of the same servers"
         return Finding(Mark.OK, "store's host", text)
     text = "it is at loopback: nodes on other hosts have another store there, and wait in vain"
+    if job.backend == "quorum":
+        advice = "name hosts by addresses that all hosts reach, unless all nodes are on this host"
+        return Finding(Mark.WARNING, "store's host", text, advice)
     advice = (
         "name an address of it that all hosts reach, unless all nodes are on this host, or a proxy "
         "of a store that all share listens there"

@@ -31,6 +31,7 @@ def carry_out(job: Job) -> Iterator[Finding]:
         job.endpoint,
         config=chosen.config,
         request_timeout=chosen.settings.heartbeat_timeout,
+        job=job.run_id or None,
     )
     usable = yield from store.check(open, job, chosen)
     if usable and job.run_id:

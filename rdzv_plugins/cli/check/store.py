@@ -61,6 +61,12 @@ def check(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None, bool
 
     ``open`` connects to the namespace of a run id.
     """
+    options = chosen.client.of_run(chosen.options, job.run_id)
+    there = yield from chosen.client.inspect_attendance(
+        job.endpoint, options, job.local_addr or None
+    )
+    if not there:
+        return False
     run_id = f"check-{uuid.uuid4().hex[:12]}"
     began = time.perf_counter()
     try:
