@@ -181,10 +181,13 @@ def test_gloo_listens_where_its_hosts_name_is(
     assert gloo_fault(own) == ""
 
 
-def test_the_first_host_that_resolves_decides(name_service: NameService) -> None:
+def test_the_first_host_that_resolves_decides_unless_it_is_this_one(
+    name_service: NameService, own: str
+) -> None:
     name_service("vm", {"b": "127.0.0.1"})
     hosts = [("a", 1), ("b", 1), ("192.0.2.1", 1)]
-    assert announced(None, hosts, alone=True) == "127.0.0.1"
+    assert announced(None, hosts[:2], alone=True) == "127.0.0.1"
+    assert announced(None, hosts, alone=True) == own
 
 
 @pytest.mark.parametrize("hosts", [[], [("us-east-1", 9)]])
@@ -236,7 +239,9 @@ def test_ports_are_taken_in_their_order() -> None:
         ("redis", "unix:///run/redis.sock", True),
         ("redis", "redis://localhost:1", True),
         ("etcd-v3", "[::1]:1", True),
-        ("zookeeper", "127.0.0.1:1,192.0.2.1:1/rdzv", True),
+        ("zookeeper", "127.0.0.1:1,localhost:2/rdzv", True),
+        # One of its servers is on this host.
+        ("zookeeper", "127.0.0.1:1,192.0.2.1:1/rdzv", False),
         ("redis", "192.0.2.1:6379", False),
         # No endpoint is localhost, but for DynamoDB.
         ("consul", "", True),
@@ -294,3 +299,16 @@ def test_an_ip_address_of_this_host_is_known_without_its_name_service(
     assert is_own_ip(own)
     for other in ("192.0.2.1", "localhost", "node-7", ""):
         assert not is_own_ip(other)
+
+
+def test_a_host_of_the_store_announces_what_leads_to_its_others(
+    name_service: NameService, own: str
+) -> None:
+    """The first of its hosts is this one, and its name stands for 127.0.1.1 here, or nothing."""
+    for known in ({"node1": "127.0.1.1"}, {"node1": own}, {}):
+        name_service("node1", known)
+        hosts = store_hosts("node1,192.0.2.1,192.0.2.3", "quorum")
+        found = node_address(None, hosts)
+        assert (found.address, found.why) == (own, "from it this host reaches the store")
+        assert is_out_of_reach("127.0.0.1", hosts)
+        assert not store_is_at_loopback("node1,192.0.2.1,192.0.2.3", "zookeeper")
