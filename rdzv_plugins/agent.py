@@ -95,6 +95,8 @@ class RunAgent(LocalElasticAgent):
     _failure: RunResult | None = None
     # Before the first workers there is none.
     _guard: Guard | None = None
+    # Some workers may run that nobody has named yet: a signal ends the start at any point.
+    _starts = False
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         handler = self._worker_group.spec.rdzv_handler
@@ -113,8 +115,10 @@ class RunAgent(LocalElasticAgent):
         guard.start()
         if (handed_down := os.environ.get(VARIABLE)) is not None:
             guard.expect(VARIABLE, handed_down)
+        self._starts = True
         started: dict[int, Any] = super()._start_workers(worker_group)
         guard.watch(started.values())
+        self._starts = False
         self._heed_shutdown_timeout()
         return started
 
@@ -136,7 +140,7 @@ class RunAgent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         super()._shutdown(*args, **options)
-        if self._guard is not None:
+        if self._guard is not None and not self._starts:
             self._guard.watch(())
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

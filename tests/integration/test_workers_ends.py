@@ -73,6 +73,22 @@ def test_workers_end_with_their_agent(
         record_property("ended after, s", round(time.monotonic() - began, 3))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_an_agent_that_a_signal_ends_as_it_starts_them(
+    store: RunningStore, tmp_path: Path, run_id: str, number: signal.Signals
+) -> None:
+    """The signal comes when the first has begun: torch knows none of them yet."""
+    script = f"echo $$$$ >> {tmp_path}/pids; exec sleep 600"
+    arguments = ["--nproc-per-node=24", *of_a_run(store, run_id, "1:1", 3, script)]
+    with Launch(tmp_path / "a", RDZV_RUN, *arguments) as a:
+        assert until((tmp_path / "pids").exists, 60), a.log.read_text()
+        a.process.send_signal(number)
+        assert a.end() == 128 + number
+    found = [*map(int, (tmp_path / "pids").read_text().split())]
+    assert found
+    assert until(lambda: not any(map(live, found)), 10), a.log.read_text()
+
+
 AT_ITS_BEGIN = """
 import os, rdzv_plugins, time
 bound = rdzv_plugins.end_with_agent()
