@@ -781,27 +781,28 @@ def _login(target: Endpoint, options: Options) -> dict[str, Any]:
     token = options.token
     if token is None and options.token_file is not None:
         token = first_line("token_file", options.token_file)
-    ways = {
-        "user": user, "token": token, "nkey_file": options.nkey_file,
-        "credentials_file": options.credentials_file,
-    }  # fmt: skip
-    given = [name for name, value in ways.items() if value is not None]
+    # A user alone is a token, as other clients read nats://token@host.
+    as_user = {"token": user} if password is None else {"user": user, "password": password}
+    ways: dict[str, tuple[str | None, dict[str, Any]]] = {
+        "user": (user, as_user),
+        "token": (token, {"token": token}),
+        "nkey_file": (options.nkey_file, {"nkeys_seed": options.nkey_file}),
+        "credentials_file": (
+            options.credentials_file,
+            {"user_credentials": options.credentials_file},
+        ),
+    }
+    given = [name for name, (value, _) in ways.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are set together: leave all but one out")
-    for name in ("nkey_file", "credentials_file"):
-        if (file := ways[name]) is not None:
-            first_line(name, file)
-    if token is not None:
-        return {"token": token}
-    if options.nkey_file is not None:
-        return {"nkeys_seed": options.nkey_file}
-    if options.credentials_file is not None:
-        return {"user_credentials": options.credentials_file}
-    if password is not None and user is None:
+    for name in given:
+        value, arguments = ways[name]
+        if name.endswith("_file") and value is not None:
+            first_line(name, value)
+        return arguments
+    if password is not None:
         raise ValueError("the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user=")
-    if user is not None and password is None:
-        return {"token": user}  # As other clients read nats://token@host.
-    return {"user": user, "password": password} if user is not None else {}
+    return {}
 
 
 def _grant(prefix: str, options: Options) -> str:
@@ -837,7 +838,10 @@ async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """asyncio's loop looks names up in threads that the end of the process waits for."""
+    """asyncio's loop, but it looks up each name in a daemon thread of its own.
+
+    asyncio's threads for that are waited for when the process ends, however long a resolver takes.
+    """
 
     async def getaddrinfo(self, *args: Any, **options: Any) -> Any:
         found: asyncio.Future[Any] = self.create_future()
