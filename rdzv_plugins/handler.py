@@ -364,7 +364,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         costs = failed and self._costs_the_others()
         # That took time: a run that was closed meanwhile has another end to tell.
         is_closed = (latest := self._node.latest) is not None and latest.closed
-        if costs and not is_closed and self._give_up("its workers failed", looked=True):
+        if costs and not is_closed and self._give_up("its workers failed", True, looked=True):
             run = f"run '{self._run_id}'"
             self._raise(
                 RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
@@ -586,7 +586,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             outcome, why = Outcome.FAILED, _what_failed(error)
         of_workers = isinstance(error, ChildFailedError)
         if error is not None and (self._service.is_new if of_workers else not self._node.done):
-            return self._give_up(why)
+            return self._give_up(why, of_workers)
 
         def end() -> None:
             if not self._await_store(lambda: self._close_as_member(outcome, why)):
@@ -624,8 +624,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         return any(answers)
 
     def _others_go_on(self) -> bool:
-        work = others_go_on(self._node, self._service, self._rules, time.time())
-        return self._carry_out(work)
+        newcomers = self._service.newcomers or Names()
+        return self._carry_out(others_go_on(self._node, newcomers, self._rules, time.time()))
 
     def _follows_from_a_loss(self, last: RoundDocument) -> bool:
         deadline = max(time.monotonic(), self.grace_ends) + self.loss_shows_within
@@ -634,17 +634,27 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
         return self._carry_out(work)
 
-    def _give_up(self, why: str, *, looked: bool = False) -> bool:
+    def _give_up(self, why: str, of_workers: bool, *, looked: bool = False) -> bool:
         """Leave a run that goes on without this node, or close it as failed; with the reason.
 
         Args:
+            of_workers: they failed, and this node is new; else its agent failed.
             looked: the others are known to be enough.
         """
 
         def part() -> Parting:
             node, service = self._node, self._service
-            work = give_up(node, service, self._rules, why, time.time, looked=looked)
-            return self._carry_out(work)
+            return self._carry_out(
+                give_up(
+                    node,
+                    service,
+                    self._rules,
+                    why,
+                    time.time,
+                    of_workers=of_workers,
+                    looked=looked,
+                )
+            )
 
         def end() -> None:
             parting = self._await_store(part)
@@ -654,7 +664,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._log.info(f"{self._node.record.label} has left")
             if parting is Parting.LEFT:
                 service, new = self._service, ""
-                if service.is_new:
+                if of_workers:
                     new = f", and it was new: in the run for {service.seconds:.0f} s"
                 self._log.error(f"this node leaves the run, which goes on without it: {why}{new}")
 

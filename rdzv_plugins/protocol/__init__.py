@@ -31,10 +31,10 @@ Where a rule is: `member` decides for every node, `leader` for the node that lea
 functions of a `rules.View`. `observer` keeps what a node has read and since when,
 `failure_detector` judges by it who is alive, `record_cache` holds the records of all nodes, `ranks`
 orders the participants, `roster` keeps those of a large round in shards, `cleanup` ends a run and
-tidies up, `contact` tells when a node that is not heard stops its workers, `parting` whether the
-others go on without a node that gives up, `network_check` finds out what a node reaches and `links`
-what that means for a round, `diagnosis` says in a sentence what a run does and waits for,
-`states` in a word what a node does, `wall_clock` shows people the times that hosts wrote,
-`documents` is what stands in the store. docs/design.md has the rules by their numbers, and why they
-are so.
+tidies up, `contact` tells when a node that is not heard stops its workers, `parting` has a node
+that gives up leave a run that others can go on with, and close any other, `network_check` finds out
+what a node reaches and `links` what that means for a round, `diagnosis` says in a sentence what a
+run does and waits for, `states` in a word what a node does, `wall_clock` shows people the times
+that hosts wrote, `documents` is what stands in the store. docs/design.md has the rules by their
+numbers, and why they are so.
 """

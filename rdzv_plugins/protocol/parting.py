@@ -188,16 +188,20 @@ def _runs(document: RoundDocument, record: NodeRecord) -> bool:
     """Whether the node works in the round, or in the one before that forms anew."""
     if record.status is not Status.RUN or record.incarnation != document.incarnation:
         return False
-    return record.round >= document.round - 1
+    forms = document.phase is not Phase.RUNNING
+    return record.round >= document.round - forms
 
 
 def others_go_on(
-    node: Node, service: Service, rules: Rules, wall: float, *, left: bool = False
+    node: Node, newcomers: Names, rules: Rules, wall: float, *, left: bool = False
 ) -> Effects[bool]:
     """Whether the others are enough for a round; ``left``: this node has said that it leaves.
 
     Of nodes that leave at once, each has left before it looks at the others: the last one finds
     that they are too few. In a large run only who leads looks, and who finds no leader.
+
+    Args:
+        newcomers, wall: as for `goes_on_without`.
     """
     latest, records = node.latest, None
     if latest is None:
@@ -206,8 +210,7 @@ def others_go_on(
         records = _read((yield from List(NODES_PREFIX)))
     elif left:
         return True
-    newcomers = service.newcomers if service.is_new else None
-    return goes_on_without(node.id, latest, records, rules, wall, newcomers or Names())
+    return goes_on_without(node.id, latest, records, rules, wall, newcomers)
 
 
 def follows_from_a_loss(
@@ -236,6 +239,7 @@ def give_up(
     why: str,
     wall: Callable[[], float],
     *,
+    of_workers: bool,
     looked: bool = False,
 ) -> Effects[Parting]:
     """Leave a run that goes on without this node, or close it as failed; after `Node.run`.
@@ -245,11 +249,13 @@ def give_up(
     Args:
         why: for people.
         wall: the time on this host's wall clock, in seconds since the epoch.
+        of_workers: they failed, and this node is new; else its agent failed.
         looked: the others are known to be enough.
     """
-    if looked or (yield from others_go_on(node, service, rules, wall())):
+    newcomers = (service.newcomers if of_workers else None) or Names()
+    if looked or (yield from others_go_on(node, newcomers, rules, wall())):
         yield from node.farewell(why)
-        if (yield from others_go_on(node, service, rules, wall(), left=True)):
+        if (yield from others_go_on(node, newcomers, rules, wall(), left=True)):
             return Parting.LEFT
     if (yield from close_as_member(node, service, Outcome.FAILED, why, rules)):
         return Parting.CLOSED

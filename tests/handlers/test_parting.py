@@ -160,6 +160,23 @@ def test_of_two_newcomers_each_may_leave_but_not_the_last_that_are_enough(site: 
     assert site.document.outcome is Outcome.FAILED
 
 
+def test_of_two_that_are_new_each_goes_on_where_the_agent_of_the_other_fails(site: Site) -> None:
+    """Their workers may have failed for the same reason; an agent fails by itself."""
+    old, *rest = with_a_newcomer(site, low=2)
+    site.kill(rest[0])
+    new = rest[1]
+    site.await_that(lambda: are_told(old, new))
+    site.join(old, new)
+    another = node(site, 2, 3)
+    joins = Background(another.next_rendezvous)
+    site.await_that(lambda: are_told(old, new))
+    site.join(old, new)
+    joins.result(20.0)
+    assert end_with(new, MISSING)
+    site.await_that(lambda: are_told(old, another))
+    assert [info.world_size for info in site.join(old, another)] == [2, 2]
+
+
 @pytest.mark.parametrize("options", [{}, {"min_uptime": 0.05}])
 def test_one_that_has_served_ends_the_run_as_ever(
     site: Site, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -13,7 +13,7 @@ from .plan import FASTEST, SLOWEST
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = ["FAULTS", "end_faults", "part", "refuse"]
+__all__ = ["FAULTS", "end_faults", "fail", "part", "refuse"]
 
 
 def _victim(world: World) -> Host | None:
@@ -347,6 +347,40 @@ def refuse(world: World, whom: str) -> None:
         if chance.random() < 0.5:
             host.break_wait()  # Else what waits goes on, over the connection that it has.
     world.kernel.after(seconds, _admit, chosen)
+
+
+def fail(world: World, whose: str) -> None:
+    """The agent of one host fails or those of many do, or the workers of one that is new.
+
+    Those fail together with others, as under torchrun, or since another host of its round is lost.
+    """
+    chance, agents = world.failures, whose.startswith("agent")
+    running = [it for it in world.hosts if it.agent is Agent.RUNNING and not it.stalls]
+    chosen = [host for host in running if agents or host.came_late]
+    if not chosen:
+        if not agents:
+            world.start()
+        return
+    world.inject(f"failed: {whose}")
+    host = chance.choice(chosen)
+    if whose == "agent":
+        host.fail_agent()
+    elif whose == "agents":
+        for each in running:
+            if chance.random() < 0.7:
+                world.kernel.after(chance.uniform(0.0, 0.5), each.fail_agent)
+    elif whose == "after a loss":
+        others = [it for it in running if it is not host and it.track.world == host.track.world]
+        if others:
+            lost = chance.choice(others)
+            world.note(f"{lost.id} crashes, and the workers of {host.id} with it")
+            lost.crash()
+        world.kernel.after(chance.uniform(0.0, 0.3), host.fail_workers)
+    else:
+        host.fail_workers(for_good=chance.random() < 0.4)
+        for other in running if world.plan.torchrun else ():
+            if other.track.world == host.track.world and chance.random() < 0.7:
+                world.kernel.after(chance.uniform(0.0, 0.3), other.fail_workers)
 
 
 def _admit(chosen: list[Host]) -> None:

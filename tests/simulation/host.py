@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rdzv_plugins.kv import (
@@ -16,24 +17,26 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
 )
-from rdzv_plugins.protocol import cleanup, effects
+from rdzv_plugins.protocol import effects, parting
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
     STATE_KEY,
     STORE_PREFIX,
     Exclusion,
+    Names,
     NodeRecord,
     RoundDocument,
     Status,
     store_prefix,
 )
 from rdzv_plugins.protocol.documents import Outcome as Ended
-from rdzv_plugins.protocol.effects import Effect, Outcome
+from rdzv_plugins.protocol.effects import Effect, Effects, Outcome
 from rdzv_plugins.protocol.rules import Failure, Rules
 
 from .invariants import Evidence, show
 from .kernel import Clock
+from .orders import Command
 from .plan import EPOCH, LONGEST_PAUSE, SKEW, TORCH_TIMEOUT
 
 if TYPE_CHECKING:
@@ -51,6 +54,8 @@ _MOST_VAIN = 20
 """Most listings that show nothing new, within an interval and for any reason but a node's lease."""
 _MOST_REQUESTS = 2000
 """In a second, on one host; a leader whose store answers in no time comes to some hundreds."""
+_MANY = 8
+"""So many nodes that are late at once are doubted first."""
 _MOST_OPENINGS = 6
 """Of a TCPStore for one round, in a second, where none could be opened."""
 
@@ -100,7 +105,7 @@ class Host:
         self.grey = ""
         """What of its requests fails: "lists", "some", or "slow" ones."""
         self.long_join = world.join_timeout > world.plan.join_timeout
-        self.stalled_until = 0.0
+        self.stalled_until = self.last_stall = 0.0
         self.woke = 0.0
         """When its last stall ended, on its clock."""
         self._stalled_at: float | None = None
@@ -109,7 +114,7 @@ class Host:
         self.blind = False
         """Where it is refused, it may write all the same."""
         # When it sent the last heartbeat that was accepted; when it was first refused since then.
-        self._accepted = self.clock()
+        self._accepted = self._came_at = self.clock()
         self._refused_at: float | None = None
         self.link = ""
         """To other hosts it is "cut off", "unreachable", "hidden" as rank 0, or "slow"."""
@@ -142,6 +147,13 @@ class Host:
             random.Random(chance.getrandbits(64)),
             self._wall,
         )
+        self._service = parting.Service(record.label, rules, self.clock)
+        self.gives_up = ""
+        """Whose failure it gives up for: "agent" or "workers", though it is new; or "" for none."""
+        self.parted: object = None
+        """What came of that, as `parting.Parting`."""
+        self.listing: Mapping[str, NodeRecord] | None = None
+        """Whom it has found in the store since it gave up; None: it has not looked."""
         self._life: Generator[Effect[Any], Any, object] | None = None
         self._at_end: Callable[[object], None] | None = None
         self._request: Effect[Any] | None = None
@@ -155,6 +167,7 @@ class Host:
         # Grows when the agent goes on to something else: what was planned before is void.
         self._shift = 0
         self._fatal = self._failed = False
+        self._failed_at = 0.0
         self._all_done = False
         self._round: RoundDocument | None = None
         self._polling = False
@@ -191,6 +204,16 @@ class Host:
         return self.agent is not Agent.GONE
 
     @property
+    def has_parted(self) -> bool:
+        """Whether it is gone, and has said its last word."""
+        return not self.alive and self._life is None and not self._closes
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it gave the run up, and others can go on with it."""
+        return self.parted == "left"
+
+    @property
     def stalls(self) -> bool:
         return self._stalled_at is not None
 
@@ -203,7 +226,7 @@ class Host:
 
     def stall(self, seconds: float, frozen: bool) -> None:
         """Stand still, then go on as if nothing had happened."""
-        now = self.world.kernel.now
+        now = self.last_stall = self.world.kernel.now
         if self._stalled_at is None:
             self._stalled_at = self.clock()
         if frozen:
@@ -244,9 +267,25 @@ class Host:
         if self.agent is not Agent.RUNNING:
             return
         self._fatal, self._failed = for_good or self.restarts_left == 0, True
+        self._failed_at = self.world.kernel.now
         self.restarts_left -= 1
         self.world.note(f"{self.id}: its workers fail{' for good' if self._fatal else ''}")
         self._stop_workers()
+
+    def fail_agent(self) -> None:
+        """It ends with an exception that is no failure of workers."""
+        if self.agent in (Agent.RUNNING, Agent.STOPPING, Agent.EXCHANGING) and not self.stalls:
+            self.world.note(f"{self.id}: its agent fails")
+            self._fail()
+
+    @property
+    def came_late(self) -> bool:
+        """Whether it came to a run that went on already, and not long ago: not as the code has it.
+
+        A mutant may take it for old, or for new.
+        """
+        probation = self.rules.min_uptime or self.rules.probation
+        return self.track.came is not None and self.clock() - self._came_at < probation - _EXACT
 
     def succeed(self) -> None:
         """Its workers are done: wait for those of the others in torch's exit barrier."""
@@ -280,16 +319,40 @@ class Host:
         chance, shift = self.world.chance, self._shift
         self.world.kernel.after(chance.uniform(1.0, 3.0), self._after_join, shift, chance.random())
 
-    def shut_down(self, error: bool) -> None:
-        """What ``handler.shutdown()`` does; ``error``: while an exception is raised."""
+    def shut_down(self, error: bool, of_workers: bool = False) -> None:
+        """What ``handler.shutdown()`` does.
+
+        Args:
+            error: while an exception is raised.
+            of_workers: which says that workers failed.
+        """
         waits_for_others = self.node.done and not self._all_done
         if waits_for_others or not self.node.in_round:
             self.leave()
             return
+        if error and (self.came_late if of_workers else not self.node.done):
+            self.gives_up = "workers" if of_workers else "agent"
+        if error and (self._service.is_new if of_workers else not self.node.done):
+            self._give_up(of_workers)
+            return
         outcome = Ended.FAILED if error else Ended.SUCCEEDED
         self.world.note(f"{self.id} closes the run, which {outcome.value}")
         self._depart()
-        self._close(outcome, self.world.kernel.now + _CLOSE_TIMEOUT)
+        work = partial(
+            parting.close_as_member, self.node, self._service, outcome, "closed", self.rules
+        )
+        self._end_with(work, self.world.kernel.now + _CLOSE_TIMEOUT)
+
+    def _give_up(self, of_workers: bool, looked: bool = False) -> None:
+        """Leave a run that others can go on with, or close it."""
+        why = f"its {'workers' if of_workers else 'agent'} failed"
+        self.world.note(f"{self.id} gives up: {why}")
+        self._depart()
+        self.listing = None
+        self.world.checker.unfit(self.id, self.node.record.beat)
+        give_up, of = parting.give_up, (self.node, self._service, self.rules)
+        work = partial(give_up, *of, why, self._wall, of_workers=of_workers, looked=looked)
+        self._end_with(work, self.world.kernel.now + _CLOSE_TIMEOUT)
 
     def _depart(self) -> None:
         self._end_life()
@@ -300,30 +363,31 @@ class Host:
         if self.node.latest is None or not self.node.latest.closed:
             self._live(self.node.farewell())
 
-    def _close(self, outcome: Ended, deadline: float) -> None:
+    def _end_with(self, last_word: Callable[[], Effects[object]], deadline: float) -> None:
+        """Have its last word said, again and again until the store hears it."""
         if self.world.kernel.now >= deadline:
             return
         self._closes = True
 
-        def end(closed: object) -> None:
+        def end(result: object) -> None:
             self._closes = False
-            if closed is None:
+            if result is None:
                 # The store was away: once more.
                 self.world.checker.closing_failed(self.node.latest, self.world.store.tombstones)
                 pause = self.world.chance.uniform(0.1, 0.5)
-                self.world.kernel.after(pause, self._close, outcome, deadline)
-            elif not closed:
+                self.world.kernel.after(pause, self._end_with, last_word, deadline)
+            elif not result:
                 self._say_farewell()  # It was replaced meanwhile.
+            elif self.gives_up:
+                self.parted = result
+                self.world.note(f"{self.id} gave up: {result}")
+                self.world.inject(f"gave up: {result}")
+                known = self.node.latest
+                if self.has_left and self.listing is not None and known is not None:
+                    new = self.gives_up == "workers"
+                    self.world.checker.left(self.id, known, self.listing, new)
 
-        work = cleanup.close_run(  # Where a mutant may have another.
-            self.id,
-            self.node.latest,
-            outcome,
-            "closed",
-            self.rules.sweep_after,
-            may_close=lambda now: now.names(self.id),
-        )
-        self._live(work, end)
+        self._live(last_word(), end)
 
     # The agent.
 
@@ -352,6 +416,10 @@ class Host:
             self._round, self._all_done = document, False
             self._masters_seen(document)
             world.checker.given(self.id, document)
+            assert outcome.document is not None
+            if self._service.last is None or not document.is_of(self._service.last):
+                self._came_at = self.clock()
+            self._service.begin(outcome.document)
             world.rounds_given += 1
             self._meet("role")
             return
@@ -448,8 +516,8 @@ class Host:
         self.world.note(f"{self.id}: its agent ends, all done: {self._all_done}")
         self.shut_down(error=False)
 
-    def _fail(self) -> None:
-        self.shut_down(error=True)
+    def _fail(self, of_workers: bool = False) -> None:
+        self.shut_down(error=True, of_workers=of_workers)
         self.world.failed(self)
 
     def _watch(self) -> None:
@@ -483,8 +551,68 @@ class Host:
         if shift != self._shift or self._is_late(self._stopped, shift):
             return
         if self._fatal:
-            self._fail()
+            self._fail(of_workers=True)
             return
+        plan = self.world.plan
+        fails_again = (
+            self._failed and plan.torchrun and self._service.fails_again(plan.max_restarts)
+        )
+        if fails_again and self.node.in_round:
+            Command(self.world, self._costs_the_others(), self, partial(self._judged, shift))
+        else:
+            self._join_again()
+
+    def _costs_the_others(self) -> Effects[bool]:
+        """What `StoreRendezvousHandler._costs_the_others` asks."""
+        node, service, rules = self.node, self._service, self.rules
+        newcomers = service.newcomers or Names()
+        if not (yield from parting.others_go_on(node, newcomers, rules, self._wall())):
+            return False
+        assert service.last is not None
+        deadline = self.clock() + rules.lease + 1.1 * rules.interval + 2.0
+        follows = yield from parting.follows_from_a_loss(
+            node, service.last, rules, lambda: self.clock() > deadline
+        )
+        return not follows
+
+    def _lost_before(self) -> str:
+        """Who of its round died before its workers failed, where all could have found out."""
+        assert self._round is not None
+        plan, failed_at = self.world.plan, self._failed_at
+        hosts = {host.id: host for host in self.world.hosts}
+        here = [hosts[it] for it in self._round.participants]
+        leader = hosts.get((self.node.latest or self._round).leader or "")
+        slow = plan.late or plan.staleness or plan.poll or plan.other_settings
+        if plan.rates != (1.0, 1.0) or slow or len(here) >= _MANY or leader is None:
+            return ""
+        if not leader.alive or leader.grey or self.world.injected["slow store"]:
+            return ""
+        for host in (self, leader):
+            of = host.track.evidence
+            if max(of.troubled, of.disturbed, host.last_stall) > failed_at - plan.rules.lease:
+                return ""
+        dead = [
+            host.id
+            for host in here
+            if not host.alive and host.changed < failed_at
+            if host.node.record.status is Status.RUN and not host.node.done
+        ]
+        return " ".join(dead)
+
+    def _judged(self, shift: int, costs: object) -> None:
+        if shift != self._shift or self._is_late(self._judged, shift, costs):
+            return
+        if costs:
+            self.world.inject("a newcomer failed again")
+            if lost := self._lost_before():
+                self.world.violated("goes on", f"{self.id} leaves, and {lost} was lost before")
+            self.gives_up = "workers" if self.came_late else ""
+            self._give_up(of_workers=True, looked=True)
+            self.world.failed(self)
+        else:
+            self._join_again()
+
+    def _join_again(self) -> None:
         self.world.note(f"{self.id} joins again")
         self.world.checker.stopped(self.id, self.node.record.beat)
         self._ask(self._failed)
@@ -1040,6 +1168,7 @@ class Host:
             if document is not None and document.leader is not None:
                 named.add(document.leader)
             came = self.world.kernel.now
+            self.listing = records
             self._note_vain(all(_shows_no_news(it, evidence.seen, records) for it in records))
             evidence.looked = self._looked
             evidence.changed = {

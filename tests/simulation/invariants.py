@@ -160,7 +160,15 @@ INVARIANTS = {
     "row ran for less than `no_progress_uptime` and did not end for newcomers, unless the store "
     "lost data",
     "members close": "a node that closes a run leads it, or was named in its last round and got a "
-    "round of the same incarnation",
+    "round of the same incarnation, or was in the round before the one that forms",
+    "goes on": "nobody ends what others can go on with: a node whose agent fails, or whose workers "
+    "fail while it is new to the run, closes the run as failed only if those that work or wait, as "
+    "far as it has read, are too few for a round without it; for a new node those do not count "
+    "that came with it or since, and of a round in shards only its participants do; it leaves only "
+    "if those that work or wait, as far as it has read since it said so, are enough; of nodes that "
+    "fail together once the faults have stopped, the last ones close the run if the others are too "
+    "few; under torchrun a new node does not leave for the failure of workers that follows the "
+    "loss of another, if neither it nor the leader had trouble since",
     "finished": "nothing is written for a run that is closed or has a tombstone, unless the store "
     "lost data, or the writer looked for the tombstone before the run was closed, or the node that "
     "closed it died, or was cut off from the store, before it left one and the run's keys have "
@@ -189,6 +197,9 @@ INVARIANTS = {
 World: TypeAlias = tuple[str, int, tuple[str, ...]]
 
 _ROUNDING = 1e-6
+
+# Of newcomers, as a document names them.
+_MOST_NAMED = 16
 
 # A leader may have something else to do before it decides about its round, but not so often.
 _DECISIONS = 5
@@ -272,6 +283,9 @@ class Track:
         stopped_at: its beat when its workers stopped last, or its agent gave up.
         last_rounds: the last round that it was given, by incarnation.
         member: the incarnation in which it was last given a round.
+        came: the round of that incarnation that it was given first, if it was new there.
+        newcomers: the labels of those that were new in a round that it was given there.
+        unnamed: whether more were than the documents, or the node itself, name.
         done: namings of rounds in which its workers succeeded, as its record says, and the epoch.
         evicted: this round of an incarnation goes on without it, and was not to wait for it.
         named_moment: when its workers last said that newcomers may come.
@@ -300,6 +314,9 @@ class Track:
     stopped_at: int = -1
     last_rounds: dict[str, int] = field(default_factory=dict)
     member: str | None = None
+    came: int | None = None
+    newcomers: set[str] = field(default_factory=set)
+    unnamed: bool = False
     done: dict[str, int] = field(default_factory=dict)
     world: World | None = None
     lease_lost: bool = False
@@ -646,6 +663,13 @@ class Checker:
         self._judge_token(node, world, document)
         self._given.add(world)
         track.last_rounds[document.incarnation] = document.round
+        if track.member != document.incarnation:
+            joined = document.cause.joined
+            is_new = document.round > 0 and (track.label in joined or joined.more > 0)
+            track.came = document.round if is_new and joined.count < document.size else None
+            track.newcomers, track.unnamed = set(), False
+        track.newcomers |= {*document.cause.joined.first}
+        track.unnamed |= document.cause.joined.more > 0 or len(track.newcomers) > _MOST_NAMED
         track.member = document.incarnation
         track.world, track.awaits = world, None
         incarnation, round_ = track.evicted or ("", 0)
@@ -963,13 +987,65 @@ class Checker:
         if before is not None and after.place < (before.round, 0):
             raise InvariantError("rounds of a run", f"{show(before)} became {show(after)}")
         was = before or after
-        member = track.member == after.incarnation and was.names(node)
+        last = track.last_rounds.get(after.incarnation)
+        follows = was.phase is Phase.FORMING and last == was.round - 1
+        member = track.member == after.incarnation and (was.names(node) or follows)
         if not member and was.leader != node:
             raise InvariantError("members close", f"{node} of {track.member}: {show(after)}")
         ended = self._ended.get(after.incarnation)
         if ended is None or ended.epoch != epoch:  # A store that forgot may see it closed again.
             outcome = after.outcome or Outcome.CLOSED
             self._ended[after.incarnation] = _Ended(self._now(), epoch, outcome)
+
+    def could_go_on(
+        self, node: str, known: RoundDocument, listing: Mapping[str, NodeRecord] | None, new: bool
+    ) -> set[str]:
+        """The nodes that can go on without this one, if they live, as far as it has read.
+
+        Args:
+            node: who gives up.
+            known: the document as it last read it.
+            listing: the records that it has read since it gave up; None: none.
+            new: it came late, and its workers failed.
+        """
+        self.checks += 1
+        track, others = self._tracks[node], set[str]()
+        hosts = {it.host for it in (*known.excluded, *known.quarantined)}
+        for other, theirs in self._tracks.items():
+            record = listing.get(other) if listing is not None else None
+            if other == node or other in {*known.lost, *known.drained} or theirs.address in hosts:
+                continue
+            if theirs.nodes != track.nodes or theirs.label in known.cause.lost:
+                continue
+            if listing is not None:
+                if record is None or record.status in (Status.LEFT, Status.DONE):
+                    continue
+                runs = record.status is Status.RUN and record.incarnation == known.incarnation
+                if not (record.asks or (runs and known.names(other))):
+                    continue
+            if new and (theirs.label in track.newcomers or track.unnamed):
+                continue
+            if not known.is_whole and other not in known.ranks:
+                continue
+            others.add(other)
+        return others
+
+    def left(
+        self, node: str, run: RoundDocument, listing: Mapping[str, NodeRecord], new: bool
+    ) -> None:
+        """The node leaves this run; ``listing``, ``new``: as for `could_go_on`."""
+        self.checks += 1
+        track = self._tracks[node]
+        others = [
+            other
+            for other, record in listing.items()
+            if other != node
+            and (record.asks or record.status is Status.RUN)
+            and not (new and record.label in track.newcomers)
+        ]
+        if not largest([self._tracks[it].domain for it in others], self._rules):
+            who = _names(others) or "nobody"
+            raise InvariantError("goes on", f"{node} leaves {show(run)} to {who}")
 
     def closing_failed(self, run: RoundDocument | None, tombstones: Collection[str]) -> None:
         """A node that closed this run died, or the store was away; these tombstones are in it."""

@@ -32,6 +32,7 @@ from rdzv_plugins.protocol import (
     leader,
     links,
     member,
+    parting,
     quarantine,
     ranks,
     roster,
@@ -40,6 +41,7 @@ from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     Cause,
+    Names,
     NodeRecord,
     Outcome,
     Phase,
@@ -65,6 +67,7 @@ from rdzv_plugins.protocol.growth import Hold
 from rdzv_plugins.protocol.links import Judgement, still_not_to_host
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.parting import Service
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
 from rdzv_plugins.protocol.rules import (
@@ -290,6 +293,27 @@ def _parted(*kinds: str, **settings: Any) -> Focus:
     )
 
 
+_CALM = {"lost": 0.0, "unacknowledged": 0.0, "late": 0.0, "ambush": None}
+
+# Where agents fail, and the workers of nodes that are new, though the others could go on.
+_FAILS = {
+    "failures": tuple(
+        Fault(1.5 * n, kind) for n, kind in enumerate(("newcomer", "newcomer", "agent") * 4)
+    ),
+    "min_nodes": 2,
+    "max_nodes": 6,
+    "nodes": 4,
+    "min_uptime": 0.0,
+}
+_FAILS_LATE = Focus(kinds=("newcomer",), settings=_FAILS)
+
+
+def _all_fail(failing: str) -> Focus:
+    """The same, and at the end these fail for good."""
+    settings = {**_FAILS, "ending": "fails", "failing": failing}
+    return Focus(kinds=("newcomer",), settings=settings)
+
+
 _GROWS = {"min_nodes": 1, "max_nodes": 12, "last_call": 0.0}
 
 
@@ -311,16 +335,7 @@ _FAILS_OVER = Focus(
 
 CALM = Focus(
     kinds=("many crash at once",),
-    settings={
-        "nodes": 30,
-        "max_nodes": 30,
-        "min_nodes": 4,
-        "lost": 0.0,
-        "unacknowledged": 0.0,
-        "late": 0.0,
-        "ambush": None,
-        **UNSTEERED,
-    },
+    settings={"nodes": 30, "max_nodes": 30, "min_nodes": 4, **_CALM, **UNSTEERED},
 )
 """Large worlds in which nothing fails but many hosts at once."""
 
@@ -880,7 +895,7 @@ def older_run_wins(patch: Patch) -> None:
 
 @_mutant(
     "rule 14: a node that was replaced closes the run of the others",
-    seed=480,
+    seed=542,
     focus=Focus(
         kinds=("partition", "partition", "close", "close", "crash"),
         settings={"rates": (1.0, 1.0), "lease": 2.0},
@@ -1933,6 +1948,94 @@ def no_last_call_after_a_loss(patch: Patch) -> None:
             last_call(rules, document, *of) if document.round == 0 else 0.0
         ),
     )
+
+
+# How a node parts from a run.
+
+
+@_mutant(
+    "nobody ends what others can go on with: an agent that fails leaves a run that has enough",
+    focus=_FAILS_LATE,
+)
+def ends_what_others_can_go_on_with(patch: Patch) -> None:
+    patch(parting, "goes_on_without", lambda *_: False)
+
+
+@_mutant(
+    "nobody ends what others can go on with: a newcomer whose workers fail leaves too",
+    seed=9,
+    focus=_FAILS_LATE,
+)
+def never_new(patch: Patch) -> None:
+    patch(Service, "is_new", lambda *_: False)
+
+
+@_mutant(
+    "of nodes that leave at once, each looks at the others once it has said that it leaves",
+    seed=5,
+    focus=_all_fail("all agents"),
+)
+def looks_before_it_has_left(patch: Patch) -> None:
+    def others_go_on(original: Any, *of: Any, left: bool = False) -> Effects[bool]:
+        return True if left else (yield from original(*of))
+
+    patch(parting, "others_go_on", others_go_on)
+
+
+@_mutant(
+    "nobody leaves a run that is too small without it: nodes that have left do not count",
+    seed=9,
+    focus=_all_fail("all agents"),
+)
+def counts_those_that_left(patch: Patch) -> None:
+    def goes_on(original: Any, me: str, document: RoundDocument, records: Any, *of: Any) -> bool:
+        records = {it: replace(was, status=Status.JOIN) for it, was in (records or {}).items()}
+        return bool(original(me, document, records or None, *of))
+
+    patch(parting, "goes_on_without", goes_on)
+
+
+@_mutant(
+    "a newcomer whose workers fail does not count on those that came with it, or since",
+    seed=2,
+    focus=Focus(
+        kinds=("leave", "newcomer", "newcomer"),
+        settings={**_FAILS, "min_nodes": 3, "nodes": 3, "max_restarts": 0},
+    ),
+)
+def counts_newcomers(patch: Patch) -> None:
+    patch(parting, "goes_on_without", lambda goes_on, *of: goes_on(*of[:-1], Names()))
+
+
+@_mutant(
+    "under torchrun a newcomer whose workers fail since another node was lost stays",
+    seed=3,
+    focus=Focus(
+        kinds=("newcomer",),
+        settings={
+            **_FAILS,
+            **_CALM,
+            "torchrun": True,
+            "max_restarts": 1,
+            "rates": (1.0, 1.0),
+            "staleness": 0.0,
+            "poll": 0.0,
+            "other_settings": 0.0,
+            "failures": tuple(Fault(1.0 * n, "after a loss") for n in range(20)),
+        },
+    ),
+)
+def leaves_after_a_loss(patch: Patch) -> None:
+    patch(
+        parting,
+        "follows_from_a_loss",
+        lambda follows, node, last, rules, is_over: follows(node, last, rules, lambda: True),
+    )
+
+
+@_mutant("a node is new to a run for its probation only", seed=9, focus=_all_fail("all workers"))
+def new_for_ever(patch: Patch) -> None:
+    patch(Service, "is_new", lambda *_: True)
 
 
 @_mutant(

@@ -10,32 +10,52 @@ from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.protocol import effects, orders
 from rdzv_plugins.protocol.documents import BELL_KEY, Exclusion, RoundDocument
 
-from .host import Host
 from .plan import EPOCH, QUIET_AFTER
 
 if TYPE_CHECKING:
+    from .host import Host
     from .world import World
 
-__all__ = ["ORDERS", "give", "now"]
+__all__ = ["ORDERS", "Command", "give", "now"]
 
 
-class _Command:
-    """A process that carries out the effects of one order, and ends."""
+class Command:
+    """A process that carries out some effects, and ends.
 
-    def __init__(self, world: World, work: Generator[effects.Effect[Any], Any, object]) -> None:
+    Args:
+        world: where it lives.
+        work: what it does.
+        host: where it runs, which may be cut off; None: on none of those of the run.
+        at_end: told what comes of it; None where a request failed.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        work: Generator[effects.Effect[Any], Any, object],
+        host: Host | None = None,
+        at_end: Callable[[object], None] = lambda _: None,
+    ) -> None:
         self._world = world
         self._work = work
+        self._host = host
+        self._at_end = at_end
         self._step(None)
 
     def _step(self, answer: Any, error: Exception | None = None) -> None:
         try:
             request = self._work.send(answer) if error is None else self._work.throw(error)
-        except StopIteration:
+        except StopIteration as stop:
+            self._at_end(stop.value)
             return
         except (RendezvousConnectionError, RendezvousStateError) as failure:
             self._world.note(f"an order fails: {failure}")
+            self._at_end(None)
             return
-        self._after(self._reach, request)
+        if isinstance(request, effects.Rest):
+            self._world.kernel.after(request.seconds, self._step, None)
+        else:
+            self._after(self._reach, request)
 
     def _after(self, call: Callable[..., None], *arguments: Any) -> None:
         world = self._world
@@ -44,7 +64,7 @@ class _Command:
 
     def _reach(self, request: effects.Effect[Any]) -> None:
         world, store = self._world, self._world.store
-        if world.network.down:
+        if world.network.down or (self._host and not world.network.reaches(self._host)):
             self._step(None, RendezvousConnectionError("unreachable"))
             return
         answer: Any = None
@@ -70,7 +90,7 @@ def give(world: World, kind: str) -> None:
     """Somebody gives an order of this kind."""
     world.inject(f"order: {kind}")
     if (work := ORDERS[kind](world)) is not None:
-        _Command(world, work)
+        Command(world, work)
 
 
 def _somebody(world: World) -> Host | None:

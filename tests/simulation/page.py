@@ -33,8 +33,10 @@ other participants over the c10d store, and polls `num_nodes_waiting()` every 0.
 stops its workers, which takes time, and asks for the next round. It fails if its workers failed
 more often than `--max-restarts` allows. If its workers succeed, it waits for the others in the exit
 barrier. It ends as `handler.shutdown()` decides. Both waits have torch's timeout: 300 s, here 60
-intervals. Launchers may restart a failed agent or resubmit the run. Once the run has settled, its
-workers succeed or fail permanently, or all hosts vanish.
+intervals. An agent that fails, or whose workers fail while its node is new to the run, leaves a run
+that others can go on with: it runs `protocol/parting.py`, as the handler does. Launchers may
+restart a failed agent or resubmit the run. Once the run has settled, its workers succeed, the
+workers of one node or of all fail permanently, all agents fail, or all hosts vanish.
 
 The simulator does not cover threads, signals, forks and the clients of real stores.
 
@@ -52,9 +54,13 @@ _FAULT_NAMES = """\
 `grey host`: all listings or some requests of a host fail, or its requests are slow. `amnesia`: the
 store loses all data. `fail-over`: the store loses the last writes. `wedged agent`: the agent hangs
 when it must stop its workers. `retried`: a client repeats a request until the store is back, as the
-stores' clients do. `done late`: the store executes a request after its sender gave up.
-`other settings`: a host has another interval and lease. Rows `told: ...` count warnings of nodes;
-they are not faults.
+stores' clients do. `done late`: the store executes a request after its sender gave up. `other
+settings`: a host has another interval and lease. `failed: agent` and `failed: agents`: the agent of
+one host or of many fails with another exception than that of failed workers. `failed: newcomer`:
+the workers of a node fail that is new to its run, and under torchrun those of others with them.
+`failed: after a loss`: they fail since another node of its round is lost. `left at the end`: nodes
+fail in a run that has settled, and the others go on. Rows `gave up: ...` count what nodes then did.
+Rows `told: ...` count warnings of nodes; they are not faults.
 """
 
 # The page takes the terms from the docstring of the checks.

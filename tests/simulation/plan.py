@@ -19,6 +19,7 @@ __all__ = [
     "AT_ONCE",
     "EPOCH",
     "EVERYTHING",
+    "FAILURES",
     "FASTEST",
     "KINDS",
     "LINKS",
@@ -53,6 +54,9 @@ QUIET_AFTER = 20.0
 
 TORCH_TIMEOUT = 60.0
 """How long torch's agent waits in its exchange of roles and in its exit barrier; 300 s, scaled."""
+
+_PROBATION = 12.0
+"""For how long a node is new to a run; 60 s, scaled."""
 
 LONGEST_PAUSE = 4.0
 """How long a node at most waits until it is checked again; 60 s, scaled."""
@@ -94,6 +98,9 @@ LINKS = ("cut off", "cut off", "unreachable", "hidden", "bad link", "bad link", 
 
 REFUSALS = ("one", "one", "some", "all", "blind")
 """Whom the store refuses for a time, each as often as it is named; "blind": one may write."""
+
+FAILURES = ("agent", "agent", "newcomer", "newcomer", "agents", "after a loss")
+"""Who fails though its run may go on, each as often as it is named: see `faults.fail`."""
 
 _MOST_KINDS = 6
 _AMBUSHES = (
@@ -158,6 +165,9 @@ UNSTEERED: Mapping[str, Any] = {
     "links": (),
     "refusals": (),
     "outage_limit": math.inf,
+    "failures": (),
+    "torchrun": False,
+    "failing": "one",
 }
 """Settings without policies and without orders from people."""
 
@@ -198,7 +208,12 @@ class Plan:
         refusals: whom the store refuses, and when.
         one_stays_bad: one link stays bad when the faults stop.
         without_check: chance that a host has no network check in a run that has it.
+        failures: whose agent fails, or whose workers fail though it is new, and when.
+        torchrun: the workers of all fail with those of one, so that a newcomer whose workers fail
+            again leaves; else as under ``rdzv run``.
         ending: how the run ends once it stands still: "succeeds", "fails", or "is left".
+        failing: what fails then for good: the workers of "one" node, those of "all workers", or
+            "all agents".
     """
 
     seed: int
@@ -239,6 +254,9 @@ class Plan:
     refusals: tuple[Fault, ...] = ()
     one_stays_bad: bool = False
     without_check: float = 0.0
+    failures: tuple[Fault, ...] = ()
+    torchrun: bool = False
+    failing: str = "one"
 
     @property
     def long_join(self) -> float:
@@ -267,6 +285,7 @@ class Plan:
             rejoin=intervals * chance.choice((12.0, 30.0)),
             sweep_after=chance.choice((1.0, 3.0, 8.0)),
             abandoned=intervals * chance.choice((8.0, 40.0)),
+            probation=_PROBATION,
         )
         # A lease tells slow from dead only while it is longer than the slowest clock's beats.
         spread = min(FASTEST / SLOWEST, 0.8 * intervals / 1.1)
@@ -325,7 +344,16 @@ class Plan:
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
     plan = _with_links(_with_quarantine(_with_orders(_with_checks(_placed(_paced(plan))))))
-    return _with_outage_limit(_with_refusals(plan))
+    return _with_failures(_with_outage_limit(_with_refusals(plan)))
+
+
+def _with_failures(plan: Plan) -> Plan:
+    chance = random.Random(f"failures of {plan.seed}")
+    failing = chance.choice(("one", "one", "all workers", "all agents"))
+    plan = replace(plan, failing=failing, torchrun=chance.random() < 0.5)
+    if chance.random() < 0.7:
+        return plan
+    return replace(plan, failures=_at_any_time(chance, FAILURES, 4))
 
 
 def _with_refusals(plan: Plan) -> Plan:

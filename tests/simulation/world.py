@@ -22,7 +22,7 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.roster import complete
 from rdzv_plugins.protocol.rules import Failure, Rules
 
-from .faults import FAULTS, end_faults, part, refuse
+from .faults import FAULTS, end_faults, fail, part, refuse
 from .host import Agent, Host
 from .invariants import Checker, Evidence, InvariantError, show, world_of
 from .kernel import Kernel
@@ -101,6 +101,8 @@ class World:
         self.person = random.Random(f"orders given in {plan.seed}")
         # Of the network between hosts.
         self.links = random.Random(f"links in {plan.seed}")
+        # Of whose agents and whose workers fail besides.
+        self.failures = random.Random(f"failures in {plan.seed}")
         # Of who is refused by the store.
         self.refusals = random.Random(f"refusals in {plan.seed}")
         self.kernel = Kernel()
@@ -345,12 +347,29 @@ class World:
         after = self.whole(after)
         self.note(f"{host.id} writes {show(after)} ({after.reason})")
         self.rounds += after.phase is Phase.RUNNING
+        if host.gives_up and after.outcome is Ended.FAILED and not (was and was.closed):
+            self._judge_end(host)
         self.checker.wrote(host.id, was, after, evidence, self.store.epoch)
         if self.plan.ambush and self._ambushes and self.chance.random() < _AMBUSHED:
             soon = self.kernel.now + self.chance.uniform(0, 4 * self.plan.latency)
             if soon < QUIET_AFTER:
                 self._ambushes -= 1
                 self.kernel.at(soon, self._befall, self.plan.ambush)
+
+    def _judge_end(self, host: Host) -> None:
+        """Whether a host that gives up ends what others can go on with."""
+        known = host.node.latest
+        if host.foreign or known is None or known.closed:
+            return
+        new = host.gives_up == "workers"
+        if not known.is_whole and (new or known.phase is not Phase.RUNNING):
+            return  # Some are counted twice there.
+        able = (Agent.JOINING, Agent.EXCHANGING, Agent.RUNNING, Agent.STOPPING)
+        others = self.checker.could_go_on(host.id, known, host.listing, new)
+        there = [it for it in self.hosts if it.id in others and it.agent in able and not it.wedged]
+        if largest([it.domain for it in there], host.rules):
+            names = " ".join(it.id for it in there)
+            self.violated("goes on", f"{host.id} closes the run, and {names} could go on with it")
 
     def ordered(self, before: RoundDocument, after: RoundDocument) -> None:
         """An order from people stands in the document."""
@@ -376,6 +395,8 @@ class World:
             kernel.at(fault.at, part, self, fault.kind)
         for fault in plan.refusals:
             kernel.at(fault.at, refuse, self, fault.kind)
+        for fault in plan.failures:
+            kernel.at(fault.at, fail, self, fault.kind)
         kernel.run(QUIET_AFTER)
         end_faults(self)
         settled = self._stand_still(bound(plan) + self._held_up())
@@ -425,12 +446,47 @@ class World:
         if document is not None and running and members and plan.ending != "is left":
             self.note(f"-- the run {plan.ending} --")
             if plan.ending == "fails":
-                self.chance.choice(members).fail_workers(for_good=True)
+                self._fail(members)
             else:
                 for host in members:
                     self.kernel.after(self.chance.uniform(0, plan.stop), host.succeed)
             self._all_end()
         self._keys_end()
+
+    def _fail(self, members: list[Host]) -> None:
+        """Some of these fail; where they leave, since others can go on, some of those do."""
+        plan = self.plan
+        while members:
+            if plan.failing == "one":
+                members = [self.chance.choice(members)]
+            for host in members:
+                pause = self.failures.uniform(0.0, 0.5) if plan.failing != "one" else 0.0
+                if plan.failing == "all agents":
+                    self.kernel.after(pause, host.fail_agent)
+                else:
+                    self.kernel.after(pause, host.fail_workers, True)
+            within = 1.0 + 2 * plan.stop + _CLOSING
+            until = self.kernel.now + within
+            while self.kernel.now < until and not all(it.has_parted for it in members):
+                self.kernel.run(self.kernel.now + _LOOK / 5)
+            document = self.document
+            # One whose listings fail can find nothing out; the others find that it is gone.
+            left = [it for it in members if it.has_left or (it.gives_up and it.grey)]
+            if document is None or document.closed or not left:
+                return
+            self.inject("left at the end")
+            if not any(it.grey for it in left):
+                self._judge_those_left(document, members)
+            self._stand_still(bound(plan) + self._held_up())
+            document = self.document
+            members = [
+                host
+                for host in self.hosts
+                if document is not None
+                and host.agent is Agent.RUNNING
+                and host.id in document.ranks
+                and not host.wedged
+            ]
 
     def _keys_end(self) -> None:
         """All hosts vanish, and what they leave goes too."""
@@ -486,6 +542,22 @@ class World:
                 return
         left = " ".join(sorted(self.store.entries))
         self.violated("keys end", f"the id was used again, and these keys stay: {left}")
+
+    def _judge_those_left(self, document: RoundDocument, gone: list[Host]) -> None:
+        """Whether they are enough for a round, as far as those that have gone could know."""
+        hangs = any(host.alive and host.wedged for host in self.hosts)
+        if hangs or document.excluded or document.quarantined or document.drained:
+            return
+        # A limit: who died as it asked counts for as long as its record stands.
+        for host in self.hosts:
+            entry = self.store.entries.get(NODES_PREFIX + host.id)
+            if not host.alive and entry is not None and not self.decode(entry).is_over:
+                return
+        if all((known := it.node.latest) is not None and known.is_whole for it in gone):
+            left = self.usable
+            if not largest([it.domain for it in left], self.plan.rules):
+                names = " ".join(it.id for it in left) or "nobody"
+                self.violated("goes on", f"{names} is left in {show(document)}, all others failed")
 
     def _all_end(self) -> None:
         plan, began = self.plan, self.kernel.now

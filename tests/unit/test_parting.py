@@ -54,6 +54,12 @@ class TestLostNodes:
     def test_nor_one_that_was_lost_as_it_asked(self) -> None:
         assert not goes_on(LOST_A, {**RECORDS, "a": record(1, Status.JOIN)})
 
+    def test_nor_one_that_has_not_come_to_the_round_that_runs(self) -> None:
+        left_out = replace(LAST, round=2, participants=("b", "c"))
+        records = {**RECORDS, "b": record(2, Status.RUN, 2)}
+        assert not goes_on(left_out, records)
+        assert goes_on(left_out, {**records, "a": record(1, Status.RUN, 2)})
+
     def test_nor_where_many_are_only_counted(self) -> None:
         many = Shards(digest="d", size=3, shards=1)
         assert goes_on(replace(FORMS, previous=(), previous_roster=many), None)
