@@ -124,7 +124,9 @@ def _password(kind: str, host: str) -> tuple[str | None, bool]:
 
 
 def demo(
-    endpoint: Annotated[str, typer.Option(help="Redis endpoint; default: embedded Valkey")] = "",
+    endpoint: Annotated[
+        str, typer.Option(help="Redis endpoint; default: the agents run a quorum")
+    ] = "",
 ) -> None:
     """Train with three agents, kill one, continue the training, and show a timeline."""
     from rdzv_plugins.demo import run

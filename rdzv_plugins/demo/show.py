@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -23,8 +24,8 @@ from rdzv_plugins.archive import Archive, Row
 from rdzv_plugins.demo.agents import Fleet, TrainingError, World
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.protocol.documents import Phase
-from rdzv_plugins.stores import open_client
+from rdzv_plugins.servers.quorum import find_binary
+from rdzv_plugins.stores import client_class, open_client
 
 __all__ = ["show"]
 
@@ -63,10 +64,11 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
                 # If this process is killed, the agents must not run forever.
                 training={"seconds": 120},
             )
+            archive = Archive(
+                partial(open_client, backend, endpoint, config=config, job=run_id), run_id, 0
+            )
             with fleet:
-                _play(story, fleet, agents, kill)
-            archive = Archive(partial(open_client, backend, endpoint, config=config), run_id, 0)
-            story.add_rounds(archive.rows(), fleet)
+                _play(story, fleet, archive, agents, kill)
             went_on = True
     except KeyboardInterrupt:
         story.tell("interrupted; all agents and their workers have ended")
@@ -114,9 +116,6 @@ class Story:
         for row in rounds:
             at = datetime.fromisoformat(row.at).timestamp() - self._began_by_wall_clock
             reason = _named(row.reason, fleet)
-            if row.phase == Phase.CLOSED:
-                self._rows.append((at, f"the run is closed: {reason}"))
-                continue
             members = _named(", ".join(member.name for member in row.members), fleet)
             took = row.seconds.total if row.seconds is not None else 0.0
             self._rows.append(
@@ -130,11 +129,13 @@ class Story:
         self._console.print(table, markup=False, highlight=False)
 
 
-def _play(story: Story, fleet: Fleet, agents: int, kill: int) -> None:
+def _play(story: Story, fleet: Fleet, archive: Archive, agents: int, kill: int) -> None:
     names = [f"node-{number}" for number in range(1, agents + 1)]
     story.tell(f"starting {agents} torchrun agents; each first imports torch")
+    # As if each had a host of its own.
+    address = {name: f"127.0.0.{number}" for number, name in enumerate(names, 1)}
     for name in names:
-        story.note(fleet.start(name).started, f"{name} started")
+        story.note(fleet.start(name, address[name]).started, f"{name} started")
     world = fleet.await_world(names)
     _tell_training(story, world)
     fleet.await_step(world, world.resumed + _STEPS_TO_SEE)
@@ -157,19 +158,23 @@ def _play(story: Story, fleet: Fleet, agents: int, kill: int) -> None:
 
     replacement = f"node-{agents + 1}"
     story.tell(f"starting {replacement} in its place")
-    started = fleet.start(replacement).started
+    started = fleet.start(replacement, address[victim]).started
     story.note(started, f"{replacement} started")
     names.append(replacement)
     world = fleet.await_world(names, after=started)
     _tell_training(story, world, started)
     fleet.await_step(world, world.resumed + _STEPS_TO_SEE)
 
+    # Now: a quorum ends with its agents.
+    story.add_rounds(archive.rows(), fleet)
     story.tell(f"ending the training at step {world.last_step}")
     fleet.stop_training()
     statuses = fleet.await_ends(names)
     if any(statuses.values()):
         raise TrainingError(f"agents ended with errors: {statuses}\n{fleet.log_tails(statuses)}")
-    story.tell("all agents ended with status 0")
+    ended = "all agents ended with status 0"
+    story.note(time.monotonic(), ended)
+    story.tell(ended)
 
 
 def _tell_training(story: Story, world: World, since: float | None = None) -> None:
@@ -190,6 +195,13 @@ def _tell_training(story: Story, world: World, since: float | None = None) -> No
 def _store(story: Story, backend: str, endpoint: str) -> Iterator[tuple[str, dict[str, str]]]:
     if endpoint:
         story.tell(f"using {backend} at {redact(endpoint)}")
+        yield endpoint, {}
+        return
+    if backend == "quorum":
+        client_class(backend)
+        find_binary()
+        endpoint = "127.0.0.1,127.0.0.2,127.0.0.3"
+        story.tell(f"no server: the agents at {endpoint} run the store themselves")
         yield endpoint, {}
         return
     kind = _SERVERS.get(backend, backend)
@@ -216,5 +228,5 @@ def _interruptible() -> Iterator[None]:
 def _named(text: str, fleet: Fleet) -> str:
     """The text with the agents' names instead of the run's node names, ``address[process id]``."""
     for agent in fleet.agents.values():
-        text = text.replace(f"127.0.0.1[{agent.pid}]", agent.name)
+        text = re.sub(rf"127\.0\.0\.\d+\[{agent.pid}\]", agent.name, text)
     return text

@@ -26,9 +26,11 @@ PATIENCE = 90.0
 
 SERVE = "rdzv serve --port 6379\n"
 
-# Asked before a job and after its end, too; and what frees an id at once.
-EARLY = ("rdzv status -i job1", "rdzv history -i job1")
-CLEAN = "rdzv clean -i job1"
+CLEAN = "rdzv clean -i job2"
+
+# The line of the job on the quorum, and what differs in each terminal.
+ON_QUORUM, LOCAL_ADDR = "rdzv run --local-addr", "--local-addr=127.0.0.1 "
+ON_REDIS = "rdzv run --rdzv-backend=redis"
 
 _STEP = re.compile(r"step (\d+) in a world of (\d+), loss")
 
@@ -93,79 +95,151 @@ def seen(condition: Callable[[], bool], *terminals: Terminal) -> None:
         raise TimeoutError("the README promises more")
 
 
+class Terminals:
+    """The reader's, one after the other; a context manager that ends what is left."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._opened: list[Terminal] = []
+
+    def __enter__(self) -> Terminals:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for terminal in self._opened:
+            terminal.end()
+
+    def start(self, *digits: int) -> list[Terminal]:
+        """Start an agent for each; the digit is the last one of its --local-addr, if it has one."""
+        started = []
+        for digit in digits:
+            command = self._command.replace(LOCAL_ADDR, f"{LOCAL_ADDR.rstrip('1 ')}{digit} ")
+            started.append(Terminal(command))
+        self._opened += started
+        return started
+
+    def see(self, condition: Callable[[], bool]) -> None:
+        seen(condition, *self._opened)
+
+    def see_a_world_of(self, size: int, *terminals: Terminal, after: int = 0) -> Terminal:
+        """Wait until these train together; the one that prints, which is rank 0's."""
+
+        def printing() -> list[Terminal]:
+            return [it for it in terminals if it.is_in_a_world_of(size, after)()]
+
+        self.see(lambda: bool(printing()))
+        return printing()[0]
+
+    @property
+    def reached(self) -> int:
+        return max(step for it in self._opened for step, _ in it.steps)
+
+
+def ended(*terminals: Terminal) -> list[int]:
+    """Wait for their ends; their exit statuses."""
+    seen(lambda: None not in [it.process.poll() for it in terminals], *terminals)
+    return [it.process.returncode for it in terminals]
+
+
+def interrupt(*terminals: Terminal) -> None:
+    """Ctrl-C in one after the other."""
+    for terminal in terminals:
+        if terminal.process.poll() is None:
+            os.killpg(terminal.process.pid, signal.SIGINT)
+    ended(*terminals)
+
+
+def kill(*terminals: Terminal) -> float:
+    """``kill -9`` of the agents; the time of it."""
+    for terminal in terminals:
+        os.kill(terminal.process.pid, signal.SIGKILL)
+        terminal.process.wait()
+    return time.monotonic()
+
+
 def example() -> dict[str, object]:
     """The first hour: twice, slowly, and in part out of order.
 
-    Two terminals; the one with rank 0 is killed and started again. Nothing depends on how fast the
-    commands on the run are: it trains for longer than a test may take, until Ctrl-C.
+    Nothing depends on how fast the commands on the run are: it trains for longer than a test may
+    take, until Ctrl-C.
     """
-    lines = block("export RDZV_BACKEND").splitlines()[1:]
-    early = {line: ask(line) for line in lines if command_of(line) in EARLY}
+    block_of_commands = block("export RDZV_BACKEND=quorum").splitlines()
+    export, lines = block_of_commands[0], [command_of(it) for it in block_of_commands[1:]]
+    early = {line: ask(export, line) for line in lines if "status" in line or "history" in line}
     Path("train.py").write_text(block("import os", "python"))
-    command = block("rdzv run --rdzv-backend")
-    terminals: list[Terminal] = []
-
-    def start(count: int) -> list[Terminal]:
-        started = [Terminal(command) for _ in range(count)]
-        terminals.extend(started)
-        return started
-
-    def ended(*started: Terminal) -> list[int]:
-        seen(lambda: None not in [it.process.poll() for it in started], *started)
-        return [it.process.returncode for it in started]
-
-    def interrupt(*started: Terminal) -> None:
-        for terminal in started:
-            os.killpg(terminal.process.pid, signal.SIGINT)
-        ended(*started)
-
-    try:
-        start(2)
-        seen(lambda: any(it.is_in_a_world_of(2)() for it in terminals), *terminals)
-        # Rank 0 alone prints.
-        first, second = sorted(terminals, key=lambda it: not it.is_in_a_world_of(2)())
-        before = first.steps[-1][0]
-        os.kill(first.process.pid, signal.SIGKILL)
-        killed = time.monotonic()
-        # Its lines are rank 0's, which it was not before.
-        seen(second.is_in_a_world_of(1, after=before), *terminals)
+    with Terminals(block(ON_QUORUM)) as terminals:
+        agents = dict(zip((3, 1, 2), terminals.start(3, 1, 2), strict=True))
+        first = terminals.see_a_world_of(3, *agents.values())
+        digit = next(it for it, agent in agents.items() if agent is first)
+        before, killed = terminals.reached, kill(agents.pop(digit))
+        terminals.see_a_world_of(2, *agents.values(), after=before)
         alone = time.monotonic() - killed
-        (third,) = start(1)
-        seen(
-            lambda: any(it.is_in_a_world_of(2, after=before)() for it in (second, third)),
-            *terminals,
-        )
-        asked = {line: ask(line) for line in lines[:-2]}
-        interrupt(second, third)
-        reached = nearly_done()
-        last = start(2)
-        statuses = ended(*last)
-        late = {line: ask(line) for line in lines if command_of(line) in EARLY}
+        (agents[digit],) = terminals.start(digit)
+        terminals.see_a_world_of(3, *agents.values(), after=before)
 
-        # Again from the top, at once.
-        served = ask(SERVE)
-        (closed,) = start(1)
-        statuses += ended(closed)
-        asked |= {line: ask(line) for line in lines[-2:]}
-        (nothing_left,) = start(1)
-        statuses += ended(nothing_left)
-        asked[CLEAN] = ask(CLEAN)
+        # Two are killed, and both come back.
+        kill(agents.pop(1), agents.pop(3))
+        before = terminals.reached
+        agents[3], agents[1] = terminals.start(3, 1)
+        terminals.see_a_world_of(3, *agents.values(), after=before)
+        asked = {line: ask(export, line) for line in lines if "close" not in line}
+        interrupt(*agents.values())
+        reached = nearly_done()
+        last = terminals.start(1, 2, 3)
+        statuses = ended(*last)
+        end = terminals.reached
+        late = {line: ask(export, line) for line in early}
+
+        # Again from the top, at once: whoever comes when the others have ended is alone.
+        nothing_left = terminals.start(2, 1, 3)
+        terminals.see(lambda: any("trained to step" in it.shown for it in nothing_left))
+        interrupt(*nothing_left)
         Path("job1.pt").unlink()
-        anew = start(2)
-        seen(lambda: any(it.is_in_a_world_of(2)() for it in anew), *anew)
-        interrupt(*anew)
+        anew = terminals.start(1, 2, 3)
+        terminals.see_a_world_of(3, *anew)
+        asked |= {line: ask(export, line) for line in lines if "close" in line}
+        for terminal in anew:
+            interrupt(terminal)
         return {
-            "early": {command_of(line): it for line, it in early.items()},
-            "asked": {command_of(line): it for line, it in asked.items()},
-            "late": {command_of(line): it for line, it in late.items()},
-            "alone": alone, "reached": reached, "statuses": statuses, "served": served,
-            "last": max(step for it in last for step, _ in it.steps),
-            "closed": closed.shown, "nothing left": nothing_left.shown,
+            "early": early, "asked": asked, "late": late,
+            "alone": alone, "reached": reached, "statuses": statuses, "last": end,
+            "nothing left": "".join(it.shown for it in nothing_left),
             "anew": min(step for it in anew for step, _ in it.steps),
         }  # fmt: skip
+
+
+def store() -> dict[str, object]:
+    """The same on a server: two terminals, of which one is killed; then again, at once."""
+    server = Terminal(SERVE)
+    block_of_commands = block("export RDZV_BACKEND=redis").splitlines()
+    export, lines = block_of_commands[0], [command_of(it) for it in block_of_commands[1:]]
+    Path("train.py").write_text(block("import os", "python"))
+    try:
+        with Terminals(block(ON_REDIS)) as terminals:
+            agents = terminals.start(1, 2)
+            first = terminals.see_a_world_of(2, *agents)
+            before = terminals.reached
+            kill(first)
+            agents.remove(first)
+            terminals.see_a_world_of(1, *agents, after=before)
+            agents += terminals.start(1)
+            terminals.see_a_world_of(2, *agents, after=before)
+            asked = {line: ask(export, line) for line in lines if line != CLEAN}
+            served = ask(export, SERVE)
+            interrupt(*agents)
+            nearly_done("job2.pt")
+            statuses = ended(*terminals.start(1, 2))
+            (closed,) = terminals.start(1)
+            statuses += ended(closed)
+            asked[CLEAN] = ask(export, CLEAN)
+            (nothing_left,) = terminals.start(1)
+            statuses += ended(nothing_left)
+            return {
+                "asked": asked, "served": served, "statuses": statuses, "closed": closed.shown,
+                "nothing left": nothing_left.shown,
+            }  # fmt: skip
     finally:
-        for terminal in terminals:
-            terminal.end()
+        server.end()
 
 
 def command_of(line: str) -> str:
@@ -173,19 +247,18 @@ def command_of(line: str) -> str:
     return line.partition(" # ")[0].strip()
 
 
-def nearly_done() -> int:
-    """Put the checkpoint 40 steps before the end, as if it had trained on; returns its step."""
+def nearly_done(checkpoint: str = "job1.pt") -> int:
+    """Put it some seconds before the end, as if it had trained on; returns the step it had."""
     import torch
 
-    saved = torch.load("job1.pt")
+    saved = torch.load(checkpoint)
     reached = int(saved["step"])
-    torch.save({**saved, "step": STEPS - 40}, "job1.pt")
+    torch.save({**saved, "step": STEPS - 200}, checkpoint)
     return reached
 
 
-def ask(line: str) -> tuple[int, str]:
+def ask(export: str, line: str) -> tuple[int, str]:
     """The exit status and the output of a line under "Inspecting a run"."""
-    export = block("export RDZV_BACKEND").splitlines()[0]
     terminal = Terminal(f"bash -c '{export}; {line}'")
     # `rdzv watch` does not end by itself.
     with suppress(subprocess.TimeoutExpired):
@@ -198,6 +271,7 @@ def ask(line: str) -> tuple[int, str]:
 def torchrun() -> dict[str, object]:
     """torchrun itself: one node trains, and ends when it is told to."""
     Path("train.py").write_text(block("import os", "python"))
+    server = Terminal(SERVE)
     terminal = Terminal(block("torchrun --rdzv-backend"))
     try:
         seen(terminal.is_in_a_world_of(1), terminal)
@@ -205,12 +279,10 @@ def torchrun() -> dict[str, object]:
         return {"status": terminal.process.wait(PATIENCE), "shown": terminal.shown}
     finally:
         terminal.end()
+        server.end()
 
 
 if __name__ == "__main__":
     bring_up_loopback()
-    server = Terminal(SERVE)
-    try:
-        json.dump({"example": example, "torchrun": torchrun}[sys.argv[1]](), sys.stdout)
-    finally:
-        server.end()
+    chapters = {"example": example, "store": store, "torchrun": torchrun}
+    json.dump(chapters[sys.argv[1]](), sys.stdout)

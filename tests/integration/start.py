@@ -8,7 +8,8 @@ What a fenced block is for, stands behind its backquotes. A page may have no oth
 - ``sh server``: runs in a terminal of its own until the page ends.
 - ``sh``: runs to its end, which must be a success; what it exports, later blocks have too.
 - ``sh terminals``: the same in new terminals, in which nothing was exported yet.
-- ``sh job``: runs in two terminals.
+- ``sh job``: runs in two terminals; with --local-addr=127.0.0.1 in three, as on
+  hosts, with 127.0.0.2 and 127.0.0.3 too.
 - ``sh kill``: kills the agent of rank 0; the number on the page stands for its process id.
 - ``sh again``: starts the killed agent again.
 - ``text``: lines that the command before shows; "…" stands for anything within a line.
@@ -37,12 +38,21 @@ from tests.integration.readme import PATIENCE, Terminal
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "start"
 TRAIN = "../../examples/train.py"
 
+# The address of the host for which a terminal stands.
+_HOST = re.compile(r"(--local-addr=127\.0\.0\.)1")
+
 _JOINED = re.compile(r"joined as \S*\[(\d+)\]")
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
     """What each block of the page is for, and its text, in their order."""
     return re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def on_hosts(text: str) -> list[str]:
+    """The command of each terminal, if they stand for hosts."""
+    found = _HOST.search(text)
+    return [_HOST.sub(rf"\g<1>{digit}", text) for digit in (1, 2, 3)] if found else []
 
 
 def path() -> str:
@@ -64,6 +74,8 @@ class Reader:
         self.terminals: list[Terminal] = []
         self._servers: list[Terminal] = []
         self._jobs: list[Terminal] = []
+        self._commands: dict[Terminal, str] = {}
+        self._killed = ""
         # What the last command showed, if it has ended; and how much each terminal showed before.
         self._said = ""
         self._old: dict[Terminal, int] = {}
@@ -82,7 +94,7 @@ class Reader:
             "sh terminals": self._open_terminals,
             "sh job": self._start_job,
             "sh kill": self._kill,
-            "sh again": self._start_agent,
+            "sh again": self._start_again,
             "text": self._see,
         }
         if purpose not in actions:
@@ -128,14 +140,19 @@ class Reader:
 
     def _start_job(self, text: str) -> None:
         Path("train.py").write_text((FOLDER / TRAIN).read_text())
-        for _ in range(2):
-            self._start_agent(text)
+        for command in on_hosts(text) or [text, text]:
+            self._start_agent(command)
+
+    def _start_again(self, text: str) -> None:
+        """Where terminals stand for hosts, on that of the killed agent."""
+        self._start_agent(self._killed if on_hosts(text) else text)
 
     def _start_agent(self, text: str) -> None:
         self._jobs.append(self._open(text))
+        self._commands[self._jobs[-1]] = text
 
     def _kill(self, text: str) -> None:
-        (first,) = (it for it in self._jobs if it.is_in_a_world_of(2)())
+        (first,) = (it for it in self._jobs if it.is_in_a_world_of(len(self._jobs))())
         joined = _JOINED.search(first.shown)
         # A process that this program started, and no other.
         assert joined is not None
@@ -144,6 +161,7 @@ class Reader:
         subprocess.run(["bash", "-c", re.sub(r"\d+$", joined[1], text.rstrip())], check=True)
         first.process.wait(PATIENCE)
         self._jobs.remove(first)
+        self._killed = self._commands[first]
 
     def _see(self, text: str) -> None:
         """Wait for all lines, each in any terminal; nothing but the killed agent may end."""

@@ -22,7 +22,7 @@ from tests.integration.namespaces import in_namespaces
 from tests.integration.start import FOLDER, TRAIN, blocks, path
 from tests.integration.stores import absent
 
-PAGES = ["redis", "zookeeper", "dynamodb", "consul", "etcd", "postgres", "nats"]
+PAGES = ["quorum", "redis", "zookeeper", "dynamodb", "consul", "etcd", "postgres", "nats"]
 TOOLS = {
     "redis": "redis-cli", "zookeeper": "zkCli.sh", "consul": "consul", "etcd": "etcdctl",
     "postgres": "psql", "nats": "nats-server",
@@ -80,15 +80,16 @@ def test_only_what_cannot_run_here_is_left_out(name: str) -> None:
     left_out = [text for purpose, text in blocks(page(name)) if purpose == "sh elsewhere"]
     assert left_out
     for text in left_out:
-        assert text.startswith(("docker compose ", "aws ", "nats kv ")), text
+        assert text.startswith(("docker compose ", "aws ", "nats kv ", "rdzv serve quorum ")), text
 
 
 @every_page
 def test_each_command_is_there(name: str) -> None:
     """A block that lost its mark would be left out in silence."""
     purposes = [purpose for purpose, _ in blocks(page(name)) if purpose.startswith("sh ")]
+    server = [] if name == "quorum" else ["sh server"]
     assert [it for it in purposes if it != "sh elsewhere"] == [
-        "sh install", "sh server", "sh terminals", "sh job", "sh kill", "sh again",
+        "sh install", *server, "sh terminals", "sh job", "sh kill", "sh again",
     ]  # fmt: skip
 
 
