@@ -19,10 +19,12 @@ _PLACES = HERE / "site", HERE.parents[1] / "build" / "site"
 
 def docs(
     page: Annotated[
-        str, typer.Argument(help="such as options; default: the first page", show_default=False)
+        str,
+        typer.Argument(help="its name, such as options; default: the first", show_default=False),
     ] = "index",
     as_text: Annotated[
-        bool, typer.Option("--print", help="print the page's Markdown; without a page, all names")
+        bool,
+        typer.Option("--print", help="print the page's Markdown; of no page, all names"),
     ] = False,
 ) -> None:
     """Open the documentation in a browser, or print it."""

@@ -58,8 +58,8 @@ BackendOption = Annotated[
         "--rdzv-backend",
         "-b",
         envvar="RDZV_BACKEND",
-        help="redis, zookeeper, dynamodb, consul, etcd-v3, postgres, nats, quorum or another "
-        "package's",
+        help="the store: redis, zookeeper, dynamodb, consul, etcd-v3, postgres, nats, quorum or "
+        "another package's",
     ),
 ]
 EndpointOption = Annotated[
@@ -68,7 +68,8 @@ EndpointOption = Annotated[
         "--rdzv-endpoint",
         "-e",
         envvar="RDZV_ENDPOINT",
-        help="as for torchrun; empty: this host (dynamodb: AWS's configuration)",
+        help="where the store is, as for torchrun; empty: on this host (dynamodb: as AWS's own "
+        "configuration says)",
     ),
 ]
 
@@ -120,7 +121,7 @@ RunArgument = Annotated[
     typer.Argument(
         metavar="RUN",
         callback=_possible,
-        help="the run's id, also without -i",
+        help="the run's id; -i or $RDZV_ID may name it instead",
         autocompletion=complete_run,
     ),
 ]
@@ -155,9 +156,16 @@ def run_and_others(run_id: str, words: list[str] | None) -> tuple[str, list[str]
 
 
 ConfOption = Annotated[
-    str, typer.Option("--rdzv-conf", "-c", help="<option>=<value>,... as for torchrun")
+    str,
+    typer.Option(
+        "--rdzv-conf",
+        "-c",
+        help="the job's options, such as prefix: <option>=<value>,... as for torchrun",
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="plain data, as rdzv docs commands says")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="write JSON, which rdzv docs commands describes")
+]
 
 
 @dataclass(frozen=True)

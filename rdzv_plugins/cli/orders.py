@@ -50,7 +50,7 @@ _LONGEST = 365 * _UNITS["d"]
 _LOOK_SECONDS = 0.5
 
 AllRunsOption = Annotated[
-    bool, typer.Option("--all-runs", help="of all runs under the prefix, also those to come")
+    bool, typer.Option("--all-runs", help="all runs under the prefix, also those to come")
 ]
 ForceOption = Annotated[
     bool, typer.Option("--force", help="even if too few nodes are left for a round")
@@ -119,7 +119,10 @@ def restart(
     no_wait: NoWaitOption = False, timeout: TimeoutOption = 300.0, as_json: JsonOption = False,
     run: RunArgument = "",
 ) -> None:  # fmt: skip
-    """Begin a new round of a run, with the nodes that it has; counts against no --max-restarts."""
+    """Begin a new round of a run, with the nodes that it has.
+
+    The workers start again; no agent counts that against --max-restarts.
+    """
     from rdzv_plugins.protocol import orders
 
     run_id = one_run(run_id, run)
@@ -155,7 +158,10 @@ def resize(
     no_wait: NoWaitOption = False, timeout: TimeoutOption = 300.0, as_json: JsonOption = False,
     run: RunArgument = "",
 ) -> None:  # fmt: skip
-    """Let in the nodes that wait, now: whatever grow, min_uptime and resize_interval say."""
+    """Let in the nodes that wait for a place, now.
+
+    Whatever the options grow, min_uptime and resize_interval say, which make them wait.
+    """
     from rdzv_plugins.protocol import orders
     from rdzv_plugins.protocol.documents import Names
 
@@ -197,7 +203,7 @@ def exclude(
     run_id: RunOption = "",
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     lasts: Annotated[
-        str, typer.Option("--for", help="how long, such as 90s, 30m, 1h, 2d; else until include")
+        str, typer.Option("--for", help="how long: 90s, 30m, 1h, 2d; else until rdzv include")
     ] = "",
     why: Annotated[str, typer.Option(help="the reason, for logs, rdzv status and history")] = "",
     all_runs: AllRunsOption = False,
@@ -316,7 +322,10 @@ def excluded(
     as_json: JsonOption = False, all_runs: AllRunsOption = False,
     run: RunArgument = "",
 ) -> None:  # fmt: skip
-    """List the hosts that are excluded from a run id, or quarantined, until when and why."""
+    """List the hosts that are excluded from a run id, or quarantined, until when and why.
+
+    People exclude hosts, with rdzv exclude; a run quarantines those that keep ending its rounds.
+    """
     from datetime import UTC, datetime
 
     from rich.table import Table

@@ -12,15 +12,15 @@ from rdzv_plugins.cli.options import Access, BackendOption, ConfOption, Endpoint
 
 __all__ = ["dashboard", "exporter"]
 
-HostOption = Annotated[str, typer.Option(help="address to listen at; it has no password")]
+HostOption = Annotated[str, typer.Option(help="address to listen at; it asks for no password")]
 
 
 def dashboard(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: a free one")] = 8265,
+    port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 8265,
 ) -> None:  # fmt: skip
-    """Serve a page that shows all runs under a prefix while they go on."""
+    """Serve a page that shows all runs under a prefix while they go on, until Ctrl-C."""
     _require("dashboard", "dashboard", "starlette", "uvicorn")
     from rdzv_plugins.dashboard.server import Dashboard
     from rdzv_plugins.survey import Survey
@@ -40,9 +40,9 @@ def dashboard(
 def exporter(
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
     host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: a free one")] = 9747,
+    port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 9747,
 ) -> None:  # fmt: skip
-    """Serve metrics of all runs under a prefix to Prometheus."""
+    """Serve metrics of all runs under a prefix to Prometheus, until Ctrl-C."""
     _require("exporter", "metrics", "prometheus_client")
     from rdzv_plugins.exporter import Exporter
     from rdzv_plugins.survey import Survey

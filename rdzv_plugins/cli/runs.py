@@ -78,7 +78,7 @@ def list_runs(
         list[str] | None,
         typer.Option(
             "--condition",
-            help="only runs of this condition; more than once: of any of them",
+            help=f"only runs that are so: {', '.join(_COLOURS)}; may be given more than once",
             autocompletion=lambda: [*_COLOURS],
         ),
     ] = None,
@@ -92,8 +92,9 @@ def list_runs(
 ) -> None:  # fmt: skip
     """List the runs under a prefix, the newest first, each with what it does.
 
-    Ended runs are listed for history_ttl. Heartbeats are watched for a second, where they do not
-    tell at once: a run whose nodes do not tell by then whether they live is "unknown".
+    The prefix is the option of that name, "rdzv" by default. Runs that have ended are listed for a
+    week (history_ttl). Where it is not seen within a second whether a run's nodes live, it is
+    "unknown".
     """
     for condition in conditions or ():
         _refuse_unless_one_of(condition, _COLOURS, "--condition")
@@ -180,7 +181,7 @@ def _rounded(seconds: float) -> str:
 def status(
     run_id: RunOption = "", backend: BackendOption = "redis", endpoint: EndpointOption = "",
     conf: ConfOption = "", as_json: JsonOption = False,
-    wait: Annotated[str, typer.Option(help="wait until the run is so: running, closed, ...")] = "",
+    wait: Annotated[str, typer.Option(help=f"until the run is so: {', '.join(_STATUSES)}")] = "",
     timeout: Annotated[float, typer.Option(help="seconds to wait at most")] = 300.0,
     every: Annotated[bool, typer.Option("--all", help="all nodes, however many")] = False,
     run: RunArgument = "",
@@ -231,7 +232,7 @@ def history(
 ) -> None:  # fmt: skip
     """Show the rounds of a run id and how its runs ended, the newest first.
 
-    The last fifty are kept for history_ttl, also after the run has ended.
+    The last fifty are kept for a week (history_ttl), also after the run has ended.
     """
     from msgspec import to_builtins
 
@@ -345,14 +346,18 @@ def close(
 def clean(
     run_id: RunOption = "",
     backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
-    dead: Annotated[bool, typer.Option(help="all dead runs under the prefix instead")] = False,
-    force: Annotated[bool, typer.Option(help="even if nodes are live: they write again")] = False,
+    dead: Annotated[
+        bool, typer.Option("--dead", help="all dead runs under the prefix instead of one")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="even if nodes live, which then write keys again")
+    ] = False,
     as_json: JsonOption = False, run: RunArgument = "",
 ) -> None:  # fmt: skip
     """Delete all keys of a run, so that its id can be used again at once.
 
-    Live nodes are detected by their heartbeats. Who deletes the keys of a dead run by hand ends
-    that run: rdzv list, history and the metrics say so.
+    It refuses while a node lives: it watches for heartbeats until one was due of each. A dead run
+    counts as closed from then on, in rdzv list, history and the metrics.
     """
     run_id = one_run(run_id, run, needed=False)
     access = Access(backend, endpoint, conf)

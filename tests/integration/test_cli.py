@@ -99,6 +99,26 @@ def test_help_comes_without_importing_torch() -> None:
     assert "--rdzv-id" in shown.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    {
+        "list": ("the store: redis", "where the store is", "unknown; may be given more than once"),
+        "status": ("until the run is so: running, forming, absent, dead, closed", "write JSON"),
+        "excluded": ("-i or $RDZV_ID may name it instead", "all runs under the prefix"),
+        "clean": ("all dead runs under the prefix instead of one", "even if nodes live"),
+        "check": ("write JSON, which rdzv docs check describes",),
+        "exporter": ("port to listen at; 0: a free one", "asks for no password"),
+    }.items(),
+)
+def test_the_help_says_what_each_option_is(command: str, lines: tuple[str, ...]) -> None:
+    """No flag has an opposite that nobody needs, and no line leaves its subject to be guessed."""
+    shown = invoke(command, "-h", COLUMNS="200", NO_COLOR="1").stdout
+    words = " ".join(shown.replace("│", " ").split())
+    for line in lines:
+        assert line in words
+    assert "--no-dead" not in words
+
+
 def test_status_says_who_is_in_a_run_and_why_it_restarted(
     server: servers.LocalServer, run_id: str
 ) -> None:

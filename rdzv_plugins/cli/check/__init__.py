@@ -31,7 +31,9 @@ def check(
     peers: Annotated[
         str, typer.Option("--peers", help="host[:port],...: other nodes, to be dialled")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="plain data: rdzv docs check")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="write JSON, which rdzv docs check describes")
+    ] = False,
 ) -> None:  # fmt: skip
     """Check before a job all that it needs: options, address, peers, store and run id.
 
