@@ -12,11 +12,12 @@ import ssl
 import subprocess
 import sys
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 from rdzv_plugins.addresses import is_loopback, is_own_ip
 
@@ -241,6 +242,8 @@ class Node:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        if self._watchdog.stdin is not None:
+            _pipes.add(self._watchdog.stdin)
 
     def await_ready(self, timeout: float = 30.0) -> None:
         """Wait until the server can serve; `ServerError` with the end of its log if it does not."""
@@ -342,6 +345,20 @@ class Node:
     def _log_tail(self) -> str:
         lines = (self.directory / "log").read_text(errors="replace").splitlines()
         return "\n".join(lines[-15:])
+
+
+# The pipes by whose end a watchdog detects that this process has ended.
+_pipes: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    # A child that was forked, and outlives this process, would keep the servers up.
+    for pipe in [*_pipes]:
+        with contextlib.suppress(OSError):
+            pipe.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

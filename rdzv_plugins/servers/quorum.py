@@ -46,6 +46,8 @@ def settings_of(
         "server_name": name,
         "listen": at(*listens),
         "jetstream": {"store_dir": str(folder / "data"), "max_memory_store": _MEMORY_BYTES},
+        # One line in the log for so many attempts at a member that is away.
+        "reconnect_error_reports": 3600,
     }
     login = {"user": USER, "password": password}
     if password is not None:

@@ -9,6 +9,7 @@ the member's folder as well.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -25,7 +26,7 @@ from typing import Any
 import nats.errors
 from nats.js.errors import APIError
 
-from rdzv_plugins.addresses import is_loopback, is_own_ip, node_address
+from rdzv_plugins.addresses import is_loopback, is_own_ip
 from rdzv_plugins.endpoint import Endpoint
 from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.kv.contract import (
@@ -37,7 +38,7 @@ from rdzv_plugins.kv.contract import (
 from rdzv_plugins.servers.process import Kind, Node, NotInstalledError, Security, ServerError
 from rdzv_plugins.servers.quorum import USER, at, find_binary, probe, route, settings_of, write
 from rdzv_plugins.stores import nats as store
-from rdzv_plugins.stores.quorum import PRESENCE, Client, Members
+from rdzv_plugins.stores.quorum import PRESENCE, Client, Members, refuse_without_secret
 
 __all__ = ["Place", "QuorumAttendance", "own_place"]
 
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # How long a server may take to greet, or to answer a request that no leader has to see to.
 _GREETING_SECONDS = 0.5
+# How long this host's own may take to greet, until it counts as another program.
+_OWN_GREETING_SECONDS = 2.0
 # A member answers whether there is a leader, or it is lost on the way to one.
 _ASKED_SECONDS = 0.25
 # How long a member may take until it listens.
@@ -58,13 +61,15 @@ _TELL_LINGER_SECONDS = 2.0
 # After a signal a member outlives its node for so long at most.
 _HURRY_SECONDS = 5.0
 # How long the end waits for the thread, which may hang in a look-up of a name.
-_STOP_SECONDS = 3.0
+_STOP_SECONDS = 7.0
 
 
 class _Member(Kind):
     """The member of this host; it is configured anew where another member has another port."""
 
     name = "quorum"
+    # A leader hands over; after a SIGKILL the others take no write until they have elected one.
+    end_signal = signal.SIGTERM
 
     def __init__(self, members: Members, host: int, address: str) -> None:
         super().__init__(Security())
@@ -85,7 +90,9 @@ class _Member(Kind):
                 for peer, port in self.peers.items()
             ]
             listens = at(self._address, node.ports[1])
-            cluster = {"name": members.network, "listen": listens, "routes": routes}
+            # Members without a secret let those with one in, who dial them: the name keeps them out.
+            name = members.network + ("" if password is None else "+secret")
+            cluster = {"name": name, "listen": listens, "routes": routes}
         file = node.directory / "nats.conf"
         listen = self._address, node.port
         name = members.name(self._host)
@@ -100,6 +107,10 @@ class _Member(Kind):
         return name == self._members.name(self._host)
 
 
+# Where a member listens whose address is not known.
+_ANY = "0.0.0.0"
+
+
 @dataclass(frozen=True)
 class Place:
     """Which member is this host's, and the address where it listens."""
@@ -111,29 +122,33 @@ class Place:
 def own_place(members: Members, local_addr: str | None) -> tuple[Place | None, bool]:
     """The place of this host among the members; and whether some host's name is unknown yet."""
     found = [_addresses(host) for host, _ in members.hosts]
-    if local_addr is not None:
-        own = {local_addr, *_addresses(local_addr)}
+    names = [host.lower() for host, _ in members.hosts]
+    hostname = socket.gethostname().lower()
+    own_names = {hostname, hostname.partition(".")[0], (local_addr or hostname).lower()}
+    own_names -= {"localhost"}
+    # Only a test or a trial has all members at loopback.
+    all_here = all(found) and all(is_loopback(it) for addresses in found for it in addresses)
+    all_here = all_here and not own_names.intersection(name for name in names if name[0].isalpha())
+
+    def place(is_own: Callable[[str], bool]) -> Place | None:
         for host, addresses in enumerate(found):
             for address in addresses:
-                if address in own or members.hosts[host][0] in own:
-                    return Place(host, address), False
-        if all(map(is_loopback, own)):
+                if is_own(address) and (all_here or not is_loopback(address)):
+                    return Place(host, address)
+        return None
+
+    if local_addr is not None:
+        own = {local_addr, *_addresses(local_addr)}
+        if (at_own := place(own.__contains__)) is not None:
+            return at_own, False
+        if is_loopback(local_addr):
             return None, not all(found)
-    # A host that is alone, or that knows none of the others yet, may be called 127.0.1.1 here.
-    all_here = all(is_loopback(host) for host, _ in members.hosts) or (
-        len(found) > 1
-        and all(addresses and all(map(is_loopback, addresses)) for addresses in found)
-    )
-    hostname = socket.gethostname()
+    if (at_any := place(is_own_ip)) is not None:
+        return at_any, False
     for host, addresses in enumerate(found):
-        mine = [address for address in addresses if is_own_ip(address)]
-        reached = [address for address in mine if all_here or not is_loopback(address)]
-        if reached:
-            return Place(host, reached[0]), False
-        if mine or members.hosts[host][0] in (hostname, hostname.partition(".")[0]):
-            # Debian calls the own name 127.0.1.1, where no other host comes.
-            others = [(name, 9) for other, (name, _) in enumerate(members.hosts) if other != host]
-            return Place(host, node_address(None, others).address), False
+        if names[host] in own_names or any(map(is_own_ip, addresses)):
+            # Debian calls the own name 127.0.1.1: what the others call it, is not known here.
+            return Place(host, _ANY), False
     return None, not all(found)
 
 
@@ -152,9 +167,12 @@ class _Keeper(threading.Thread):
         self._members, self._local_addr, self._run = members, local_addr, run_id
         self._ending = threading.Event()
         self._place: Place | None = None
+        # The port where another agent's member was seen.
+        self._seen_at = 0
         self._kind: _Member | None = None
         self._node: Node | None = None
         self._folder: Path | None = None
+        self._lock: int | None = None
         self._taken: set[int] = set()
         self._told = ""
         self._is_seen = False
@@ -199,6 +217,9 @@ class _Keeper(threading.Thread):
             self._node.end()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _tell(self, text: str) -> None:
         """Warn, once for each text."""
@@ -214,7 +235,18 @@ class _Keeper(threading.Thread):
                     self._ending.set()
                 return
             self._kind = _Member(self._members, self._place.host, self._place.address)
+        if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="rdzv-quorum-"))
+            # systemd-tmpfiles leaves a locked folder alone, however old.
+            self._lock = os.open(self._folder, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        if self._node is not None and not self._node.directory.exists():
+            self._tell(
+                f"somebody has deleted {self._node.directory}, the folder of the member of the "
+                "store on this host, which is started again"
+            )
+            self._node.end()
+            self._node = None
         if not self.has_member:
             self._start_member()
         elif len(self._members.hosts) > 1 and time.monotonic() >= self._peers_at:
@@ -227,11 +259,14 @@ class _Keeper(threading.Thread):
         assert self._folder is not None
         if self._node is not None:
             self._tell(
-                f"the member of the store on this host has ended and is started again: "
-                f"{self._last_words()}"
+                "the member of the store on this host has ended and is started again; its log ends "
+                f"with: {self._last_words()}"
             )
             self._node.end()
             self._node = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         port = self._free_port()
         if port is None:
             return
@@ -243,7 +278,7 @@ class _Keeper(threading.Thread):
         except ServerError:
             words = self._last_words()
             if "already in use" not in words:
-                raise
+                raise ServerError(f"its log ends with: {words}") from None
             # Somebody was faster, maybe another agent of this run.
             self._taken.add(port)
             node.end()
@@ -262,15 +297,19 @@ class _Keeper(threading.Thread):
         ports = self._members.ports(self._place.host)
         for port in ports:
             try:
-                name = probe(self._place.address, port, _GREETING_SECONDS)
+                name = probe(self._place.address, port, _OWN_GREETING_SECONDS)
             except ConnectionRefusedError:
                 if port not in self._taken:
                     return port
+            except TimeoutError:
+                if port == self._seen_at:
+                    return None  # It is slow, or suspended.
             except (OSError, ValueError):
                 continue  # Some other program's.
             else:
                 if name == self._members.name(self._place.host):
                     self._is_seen = True
+                    self._seen_at = port
                     return None
         self._taken.clear()
         raise ServerError(
@@ -283,7 +322,7 @@ class _Keeper(threading.Thread):
         assert self._node is not None
         with contextlib.suppress(OSError):
             lines = (self._node.directory / "log").read_text(errors="replace").splitlines()
-            told = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines
+            told = [line for line in lines if "[FTL]" in line] or lines
             if told:
                 return told[-1].partition("] ")[2] or told[-1]
         return "it has left no log"
@@ -360,6 +399,7 @@ def _transport(target: Endpoint, members: Members) -> store.Transport:
     async def welcome(link: store.Link) -> None:
         if not members.is_of(str(link.info.get("server_name", ""))):
             raise store.UnfitServerError("is another cluster's")
+        refuse_without_secret(link, password)
 
     password = members.options.password()
     options = store.Options(user=USER if password is not None else None, password=password)
@@ -377,6 +417,7 @@ class QuorumAttendance(Attendance):
         self._members, self._run = members, run_id
         self._keeper = _Keeper(members, local_addr, run_id)
         self._deadline = float("inf")
+        self._refusing: list[str] = []
         self._closed = False
         if len(members.hosts) == 1:
             log.warning(
@@ -399,6 +440,7 @@ class QuorumAttendance(Attendance):
     def open(self, connect: Callable[[], KeyValueClient], patience: float) -> KeyValueClient:
         self._begin()
         deadline, tell_at = time.monotonic() + patience, time.monotonic() + _LOOK_SECONDS
+        ask_at = tell_at
         transport = _transport(self._members.dialled, self._members)
         try:
             while True:
@@ -414,6 +456,9 @@ class QuorumAttendance(Attendance):
                     except RendezvousConnectionError as error:
                         why = str(error)
                 now = time.monotonic()
+                if now >= ask_at:
+                    self._refuse_another_secret()
+                    ask_at = time.monotonic() + _LOOK_SECONDS
                 if now >= deadline:
                     raise RendezvousConnectionError(
                         f"quorum at {self._members} had no majority of its members within "
@@ -440,6 +485,39 @@ class QuorumAttendance(Attendance):
         except (OSError, APIError, nats.errors.Error, store.UnfitServerError) as error:
             return "" if store.is_refusal(error) else str(error) or type(error).__name__
         return ""
+
+    def _refuse_another_secret(self) -> None:
+        """Raise `AccessDeniedError` where so many members have another secret than this node that
+        the others are no majority. This host's own, or one that has just come, may take it."""
+        names = [name for name, _ in self._members.hosts]
+        refusing = [name for host, name in enumerate(names) if self._is_refused_by(host)]
+        if len(refusing) > len(names) // 2:
+            raise AccessDeniedError(
+                f"quorum at {self._members} refused this node, whose secret is not that of "
+                f"{', '.join(refusing)}: give all nodes and commands the same one, in "
+                "$RDZV_PLUGINS_SECRET or secret_file"
+            )
+        if refusing and refusing != self._refusing:
+            self._refusing = refusing
+            log.warning(
+                "run '%s': the members of the store on %s have another secret than this node: give "
+                "all nodes the same one, in $RDZV_PLUGINS_SECRET or secret_file",
+                self._run, ", ".join(refusing),
+            )  # fmt: skip
+
+    def _is_refused_by(self, host: int) -> bool:
+        for port in self._members.ports(host):
+            place = Endpoint("nats", ((self._members.hosts[host][0], port),))
+            transport = _transport(place, self._members)
+            try:
+                transport.run(transport.link(), Limit(time.monotonic() + _GREETING_SECONDS))
+                return False
+            except (OSError, nats.errors.Error, store.UnfitServerError) as error:
+                if store.is_refusal(error):
+                    return True
+            finally:
+                transport.close()
+        return False
 
     def _who_answers(self) -> str:
         found = []

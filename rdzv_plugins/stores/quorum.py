@@ -12,8 +12,11 @@ port takes the next one, which clients try too.
 The data is in the memory of a majority of the members: it is gone once a majority has ended, and
 what trains then trains on. Restarts wait until a majority is back, and begin a new run.
 
+A member listens at its host's address in the endpoint. A host whose own name is at loopback, as
+Debian sets it up, does not know that address: its member listens at all IPv4 addresses.
+
 Limits: as those of the nats backend. After the death of a member the store takes no write for up to
-10 s if that member led it. Nothing is encrypted.
+10 s if that member led it; one that ends with its agent hands over before. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from rdzv_plugins.run_ids import RESERVED
 from rdzv_plugins.servers.quorum import USER, at, server_name
 from rdzv_plugins.stores import nats as store
 
-__all__ = ["PRESENCE", "Client", "Members", "Options"]
+__all__ = ["PRESENCE", "Client", "Members", "Options", "refuse_without_secret"]
 
 SIZES = (1, 3, 5)
 """How many members there may be: of two or four, half are no majority."""
@@ -197,6 +200,12 @@ class Members:
         return ",".join(host for host, _ in self.hosts)
 
 
+def refuse_without_secret(link: store.Link, password: str | None) -> None:
+    """Raise as for a wrong secret where a member asks for none: it is in no cluster with ours."""
+    if password is not None and not link.info.get("auth_required"):
+        raise nats.errors.AuthorizationError
+
+
 class OtherClusterError(store.UnfitServerError):
     """Another run's member answers on the port."""
 
@@ -266,6 +275,7 @@ class Client(store.Client):
             raise OtherClusterError(
                 f"has no member of '{self._members.cluster}' on its ports: '{name}' is there"
             )
+        refuse_without_secret(link, self._options.password)
         await super()._greet(link)
         with contextlib.suppress(APIError):  # There is no mark yet.
             asked = {"last_by_subj": self._mark}

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,9 +22,11 @@ from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
 from rdzv_plugins.config import parse_options
-from rdzv_plugins.kv import Entry
+from rdzv_plugins.kv import AccessDeniedError, Entry, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv.contract import Attendance
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.servers.quorum import probe
+from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.quorum import Client, Members, Options
 from rdzv_plugins.testing.harness import until
 from tests import Measure
@@ -66,6 +73,64 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
     yield submit
     for job in jobs:
         job.close()
+
+
+class Hosts:
+    """Attendances of this process' own, one a host, without agents."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_id = f"run-{folder.name}"
+        self.store = quorum()
+        self._attendances: dict[int, Attendance] = {}
+
+    def start(self, *hosts: int, **config: str) -> None:
+        """Let them have their part in the store, 127.0.0.1 as host 1."""
+        for host in hosts:
+            options = Client.of_run(parse_options(Options, config, {}), self.run_id)
+            endpoint, address = self.store.endpoint, f"127.0.0.{host}"
+            found = Client.attend(endpoint, options, address, self.run_id)
+            assert found is not None
+            self._attendances[host] = found
+
+    def open(self, host: int, patience: float = PATIENCE, **config: str) -> KeyValueClient:
+        """The client of this host's node."""
+        options = {"cluster": self.run_id, **config}
+        connect = partial(
+            open_client, "quorum", self.store.endpoint, self.run_id, options, request_timeout=2
+        )
+        return self._attendances[host].open(connect, patience)
+
+    def end(self, *hosts: int) -> None:
+        for host in hosts:
+            attendance = self._attendances.pop(host)
+            attendance.hurry()
+            attendance.close()
+
+    def close(self) -> None:
+        self.end(*self._attendances)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    (tmp_path / "members").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "members"))
+    hosts = Hosts(tmp_path)
+    yield hosts
+    hosts.close()
+    assert members(tmp_path) == {}
+    assert [*(tmp_path / "members").glob("rdzv-quorum-*")] == []
+
+
+def longest_gap(client: KeyValueClient, seconds: float) -> float:
+    """Write for so long; the longest time without a success."""
+    began = last = time.monotonic()
+    longest = 0.0
+    while last < began + seconds:
+        with contextlib.suppress(RendezvousConnectionError):
+            client.put("key", b"value")
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert time.monotonic() < began + seconds + PATIENCE, "the store takes no write any more"
+    return longest
 
 
 def members(tmp_path: Path) -> dict[int, str]:
@@ -216,3 +281,98 @@ def test_the_data_outlives_the_restart_of_each_member(run_id: str) -> None:
             assert until(lambda: all(it.mark is Mark.OK for it in client.inspect()), ELECTION)
         assert client.get("key") == entry
         client.close()
+
+
+def test_a_leader_that_ends_hands_over(hosts: Hosts, record_property: Measure) -> None:
+    """The store takes writes all the time; after a SIGKILL it takes none for 4 s and more."""
+    hosts.start(1, 2, 3)
+    client = hosts.open(1)
+    longest_gap(client, 2)
+    (role,) = [it.found for it in client.inspect() if it.what == "role"]
+    hosts.end(int(role.rpartition("@127.0.0.")[2]))
+    gap = longest_gap(client, 2)
+    client.close()
+    record_property("longest time without a write, s", round(gap, 2))
+    assert gap < 3.5
+
+
+@pytest.mark.parametrize("secret", ["another", None])
+def test_another_secret_is_refused_at_once(
+    hosts: Hosts, secret: str | None, tmp_path: Path, record_property: Measure
+) -> None:
+    """Also where the node's own member takes it."""
+    files = {"own": "one", "theirs": secret or ""}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    right = {"secret_file": str(tmp_path / "own")}
+    wrong = {"secret_file": str(tmp_path / "theirs")} if secret else {}
+    hosts.start(1, 2, **right)
+    hosts.start(3, **wrong)
+    own = hosts.open(1, **right)
+    longest_gap(own, 0.5)
+    assert until(lambda: len(members(tmp_path)) == 3, 10)
+    began = time.monotonic()
+    with pytest.raises(AccessDeniedError, match="give all nodes and commands the same"):
+        hosts.open(3, 60, **wrong)
+    record_property("refused, s", round(time.monotonic() - began, 2))
+    assert time.monotonic() - began < 20
+    longest_gap(own, 0.5)
+    own.close()
+    for command in members(tmp_path).values():
+        assert "one" not in command.split()
+    for file in (tmp_path / "members").rglob("nats.conf"):
+        assert file.stat().st_mode & 0o077 == 0
+    for file in (tmp_path / "members").rglob("log"):
+        assert "rdzv:" not in file.read_text()
+
+
+def test_a_member_whose_folder_is_deleted_is_started_again(
+    hosts: Hosts, tmp_path: Path, record_property: Measure
+) -> None:
+    """One after the other: from what the deleted files had, no other member could be filled."""
+    hosts.start(1, 2, 3)
+    client = hosts.open(1)
+    client.put("first", b"value")
+    for folder in sorted((tmp_path / "members").glob("rdzv-quorum-*")):
+        known = members(tmp_path)
+        (gone,) = [pid for pid, command in known.items() if str(folder) in command]
+        shutil.rmtree(folder)
+        assert until(lambda gone=gone: len(now := members(tmp_path)) == 3 and gone not in now, 10)  # type: ignore[misc]
+        longest_gap(client, 3)
+    for gone in members(tmp_path):
+        os.kill(gone, signal.SIGKILL)
+        assert until(lambda gone=gone: len(now := members(tmp_path)) == 3 and gone not in now, 10)  # type: ignore[misc]
+        gap = longest_gap(client, 3)
+        record_property(f"no write after the death of {gone}, s", round(gap, 2))
+    found = client.get("first")
+    assert found is not None
+    assert found.value == b"value"
+    client.close()
+
+
+_FORKS = """
+import os, sys, time
+from rdzv_plugins.stores.quorum import Client, Options
+Client.attend("127.0.0.1", Options(cluster="forks"), "127.0.0.1", "forks").await_member()
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_member(tmp_path: Path) -> None:
+    folder = tmp_path / "members"
+    folder.mkdir()
+    command = [sys.executable, "-c", _FORKS]
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        child = int(agent.stdout.readline())
+        assert len(members(tmp_path)) == 1
+        agent.kill()
+        agent.wait()
+        try:
+            assert until(lambda: not members(tmp_path) and not [*folder.iterdir()], 10)
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins.addresses import node_address, store_is_at_loopback
+from rdzv_plugins.addresses import store_is_at_loopback
 from rdzv_plugins.config import UnreadableFileError, parse_options
 from rdzv_plugins.stores import _quorum_member as member
 from rdzv_plugins.stores.quorum import SIZES, Client, Members, Options
@@ -185,10 +185,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
         monkeypatch.setattr(socket, "gethostname", lambda: hostname)
         monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
         monkeypatch.setattr(member, "is_own_ip", is_own_ip)
-        # By the route to the other members.
-        monkeypatch.setattr(
-            member, "node_address", lambda _, others: node_address("10.0.0.1", others)
-        )
 
     return install
 
@@ -216,14 +212,16 @@ def test_its_address_tells_a_host_its_place(names: Names) -> None:
 
 @pytest.mark.parametrize("hostname", ["node2", "node2.example.org"])
 def test_a_host_whose_own_name_is_127_0_1_1(names: Names, hostname: str) -> None:
-    """Debian's /etc/hosts says so; no other host comes there."""
+    """Debian's /etc/hosts says so: no other host comes there, and this one's clients only there."""
     for others in ({"node1": "10.0.0.2", "node3": "10.0.0.3"}, {}):
         names(hostname, {**others, "node2": "127.0.1.1"})
-        assert place() == ("node2", "10.0.0.1")
-        assert place("node2") == ("node2", "10.0.0.1")
+        assert place() == ("node2", "0.0.0.0")
+        assert place("node2") == ("node2", "0.0.0.0")
+        assert place(local_addr="node2") == ("node2", "0.0.0.0")
+        assert place("node1,Node2,node3") == ("Node2", "0.0.0.0")
     # Not resolved at all, by its name.
     names(hostname, {"node1": "10.0.0.2"})
-    assert place() == ("node2", "10.0.0.1")
+    assert place() == ("node2", "0.0.0.0")
 
 
 def test_names_that_nobody_knows_yet(names: Names) -> None:

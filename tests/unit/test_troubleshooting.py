@@ -207,6 +207,7 @@ EXPLAINS_ITSELF = (
 # or are caught, or show a fault in a program that calls this package.
 IS_PART_OF_ANOTHER = (
     "is another cluster's",
+    "its log ends with: …",
     "it is no NATS server",
     "there is no route to it",
     "the host has no address",
