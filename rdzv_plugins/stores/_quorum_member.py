@@ -90,7 +90,7 @@ class _Member(Kind):
                 for peer, port in self.peers.items()
             ]
             listens = at(self._address, node.ports[1])
-            # Members without a secret let those with one in, who dial them: the name keeps them out.
+            # One without a secret would let those in that dial it: the name keeps them out.
             name = members.network + ("" if password is None else "+secret")
             cluster = {"name": name, "listen": listens, "routes": routes}
         file = node.directory / "nats.conf"
