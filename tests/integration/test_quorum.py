@@ -92,13 +92,13 @@ class Hosts:
             assert found is not None
             self._attendances[host] = found
 
-    def open(self, host: int, patience: float = PATIENCE, **config: str) -> KeyValueClient:
+    def open(self, host: int, **config: str) -> KeyValueClient:
         """The client of this host's node."""
         options = {"cluster": self.run_id, **config}
         connect = partial(
             open_client, "quorum", self.store.endpoint, self.run_id, options, request_timeout=2
         )
-        return self._attendances[host].open(connect, patience)
+        return self._attendances[host].open(connect, PATIENCE)
 
     def end(self, *hosts: int) -> None:
         for host in hosts:
@@ -313,7 +313,7 @@ def test_another_secret_is_refused_at_once(
     assert until(lambda: len(members(tmp_path)) == 3, 10)
     began = time.monotonic()
     with pytest.raises(AccessDeniedError, match="give all nodes and commands the same"):
-        hosts.open(3, 60, **wrong)
+        hosts.open(3, **wrong)
     record_property("refused, s", round(time.monotonic() - began, 2))
     assert time.monotonic() - began < 20
     longest_gap(own, 0.5)
