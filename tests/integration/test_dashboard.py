@@ -47,6 +47,9 @@ def dashboard(store: RunningStore) -> Iterator[str]:
     """The address of a dashboard of the store, as a person starts and ends it."""
     command = [sys.executable, "-m", "rdzv_plugins.cli", "dashboard", "--port", "0"]
     command += ["--rdzv-backend", store.backend, "--rdzv-endpoint", store.endpoint]
+    if store.config:
+        conf = ",".join(f"{name}={value}" for name, value in store.config.items())
+        command += ["--rdzv-conf", conf]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
         try:
             assert it.stdout is not None

@@ -32,6 +32,8 @@ from rdzv_plugins.testing.harness import until
 from tests import Measure
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.test_dashboard import ask, dashboard
+from tests.integration.test_exporter import exporter, scrape
 from tests.integration.torchrun import PATIENCE
 
 pytestmark = pytest.mark.timeout(240)
@@ -172,7 +174,10 @@ def assert_nothing_is_left(job: Job, tmp_path: Path, store: RunningStore) -> Non
     assert answers(store, job.run_id) == []
 
 
-@pytest.mark.parametrize("order", ["abc", "cba"])
+soak = pytest.mark.soak
+
+
+@pytest.mark.parametrize("order", ["abc", pytest.param("cba", marks=soak)])
 def test_a_job_of_three_leaves_nothing(
     submit: Submit, tmp_path: Path, order: str, record_property: Measure
 ) -> None:
@@ -191,7 +196,9 @@ def test_a_job_of_three_leaves_nothing(
     assert not [line for line in job.lines("abc") if line.startswith(("W", "E"))]
 
 
-@pytest.mark.parametrize("victim", "abc")
+@pytest.mark.parametrize(
+    "victim", ["a", pytest.param("b", marks=soak), pytest.param("c", marks=soak)]
+)
 def test_a_member_is_killed_with_its_agent_and_replaced(
     submit: Submit, tmp_path: Path, victim: str, record_property: Measure
 ) -> None:
@@ -226,6 +233,7 @@ def test_two_members_are_killed_and_one_comes_back(
     assert_nothing_is_left(job, tmp_path, quorum())
 
 
+@soak
 def test_all_are_killed_and_started_again(submit: Submit, tmp_path: Path) -> None:
     job = submit()
     job.begin("abc")
@@ -262,9 +270,33 @@ def test_commands_reach_it_from_any_host(submit: Submit) -> None:
     job.begin("abc")
     at = ["--rdzv-backend=quorum", f"--rdzv-endpoint={quorum().endpoint}"]
     for command in ("status", "history"):
-        shown = CliRunner().invoke(app, [command, "-i", job.run_id, *at])
+        words = [command, "-i", job.run_id, *at]
+        # A round is released to its agents before its leader notes it.
+        assert until(lambda words=words: CliRunner().invoke(app, words).exit_code == 0, 10)  # type: ignore[misc]
+    # Of those that take no run, the cluster says whose members they are to ask.
+    for without in (["list"], ["excluded", "--all-runs"]):
+        refused = CliRunner().invoke(app, [*without, *at])
+        assert isinstance(refused.exception, ValueError)
+        assert "for a command that takes none, with cluster=<its id>" in str(refused.exception)
+        shown = CliRunner().invoke(app, [*without, *at, "-c", f"cluster={job.run_id}"])
         assert shown.exit_code == 0, shown.output
+        assert without != ["list"] or job.run_id in shown.output
     assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+
+
+@soak
+def test_dashboard_and_exporter_show_one_run(submit: Submit) -> None:
+    job = submit()
+    job.begin("abc")
+    one_run = quorum(cluster=job.run_id)
+    with exporter(one_run) as scraped, dashboard(one_run) as page:
+        assert until(lambda: scrape(scraped).get(("rdzv_round_nodes", job.run_id)) == 3, 30)
+        assert until(lambda: job.run_id.encode() in ask(page, "/api/runs")[2], 30)
+        assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+        # The members end with their run, and its last state stays on the page.
+        assert until(lambda: scrape(scraped) == {("rdzv_store_up",): 0.0}, 60)
+        assert until(lambda: b'"quorum at ' in ask(page, "/api/runs")[2], 60)
+        assert job.run_id.encode() in ask(page, "/api/runs")[2]
 
 
 def test_the_data_outlives_the_restart_of_each_member(run_id: str) -> None:
@@ -376,3 +408,24 @@ def test_a_forked_child_does_not_keep_the_member(tmp_path: Path) -> None:
             assert until(lambda: not members(tmp_path) and not [*folder.iterdir()], 10)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+@soak
+@pytest.mark.parametrize("leads", [True, False], ids=["leader", "another"])
+def test_a_member_that_is_suspended_holds_nobody_up(
+    run_id: str, leads: bool, record_property: Measure
+) -> None:
+    with started(next(kind for kind in KINDS if kind.name == "quorum"), nodes=3) as store:
+        assert store.server is not None
+        client = store.open(run_id, request_timeout=2 * ELECTION)
+        entry = Entry(b"before", client.put("key", b"before"))
+        leader = store.server.leader()
+        node = store.server.nodes[leader if leads else (leader + 1) % 3]
+        node.pause()
+        began = time.monotonic()
+        written, won = client.compare_and_set("key", b"after", entry.version)
+        record_property("written, s", round(time.monotonic() - began, 2))
+        assert won, "the write before is lost"
+        node.resume()
+        assert client.get("key") == written
+        client.close()
