@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
+from ipaddress import ip_address
 
 from rdzv_plugins.addresses import listen
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
@@ -92,6 +93,8 @@ def _of_place(members: Members, place: Place | None, unknown: bool) -> Finding:
         name = members.hosts[place.host][0]
         values = {"host": name, "address": place.address}
         found = f"this host is '{name}': its agent runs a member, at {place.address}"
+        if ip_address(place.address).is_unspecified:
+            found += ", all its addresses, for here its name is at loopback"
         return Finding(Mark.OK, "member", found, values=values)
     if unknown:
         found = f"not known whether this host is one of {members}: some have no address yet"
