@@ -5,9 +5,11 @@ trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 # Slurm ends the agent too; wait until it has left.
 trap leaving=yes TERM
 
+case $RDZV_ENDPOINT in *://*) backend=redis ;; *) backend=quorum ;; esac
+
 # The signal of the time limit would end the agent and its workers: they ignore it.
 (trap '' USR1; trap - TERM; exec rdzv run \
-    --rdzv-backend=redis \
+    --rdzv-backend=$backend \
     --rdzv-endpoint="$RDZV_ENDPOINT" \
     --rdzv-id="slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     --rdzv-conf=last_call_timeout=1 \

@@ -33,7 +33,7 @@ def documents(file: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(file.read_text()))
 
 
-@pytest.mark.parametrize("file", ["kubernetes/job.yaml", "aws/job.yaml"])
+@pytest.mark.parametrize("file", ["kubernetes/quorum.yaml", "kubernetes/job.yaml", "aws/job.yaml"])
 @pytest.mark.parametrize("version", ["1.33", "1.37"])
 def test_it_fits_the_schema_of_kubernetes(file: str, version: str) -> None:
     run("kubernetes-validate", "--strict", "--kubernetes-version", version, EXAMPLES / file)
@@ -178,6 +178,25 @@ def test_an_agent_is_killed(
         command = shlex.join(["env", *pairs, *words])
         for there, here in HERE.items():
             command = command.replace(there, here)
+        commands.append(command)
+    record_property("resumed", lose_one(commands, 1))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("folder")
+def test_an_agent_is_killed_with_its_member_of_the_store(record_property: Measure) -> None:
+    """Each pod is an address of this machine, which takes the place of its name."""
+    bring_up_loopback()
+    shutil.copy(EXAMPLES / "train.py", "train.py")
+    shorten()
+    words, environ = kubernetes_agent("kubernetes/quorum.yaml", 0)
+    commands = []
+    for pod in range(3):
+        own = [*words[:2], f"--local-addr=train-{pod}", *words[2:]]
+        command = shlex.join(["env", *(f"{name}={it}" for name, it in environ.items()), *own])
+        here = HERE | {f"train-{it}": f"127.0.0.{it + 1}" for it in range(3)}
+        for there, its in here.items():
+            command = command.replace(there, its)
         commands.append(command)
     record_property("resumed", lose_one(commands, 1))
 

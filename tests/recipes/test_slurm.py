@@ -213,6 +213,36 @@ def test_the_first_node_dies_and_the_store(
     assert "JobState=COMPLETED" in slurm.ask("scontrol", "show", "job", again)
 
 
+@pytest.mark.timeout(600)
+def test_the_first_node_dies_with_its_member_of_the_store(
+    folder: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch, record_property: Measure
+) -> None:
+    """Each node is an address of this machine, which takes the place of its name."""
+    take("slurm", "train.py", "slurm/train.sbatch", "slurm/node.sh")
+    names = {f"node{number}": f"127.0.0.{number}" for number in (1, 2, 3)}
+    hosts = folder / "hosts"
+    lines = "".join(f"{address} {name}\n" for name, address in names.items())
+    hosts.write_text(Path("/etc/hosts").read_text() + lines)
+    subprocess.run(["mount", "--bind", hosts, "/etc/hosts"], check=True)
+    script = Path("node.sh")
+    address = '--local-addr="127.0.0.${SLURMD_NODENAME#node}"'
+    script.write_text(script.read_text().replace("exec rdzv run", f"exec rdzv run {address}"))
+    for name, value in {**slurm.environ, "HOME": str(folder)}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        job = slurm.ask(*block("slurm", "sbatch").split()).removeprefix("Submitted batch job ")
+        log = Log(folder, job)
+        trained = log.await_world(3)
+        slurm.kill_node("node1")
+        after = log.await_world(2)
+        assert after > trained - 20
+        record_property("first node", f"two nodes went on at step {after}")
+        start_node(slurm, log, "node1")
+        slurm.ask("scancel", job)
+    finally:
+        subprocess.run(["umount", "/etc/hosts"], check=True)
+
+
 def shorten(last: int) -> int:
     """The training ends with this step."""
     script = Path("train.py")

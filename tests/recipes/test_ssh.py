@@ -1,4 +1,4 @@
-"""Bare SSH: two hosts with a real sshd; one is killed, and started again."""
+"""Bare SSH: three hosts with a real sshd; one is killed, and started again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UserKnownHostsFile {folder}/known
 LogLevel ERROR
 """
 
-HOSTS = {"node1": "127.0.0.1", "node2": "127.0.0.2"}
+HOSTS = {f"node{number}": f"127.0.0.{number}" for number in (1, 2, 3)}
 
 
 @pytest.fixture
@@ -93,23 +93,33 @@ def answers(ssh: Path, host: str) -> bool:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("redis", "folder")
-def test_a_host_is_killed_and_started_again(hosts: dict[str, subprocess.Popen[bytes]]) -> None:
+@pytest.mark.parametrize("store", ["node1,node2,node3", "redis://"])
+def test_a_host_is_killed_and_started_again(
+    hosts: dict[str, subprocess.Popen[bytes]], store: str
+) -> None:
     take("ssh", "train.py", "ssh/launch", "ssh/hosts")
     shorten()
-    launched = Node(block("ssh", "./launch"))
+    if "," in store:
+        # Each host is an address of this machine; else all would be the first one.
+        script = Path("launch")
+        own = "exec rdzv run --local-addr=$host"
+        script.write_text(script.read_text().replace("exec rdzv run", own))
+    line = block("ssh", f"./launch {store}")
+    launched = Node(line)
     again: Node | None = None
 
     def reached(size: int, after: int = 0) -> bool:
         return any(step > after and its == size for step, its in steps())
 
     try:
-        seen(lambda: reached(2), launched)
+        seen(lambda: reached(3), launched)
         for process in descendants(hosts["node2"].pid):
             kill(process)
-        seen(lambda: reached(1), launched)
+        seen(lambda: reached(2), launched)
         alone = max(step for step, _ in steps())
-        again = Node(block("ssh", "HOSTS=node2"))
-        seen(lambda: reached(2, after=alone), launched)
+        endpoint = line.split()[1]
+        again = Node(block("ssh", "HOSTS=node2").replace("node1,node2,node3", endpoint))
+        seen(lambda: reached(3, after=alone), launched)
         assert launched.process.wait(120) == 0
         assert again.process.wait(120) == 0
         assert max(step for step, _ in steps()) == 600
