@@ -6,9 +6,11 @@ Each agent keeps its member's folder under the test's own, so that a member is k
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -93,6 +95,7 @@ class Hosts:
             found = Client.attend(endpoint, options, address, self.run_id)
             assert found is not None
             self._attendances[host] = found
+            found.await_member()
 
     def open(self, host: int, **config: str) -> KeyValueClient:
         """The client of this host's node."""
@@ -380,6 +383,30 @@ def test_a_member_whose_folder_is_deleted_is_started_again(
     assert found is not None
     assert found.value == b"value"
     client.close()
+
+
+def test_members_whose_ports_are_taken_find_each_other(hosts: Hosts, tmp_path: Path) -> None:
+    """One has another program on its port, and one on that for the other members."""
+    where = Members.of(hosts.store.endpoint, Options(cluster=hosts.run_id))
+    port = where.ports(0)[0]
+    with contextlib.ExitStack() as others:
+        for place in (("127.0.0.1", port), ("127.0.0.2", port + 1)):
+            others.enter_context(contextlib.closing(socket.create_server(place)))
+        hosts.start(1, 2, 3)
+        client = hosts.open(1)
+        longest_gap(client, 2)
+        files = [*(tmp_path / "members").rglob("nats.conf")]
+        assert len(files) == 3
+
+        def dialled() -> set[str]:
+            read = [json.loads(file.read_text())["cluster"]["routes"] for file in files]
+            return {route.partition("//")[2] for routes in read for route in routes}
+
+        moved = {f"127.0.0.{host}:{where.ports(0)[1] + 1}" for host in (1, 2)}
+        assert until(lambda: dialled() == {*moved, f"127.0.0.3:{port + 1}"}, 20)
+        hosts.end(3)
+        longest_gap(client, 2)
+        client.close()
 
 
 _FORKS = """
