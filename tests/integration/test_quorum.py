@@ -268,6 +268,59 @@ def test_a_member_that_ends_alone_is_started_again(submit: Submit, tmp_path: Pat
     assert_nothing_is_left(job, tmp_path, quorum())
 
 
+@pytest.mark.soak
+def test_all_are_told_to_end_at_once(
+    submit: Submit, tmp_path: Path, record_property: Measure
+) -> None:
+    """No one complains of a store that went away with the others."""
+    job = submit()
+    job.begin("abc")
+    told = time.monotonic()
+    for name in "abc":
+        job.agents[name].signal(signal.SIGTERM)
+    job.await_ends("abc")
+    record_property("ended, s", round(time.monotonic() - told, 2))
+    assert_nothing_is_left(job, tmp_path, quorum())
+    # torch's own are of the signal.
+    said = [line for line in job.lines("abc") if line.startswith(("W", "E"))]
+    assert not [line for line in said if "torch/distributed" not in line]
+
+
+@pytest.mark.soak
+def test_the_second_agent_of_a_host_takes_the_member_over(
+    submit: Submit, tmp_path: Path, record_property: Measure
+) -> None:
+    job = submit(nodes="2:4")
+    job.begin("abc")
+    came = time.monotonic()
+    job.start_at("d", 1)
+    job.await_begun("abcd", after=came)
+    assert len(members(tmp_path)) == 3
+    killed = job.agents["a"].kill()
+    job.await_line("d", "this host runs a member of the store")
+    job.await_begun("bcd", after=killed, timeout=LEASE + ELECTION + PATIENCE)
+    record_property("the others run, s", round(time.monotonic() - killed, 2))
+    assert finish(job, "bcd") == {"b": 0, "c": 0, "d": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+
+
+@pytest.mark.soak
+def test_two_of_the_hosts_are_enough_and_one_member_may_hang(
+    submit: Submit, tmp_path: Path
+) -> None:
+    job = submit()
+    job.begin("bc")
+    pid = next(iter(members(tmp_path)))
+    os.kill(pid, signal.SIGSTOP)
+    job.assert_noted("b", ["begin"], 0, 3 * LEASE)
+    os.kill(pid, signal.SIGCONT)
+    back = time.monotonic()
+    job.start_at("a")
+    job.await_begun("abc", after=back)
+    assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+
+
 def test_commands_reach_it_from_any_host(submit: Submit) -> None:
     job = submit()
     job.begin("abc")
