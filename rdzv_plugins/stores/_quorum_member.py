@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -62,6 +63,13 @@ _TELL_LINGER_SECONDS = 2.0
 _HURRY_SECONDS = 5.0
 # How long the end waits for the thread, which may hang in a look-up of a name.
 _STOP_SECONDS = 7.0
+
+
+_BUCKET = store.Options().bucket
+# JetStream's errors that only a leader gives: there is no such message, or no bucket.
+_OF_A_LEADER = (10037, 10059)
+# For how long a majority may run without a leader: twice NATS' longest election, and more.
+_STUCK_SECONDS = 20.0, 25.0
 
 
 class _Member(Kind):
@@ -177,6 +185,7 @@ class _Keeper(threading.Thread):
         self._told = ""
         self._is_seen = False
         self._peers_at = 0.0
+        self._stuck_until: float | None = None
         self._link: store.Transport | None = None
 
     @property
@@ -331,24 +340,68 @@ class _Keeper(threading.Thread):
         """Find members on other ports than the likeliest, and have them all keep the data."""
         assert self._kind is not None
         assert self._node is not None
-        moved = False
+        moved, running = False, 1
         for peer in self._kind.peers:
             for port in self._members.ports(peer):
                 with contextlib.suppress(OSError, ValueError):
                     name = probe(self._members.hosts[peer][0], port, _GREETING_SECONDS)
                     if name == self._members.name(peer):
+                        running += 1
                         moved = moved or self._kind.peers[peer] != port
                         self._kind.peers[peer] = port
                         break
         if moved:
             self._kind.configure(self._node)
             os.kill(self._node.pid, signal.SIGHUP)
+        if self._is_led() or 2 * running <= len(self._members.hosts):
+            self._stuck_until = None
+        elif self._stuck_until is None:
+            # They differ: one that forgets may be enough.
+            self._stuck_until = time.monotonic() + random.uniform(*_STUCK_SECONDS)
+        elif time.monotonic() >= self._stuck_until:
+            self._forget()
+            return
         with contextlib.suppress(OSError, nats.errors.Error, APIError, store.UnfitServerError):
             self.ask(self._grow(), 1.0)
 
+    def _is_led(self) -> bool:
+        """Whether a leader answers for the data, be it that there is none yet."""
+        asked = {"last_by_subj": f"$KV.{_BUCKET}.none"}
+
+        async def ask() -> None:
+            link = await self.transport.link()
+            await link.ask(f"STREAM.MSG.GET.KV_{_BUCKET}", asked, _GREETING_SECONDS)
+
+        try:
+            self.ask(ask(), 2 * _GREETING_SECONDS)
+        except APIError as error:
+            return error.err_code in _OF_A_LEADER
+        except (OSError, nats.errors.Error, store.UnfitServerError):
+            return False
+        return True
+
+    def _forget(self) -> None:
+        """Start the member of this host again without its data.
+
+        NATS counts the vote of a member that has forgotten all only where all others have, too:
+        after the loss of a majority, one that remembers and one that came back elect no leader.
+        """
+        assert self._node is not None
+        log.warning(
+            "run '%s': a majority of the store's members runs and elects no leader, for those that "
+            "came back have forgotten all: that of this host forgets too, and the nodes that live "
+            "write the run again",
+            self._run,
+        )
+        self._stuck_until = None
+        self._node.end()
+        shutil.rmtree(self._node.directory, ignore_errors=True)
+        self._node = None
+        self._start_member()
+
     async def _grow(self) -> None:
         """Where the data was first stored while some members were away, let all have it."""
-        bucket, link = f"KV_{store.Options().bucket}", await self.transport.link()
+        bucket, link = f"KV_{_BUCKET}", await self.transport.link()
         config = (await link.ask(f"STREAM.INFO.{bucket}", {}, _GREETING_SECONDS))["config"]
         size = len(self._members.hosts)
         if config["num_replicas"] < size:

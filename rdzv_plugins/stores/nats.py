@@ -243,6 +243,9 @@ class Client(StoreClient):
         """The meaning of an answer of JetStream."""
         said = f"{error.description} [{error.err_code}]"
         bucket = self._options.bucket
+        if error.err_code == _NO_STREAM and self._options.create_bucket:
+            self._transport.renew()
+            return Problem(f"has lost its bucket '{bucket}'; it is created again", retryable=True)
         if error.err_code == _NO_STREAM:
             return Problem(
                 f"has no bucket '{bucket}'; create it, with "
@@ -756,6 +759,11 @@ class Transport:
             self._hosts.append(self._hosts.pop(0))
         link.fail(TimeoutError("no answer in time"))
         self._ending = asyncio.ensure_future(_end(link))
+
+    def renew(self) -> None:
+        """Have the next request dial anew."""
+        if (link := self._link) is not None:
+            _loop().call_soon_threadsafe(self._leave, link)
 
     def close(self) -> None:
         """End the connection; idempotent."""
