@@ -196,6 +196,28 @@ def _trains(
     }
 
 
+def members(scene: Scene, *endpoint: str) -> dict[str, Any]:
+    """The hosts of the endpoint run the store; each one's own name is at loopback there."""
+    hosts = scene.network("a", "b", "c")
+    for host in hosts:
+        others = "".join(f"10.1.0.{it.number} {it.name}\n" for it in hosts if it is not host)
+        host.run("sh", "-c", 'printf %s "$1" >> /etc/hosts', "sh", others)
+    named = ("--nnodes", str(len(hosts)), "-i", "job")
+    before = {host.name: check(host, "quorum", *endpoint, *named) for host in hosts}
+    job = scene.job("quorum", *endpoint, nodes="3")
+    job.start_on(hosts)
+    world = job.await_begun(3)
+    while_it_runs = check(hosts[1], "quorum", *endpoint, *named)
+    job.finish()
+    return {
+        "master": world.master,
+        "statuses": job.ends(),
+        "before": before,
+        "while it runs": while_it_runs,
+        "logs": job.logs(),
+    }
+
+
 def served(scene: Scene) -> dict[str, Any]:
     """A host serves the store of the others; its own name is at loopback, as Debian has it."""
     first, other = scene.network("a", "b")
@@ -363,8 +385,8 @@ def ports(scene: Scene) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     it.__name__: it
     for it in (
-        at_loopback, agents_of_consul, served, own_stores, own_names, out_of_reach, gloos_choice,
-        at_loopback_only, ports,
+        at_loopback, agents_of_consul, members, served, own_stores, own_names, out_of_reach,
+        gloos_choice, at_loopback_only, ports,
     )
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -55,6 +56,28 @@ def test_a_store_at_each_hosts_loopback(scenario: str) -> None:
     assert "of 10.1.0.1 (eth1), 127.0.0.1 (lo)" in address
     mark = "ok  " if "consul" in scenario else "warning "
     assert only(seen["checked"], "store's host: it is at loopback").startswith(mark)
+
+
+@pytest.mark.parametrize("endpoint", ["a,b,c", pytest.param("c", marks=soak)])
+def test_hosts_whose_own_names_are_at_loopback_run_the_store(endpoint: str) -> None:
+    seen = play("members", endpoint)
+    # Of the first agent, which is at a, b or c.
+    assert re.fullmatch(r"10\.1\.0\.[123]:\d+", seen["master"])
+    assert seen["statuses"] == [0, 0, 0]
+    for name, lines in seen["before"].items():
+        assert not [line for line in lines if "store's host" in line]
+        other = "c" if endpoint == "c" else "ab"[name == "a"]
+        if name != other:
+            why = "(from it this host reaches the store, of"
+            assert f"address: other nodes dial '10.1.0.{'abc'.index(name) + 1}' {why}" in only(
+                lines, "address: "
+            )
+            assert only(lines, f"member: '{other}' runs none yet").startswith("unknown")
+        assert only(lines, "store: not tried: 0 of ").startswith("unknown")
+        only(lines, "verdict: a job works")
+    only(seen["while it runs"], "ok", "rights: ")
+    for lines in seen["logs"].values():
+        assert not [line for line in lines if "at loopback" in line and "gloo" not in line]
 
 
 def test_a_host_serves_the_store_of_the_others() -> None:
