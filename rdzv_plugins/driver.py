@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,6 +28,7 @@ from rdzv_plugins.kv import (
     is_signal,
 )
 from rdzv_plugins.kv.findings import Mark
+from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.logs import RunLog
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
@@ -51,6 +53,8 @@ _MAY_LOSE_THE_RUN = ("persistence", "eviction")
 
 # Not while agents wait for the round and start their workers.
 _NOTED_AFTER_SECONDS = 1.0
+# For how long each of it is tried: a store's servers may elect a leader, which takes some 10 s.
+_HISTORY_SECONDS = 30.0
 
 # The same refusal is not told sooner again.
 _REPEATED_AFTER_SECONDS = 60.0
@@ -342,12 +346,24 @@ class Driver:
         self._to_note = []
         inspects, self._inspected = not self._inspected, True
 
+        def passes(error: Exception) -> bool:
+            refused = isinstance(error, AccessDeniedError) or self._stopping.is_set()
+            return store_is_away(error) and not refused
+
+        def pause(seconds: float) -> None:
+            self._stopping.wait(seconds)
+
         def note() -> None:
             if earlier is not None:
                 earlier.join()
             try:
                 for _, at, record in due:
-                    self._archive.note(record, at)
+                    retry(
+                        partial(self._archive.note, record, at),
+                        timeout=_HISTORY_SECONDS,
+                        retryable=passes,
+                        sleep=pause,
+                    )
             except (RendezvousConnectionError, RendezvousStateError) as error:
                 if not self._told_of_the_archive:
                     self._told_of_the_archive = True

@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.protocol import effects, leader, member, rules
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
-from rdzv_plugins.protocol.round_record import record_of
+from rdzv_plugins.protocol.round_record import RoundRecord, record_of
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.harness import until
 
@@ -300,6 +301,30 @@ def test_a_store_that_may_lose_the_run_is_told_of_once(caplog: pytest.LogCapture
     assert driver._noting is not None
     driver._noting.join(5.0)
     assert caplog.messages == ["run 'test': memory: eviction: allkeys-lru; set noeviction"]
+
+
+@pytest.mark.parametrize(
+    ("error", "rows"), [(RendezvousConnectionError("away"), 1), (AccessDeniedError("refused"), 0)]
+)
+def test_the_history_is_written_once_the_store_has_a_leader_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, rows: int
+) -> None:
+    """Who is refused does not ask again."""
+    driver = make_driver(MemoryClient(MemoryServer(), "run"))
+    note, errors = driver._archive.note, [error] * 3
+
+    def away(record: RoundRecord, at: datetime) -> None:
+        if errors:
+            raise errors.pop()
+        note(record, at)
+
+    monkeypatch.setattr(driver._archive, "note", away)
+    with pytest.raises(StopIteration):
+        driver._drive(scripted([effects.RecordHistory(record_of(RUNNING, {}))], []))
+    driver._note()
+    assert driver._noting is not None
+    driver._noting.join(5.0)
+    assert len(driver._archive.rows()) == rows
 
 
 def test_the_outcome_reaches_the_agent() -> None:
