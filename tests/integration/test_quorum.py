@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -85,8 +86,8 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
 class Hosts:
     """Attendances of this process' own, one a host, without agents."""
 
-    def __init__(self, folder: Path) -> None:
-        self.run_id = f"run-{folder.name}"
+    def __init__(self) -> None:
+        self.run_id = f"run-{secrets.token_hex(4)}"
         self.store = quorum()
         self._attendances: dict[int, Attendance] = {}
 
@@ -122,7 +123,7 @@ class Hosts:
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     (tmp_path / "members").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "members"))
-    hosts = Hosts(tmp_path)
+    hosts = Hosts()
     yield hosts
     hosts.close()
     assert members(tmp_path) == {}
@@ -476,7 +477,8 @@ def test_members_whose_ports_are_taken_find_each_other(hosts: Hosts, tmp_path: P
 _FORKS = """
 import os, sys, time
 from rdzv_plugins.stores.quorum import Client, Options
-Client.attend("127.0.0.1", Options(cluster="forks"), "127.0.0.1", "forks").await_member()
+run = f"forks-{os.getpid()}"
+Client.attend("127.0.0.1", Options(cluster=run), "127.0.0.1", run).await_member()
 child = os.fork()
 if child:
     print(child, flush=True)
