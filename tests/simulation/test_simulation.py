@@ -26,7 +26,7 @@ from .world import simulate
 
 IN_CI = os.environ.get("CI") == "true"
 FIRST = int(os.environ.get("FIRST_SEED") or 1)
-SEEDS = max(int(os.environ.get("SEEDS") or 500), 2000 if IN_CI else 0)
+SEEDS = max(int(os.environ.get("SEEDS") or 500), 1000 if IN_CI else 0)
 LARGE = 4 if IN_CI else 1
 # Other tests run at the same time.
 PROCESSES = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1))
