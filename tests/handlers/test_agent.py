@@ -233,7 +233,7 @@ def test_a_worker_that_was_killed_is_the_cause_though_others_failed_first(fleet:
     nodes = [
         fleet.node(script, lease=LONG, nodes=(2, 2), max_restarts=1) for script in (fails, killed)
     ]
-    assert until(fleet.someone_failed, 10)
+    assert until(fleet.someone_failed, 30)
     failed.touch()
     assert [node.end().state for node in nodes] == [WorkerState.SUCCEEDED] * 2
     assert [node.counted for node in nodes] == [0, 1]
@@ -268,7 +268,7 @@ def test_what_follows_a_leave_counts_against_nothing(fleet: Run) -> None:
     peer = fleet.peer(lease=LONG, nodes=(1, 2))
     peer.thread.join(10)
     fail()
-    assert until(fleet.someone_failed, 10)
+    assert until(fleet.someone_failed, 30)
     peer.handler._leave()
     assert node.end().state is WorkerState.SUCCEEDED
 
@@ -292,7 +292,7 @@ def failed_beside_a_peer(fleet: Run) -> tuple[Node, Peer]:
     peer = fleet.peer(lease=LONG, nodes=(2, 2))
     peer.thread.join(10)
     fail()
-    assert until(fleet.someone_failed, 10)
+    assert until(fleet.someone_failed, 30)
     return node, peer
 
 
