@@ -39,7 +39,7 @@ from rdzv_plugins.kv.contract import (
 from rdzv_plugins.servers.process import Kind, Node, NotInstalledError, Security, ServerError
 from rdzv_plugins.servers.quorum import USER, at, find_binary, probe, route, settings_of, write
 from rdzv_plugins.stores import nats as store
-from rdzv_plugins.stores.quorum import PRESENCE, Client, Members, refuse_without_secret
+from rdzv_plugins.stores.quorum import PRESENCE, Client, Members, refuse_others
 
 __all__ = ["Place", "QuorumAttendance", "own_place"]
 
@@ -450,9 +450,7 @@ class _Keeper(threading.Thread):
 
 def _transport(target: Endpoint, members: Members) -> store.Transport:
     async def welcome(link: store.Link) -> None:
-        if not members.is_of(str(link.info.get("server_name", ""))):
-            raise store.UnfitServerError("is another cluster's")
-        refuse_without_secret(link, password)
+        refuse_others(link, members, password)
 
     password = members.options.password()
     options = store.Options(user=USER if password is not None else None, password=password)

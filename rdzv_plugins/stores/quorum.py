@@ -26,7 +26,7 @@ import hashlib
 import hmac
 import socket
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -43,7 +43,7 @@ from rdzv_plugins.run_ids import RESERVED
 from rdzv_plugins.servers.quorum import USER, at, server_name
 from rdzv_plugins.stores import nats as store
 
-__all__ = ["PRESENCE", "Client", "Members", "Options", "refuse_without_secret"]
+__all__ = ["PRESENCE", "Client", "Members", "Options", "refuse_others"]
 
 SIZES = (1, 3, 5)
 """How many members there may be: of two or four, half are no majority."""
@@ -200,8 +200,16 @@ class Members:
         return ",".join(host for host, _ in self.hosts)
 
 
-def refuse_without_secret(link: store.Link, password: str | None) -> None:
-    """Raise as for a wrong secret where a member asks for none: it is in no cluster with ours."""
+def refuse_others(link: store.Link, members: Members, password: str | None) -> None:
+    """Raise where this is no member of the cluster, and as for a wrong secret if it asks for none.
+
+    A member that asks for none is in no cluster with those that do.
+    """
+    name = str(link.info.get("server_name", ""))
+    if not members.is_of(name):
+        raise OtherClusterError(
+            f"has no member of '{members.cluster}' on its ports: '{name}' is there"
+        )
     if password is not None and not link.info.get("auth_required"):
         raise nats.errors.AuthorizationError
 
@@ -270,12 +278,7 @@ class Client(store.Client):
         await _answer_members(await self._transport.link())
 
     async def _greet(self, link: store.Link) -> None:
-        name = str(link.info.get("server_name", ""))
-        if not self._members.is_of(name):
-            raise OtherClusterError(
-                f"has no member of '{self._members.cluster}' on its ports: '{name}' is there"
-            )
-        refuse_without_secret(link, self._options.password)
+        refuse_others(link, self._members, self._options.password)
         await super()._greet(link)
         with contextlib.suppress(APIError):  # There is no mark yet.
             asked = {"last_by_subj": self._mark}
@@ -299,8 +302,7 @@ class Client(store.Client):
         hosts = self._members
         if isinstance(error, OtherClusterError):
             return Problem(str(error), retryable=True)
-        no_answer = isinstance(error, OSError | nats.errors.NoRespondersError)
-        if no_answer and not isinstance(error, nats.errors.AuthorizationError):
+        if isinstance(error, OSError | nats.errors.NoRespondersError):
             few = "a majority of its members" if len(hosts.hosts) > 1 else "its member"
             refused = isinstance(error, ConnectionRefusedError | socket.gaierror)
             return Problem(
@@ -320,10 +322,7 @@ class Client(store.Client):
         return problem
 
     def inspect(self) -> Iterable[Finding]:
-        yield from self._findings(super().inspect())
-
-    def _findings(self, found: Iterable[Finding]) -> Iterator[Finding]:
-        for finding in found:
+        for finding in super().inspect():
             # The data of a majority is safe there.
             if finding.what == "persistence":
                 continue

@@ -206,7 +206,6 @@ EXPLAINS_ITSELF = (
 # Parts of texts that nobody is shown alone: they stand in the brackets or in front of another line,
 # or are caught, or show a fault in a program that calls this package.
 IS_PART_OF_ANOTHER = (
-    "is another cluster's",
     "its log ends with: …",
     "it is no NATS server",
     "there is no route to it",
