@@ -303,12 +303,12 @@ def test_durations_go_to_torchs_metrics(site: Site, kept: dict[str, int]) -> Non
     lonely = site.handler(2, 2, join_timeout=0.5)
     with pytest.raises(RendezvousTimeoutError):
         lonely.next_rendezvous()
-    assert until(lambda: "rdzv.next_rendezvous.duration.ms" in kept, 5.0)
+    assert until(lambda: "rdzv.next_rendezvous.duration.ms" in kept, 30)
     assert kept["rdzv.next_rendezvous.failure"] == 1
     assert 500 <= kept["rdzv.next_rendezvous.duration.ms"] < 10_000
     pair = site.handler(2, 2), site.handler(2, 2)
     site.join(*pair)
-    assert until(lambda: kept["rdzv.next_rendezvous.duration.ms"] < 500, 5.0)
+    assert until(lambda: kept["rdzv.next_rendezvous.duration.ms"] < 500, 30)
     assert kept["rdzv.next_rendezvous.success"] == 1
     assert pair[0].shutdown()
     assert kept["rdzv.shutdown.success"] == 1

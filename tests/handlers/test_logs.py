@@ -31,7 +31,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     caplog.set_level(logging.INFO, "rdzv_plugins")
 
     def fresh(number: int = 0) -> list[str]:
-        until(lambda: len(caplog.records) >= number, 5.0)
+        until(lambda: len(caplog.records) >= number, 30)
         found = [it.getMessage() for it in caplog.records if it.name.startswith("rdzv_plugins")]
         caplog.clear()
         assert all(line.startswith("run 'run': ") for line in found), found
@@ -127,7 +127,7 @@ def test_records_have_fields(site: Site, lines: Lines, caplog: pytest.LogCapture
     alone = site.handler(1, 1)
     site.join(alone)
     site.join(alone)
-    assert until(lambda: len(caplog.records) == 5, 5.0)
+    assert until(lambda: len(caplog.records) == 5, 30)
     succeed(alone)
     why = f"{ME} joined again (its workers failed)"
     found = [

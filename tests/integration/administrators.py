@@ -307,7 +307,7 @@ class _Nats(_WithUsersInAFile):
         file.write_text(json.dumps(settings))
         before = self._loaded(node)
         os.kill(node.pid, signal.SIGHUP)
-        assert until(lambda: self._loaded(node) != before, 10)
+        assert until(lambda: self._loaded(node) != before, 30)
 
     def _loaded(self, node: Node) -> Any:
         return ask(node.ports[2], "GET", "/varz", security=Security())[1]["config_load_time"]

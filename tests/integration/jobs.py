@@ -137,7 +137,7 @@ class Job(Run):
             rows = [row for row in self.archive.rows() if row.round > after]
             return rows[0].reason if rows else None
 
-        return self.await_that(found, f"a round above {after} in the history", 10)
+        return self.await_that(found, f"a round above {after} in the history", 30)
 
     def status(self) -> str:
         """All that `rdzv status` and the dashboard have of the run."""

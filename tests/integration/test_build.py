@@ -221,4 +221,4 @@ def test_rows_of_options_have_anchors(installed: Path, phone: Chrome) -> None:
     phone.get(f"{page}#quarantine_after")
     shown = "return document.querySelector('tr:target').getBoundingClientRect().top"
     # The page glides there.
-    assert until(lambda: 0 < phone.execute_script(shown) < 400, 10)
+    assert until(lambda: 0 < phone.execute_script(shown) < 400, 30)

@@ -498,7 +498,7 @@ def test_consul_rights(monkeypatch: Patch) -> None:
         assert rule == 'key_prefix "rdzv/" { policy = "write" }'
         put("policy", {"Name": "keys", "Rules": rule})
         put(f"token/{token['AccessorID']}", {**token, "Policies": [{"Name": "keys"}]})
-        assert until(lambda: check_store(store).status == 0, 10)
+        assert until(lambda: check_store(store).status == 0, 30)
         mark, text = check_store(store).of("version")
         assert mark == "unknown"
         assert "agent:read" in text
@@ -532,7 +532,7 @@ def test_replica(redis: RunningStore, admin: Any, tmp_path: Path) -> None:
         node.await_ready()
         with closing(redis_py.Redis(HOST, node.port)) as replica:
             up = {"master_link_status": "up"}.items()
-            assert until(lambda: up <= replica.info("replication").items(), 10)
+            assert until(lambda: up <= replica.info("replication").items(), 30)
         told = check("-e", f"{HOST}:{node.port}")
     finally:
         node.end()
@@ -601,10 +601,10 @@ def test_the_leaders_log_warns_of_eviction_and_of_no_persistence(
         agents = [run.start((3, 3)) for _ in range(3)]
         assert until(one_world(agents), 30)
         told = ["redis: persistence: none: a restart", "redis: eviction: the policy is allkeys-lru"]
-        assert until(lambda: all(it in caplog.text for it in told), 10)
+        assert until(lambda: all(it in caplog.text for it in told), 30)
         agents[0].fail_workers()
         assert until(lambda: [len(agent.rounds) for agent in agents] == [2, 2, 2], 30)
-        assert until(lambda: len(run.history()) == 2, 10)
+        assert until(lambda: len(run.history()) == 2, 30)
         assert [caplog.text.count(it) for it in told] == [1, 1]
     finally:
         for agent in run.agents:
@@ -628,7 +628,7 @@ def test_member_of_a_cluster_without_cluster(tmp_path: Path) -> None:
         with closing(redis_py.Redis(HOST, node.port)) as admin:
             slots: Any = admin
             slots.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-            assert until(lambda: is_ok(slots), 10)
+            assert until(lambda: is_ok(slots), 30)
         # It has this run's keys, and not those of each other run.
         what, text = check(*endpoint).only("failed")
         assert what == "role"

@@ -159,7 +159,7 @@ def test_status_counts_the_nodes_that_wait(server: servers.LocalServer, run_id: 
     handlers = [create_handler("redis", params) for _ in range(3)]
     joins = [Background(handler.next_rendezvous) for handler in handlers[:2]]
     with closing(open_client("redis", server.endpoint, run_id)) as client:
-        assert until(lambda: len(client.list(NODES_PREFIX)) == 2, 10)
+        assert until(lambda: len(client.list(NODES_PREFIX)) == 2, 30)
         result = invoke("status", "-e", server.endpoint, "-i", run_id)
         assert result.exit_code == 3
         sentence = f"run '{run_id}': waiting for 1 node: 2 of 3 are here; forming since "
@@ -245,7 +245,7 @@ def test_the_shell_completes_the_ids_of_runs(server: servers.LocalServer, run_id
         return sorted(done.stdout.split())
 
     store = " ".join(where)
-    assert until(lambda: completed(f"status {store} ") == ["drift", "train"], 20)
+    assert until(lambda: completed(f"status {store} ") == ["drift", "train"], 30)
     assert completed(f"status {store} dr") == ["drift"]
     assert completed(f"status {store} -i tr") == ["train"]
     for command in COMMANDS:
@@ -281,7 +281,7 @@ def test_a_run_is_listed_and_its_rounds_are_kept_when_it_has_ended(
         lines = invoke("list", *where).stdout.splitlines()
         return next((line for line in lines if "of two" in line), "")
 
-    assert until(lambda: "running round 0" in line(), 20), line()
+    assert until(lambda: "running round 0" in line(), 30), line()
     assert "running" in line()
     for handler in handlers:
         assert isinstance(handler, StoreRendezvousHandler)
@@ -317,7 +317,7 @@ def test_the_list_has_what_is_asked_for_in_the_order_that_is_asked_for(
         return [json.loads(row)["run"] for row in rows]
 
     handlers = form(server, "older", prefix=run_id)
-    assert until(lambda: runs_of() == ["older"], 20)
+    assert until(lambda: runs_of() == ["older"], 30)
     handlers += form(server, "newer", prefix=run_id)
     dead = form(server, "killed", prefix=run_id)
     for handler in dead:
@@ -363,7 +363,7 @@ def test_the_list_comes_soon_whatever_the_intervals_are(
             record = NodeRecord.decode(entry.value)
             old = replace(record, interval=60.0, lease=180.0, at=record.at - 600)
             client.put(key, old.encode())
-    assert until(lambda: len(list_runs(lambda run: client_of(server, run, run_id))) == 5, 20)
+    assert until(lambda: len(list_runs(lambda run: client_of(server, run, run_id))) == 5, 30)
     began = time.monotonic()
     rows = [json.loads(row) for row in invoke("list", *where, "--json").stdout.splitlines()]
     assert time.monotonic() - began < 6, "to know that it is dead takes 12 s and more"
@@ -532,7 +532,7 @@ def test_clean_refuses_a_run_that_lives(server: servers.LocalServer, run_id: str
     # What lives has not ended, and writes itself back.
     forced = invoke("clean", "--force", *conf).stdout
     assert re.fullmatch(rf"deleted \d+ keys of run '{run_id}'\n", forced)
-    assert until(lambda: invoke("status", *conf).exit_code == 0, 20)
+    assert until(lambda: invoke("status", *conf).exit_code == 0, 30)
     for handler in handlers:
         handler.shutdown()
     assert "deleted" in rdzv("clean", *conf).stdout
@@ -575,20 +575,20 @@ def test_a_host_is_excluded_from_all_runs_and_included_again(
         return {json.loads(row)["run"] for row in rows}
 
     handlers = form(server, "one", prefix=run_id)
-    assert until(lambda: listed() == {"one"}, 20)
+    assert until(lambda: listed() == {"one"}, 30)
     said = invoke("exclude", host, "--all-runs", "--for", "1h", "--why", "ECC errors", *where)
     assert said.exit_code == 0, said.stderr
     assert re.fullmatch(rf"{host} excluded until .* UTC: ECC errors; from all runs\n", said.stdout)
     # A run that begins later has it from its leader, once that has time to read it.
     handlers += form(server, "two", prefix=run_id)
-    assert until(lambda: held() == [[host], [host]], 20), held()
+    assert until(lambda: held() == [[host], [host]], 30), held()
 
     (row,) = invoke("excluded", "-i", "two", *where, "--json").stdout.splitlines()
     data = json.loads(row)
     assert (data["host"], data["from"], data["by"]) == (host, "all runs", "exclusion")
     assert data["why"] == "ECC errors"
 
-    assert until(lambda: listed() == {"one", "two"}, 20)
+    assert until(lambda: listed() == {"one", "two"}, 30)
     said = invoke("include", host, "--all-runs", *where)
     assert (said.exit_code, said.stdout) == (0, f"{host} may join all runs again\n")
     assert held() == [[], []]

@@ -108,7 +108,7 @@ def test_nobody_waits_for_who_may_write_and_not_read(
         if asks:
             blind.agents[0].fail_workers()
         # Several leases; it took as long as a join may, which is 30 s.
-        until(one_world([other]), 12)
+        until(one_world([other]), 30)
         assert blind.agents[0].error is None
     finally:
         for agent in blind.agents:

@@ -59,7 +59,7 @@ def one_life(store: RunningStore, folder: Path, handler: str) -> tuple[Job, Even
             return any(it.name == f"{HANDLER}_keep_alive" for it in events(job, name))
 
         for name in "ab":
-            job.await_that(lambda name=name: beats(name), f"a beat of {name}", 20)  # type: ignore[misc]
+            job.await_that(lambda name=name: beats(name), f"a beat of {name}", 30)  # type: ignore[misc]
         killed = job.agents["a"].signal_workers(signal.SIGKILL)
         job.await_begun("ab", after=killed)
         for name in "ab":

@@ -65,7 +65,7 @@ def test_expired_runs_are_removed_by_the_next_that_ends(kind: Kind) -> None:
         old = [end(f"old-{number}", 0.2) for number in range(3)]
         end("running", None)
         end("later", 100)
-        assert until(lambda: all(client.list("") == {} for client in old), 10)
+        assert until(lambda: all(client.list("") == {} for client in old), 30)
         end("last", 100)
         assert RUNS[kind.name](store.address, prefix) == {"running", "later", "last"}
         for client in opened:

@@ -85,13 +85,13 @@ def test_it_tells_of_a_lost_node_and_of_an_outage(store: RunningStore, tmp_path:
             assert scrape(address) == {("rdzv_store_up",): 1.0}
             assert page(f"{address}/why") == "there are no runs under this prefix\n"
             job.begin("abc")
-            assert until(lambda: shows(address, nodes=3, round=job.round()), 20)
+            assert until(lambda: shows(address, nodes=3, round=job.round()), 30)
             job.agents["b"].kill()
             job.await_begun("ac", after=time.monotonic())
-            assert until(lambda: shows(address, nodes=2, round=job.round()), 20)
+            assert until(lambda: shows(address, nodes=2, round=job.round()), 30)
             # A round is released to its agents before its leader notes it.
             lost = ("rdzv_restarts_total", "job", "lost")
-            assert until(lambda: scrape(address)[lost] == 1, 10)
+            assert until(lambda: scrape(address)[lost] == 1, 30)
             found = scrape(address)
             assert found["rdzv_nodes", "job", "running"] == 2
             assert found["rdzv_phase", "job", "running"] == 1
@@ -107,7 +107,7 @@ def test_it_tells_of_a_lost_node_and_of_an_outage(store: RunningStore, tmp_path:
                 job.finish(name)
             job.await_ends("ac")
             closed = ("rdzv_condition", "job", "closed")
-            assert until(lambda: scrape(address).get(closed) == 1, 20)
+            assert until(lambda: scrape(address).get(closed) == 1, 30)
             assert ("rdzv_round", "job") not in scrape(address)
         finally:
             job.close()
@@ -137,10 +137,10 @@ def die(store: RunningStore, run_id: str, *, nodes: int = 2, **conf: str) -> Non
             join.result(20)
     listed = partial(list_runs, store.open)
     phase = Phase.RUNNING if nodes == 2 else Phase.FORMING
-    assert until(lambda: run_id in listed() and listed()[run_id].phase is phase, 20)
+    assert until(lambda: run_id in listed() and listed()[run_id].phase is phase, 30)
     # A leader has set a deadline of the keys by its second beat.
-    await_beats(store, run_id, nodes, 20)
-    await_beats(store, run_id, nodes, 20)
+    await_beats(store, run_id, nodes, 30)
+    await_beats(store, run_id, nodes, 30)
     for handler in handlers:
         assert isinstance(handler, StoreRendezvousHandler)
         handler._driver.stop(5)
@@ -157,7 +157,7 @@ def test_a_person_ends_the_alert_of_a_dead_run(store: RunningStore, gone: bool) 
     if gone:
         for run_id in runs:
             with closing(store.open(run_id)) as client:
-                assert until(lambda client=client: not client.list(""), 20)  # type: ignore[misc]
+                assert until(lambda client=client: not client.list(""), 30)  # type: ignore[misc]
     name = "rdzv_condition"
     with exporter(store) as address:
 
@@ -169,19 +169,19 @@ def test_a_person_ends_the_alert_of_a_dead_run(store: RunningStore, gone: bool) 
                 for run_id in runs
             }
 
-        assert until(lambda: conditions() == {it: {"dead"} for it in runs}, 20), conditions()
+        assert until(lambda: conditions() == {it: {"dead"} for it in runs}, 30), conditions()
         said = rdzv("close", "-i", "closed", *where)
         assert said.startswith("closed run 'closed': nobody lives in it; its id is free")
         after = {it: {"dead"} for it in runs} | {"closed": {"closed"}}
-        assert until(lambda: conditions() == after, 20), conditions()
+        assert until(lambda: conditions() == after, 30), conditions()
         said = rdzv("clean", "-i", "cleaned", *where)
         assert said.endswith("it is listed as closed now\n")
         after |= {"cleaned": {"closed"}}
-        assert until(lambda: conditions() == after, 20), conditions()
+        assert until(lambda: conditions() == after, 30), conditions()
         said = rdzv("clean", "--dead", *where)
         assert ("run 'one of many'" in said, "run 'without a round'" in said) == (True, True)
         assert "run 'cleaned'" not in said
-        assert until(lambda: conditions() == {it: {"closed"} for it in runs}, 20), conditions()
+        assert until(lambda: conditions() == {it: {"closed"} for it in runs}, 30), conditions()
     host = socket.gethostname()
     listed = rdzv("list", *where)
     assert listed.count(f": cleaned by hand, by rdzv clean on {host}") == 3, listed

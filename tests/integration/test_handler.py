@@ -56,7 +56,7 @@ def test_a_late_node_is_let_in(run: Run) -> None:
     until(one_world(agents), 30)
     agents.append(run.start((1, 3)))
     until(one_world(agents), 30)
-    until(run.tells("joined"), 10)
+    until(run.tells("joined"), 30)
 
 
 def test_a_silent_death_of_any_node_starts_the_next_round(run: Run) -> None:
@@ -66,7 +66,7 @@ def test_a_silent_death_of_any_node_starts_the_next_round(run: Run) -> None:
         # The leader is whoever founded the run; in four deaths minus one it is among the dead.
         agents.pop(0).crash()
         until(one_world(agents), 30)
-    until(run.tells("lease ran out"), 10)
+    until(run.tells("lease ran out"), 30)
 
 
 def test_rounds_whose_nodes_stand_in_shards_survive_deaths_too(
@@ -80,7 +80,7 @@ def test_rounds_whose_nodes_stand_in_shards_survive_deaths_too(
     agents.sort(key=lambda agent: agent.handler._node.id != leader)
     agents.pop(0).crash()
     until(one_world(agents), 30)
-    until(run.tells("lease ran out"), 10)
+    until(run.tells("lease ran out"), 30)
     agents.pop().leave()
     until(one_world(agents), 30)
     agents.append(run.start((1, 5)))
@@ -116,7 +116,7 @@ def test_leaving_is_announced(run: Run, record_property: Measure) -> None:
     # Far below the lease of a minute: nobody waited for it, not even that of a leader.
     until(one_world(agents), 30)
     record_property("seconds", round(time.monotonic() - began, 3))
-    until(run.tells(" left"), 10)
+    until(run.tells(" left"), 30)
 
 
 def test_shutting_down_at_a_signal_is_leaving(run: Run) -> None:
@@ -127,7 +127,7 @@ def test_shutting_down_at_a_signal_is_leaving(run: Run) -> None:
     except SignalException:
         assert agents.pop(0).handler.shutdown()
     until(one_world(agents), 30)
-    until(run.tells(" left"), 10)
+    until(run.tells(" left"), 30)
 
 
 def test_a_node_that_joins_again_takes_all_others_along(run: Run) -> None:
@@ -136,7 +136,7 @@ def test_a_node_that_joins_again_takes_all_others_along(run: Run) -> None:
     agents[0].fail_workers()
     until(lambda: [len(agent.rounds) for agent in agents] == [2, 2], 30)
     until(one_world(agents), 30)
-    until(run.tells("joined again"), 10)
+    until(run.tells("joined again"), 30)
 
 
 def test_a_spare_disturbs_nobody_until_there_is_room(run: Run) -> None:
@@ -198,8 +198,8 @@ def test_a_signal_ends_the_first_join_and_the_node_can_still_leave(run: Run) -> 
     assert handler._leave()
     pair = [run.start((2, 2)) for _ in range(2)]
     # Well before the lease of the node that left.
-    until(one_world(pair), 10)
-    until(lambda: bool(run.history()), 10)
+    until(one_world(pair), 30)
+    until(lambda: bool(run.history()), 30)
     assert not any("lost" in row.reason for row in run.history())
 
 

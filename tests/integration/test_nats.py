@@ -212,7 +212,7 @@ def test_one_of_three_hangs(which: str, run_id: str) -> None:
             finally:
                 store.server.nodes[asked].resume()
             # A leader that was suspended answers with what it knows until it hears of another.
-            assert until(lambda: present(alone.get("key")).value == b"two", 15)
+            assert until(lambda: present(alone.get("key")).value == b"two", 30)
 
 
 def test_a_child_has_a_loop_of_its_own(tmp_path: Path, run_id: str) -> None:

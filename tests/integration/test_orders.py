@@ -133,7 +133,7 @@ def test_an_excluded_host_waits_until_it_is_included(
     )
     assert "ECC errors" in rdzv(run, store, "excluded")
     log = run.agents["b"].log
-    run.await_that(lambda: "; this node waits meanwhile" in log.read_text(), "its warning", 10)
+    run.await_that(lambda: "; this node waits meanwhile" in log.read_text(), "its warning", 30)
     assert run.agents["b"].process.poll() is None
     assert rdzv(run, store, "include", "127.0.0.2").startswith("127.0.0.2 may join run")
     run.await_world("abc", after=without.last_step_at, by_rank=True)
@@ -336,7 +336,7 @@ def test_an_order_to_a_run_that_is_gone_names_its_state(played: Played) -> None:
     assert played.refusal("restart") == unknown
     assert played.refusal("close") == unknown
     played.begin(2, (2, 2), abandoned_ttl="6")
-    agents.until(played.tells("first round"), 20)
+    agents.until(played.tells("first round"), 30)
     for agent in played.agents:
         agent.crash()
     agents.until(played.is_swept, 30)
@@ -385,7 +385,7 @@ def test_what_would_stop_a_job_needs_force(played: Played) -> None:
     said = played.said("drain", label, "--force")
     assert said == [f"drain of {label} from run '{played.run_id}' ordered; {few}"]
     # And so it does: the two that live wait.
-    agents.until(lambda: played.rdzv("status").exit_code == 3, 20)
+    agents.until(lambda: played.rdzv("status").exit_code == 3, 30)
 
 
 def test_an_order_waits_for_its_effect_and_tells_it(played: Played) -> None:
@@ -397,7 +397,7 @@ def test_an_order_waits_for_its_effect_and_tells_it(played: Played) -> None:
     assert (document.round, document.phase, document.size) == (1, Phase.RUNNING, 3)
 
     late = played.add((2, 4), grow="never")
-    agents.until(lambda: " wait" in played.said("status")[0], 20)
+    agents.until(lambda: " wait" in played.said("status")[0], 30)
     assert late.world is None
     (row,) = map(json.loads, played.said("resize", "--json"))
     assert (row["schema"], row["order"], row["run"]) == (1, "resize", played.run_id)
@@ -418,7 +418,7 @@ def test_an_order_waits_for_its_effect_and_tells_it(played: Played) -> None:
 
     # Nobody but one that waits is disturbed for one that waits.
     played.add((2, 4), grow="never")
-    agents.until(lambda: " wait" in played.said("status")[0], 20)
+    agents.until(lambda: " wait" in played.said("status")[0], 30)
     spare = played.label(4)
     said = played.said("drain", "127.0.0.5")
     assert said[0].endswith(" ordered; round 3 is not ended for that")
@@ -473,7 +473,7 @@ def test_an_order_that_is_not_awaited_says_what_is_to_come(played: Played) -> No
         r" came at [0-9:]{8} UTC",
         unseen,
     )
-    agents.until(lambda: all(len(agent.rounds) == 2 for agent in played.agents), 20)
+    agents.until(lambda: all(len(agent.rounds) == 2 for agent in played.agents), 30)
 
     # An agent that does not come: a thread that stands still.
     played.agents[0]._quit.set()

@@ -188,7 +188,7 @@ def test_each_request_through_a_pool_of_sessions(pool: Pool, run_id: str) -> Non
         assert present(client.wait("key", version, 10)).value == b"two"
         assert client.add("count", 1) == 1
         client.expire(60)
-        assert until(lambda: client.list("").keys() == {"key", "count"}, 5)
+        assert until(lambda: client.list("").keys() == {"key", "count"}, 30)
 
 
 def check(store: RunningStore) -> tuple[int, str]:

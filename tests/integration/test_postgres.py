@@ -212,7 +212,7 @@ def test_a_node_holds_two_connections(store: RunningStore, run_id: str) -> None:
             assert row is not None
             return int(row[0])
 
-        assert until(lambda: held() == 0, 5)
+        assert until(lambda: held() == 0, 30)
         client = store.open(run_id)
         for number in range(5):
             waiters = [Background(lambda: client.wait("key", None, 30)) for _ in range(4)]
@@ -220,9 +220,9 @@ def test_a_node_holds_two_connections(store: RunningStore, run_id: str) -> None:
             assert client.add("count", 1) == number + 1
             client.interrupt()
             assert [waiter.result(5) for waiter in waiters] == [None] * 4
-        assert until(lambda: held() == 2, 5), held()
+        assert until(lambda: held() == 2, 30), held()
         client.close()
-        assert until(lambda: held() == 0, 5)
+        assert until(lambda: held() == 0, 30)
 
 
 def test_a_blocked_write_ends_in_the_server_too(

@@ -176,8 +176,8 @@ def finish(job: Job, names: str) -> dict[str, int]:
 
 def assert_nothing_is_left(job: Job, tmp_path: Path, store: RunningStore) -> None:
     folder = tmp_path / "members"
-    job.await_that(lambda: not members(tmp_path), "the end of all members", 10)
-    job.await_that(lambda: not [*folder.glob("rdzv-quorum-*")], "their folders to go", 10)
+    job.await_that(lambda: not members(tmp_path), "the end of all members", 30)
+    job.await_that(lambda: not [*folder.glob("rdzv-quorum-*")], "their folders to go", 30)
     assert answers(store, job.run_id) == []
 
 
@@ -255,7 +255,7 @@ def test_all_are_killed_and_started_again(submit: Submit, tmp_path: Path) -> Non
     for name in "abc":
         job.agents[name].kill()
     killed = time.monotonic()
-    job.await_that(lambda: not members(tmp_path), "the end of all members", 10)
+    job.await_that(lambda: not members(tmp_path), "the end of all members", 30)
     for name in "abc":
         job.start_at(name)
     job.await_begun("abc", after=killed)
@@ -340,7 +340,7 @@ def test_commands_reach_it_from_any_host(submit: Submit) -> None:
     for command in ("status", "history"):
         words = [command, "-i", job.run_id, *at]
         # A round is released to its agents before its leader notes it.
-        assert until(lambda words=words: CliRunner().invoke(app, words).exit_code == 0, 10)  # type: ignore[misc]
+        assert until(lambda words=words: CliRunner().invoke(app, words).exit_code == 0, 30)  # type: ignore[misc]
     # Of those that take no run, the cluster says whose members they are to ask.
     for without in (["list"], ["excluded", "--all-runs"]):
         refused = CliRunner().invoke(app, [*without, *at])
@@ -410,7 +410,7 @@ def test_another_secret_is_refused_at_once(
     hosts.start(3, **wrong)
     own = hosts.open(1, **right)
     longest_gap(own, 0.5)
-    assert until(lambda: len(members(tmp_path)) == 3, 10)
+    assert until(lambda: len(members(tmp_path)) == 3, 30)
     began = time.monotonic()
     with pytest.raises(AccessDeniedError, match="give all nodes and commands the same"):
         hosts.open(3, **wrong)
@@ -437,11 +437,11 @@ def test_a_member_whose_folder_is_deleted_is_started_again(
         known = members(tmp_path)
         (gone,) = [pid for pid, command in known.items() if str(folder) in command]
         shutil.rmtree(folder)
-        assert until(lambda gone=gone: len(now := members(tmp_path)) == 3 and gone not in now, 10)  # type: ignore[misc]
+        assert until(lambda gone=gone: len(now := members(tmp_path)) == 3 and gone not in now, 30)  # type: ignore[misc]
         longest_gap(client, 3)
     for gone in members(tmp_path):
         os.kill(gone, signal.SIGKILL)
-        assert until(lambda gone=gone: len(now := members(tmp_path)) == 3 and gone not in now, 10)  # type: ignore[misc]
+        assert until(lambda gone=gone: len(now := members(tmp_path)) == 3 and gone not in now, 30)  # type: ignore[misc]
         gap = longest_gap(client, 3)
         record_property(f"no write after the death of {gone}, s", round(gap, 2))
     found = client.get("first")
@@ -468,7 +468,7 @@ def test_members_whose_ports_are_taken_find_each_other(hosts: Hosts, tmp_path: P
             return {route.partition("//")[2] for routes in read for route in routes}
 
         moved = {f"127.0.0.{host}:{where.ports(0)[1] + 1}" for host in (1, 2)}
-        assert until(lambda: dialled() == {*moved, f"127.0.0.3:{port + 1}"}, 20)
+        assert until(lambda: dialled() == {*moved, f"127.0.0.3:{port + 1}"}, 30)
         hosts.end(3)
         longest_gap(client, 2)
         client.close()
@@ -498,7 +498,7 @@ def test_a_forked_child_does_not_keep_the_member(tmp_path: Path) -> None:
         agent.kill()
         agent.wait()
         try:
-            assert until(lambda: not members(tmp_path) and not [*folder.iterdir()], 10)
+            assert until(lambda: not members(tmp_path) and not [*folder.iterdir()], 30)
         finally:
             os.kill(child, signal.SIGKILL)
 

@@ -288,13 +288,13 @@ def test_commands_that_go_on_follow(tmp_path: Path, record_property: Measure) ->
         store = administrator.store
         with exporter(store) as address:
             write_run(store, "early", {"a": record(1, "10.0.0.1")})
-            assert until(lambda: "run 'early'" in page(f"{address}/why"), 20)
+            assert until(lambda: "run 'early'" in page(f"{address}/why"), 30)
             administrator.file.unlink()
             administrator.rotate(hand_out=False)
-            assert until(lambda: "is it being replaced" in page(f"{address}/why"), 20)
+            assert until(lambda: "is it being replaced" in page(f"{address}/why"), 30)
             administrator.hand_out()
             began = time.monotonic()
             write_run(store, "late", {"a": record(1, "10.0.0.1")})
-            assert until(lambda: "run 'late'" in page(f"{address}/why"), 20)
+            assert until(lambda: "run 'late'" in page(f"{address}/why"), 30)
             assert "the store is away" not in page(f"{address}/why")
             record_property("follows after, s", round(time.monotonic() - began, 2))

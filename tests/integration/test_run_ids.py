@@ -87,7 +87,7 @@ def test_a_run_of_an_odd_id_lives_and_ends(running_store: RunningStore, tail: st
     try:
         agents += [run.start((1, 2)), run.start((1, 2))]
         until(lambda: all(it.world is not None and it.world[1] == 2 for it in agents), 30)
-        until(lambda: len(run.history()) > 0, 10)
+        until(lambda: len(run.history()) > 0, 30)
     finally:
         for agent in agents:
             agent.end()

@@ -96,7 +96,7 @@ def test_a_steady_node_writes_once_an_interval_and_asking_costs_nothing(
         monitor = Monitor(int(server.endpoint.rpartition(":")[2]))
         # The window opens when the round's own writes are over, that to the list of runs too.
         opened = partial(open_client, "redis", server.endpoint)
-        assert until(lambda: _phase(opened) is Phase.RUNNING, 10.0)
+        assert until(lambda: _phase(opened) is Phase.RUNNING, 30)
         time.sleep(INTERVAL)
         began = time.monotonic()
         asked = 0

@@ -347,7 +347,7 @@ def test_an_etcd_with_users_that_lost_its_data_gets_a_new_token(run_id: str) -> 
                 return False
             return True
 
-        assert until(written, 15)
+        assert until(written, 30)
         assert present(client.get("key")).value == b"new"
         client.close()
 

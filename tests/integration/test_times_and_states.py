@@ -76,7 +76,7 @@ def test_a_killed_node_and_the_last_call_after_it(redis: RunningStore, tmp_path:
                 return json.loads(status(job, "--json"))
 
             # It is silent before it is lost; its last heartbeat stays where it was.
-            assert until(lambda: state_of(data(), lost) in ("silent", "lost"), 20)
+            assert until(lambda: state_of(data(), lost) in ("silent", "lost"), 30)
             assert until(lambda: data()["phase"] == "forming" and data()["last_call_until"], 30)
             found = data()
             assert found["states"] == {"joining": 2, "lost": 1}
@@ -95,7 +95,7 @@ def test_a_killed_node_and_the_last_call_after_it(redis: RunningStore, tmp_path:
             assert [row(text, name)[2] for name in here] == ["joining"] * 2
 
             # The exporter and the page have watched for longer, and say the same.
-            assert until(lambda: scrape(exported).get(("rdzv_nodes", "killed", "lost")) == 1, 20)
+            assert until(lambda: scrape(exported).get(("rdzv_nodes", "killed", "lost")) == 1, 30)
             metrics = scrape(exported)
             assert metrics["rdzv_nodes", "killed", "joining"] == 2
             began = metrics["rdzv_phase_began_timestamp_seconds", "killed"]

@@ -235,7 +235,7 @@ def test_who_comes_back_from_a_silent_store_stops_at_once_and_tells(
         def tokens() -> list[int]:
             return [int(line) for line in fence.with_suffix(".log").read_text().split()]
 
-        away.await_that(lambda: len({*tokens()}) == 3, "a token of each round", 10)
+        away.await_that(lambda: len({*tokens()}) == 3, "a token of each round", 30)
     assert tokens() == sorted(tokens())
 
 

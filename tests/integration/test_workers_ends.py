@@ -69,7 +69,7 @@ def test_workers_end_with_their_agent(
         assert all(map(live, found))
         a.process.send_signal(number)
         began = time.monotonic()
-        assert until(lambda: not any(map(live, found)), 10), a.log.read_text()
+        assert until(lambda: not any(map(live, found)), 30), a.log.read_text()
         record_property("ended after, s", round(time.monotonic() - began, 3))
 
 
@@ -86,7 +86,7 @@ def test_workers_end_with_an_agent_that_a_signal_ends_as_it_starts_them(
         assert a.end() == 128 + number
     found = [*map(int, (tmp_path / "pids").read_text().split())]
     assert found
-    assert until(lambda: not any(map(live, found)), 10), a.log.read_text()
+    assert until(lambda: not any(map(live, found)), 30), a.log.read_text()
 
 
 AT_ITS_BEGIN = """
@@ -108,7 +108,7 @@ def test_torchruns_workers_end_with_it_where_their_script_says_so(
         assert live(worker)
         a.process.kill()
         began = time.monotonic()
-        assert until(lambda: not live(worker), 10)
+        assert until(lambda: not live(worker), 30)
         record_property("ended after, s", round(time.monotonic() - began, 3))
 
 
@@ -142,14 +142,14 @@ def test_workers_have_as_long_as_it_was_said(
         assert until((tmp_path / "began.1.1").exists, 60)
         if event == "failure":
             (tmp_path / "fail").touch()
-            assert until(lambda: said(a, "closing signal SIGTERM"), 20)
+            assert until(lambda: said(a, "closing signal SIGTERM"), 30)
             began = time.monotonic()
             assert a.end(20) == 1
         else:
             with Launch(tmp_path / "b", RDZV_RUN, *arguments):
                 assert until(lambda: said(a, "closing signal SIGTERM"), 60)
                 began = time.monotonic()
-                assert until((tmp_path / "began.2.1").exists, 20), a.log.read_text()
+                assert until((tmp_path / "began.2.1").exists, 30), a.log.read_text()
     record_property("stopped after, s", round(time.monotonic() - began, 2))
 
 

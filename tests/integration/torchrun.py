@@ -144,7 +144,7 @@ class Run(Fleet):
             pid = NodeRecord.decode(entry.value).pid if entry else None
             return next((agent for agent in self.agents.values() if agent.pid == pid), None)
 
-        return self.await_that(found, "a leader among the agents", 10)
+        return self.await_that(found, "a leader among the agents", 30)
 
     def await_round(self, after: int, timeout: float = PATIENCE) -> float:
         """Wait until a round above ``after`` runs; returns when, on the monotonic clock."""
