@@ -20,6 +20,8 @@ from rdzv_plugins.testing.harness import until
 from tests.integration.namespaces import bring_up_loopback
 
 README = Path(__file__).resolve().parents[2] / "README.md"
+# To which the README leads a reader whose job trains.
+COMMANDS = README.parent / "docs" / "commands.md"
 
 # A lease of 15 s and another one where the store was away, an import of torch by three workers on
 # two cores, and time to spare.
@@ -37,8 +39,9 @@ _STEP = re.compile(r"step (\d+) in a world of (\d+), loss")
 
 
 def blocks(language: str = "") -> list[str]:
-    """The README's blocks of code in a language, in their order."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    """The blocks of code in a language, of the README and of its page of commands."""
+    text = README.read_text() + COMMANDS.read_text()
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [text for its_language, text in found if its_language == language]
 
 
@@ -159,13 +162,12 @@ def kill(*terminals: Terminal) -> float:
 
 
 def example() -> dict[str, object]:
-    """The first hour: twice, slowly, and in part out of order.
+    """The first hour, once.
 
     Nothing depends on how fast the commands on the run are: it trains for longer than a test may
     take, until Ctrl-C.
     """
-    block_of_commands = block("export RDZV_BACKEND=quorum").splitlines()
-    export, lines = block_of_commands[0], [command_of(it) for it in block_of_commands[1:]]
+    export, lines = of_commands("quorum")
     early = {line: ask(export, line) for line in lines if "status" in line or "history" in line}
     Path("train.py").write_text(block("import os", "python"))
     with Terminals(block(ON_QUORUM)) as terminals:
@@ -177,34 +179,47 @@ def example() -> dict[str, object]:
         alone = time.monotonic() - killed
         (agents[digit],) = terminals.start(digit)
         terminals.see_a_world_of(3, *agents.values(), after=before)
+        asked = {line: ask(export, line) for line in lines if "close" not in line}
+        interrupt(*agents.values())
+        reached = nearly_done()
+        last = terminals.start(1, 2, 3)
+        statuses = ended(*last)
+        late = {line: ask(export, line) for line in early}
+        return {
+            "early": early, "asked": asked, "late": late, "alone": alone,
+            "reached": reached, "statuses": statuses, "last": terminals.reached,
+        }  # fmt: skip
 
+
+def again() -> dict[str, object]:
+    """What a reader does who kills two, and then goes through the hour anew, at once."""
+    export, lines = of_commands("quorum")
+    Path("train.py").write_text(block("import os", "python"))
+    with Terminals(block(ON_QUORUM)) as terminals:
+        agents = dict(zip((1, 2, 3), terminals.start(1, 2, 3), strict=True))
+        terminals.see_a_world_of(3, *agents.values())
         # Two are killed, and the third is started again with them.
         kill(agents[1], agents[3])
         before = terminals.reached
         interrupt(agents[2])
         agents = dict(zip((1, 2, 3), terminals.start(1, 2, 3), strict=True))
         terminals.see_a_world_of(3, *agents.values(), after=before)
-        asked = {line: ask(export, line) for line in lines if "close" not in line}
         interrupt(*agents.values())
-        reached = nearly_done()
-        last = terminals.start(1, 2, 3)
-        statuses = ended(*last)
-        end = terminals.reached
-        late = {line: ask(export, line) for line in early}
+        nearly_done()
+        statuses = ended(*terminals.start(1, 2, 3))
 
-        # Again from the top, at once: whoever comes when the others have ended is alone.
+        # Again from the top: whoever comes when the others have ended is alone.
         nothing_left = terminals.start(2, 1, 3)
         terminals.see(lambda: any("trained to step" in it.shown for it in nothing_left))
         interrupt(*nothing_left)
         Path("job1.pt").unlink()
         anew = terminals.start(1, 2, 3)
         terminals.see_a_world_of(3, *anew)
-        asked |= {line: ask(export, line) for line in lines if "close" in line}
+        asked = {line: ask(export, line) for line in lines if "close" in line}
         for terminal in anew:
             interrupt(terminal)
         return {
-            "early": early, "asked": asked, "late": late,
-            "alone": alone, "reached": reached, "statuses": statuses, "last": end,
+            "statuses": statuses, "asked": asked,
             "nothing left": "".join(it.shown for it in nothing_left),
             "anew": min(step for it in anew for step, _ in it.steps),
         }  # fmt: skip
@@ -213,8 +228,7 @@ def example() -> dict[str, object]:
 def store() -> dict[str, object]:
     """The same on a server: two terminals, of which one is killed; then again, at once."""
     server = Terminal(SERVE)
-    block_of_commands = block("export RDZV_BACKEND=redis").splitlines()
-    export, lines = block_of_commands[0], [command_of(it) for it in block_of_commands[1:]]
+    export, lines = of_commands("redis")
     Path("train.py").write_text(block("import os", "python"))
     try:
         with Terminals(block(ON_REDIS)) as terminals:
@@ -244,9 +258,10 @@ def store() -> dict[str, object]:
         server.end()
 
 
-def command_of(line: str) -> str:
-    """A line under "Inspecting a run" without its comment."""
-    return line.partition(" # ")[0].strip()
+def of_commands(backend: str) -> tuple[str, list[str]]:
+    """The export and the lines under "Looking at a run", without their comments."""
+    export, *lines = block(f"export RDZV_BACKEND={backend}").splitlines()
+    return export, [line.partition(" # ")[0].strip() for line in lines]
 
 
 def nearly_done(checkpoint: str = "job1.pt") -> int:
@@ -260,7 +275,7 @@ def nearly_done(checkpoint: str = "job1.pt") -> int:
 
 
 def ask(export: str, line: str) -> tuple[int, str]:
-    """The exit status and the output of a line under "Inspecting a run"."""
+    """The exit status and the output of a line under "Looking at a run"."""
     terminal = Terminal(f"bash -c '{export}; {line}'")
     # `rdzv watch` does not end by itself.
     with suppress(subprocess.TimeoutExpired):
@@ -286,5 +301,5 @@ def torchrun() -> dict[str, object]:
 
 if __name__ == "__main__":
     bring_up_loopback()
-    chapters = {"example": example, "store": store, "torchrun": torchrun}
+    chapters = {"example": example, "again": again, "store": store, "torchrun": torchrun}
     json.dump(chapters[sys.argv[1]](), sys.stdout)
