@@ -241,10 +241,6 @@ def history(
     run_id = one_run(run_id, run)
     access = Access(backend, endpoint, conf)
     rows = access.archive(run_id).rows()[::-1][:limit]
-    if as_json:
-        for row in rows:
-            print_json({"schema": 1, **to_builtins(row)})
-        return
     if not rows:
         with access.connect(run_id) as client:
             if client.get(STATE_KEY) is None and access.archive(run_id).last() is None:
@@ -252,6 +248,10 @@ def history(
         raise ValueError(
             f"run '{run_id}' has no history: no round of it has run yet, or it has history_ttl=0"
         )
+    if as_json:
+        for row in rows:
+            print_json({"schema": 1, **to_builtins(row)})
+        return
     _print_table(_rounds(rows))
 
 
@@ -263,9 +263,9 @@ def watch(
     """Show the status and keep it up to date, until Ctrl-C or until the run is closed.
 
     Into a pipe it writes one line whenever the run does something else. An outage of the store does
-    not end it.
+    not end it. Exit status: 0, or 4 if there is no such run.
     """
-    from rdzv_plugins.inspection import Inspection, settle
+    from rdzv_plugins.inspection import Condition, Inspection, settle
 
     run_id = one_run(run_id, run)
     access = Access(backend, endpoint, conf)
@@ -276,6 +276,8 @@ def watch(
             _stream(seen, as_json)
         else:
             _show_live(seen)
+    if seen.condition is Condition.ABSENT:
+        raise typer.Exit(_STATUSES[seen.condition.value])
 
 
 def close(
@@ -398,12 +400,12 @@ def _delete(
     client: KeyValueClient, archive: Archive, run_id: str, *, ended: bool, as_json: bool
 ) -> None:
     """Delete a run's keys; ``ended``: nobody lives in it."""
-    from rdzv_plugins.inspection import NOTHING_STORED, delete_run
+    from rdzv_plugins.inspection import delete_run
 
     keys = delete_run(client)
-    said = f"deleted {keys} keys of run '{run_id}'"
     if not keys and archive.last() is None:
-        said = f"run '{run_id}': {NOTHING_STORED}"
+        raise no_run(client, run_id)
+    said = f"deleted {keys} keys of run '{run_id}'"
     by = f"cleaned by hand, by rdzv clean on {socket.gethostname()}"
     if noted := ended and archive.end_by_hand(by):
         said += ", which had no end before: it is listed as closed now"

@@ -483,24 +483,27 @@ def test_watch_writes_a_line_an_event_and_survives_an_outage(run_id: str) -> Non
             handler.shutdown()
 
 
+@pytest.mark.parametrize("json_", [(), ("--json",)], ids=["text", "json"])
 @pytest.mark.parametrize("command", [it for it in COMMANDS if it not in ("excluded", "include")])
 def test_an_unknown_run_is_told_alike(
-    command: str, server: servers.LocalServer, run_id: str
+    command: str, json_: tuple[str, ...], server: servers.LocalServer, run_id: str
 ) -> None:
-    done = invoke(command, "-e", server.endpoint, run_id, *COMMANDS[command])
+    done = invoke(command, *json_, "-e", server.endpoint, run_id, *COMMANDS[command])
     said = done.stdout if done.stdout else f"rdzv: {done.exception}\n"
-    assert f"run '{run_id}': nothing is stored under this id: check the id and the prefix" in said
-    statuses = {"status": 4, "watch": 0, "clean": 0, "exclude": 0}
+    assert "nothing is stored under this id: check the id and the prefix" in said
+    assert f"'{run_id}'" in said or json.loads(said)["run"] == run_id
+    statuses = {"status": 4, "watch": 4, "exclude": 0}
     assert done.exit_code == statuses.get(command, 1)
 
 
 def test_a_run_without_a_round_is_not_unknown(server: servers.LocalServer, run_id: str) -> None:
     """Its history is empty, and so is that of a run with history_ttl=0."""
     handlers = form(server, run_id, history_ttl="0")
-    done = invoke("history", "-e", server.endpoint, run_id)
-    assert str(done.exception) == (
-        f"run '{run_id}' has no history: no round of it has run yet, or it has history_ttl=0"
-    )
+    for json_ in ((), ("--json",)):
+        done = invoke("history", *json_, "-e", server.endpoint, run_id)
+        assert str(done.exception) == (
+            f"run '{run_id}' has no history: no round of it has run yet, or it has history_ttl=0"
+        )
     for handler in handlers:
         handler.shutdown()
 
