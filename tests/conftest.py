@@ -12,17 +12,29 @@ import pytest
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# They fill all cores: one of them at a time is enough.
-_HEAVY = ("test_torchrun", "test_edges")
+# Their agents and workers import torch, which fills all cores: the files of a row run one after the
+# other, so that no more than three jobs start at a time.
+_JOBS = {
+    "scenarios": ("test_torchrun", "test_edges", "test_two_worlds"),
+    "run": (
+        "test_run", "test_policies", "test_newcomers", "test_unfit_nodes", "test_workers_ends",
+        "test_exhausted", "test_moments", "test_places", "test_options",
+    ),
+    "pages": (
+        "test_readme", "test_start", "test_quorum", "test_network_check", "test_ensembles",
+        "test_addresses", "test_rotation", "test_slow_resolver",
+    ),
+}  # fmt: skip
+_ROW = {file: row for row, files in _JOBS.items() for file in files}
 # The longest come first, then those of minutes, so that no process ends long after the others.
-_LONGEST = (*_HEAVY, "test_simulation")
-_LONG = ("test_readme", "test_start", "test_torch_handler", "test_run", "test_policies")
+_LONG = ("test_torch_handler",)
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's reads the groups.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=_turn)
 
 
@@ -36,16 +48,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _turn(item: pytest.Item) -> int:
     """When its group's turn comes; groups of one turn come in the order of their first tests."""
-    if item.path.stem in _LONGEST:
+    if item.path.stem in _ROW or item.path.stem == "test_simulation":
         return 0
     return 1 if item.path.stem in _LONG or _store(item) is not None else 2
 
 
 def _group(item: pytest.Item) -> str:
-    """The tests on one running store, so that it is started once; else those of a file."""
-    if item.path.stem in _HEAVY:
-        return "heavy"
-    return _store(item) or item.path.stem
+    """The tests on one running store, so that it is started once; else those of a row or a file."""
+    return _store(item) or _ROW.get(item.path.stem, item.path.stem)
 
 
 def _store(item: pytest.Item) -> str | None:

@@ -22,7 +22,7 @@ from rdzv_plugins.testing.threads import Background
 
 __all__ = ["KilledWriterTests"]
 
-KILLS = 6
+KILLS = 4
 
 # Seconds within which a writer must connect and complete two writes.
 BEGINS_WITHIN = 30.0

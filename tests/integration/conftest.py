@@ -17,8 +17,12 @@ from tests.integration.torchrun import Begin, runs
 @pytest.fixture(
     scope="session",
     params=[
-        # Its client is that of nats: what is its own has tests of its own.
-        pytest.param(kind, id=kind.name, marks=pytest.mark.soak if kind.name == "quorum" else ())
+        # Their clients are those of nats and redis; what is their own has tests of its own.
+        pytest.param(
+            kind,
+            id=kind.name,
+            marks=pytest.mark.soak if kind.name in ("quorum", "valkey") else (),
+        )
         for kind in KINDS
     ],
 )

@@ -25,7 +25,7 @@ from torch.distributed.elastic.utils import store as elastic
 from rdzv_plugins import servers
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
-from tests.integration.stores import RunningStore
+from tests.integration.stores import KINDS, RunningStore
 
 T = TypeVar("T")
 WORLD = 3
@@ -188,6 +188,20 @@ dist.destroy_process_group()
 """
 
 
+# On a store that pushes and on one that is polled; on all in the long run.
+@pytest.mark.parametrize(
+    "running_store",
+    [
+        pytest.param(
+            kind,
+            id=kind.name,
+            marks=() if kind.name in ("redis", "dynamodb") else pytest.mark.soak,
+        )
+        for kind in KINDS
+    ],
+    indirect=True,
+    scope="session",
+)
 def test_a_process_group_forms_over_it(running_store: RunningStore, run_id: str) -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     where = [running_store.backend, running_store.endpoint, json.dumps(dict(running_store.config))]

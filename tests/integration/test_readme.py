@@ -48,7 +48,6 @@ def answers(asked: dict[str, tuple[int, str]]) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("torchrun")
 def test_the_example_survives_a_kill_of_rank_0(tmp_path: Path, record_property: Measure) -> None:
     saw = follow("example", tmp_path)
     for status, shown in [*saw["early"].values(), *saw["late"].values()]:
@@ -77,7 +76,6 @@ def test_the_example_survives_a_reader_who_goes_through_it_again(tmp_path: Path)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("torchrun")
 def test_the_example_on_a_server_survives_a_kill_of_rank_0(tmp_path: Path) -> None:
     saw = follow("store", tmp_path)
     asked = saw["asked"]
@@ -94,7 +92,6 @@ def test_the_example_on_a_server_survives_a_kill_of_rank_0(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.xdist_group("torchrun")
 def test_torchrun_takes_the_same_arguments(tmp_path: Path) -> None:
     saw = follow("torchrun", tmp_path)
     assert saw["status"] != 0, "SIGTERM ends it"
@@ -125,7 +122,6 @@ def test_pip_installs_it_with_the_extra(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("torchrun")
 def test_the_demo() -> None:
     line = block("make demo").splitlines()[0].partition("#")[0]
     # The environment stands; where the system's Python is not ours, make would create another.

@@ -35,9 +35,18 @@ def page(name: str) -> Path:
     return FOLDER / f"{name}.md"
 
 
-@every_page
+# Without a server, on the one that most run, and on one whose users need rights; the others, whose
+# jobs begin with the same lines, in the long run.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in ("quorum", "redis", "postgres") else pytest.mark.soak
+        )
+        for name in PAGES
+    ],
+)
 @pytest.mark.timeout(420)
-@pytest.mark.xdist_group("torchrun")
 def test_the_page_leads_to_a_job_that_survives(
     name: str, tmp_path: Path, record_property: Measure
 ) -> None:
