@@ -422,7 +422,11 @@ class Driver:
                 failed(_of_the_store(error))
                 return
             self._asides = [*(it for it in self._asides if it.thread.is_alive()), mine]
-        if seconds and not mine.done.wait(seconds):
+        if seconds:
+            mine.done.wait(seconds)
+        # A TCPStore's opening begins before the node writes the round, which may take longer than
+        # the node would wait for the TCPStore: it then parks without having waited for it.
+        if (seconds or what == "master") and not mine.done.is_set():
             mine.late = True
 
     def _open(self, world_id: str) -> None:

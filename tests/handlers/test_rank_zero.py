@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
@@ -33,13 +36,16 @@ def make() -> Iterator[Make]:
     server = MemoryServer()
     made: list[StoreRendezvousHandler] = []
 
-    def open_handler(address: str = "127.0.0.1") -> StoreRendezvousHandler:
+    def open_handler(
+        address: str = "127.0.0.1", interval: float = 0.2, nodes: int = NODES
+    ) -> StoreRendezvousHandler:
+        settings = dataclasses.replace(SETTINGS, keep_alive_interval=interval)
         handler = StoreRendezvousHandler(
             MemoryClient(server, "run"),
             Archive(partial(MemoryClient, server), "run", history_ttl=0.0),
             "run",
-            rules_of(SETTINGS, NODES, NODES),
-            SETTINGS,
+            rules_of(settings, nodes, nodes),
+            settings,
             address,
         )
         made.append(handler)
@@ -86,6 +92,35 @@ def test_one_that_hangs_lets_another_be_rank_0_and_beats(make: Make) -> None:
     go_on.set()
     assert infos[0].rank != 0
     assert {info.world_size for info in infos} == {NODES}
+
+
+def test_one_whose_tcpstore_opens_late_and_whose_store_is_slow_is_woken(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing the round takes longer than rank 0 waits for its TCPStore, which opens after that."""
+    alone = make(interval=60.0, nodes=1)
+    opens, written = threading.Event(), threading.Event()
+    replace, real = alone._driver._client.compare_and_set, alone._driver._open_master
+
+    def slowly(*arguments: Any) -> Any:
+        try:
+            return replace(*arguments)
+        finally:
+            if opens.is_set():
+                time.sleep(0.1)
+                written.set()
+
+    def late(world_id: str) -> str:
+        opens.set()
+        written.wait(20)
+        time.sleep(0.2)
+        return real(world_id)
+
+    monkeypatch.setattr(alone._driver._client, "compare_and_set", slowly)
+    alone._driver._open_master = late
+    (joined,) = begin([alone])
+    # Not only when its time to join is over.
+    assert joined.result(SETTINGS.join_timeout / 2).world_size == 1
 
 
 def test_where_none_can_they_are_asked_again(make: Make) -> None:
