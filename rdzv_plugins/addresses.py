@@ -26,6 +26,7 @@ __all__ = [
     "OwnAddress",
     "candidates",
     "dial_self",
+    "dialled_here",
     "gloo_address",
     "interface_of",
     "is_local",
@@ -35,6 +36,8 @@ __all__ = [
     "listen",
     "loopback",
     "node_address",
+    "own_names",
+    "resolved",
     "route_to",
     "store_hosts",
     "store_is_at_loopback",
@@ -241,6 +244,46 @@ def is_own_ip(address: str) -> bool:
     except ValueError:
         return False
     return _binds(_family(own), (str(own), 0))
+
+
+def own_names() -> set[str]:
+    """This host's name, in full and up to its first dot, in lower case; never ``localhost``."""
+    name = socket.gethostname().lower()
+    return {name, name.partition(".")[0]} - {"localhost"}
+
+
+def dialled_here(names: Iterable[str]) -> dict[str, list[str]]:
+    """Where this host dials each of these hosts: by its name, or address.
+
+    Where a name is this host's own and stands for loopback here, as Debian has it, or for nothing,
+    by all addresses of this host too. Returns within 2 s even if name resolution hangs.
+    """
+    every = list(names)
+    mine = own_names()
+
+    def is_at_loopback(name: str) -> bool:
+        try:
+            ip_address(name)
+            return False
+        except ValueError:
+            found = resolved(name)
+        if name.lower() in mine:
+            return not any(is_own_ip(it) and not is_loopback(it) for it in found)
+        return name != "localhost" and bool(found) and all(map(is_loopback, found))
+
+    at_loopback: set[str] = _within(
+        _RESOLVER_SECONDS, lambda: {name for name in every if is_at_loopback(name)}, set()
+    )
+    own = [str(it.address) for it in candidates() if it.is_global] if at_loopback else []
+    return {name: [*own, name] if name in at_loopback else [name] for name in every}
+
+
+def resolved(name: str) -> list[str]:
+    """The addresses that a name stands for here; empty: none is known."""
+    try:
+        return list(dict.fromkeys(str(it[4][0]) for it in socket.getaddrinfo(name, None)))
+    except (OSError, UnicodeError):
+        return []
 
 
 def gloo_address() -> Address | None:

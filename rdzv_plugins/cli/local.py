@@ -96,10 +96,17 @@ def _serve_member(kind: str, endpoint: str, run_id: str, conf: str, local_addr: 
     interrupt = Interrupt()
     attendance = client.attend(endpoint, options, local_addr, run_id or options.cluster)
     assert attendance is not None
+    told = False
+
+    def look() -> None:
+        nonlocal told
+        if attendance.member_runs() and not told:
+            told = True
+            typer.echo(f"the member of this host runs, of those on {endpoint}; Ctrl-C stops it")
+
     try:
-        attendance.await_member()
-        typer.echo(f"the member of this host runs, of those on {endpoint}; Ctrl-C stops it")
-        interrupt.wait()
+        look()
+        interrupt.wait(look)
     finally:
         attendance.hurry()
         attendance.close()

@@ -273,8 +273,8 @@ class Attendance(ABC):
         """
 
     @abstractmethod
-    def await_member(self) -> None:
-        """Wait until this host has its part of the store running.
+    def member_runs(self) -> bool:
+        """Whether this host's part of the store runs; the first call has it started.
 
         Raises:
             ValueError: it is to have none.

@@ -161,6 +161,27 @@ class Kind(ABC):
         """Called once an empty server or ensemble is ready: make users and the like."""
 
 
+# Ends the server when its own input ends, however this process did. It is told the server's id as
+# soon as that is known; until then it knows it by its folder. PR_SET_PDEATHSIG would fire when the
+# thread ends that started the server.
+_WATCHDOG = """
+while read -r told; do
+    [ "$told" = end ] && exit
+    pid=$told
+done
+end_those_in() {
+    for it in /proc/[0-9]*; do
+        [ "$it/cwd" -ef "$1" ] && kill -9 "${it#/proc/}"
+    done
+}
+[ -n "$pid" ] && kill -9 "$pid" $(cat "/proc/$pid/task/$pid/children")
+end_those_in "$1"
+sleep 0.2
+end_those_in "$1"
+rm -rf "$2"
+"""
+
+
 class Node:
     """One server; its address and data directory stay the same over restarts."""
 
@@ -211,39 +232,39 @@ class Node:
         if empty:
             shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True, exist_ok=True)
-        command = self._kind.command(self, self.peers)
-        with (self.directory / "log").open("ab") as log:
-            # A separate session: Ctrl-C reaches only this process, which then stops the server.
-            self._process = subprocess.Popen(
-                command,
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        # Detects any end of this process by the end of the pipe. PR_SET_PDEATHSIG would fire at
-        # the end of the thread that started the server.
-        script = """read -r _ || {
-            children=$(cat "/proc/$1/task/$1/children" 2>/dev/null)
-            kill -9 "$1" $children; sleep 0.2; rm -rf "$2"
-        }"""
-        self._watchdog = subprocess.Popen(
-            [
-                "/bin/sh",
-                "-c",
-                script,
-                "watchdog",
-                str(self._process.pid),
-                str(self.directory.parent),
-            ],
+        # Before the server: it ends one that was just started, too.
+        watchdog = self._watchdog = self._watchdog or self._watch()
+        try:
+            command = self._kind.command(self, self.peers)
+            with (self.directory / "log").open("ab") as log:
+                # A separate session: Ctrl-C reaches only this process, which then stops the server.
+                self._process = subprocess.Popen(
+                    command,
+                    cwd=self.directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._reap()
+            raise
+        with contextlib.suppress(BrokenPipeError):
+            assert watchdog.stdin is not None
+            watchdog.stdin.write(b"%d\n" % self._process.pid)
+            watchdog.stdin.flush()
+
+    def _watch(self) -> subprocess.Popen[bytes]:
+        watchdog = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHDOG, "watchdog", self.directory, self.directory.parent],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        if self._watchdog.stdin is not None:
-            _pipes.add(self._watchdog.stdin)
+        if watchdog.stdin is not None:
+            _pipes.add(watchdog.stdin)
+        return watchdog
 
     def await_ready(self, timeout: float = 30.0) -> None:
         """Wait until the server can serve; `ServerError` with the end of its log if it does not."""
@@ -339,7 +360,7 @@ class Node:
         self._process = None
         if self._watchdog is not None:
             with contextlib.suppress(BrokenPipeError):
-                self._watchdog.communicate(b"\n")
+                self._watchdog.communicate(b"end\n")
             self._watchdog = None
 
     def _log_tail(self) -> str:

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
-from ipaddress import ip_address
 
 from rdzv_plugins.addresses import listen
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
@@ -46,8 +45,13 @@ def check(
         found = "none: whoever reaches the ports of the members may join, as with c10d"
         advice = "$RDZV_PLUGINS_SECRET on all nodes keeps strangers out"
         yield Finding(Mark.OK, "secret", found, advice)
-    place, unknown = own_place(members, local_addr)
-    yield _of_place(members, place, unknown)
+    place, unknown = None, False
+    try:
+        place, unknown = own_place(members, local_addr)
+    except ValueError as error:
+        yield Finding(Mark.FAILED, "member", str(error))
+    else:
+        yield _of_place(members, place, unknown)
     if not named:
         advice = "name the run with -i"
         found = "not looked for: each run has members of its own, on ports that its id decides"
@@ -93,8 +97,6 @@ def _of_place(members: Members, place: Place | None, unknown: bool) -> Finding:
         name = members.hosts[place.host][0]
         values = {"host": name, "address": place.address}
         found = f"this host is '{name}': its agent runs a member, at {place.address}"
-        if ip_address(place.address).is_unspecified:
-            found += ", all its addresses, for here its name is at loopback"
         return Finding(Mark.OK, "member", found, values=values)
     if unknown:
         found = f"not known whether this host is one of {members}: some have no address yet"

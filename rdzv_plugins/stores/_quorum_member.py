@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ from typing import Any
 import nats.errors
 from nats.js.errors import APIError
 
-from rdzv_plugins.addresses import is_loopback, is_own_ip
+from rdzv_plugins.addresses import is_loopback, is_own_ip, node_address, own_names, resolved
 from rdzv_plugins.endpoint import Endpoint
 from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.kv.contract import (
@@ -115,10 +116,6 @@ class _Member(Kind):
         return name == self._members.name(self._host)
 
 
-# Where a member listens whose address is not known.
-_ANY = "0.0.0.0"
-
-
 @dataclass(frozen=True)
 class Place:
     """Which member is this host's, and the address where it listens."""
@@ -128,15 +125,18 @@ class Place:
 
 
 def own_place(members: Members, local_addr: str | None) -> tuple[Place | None, bool]:
-    """The place of this host among the members; and whether some host's name is unknown yet."""
-    found = [_addresses(host) for host, _ in members.hosts]
+    """The place of this host among the members; and whether some host's name is unknown yet.
+
+    Raises:
+        ValueError: ``local_addr`` stands for a member's address which is not this host's.
+    """
+    found = [resolved(host) for host, _ in members.hosts]
     names = [host.lower() for host, _ in members.hosts]
-    hostname = socket.gethostname().lower()
-    own_names = {hostname, hostname.partition(".")[0], (local_addr or hostname).lower()}
-    own_names -= {"localhost"}
+    own_name = own_names() if local_addr is None else {*own_names(), local_addr.lower()}
+    own_name -= {"localhost"}
     # Only a test or a trial has all members at loopback.
     all_here = all(found) and all(is_loopback(it) for addresses in found for it in addresses)
-    all_here = all_here and not own_names.intersection(name for name in names if name[0].isalpha())
+    all_here = all_here and not own_name.intersection(name for name in names if name[0].isalpha())
 
     def place(is_own: Callable[[str], bool]) -> Place | None:
         for host, addresses in enumerate(found):
@@ -146,25 +146,32 @@ def own_place(members: Members, local_addr: str | None) -> tuple[Place | None, b
         return None
 
     if local_addr is not None:
-        own = {local_addr, *_addresses(local_addr)}
+        own = {local_addr, *resolved(local_addr)}
         if (at_own := place(own.__contains__)) is not None:
+            if not is_own_ip(at_own.address):
+                stands = "is" if at_own.address == local_addr else f"stands for {at_own.address},"
+                raise ValueError(
+                    f"--local-addr={local_addr} {stands} no address of this host: name one of its "
+                    "own, or mend the name in the DNS or /etc/hosts"
+                )
             return at_own, False
         if is_loopback(local_addr):
             return None, not all(found)
     if (at_any := place(is_own_ip)) is not None:
         return at_any, False
     for host, addresses in enumerate(found):
-        if names[host] in own_names or any(map(is_own_ip, addresses)):
+        if names[host] in own_name or any(map(is_own_ip, addresses)):
             # Debian calls the own name 127.0.1.1: what the others call it, is not known here.
-            return Place(host, _ANY), False
+            return Place(host, _address_among(members, host, local_addr)), False
     return None, not all(found)
 
 
-def _addresses(host: str) -> list[str]:
-    try:
-        return list(dict.fromkeys(str(it[4][0]) for it in socket.getaddrinfo(host, None)))
-    except (OSError, UnicodeError):
-        return []
+def _address_among(members: Members, host: int, local_addr: str | None) -> str:
+    """The address of this host whose own name does not tell it."""
+    if local_addr is not None and is_own_ip(local_addr):
+        return local_addr
+    others = [(name, port or 9) for name, port in members.hosts if name != members.hosts[host][0]]
+    return node_address(None, others).address
 
 
 class _Keeper(threading.Thread):
@@ -183,7 +190,7 @@ class _Keeper(threading.Thread):
         self._lock: int | None = None
         self._taken: set[int] = set()
         self._told = ""
-        self._is_seen = False
+        self._is_seen = self._runs = False
         self._peers_at = 0.0
         self._stuck_until: float | None = None
         self._link: store.Transport | None = None
@@ -220,12 +227,16 @@ class _Keeper(threading.Thread):
             self._end()
 
     def _end(self) -> None:
+        """End the member, and delete its folder."""
         if self._link is not None:
             self._link.close()
+            self._link = None
         if self._node is not None:
             self._node.end()
+            self._node = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -244,20 +255,16 @@ class _Keeper(threading.Thread):
                     self._ending.set()
                 return
             self._kind = _Member(self._members, self._place.host, self._place.address)
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="rdzv-quorum-"))
-            # systemd-tmpfiles leaves a locked folder alone, however old.
-            self._lock = os.open(self._folder, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
         if self._node is not None and not self._node.directory.exists():
             self._tell(
                 f"somebody has deleted {self._node.directory}, the folder of the member of the "
                 "store on this host, which is started again"
             )
-            self._node.end()
-            self._node = None
+            self._end()
         if not self.has_member:
             self._start_member()
+        elif self._node is not None and not self._runs:
+            self._await_start(self._node)
         elif len(self._members.hosts) > 1 and time.monotonic() >= self._peers_at:
             self._see_to_the_others()
             self._peers_at = time.monotonic() + _PEERS_SECONDS
@@ -265,23 +272,33 @@ class _Keeper(threading.Thread):
     def _start_member(self) -> None:
         assert self._place is not None
         assert self._kind is not None
-        assert self._folder is not None
-        if self._node is not None:
+        if self._node is not None and self._runs:
+            self._runs = False
             self._tell(
                 "the member of the store on this host has ended and is started again; its log ends "
                 f"with: {self._last_words()}"
             )
-            self._node.end()
-            self._node = None
         if self._link is not None:
             self._link.close()
             self._link = None
         port = self._free_port()
         if port is None:
             return
-        node = Node(self._kind, 0, (port, port + 1), self._folder / "member")
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="rdzv-quorum-"))
+            # systemd-tmpfiles leaves a locked folder alone, however old.
+            self._lock = os.open(self._folder, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        if self._node is None:
+            self._node = Node(self._kind, 0, (), self._folder / "member")
+        node = self._node
+        # One that has ended keeps what watches it: this process may end here.
+        node.ports = port, port + 1
         node.launch()
-        self._node = node
+        self._await_start(node)
+
+    def _await_start(self, node: Node) -> None:
+        assert self._place is not None
         try:
             node.await_ready(_START_SECONDS)
         except ServerError:
@@ -289,14 +306,14 @@ class _Keeper(threading.Thread):
             if "already in use" not in words:
                 raise ServerError(f"its log ends with: {words}") from None
             # Somebody was faster, maybe another agent of this run.
-            self._taken.add(port)
-            node.end()
-            self._node = None
+            self._taken.add(node.port)
+            self._end()
             return
-        self._is_seen = True
+        self._is_seen = self._runs = True
+        self._told = ""
         log.info(
             "run '%s': this host runs a member of the store, at %s; its log is %s",
-            self._run, at(self._place.address, port), node.directory / "log",
+            self._run, at(self._place.address, node.port), node.directory / "log",
         )  # fmt: skip
         self._peers_at = time.monotonic() + _LOOK_SECONDS
 
@@ -333,7 +350,7 @@ class _Keeper(threading.Thread):
             lines = (self._node.directory / "log").read_text(errors="replace").splitlines()
             told = [line for line in lines if "[FTL]" in line] or lines
             if told:
-                return told[-1].partition("] ")[2] or told[-1]
+                return re.sub(r"^\[\d+\] [\d/]+ [\d:.]+ \[\w+\] ", "", told[-1])
         return "it has left no log"
 
     def _see_to_the_others(self) -> None:
@@ -394,9 +411,7 @@ class _Keeper(threading.Thread):
             self._run,
         )
         self._stuck_until = None
-        self._node.end()
-        shutil.rmtree(self._node.directory, ignore_errors=True)
-        self._node = None
+        self._end()
         self._start_member()
 
     async def _grow(self) -> None:
@@ -557,9 +572,8 @@ class QuorumAttendance(Attendance):
             )  # fmt: skip
 
     def _is_refused_by(self, host: int) -> bool:
-        for port in self._members.ports(host):
-            place = Endpoint("nats", ((self._members.hosts[host][0], port),))
-            transport = _transport(place, self._members)
+        for place in self._members.places(host):
+            transport = _transport(Endpoint("nats", (place,)), self._members)
             try:
                 transport.run(transport.link(), Limit(time.monotonic() + _GREETING_SECONDS))
                 return False
@@ -578,9 +592,9 @@ class QuorumAttendance(Attendance):
 
     def _answer_of(self, host: int) -> str:
         said = "does not answer"
-        for port in self._members.ports(host):
+        for address, port in self._members.places(host):
             try:
-                if self._members.is_of(probe(self._members.hosts[host][0], port, 1.0)):
+                if self._members.is_of(probe(address, port, 1.0)):
                     return "answers"
             except socket.gaierror:
                 return "is no name that this host knows"
@@ -590,15 +604,14 @@ class QuorumAttendance(Attendance):
                 continue
         return said
 
-    def await_member(self) -> None:
+    def member_runs(self) -> bool:
         self._begin()
-        while not self._keeper.sees_to_one:
-            if not self._keeper.is_alive():
-                raise ValueError(
-                    f"this host is none of {self._members}: run it on one of them, or name the "
-                    "address that this host has among them"
-                )
-            time.sleep(_PRESENCE_SECONDS)
+        if not (runs := self._keeper.sees_to_one) and not self._keeper.is_alive():
+            raise ValueError(
+                f"this host is none of {self._members}: run it on one of them, or name the "
+                "address that this host has among them"
+            )
+        return runs
 
     def hurry(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + _HURRY_SECONDS)

@@ -81,11 +81,11 @@ _SUBSCRIPTIONS = 8
 _READS = 500
 
 # Error codes of JetStream's API.
-_NO_MESSAGE, _NO_STREAM, _OTHER_STREAM = 10037, 10059, 10058
+_NO_MESSAGE, NO_STREAM, _OTHER_STREAM = 10037, 10059, 10058
 _NOT_CLUSTERED = 10074
 _OTHER_SEQUENCE = (10071, 10164)
-_OUT_OF_SPACE = (10023, 10025, 10047, 10077, 10118)
-_NO_JETSTREAM = (10039, 10076)
+OUT_OF_SPACE = (10023, 10025, 10047, 10077, 10118)
+NO_JETSTREAM = (10039, 10076)
 
 _REFUSED = re.compile("(?i)authorization|authentication|permissions violation|credentials|expired")
 _LACKS_A_RIGHT = re.compile("(?i)permissions violation")
@@ -243,23 +243,23 @@ class Client(StoreClient):
         """The meaning of an answer of JetStream."""
         said = f"{error.description} [{error.err_code}]"
         bucket = self._options.bucket
-        if error.err_code == _NO_STREAM and self._options.create_bucket:
+        if error.err_code == NO_STREAM and self._options.create_bucket:
             self._transport.renew()
             return Problem(f"has lost its bucket '{bucket}'; it is created again", retryable=True)
-        if error.err_code == _NO_STREAM:
+        if error.err_code == NO_STREAM:
             return Problem(
                 f"has no bucket '{bucket}'; create it, with "
                 f"nats kv add {bucket} --republish-source='$KV.{bucket}.>' "
                 f"--republish-destination='$RKV.{bucket}.>', or with create_bucket=true",
                 state=True,
             )
-        if error.err_code in _OUT_OF_SPACE:
+        if error.err_code in OUT_OF_SPACE:
             return Problem(
                 f"is full: it took no write for {self.timeout:g} s ({said}); raise the limits of "
                 "the bucket, the account or the servers",
                 retryable=True,
             )
-        if error.err_code in _NO_JETSTREAM:
+        if error.err_code in NO_JETSTREAM:
             return Problem(
                 f"offers no JetStream to this user ({said}); enable it for the server (-js) and "
                 "the account",
@@ -424,7 +424,7 @@ class Client(StoreClient):
         try:
             answer = await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self._greeting_seconds)
         except APIError as error:
-            if error.err_code != _NO_STREAM or not self._options.create_bucket:
+            if error.err_code != NO_STREAM or not self._options.create_bucket:
                 raise
             answer = await self._create_bucket(link)
         republished = answer["config"].get("republish") or {}

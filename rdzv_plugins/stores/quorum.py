@@ -13,7 +13,8 @@ The data is in the memory of a majority of the members: it is gone once a majori
 what trains then trains on. Restarts wait until a majority is back, and begin a new run.
 
 A member listens at its host's address in the endpoint. A host whose own name is at loopback, as
-Debian sets it up, does not know that address: its member listens at all IPv4 addresses.
+Debian sets it up, does not know that address: its member listens at the one given as
+``--local-addr``, or from which the host reaches the other members.
 
 Limits: as those of the nats backend. After the death of a member the store takes no write for up to
 10 s if that member led it; one that ends with its agent hands over before. Nothing is encrypted.
@@ -28,15 +29,17 @@ import socket
 import zlib
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 from urllib.parse import quote
 
 import nats.errors
 from nats.js.errors import APIError
 
+from rdzv_plugins.addresses import dialled_here
 from rdzv_plugins.config import StoreOptions, first_line, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint
-from rdzv_plugins.kv.base import Problem
+from rdzv_plugins.kv.base import Problem, refused
 from rdzv_plugins.kv.contract import Attendance, Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.run_ids import RESERVED
@@ -47,6 +50,8 @@ __all__ = ["PRESENCE", "Client", "Members", "Options", "refuse_others"]
 
 SIZES = (1, 3, 5)
 """How many members there may be: of two or four, half are no majority."""
+
+_LAST_PORT = (1 << 16) - 1
 
 # On so many ports, one after the other, a member is looked for.
 _CANDIDATES = 3
@@ -158,6 +163,11 @@ class Members:
                 "each run has members of its own: name the run; for a command that takes none, "
                 "with cluster=<its id> in --rdzv-conf"
             )
+        if (last := next((it for it in target.hosts if it[1] == _LAST_PORT), None)) is not None:
+            raise ValueError(
+                f"a member takes its port and the next one, and none follows that of {at(*last)}: "
+                f"name one up to {_LAST_PORT - 1}"
+            )
         hosts = tuple((host, port or None) for host, port in target.hosts)
         return cls(options.cluster, hosts, options)
 
@@ -187,14 +197,23 @@ class Members:
     @property
     def dialled(self) -> Endpoint:
         """All places where a member may be, the likeliest first."""
-        every = [self.ports(host) for host in range(len(self.hosts))]
+        every = [self.places(host) for host in range(len(self.hosts))]
         found = [
-            (self.hosts[host][0], ports[turn])
-            for turn in range(_CANDIDATES)
-            for host, ports in enumerate(every)
-            if turn < len(ports)
+            places[turn]
+            for turn in range(max(map(len, every)))
+            for places in every
+            if turn < len(places)
         ]
         return Endpoint("nats", tuple(found))
+
+    def places(self, host: int) -> list[tuple[str, int]]:
+        """Where this member may be, as dialled from this host, the likeliest first."""
+        addresses = self._dialled_here[self.hosts[host][0]]
+        return [(address, port) for port in self.ports(host) for address in addresses]
+
+    @cached_property
+    def _dialled_here(self) -> dict[str, list[str]]:
+        return dialled_here(name for name, _ in self.hosts)
 
     def __str__(self) -> str:
         return ",".join(host for host, _ in self.hosts)
@@ -299,27 +318,52 @@ class Client(store.Client):
         return tuple(range(size, size // 2, -1))
 
     def _problem(self, error: Exception) -> Problem | None:
-        hosts = self._members
         if isinstance(error, OtherClusterError):
             return Problem(str(error), retryable=True)
+        if isinstance(error, store.UnfitServerError | store.SilentBucketError):
+            return Problem("has a server on its ports that no agent has started", retryable=True)
         if isinstance(error, OSError | nats.errors.NoRespondersError):
-            few = "a majority of its members" if len(hosts.hosts) > 1 else "its member"
-            refused = isinstance(error, ConnectionRefusedError | socket.gaierror)
+            undone = isinstance(error, ConnectionRefusedError | socket.gaierror)
+            return self._unreachable(error, undone=undone)
+        if store.is_refusal(error):
             return Problem(
-                f"could not be reached within {self.timeout:g} s "
-                f"({str(error) or type(error).__name__}): {few} must run, which the agents on "
-                "these hosts start",
-                retryable=True,
-                undone=refused,
-            )
-        problem = super()._problem(error)
-        if problem is not None and problem.denied:
-            return replace(
-                problem,
-                text="refused this client: give all nodes and commands the same secret, in "
+                "refused this client: give all nodes and commands the same secret, in "
                 "$RDZV_PLUGINS_SECRET or secret_file",
+                denied=True,
             )
-        return problem
+        return super()._problem(error)
+
+    def _unreachable(self, error: Exception, *, undone: bool = False, hint: str = "") -> Problem:
+        few = "a majority of its members" if len(self._members.hosts) > 1 else "its member"
+        return Problem(
+            f"could not be reached within {self.timeout:g} s "
+            f"({str(error) or type(error).__name__}): {few} must run, which the agents on "
+            "these hosts start",
+            retryable=True,
+            undone=undone,
+        )
+
+    def _answered(self, error: APIError) -> Problem:
+        said = f"{error.description} [{error.err_code}]"
+        if error.err_code == store.NO_STREAM:
+            self._transport.renew()
+            return Problem("has lost its data; the nodes that live write it again", retryable=True)
+        if error.err_code in store.NO_JETSTREAM:
+            self._transport.renew()  # Another member may.
+            return Problem(
+                f"has a member that keeps no data ({said}): the log of that member says why, which "
+                "its agent names",
+                retryable=True,
+            )
+        if error.err_code in store.OUT_OF_SPACE:
+            return Problem(
+                f"is full: it took no write for {self.timeout:g} s ({said}); its members keep up "
+                "to 1 GiB in memory: delete runs that are over, with rdzv clean",
+                retryable=True,
+            )
+        if error.code is not None and error.code >= 500:
+            return self._unreachable(error)
+        return refused(said, "the agents and commands of all hosts need one rdzv-plugins")
 
     def inspect(self) -> Iterable[Finding]:
         for finding in super().inspect():

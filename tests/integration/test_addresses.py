@@ -76,8 +76,11 @@ def test_hosts_whose_own_names_are_at_loopback_run_the_store(endpoint: str) -> N
         assert only(lines, "store: not tried: 0 of ").startswith("unknown")
         only(lines, "verdict: a job works")
     only(seen["while it runs"], "ok", "rights: ")
-    for lines in seen["logs"].values():
+    for name, lines in seen["logs"].items():
         assert not [line for line in lines if "at loopback" in line and "gloo" not in line]
+        if name in endpoint:
+            at = f"this host runs a member of the store, at 10.1.0.{'abc'.index(name) + 1}:"
+            only(lines, at)
 
 
 def test_a_host_serves_the_store_of_the_others() -> None:

@@ -859,7 +859,7 @@ def members(run_id: str) -> Iterator[Members]:
             begun.append(client.attend(endpoint, options, host, run))
         for attendance in begun:
             assert attendance is not None
-            attendance.await_member()
+            assert until(attendance.member_runs, 30)
 
     yield start
     for attendance in begun:

@@ -28,6 +28,7 @@ from rdzv_plugins.config import parse_options
 from rdzv_plugins.kv import AccessDeniedError, Entry, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.contract import Attendance
 from rdzv_plugins.kv.findings import Mark
+from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.servers.quorum import probe
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.quorum import Client, Members, Options
@@ -99,7 +100,7 @@ class Hosts:
             found = Client.attend(endpoint, options, address, self.run_id)
             assert found is not None
             self._attendances[host] = found
-            found.await_member()
+            assert until(found.member_runs, 30)
 
     def open(self, host: int, **config: str) -> KeyValueClient:
         """The client of this host's node."""
@@ -221,6 +222,61 @@ def test_a_member_is_killed_with_its_agent_and_replaced(
     record_property("all run again, s", round(time.monotonic() - back, 2))
     assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
     assert_nothing_is_left(job, tmp_path, quorum())
+
+
+@soak
+@pytest.mark.parametrize("victim", [*"abc"])
+@pytest.mark.parametrize("phase", ["store", "forming", "confirming", "running", "ending"])
+def test_any_of_three_is_lost_in_any_phase_and_replaced_at_once(
+    submit: Submit, tmp_path: Path, phase: str, victim: str, record_property: Measure
+) -> None:
+    """Its host is lost: agent, workers and member; the same command starts there again."""
+    job = submit(nodes="2:4", last_call_timeout=3)
+    others = [name for name in "abc" if name != victim]
+    if phase == "store":
+        for name in "abc":
+            job.start_at(name)
+        job.await_line(victim, "this host runs a member of the store", timeout=PATIENCE)
+    else:
+        job.begin("abc")
+    if phase in ("forming", "confirming"):
+        newcomer = job.start_at("d")
+        others.append("d")
+        job.await_that(lambda: phase_of(job) is Phase.FORMING, "a last call", PATIENCE)
+        if phase == "confirming":
+            # It is in the round, and does not confirm it.
+            newcomer.signal(signal.SIGSTOP)
+            job.await_that(lambda: phase_of(job) is Phase.CONFIRMING, "ranks", PATIENCE)
+    if phase == "ending":
+        for name in "abc":
+            job.finish(name)
+        lost = lose(job, victim, tmp_path)
+        assert job.await_ends(others) == dict.fromkeys(others, 0)
+        record_property("the others ended, s", round(time.monotonic() - lost, 2))
+    else:
+        lost = lose(job, victim, tmp_path)
+        job.start_at(victim)
+        if phase == "confirming":
+            newcomer.signal(signal.SIGCONT)
+        everyone = sorted([*others, victim])
+        job.await_begun(everyone, after=lost, timeout=LEASE + ELECTION + 2 * PATIENCE)
+        record_property("all run, s", round(time.monotonic() - lost, 2))
+        assert finish(job, "".join(everyone)) == dict.fromkeys(everyone, 0)
+    assert_nothing_is_left(job, tmp_path, quorum())
+
+
+def phase_of(job: Job) -> Phase | None:
+    document = job.document()
+    return document.phase if document is not None else None
+
+
+def lose(job: Job, name: str, tmp_path: Path) -> float:
+    """Lose an agent's host at once: its member too; returns when."""
+    children = Path(f"/proc/{job.agents[name].pid}/task").glob("*/children")
+    own = [int(pid) for file in children for pid in file.read_text().split()]
+    (member,) = {*own} & {*members(tmp_path)}
+    os.kill(member, signal.SIGKILL)
+    return job.agents[name].kill()
 
 
 @pytest.mark.parametrize(
@@ -474,11 +530,33 @@ def test_members_whose_ports_are_taken_find_each_other(hosts: Hosts, tmp_path: P
         client.close()
 
 
+def test_serving_a_member_ends_where_it_cannot_start(tmp_path: Path) -> None:
+    command = ["serve", "quorum", "-e", "127.0.0.1", "-i", f"run-{secrets.token_hex(4)}"]
+    environ = {**os.environ, "RDZV_NATS_BINARY": "/bin/false", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "rdzv_plugins.cli", *command],
+        env=environ, stderr=subprocess.PIPE, text=True,
+    ) as serving:  # fmt: skip
+        assert serving.stderr is not None
+        try:
+            while "the member of the store on this host cannot start: " not in (
+                line := serving.stderr.readline()
+            ):
+                assert line
+            serving.send_signal(signal.SIGINT)
+            assert serving.wait(30) == 0
+        finally:
+            serving.kill()
+    assert [*tmp_path.iterdir()] == []
+
+
 _FORKS = """
 import os, sys, time
 from rdzv_plugins.stores.quorum import Client, Options
 run = f"forks-{os.getpid()}"
-Client.attend("127.0.0.1", Options(cluster=run), "127.0.0.1", run).await_member()
+attendance = Client.attend("127.0.0.1", Options(cluster=run), "127.0.0.1", run)
+while not attendance.member_runs():
+    time.sleep(0.1)
 child = os.fork()
 if child:
     print(child, flush=True)
@@ -501,6 +579,30 @@ def test_a_forked_child_does_not_keep_the_member(tmp_path: Path) -> None:
             assert until(lambda: not members(tmp_path) and not [*folder.iterdir()], 30)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+_LOST_AT_THE_START = """
+import os, signal, subprocess, time
+from rdzv_plugins.stores.quorum import Client, Options
+real = subprocess.Popen
+def popen(command, **options):
+    started = real(command, **options)
+    if "nats-server" in str(command[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return started
+subprocess.Popen = popen
+run = f"lost-{os.getpid()}"
+Client.attend("127.0.0.1", Options(cluster=run), "127.0.0.1", run).member_runs()
+time.sleep(120)
+"""
+
+
+def test_an_agent_that_is_killed_as_its_member_starts_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "members"
+    folder.mkdir()
+    command = [sys.executable, "-c", _LOST_AT_THE_START]
+    subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}, timeout=60)
+    assert until(lambda: not members(tmp_path) and not [*folder.iterdir()], 30)
 
 
 @soak

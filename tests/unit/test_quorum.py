@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import nats.errors
 import pytest
+from nats.js.errors import APIError
 
+from rdzv_plugins import addresses
 from rdzv_plugins.addresses import store_is_at_loopback
 from rdzv_plugins.config import UnreadableFileError, parse_options
 from rdzv_plugins.stores import _quorum_member as member
-from rdzv_plugins.stores.quorum import SIZES, Client, Members, Options
+from rdzv_plugins.stores.nats import Options as Login
+from rdzv_plugins.stores.nats import SilentBucketError, Transport, UnfitServerError
+from rdzv_plugins.stores.quorum import SIZES, Client, Members, Options, OtherClusterError
 
 THREE = "node1,node2,node3"
 
@@ -48,6 +54,8 @@ def test_so_many_members_there_may_be(count: int) -> None:
         ("nats://a", "the endpoint"),
         ("a:0", "the endpoint"),
         ("a:70000", "the endpoint"),
+        ("a:65535", "none follows that of a:65535: name one up to 65534"),
+        ("a,[fd00::1]:65535,b", r"none follows that of \[fd00::1\]:65535"),
     ],
 )
 def test_an_endpoint_that_means_no_members(endpoint: str, why: str) -> None:
@@ -180,11 +188,16 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, 0))]
 
         def is_own_ip(address: str) -> bool:
-            return address == "10.0.0.1" or ip_address(address).is_loopback
+            return address == "10.0.0.1" or address.startswith("127.")
 
         monkeypatch.setattr(socket, "gethostname", lambda: hostname)
         monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-        monkeypatch.setattr(member, "is_own_ip", is_own_ip)
+        for module in (member, addresses):
+            monkeypatch.setattr(module, "is_own_ip", is_own_ip)
+        # From it the others are reached, and any other host.
+        monkeypatch.setattr(addresses, "route_to", lambda hosts: ip_address("10.0.0.1"))
+        own = [addresses.Candidate(ip_address(it), "eth0") for it in ("10.0.0.1", "127.0.0.1")]
+        monkeypatch.setattr(addresses, "candidates", lambda: own)
 
     return install
 
@@ -212,16 +225,32 @@ def test_its_address_tells_a_host_its_place(names: Names) -> None:
 
 @pytest.mark.parametrize("hostname", ["node2", "node2.example.org"])
 def test_a_host_whose_own_name_is_127_0_1_1(names: Names, hostname: str) -> None:
-    """Debian's /etc/hosts says so: no other host comes there, and this one's clients only there."""
+    """Debian's /etc/hosts says so: no other host comes there."""
     for others in ({"node1": "10.0.0.2", "node3": "10.0.0.3"}, {}):
         names(hostname, {**others, "node2": "127.0.1.1"})
-        assert place() == ("node2", "0.0.0.0")
-        assert place("node2") == ("node2", "0.0.0.0")
-        assert place(local_addr="node2") == ("node2", "0.0.0.0")
-        assert place("node1,Node2,node3") == ("Node2", "0.0.0.0")
-    # Not resolved at all, by its name.
+        assert place() == ("node2", "10.0.0.1")
+        assert place("node2") == ("node2", "10.0.0.1")
+        assert place(local_addr="node2") == ("node2", "10.0.0.1")
+        assert place("node1,Node2,node3") == ("Node2", "10.0.0.1")
+        assert {host for host, _ in members().places(1)} == {"10.0.0.1", "node2"}
+        assert {host for host, _ in members().places(0)} == {"node1"}
+    # Not resolved at all, by its name; or by an alias.
     names(hostname, {"node1": "10.0.0.2"})
-    assert place() == ("node2", "0.0.0.0")
+    assert place() == ("node2", "10.0.0.1")
+    assert {host for host, _ in members().places(1)} == {"10.0.0.1", "node2"}
+    names("vm", {"node2": "127.0.1.1"})
+    assert place() == ("node2", "10.0.0.1")
+    assert {host for host, _ in members().places(1)} == {"10.0.0.1", "node2"}
+
+
+def test_a_name_that_stands_for_another_hosts_address(names: Names) -> None:
+    names("vm", {**KNOWN, "node1": "10.0.0.9"})
+    for local_addr, says in [
+        ("node1", "--local-addr=node1 stands for 10.0.0.9, no address of this host: name one of "),
+        ("10.0.0.2", "--local-addr=10.0.0.2 is no address of this host: name one of its own"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            place(THREE, local_addr)
 
 
 def test_names_that_nobody_knows_yet(names: Names) -> None:
@@ -246,8 +275,7 @@ def test_local_addr_tells_which_of_them(names: Names) -> None:
     assert place(three, "127.0.0.2") == ("127.0.0.2", "127.0.0.2")
     # An agent at another loopback address is none of them, though they are all this host's.
     assert place(three, "127.0.0.4") == "none"
-    assert place(THREE, "10.0.0.2") == ("node2", "10.0.0.2")
-    assert place(THREE, "node3") == ("node3", "10.0.0.3")
+    assert place(THREE, "node1") == ("node1", "10.0.0.1")
     # One that says another interface's is still the host that the endpoint means.
     assert place(THREE, "10.9.0.1") == ("node1", "10.0.0.1")
     names("vm", {})
@@ -273,3 +301,35 @@ def test_members_are_at_loopback_only_where_the_endpoint_says_so(
     assert store_is_at_loopback("127.0.0.1", "quorum")
     assert store_is_at_loopback("127.0.0.1:7000,127.0.0.2,localhost", "quorum")
     assert not store_is_at_loopback("127.0.0.1,192.0.2.1,192.0.2.2", "quorum")
+
+
+# What the members answer.
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (nats.errors.AuthorizationError(), "give all nodes and commands the same secret"),
+        (APIError(code=404, err_code=10059), "lost its data; the nodes that live write it again"),
+        (APIError(code=503, err_code=10076), "the log of that member says why, which its agent"),
+        (APIError(code=503, err_code=10023), "is full: "),
+        (APIError(code=503, err_code=10008), "a majority of its members must run, which the agent"),
+        (APIError(code=400, err_code=10003), "refused a request: "),
+        (OtherClusterError("has no member of 'job' on its ports: '' is there"), "has no member of"),
+        (SilentBucketError(), "has a server on its ports that no agent has started"),
+        (UnfitServerError("requires TLS; write tls://"), "that no agent has started"),
+        (nats.errors.ConnectionClosedError(), "a majority of its members must run"),
+        (ConnectionRefusedError(), "a majority of its members must run"),
+    ],
+    ids=lambda it: it if isinstance(it, str) else type(it).__name__,
+)
+def test_an_error_is_told_in_the_words_of_members(error: Exception, says: str) -> None:
+    """None of a bucket, an account or permissions, of which its users know nothing."""
+    client = Client.__new__(Client)
+    client._members, client.timeout = members(), 3.0
+    client._transport = Transport(client._members.dialled, Login(), 3.0, Transport.link)  # type: ignore[arg-type]
+    problem = client._problem(error)
+    assert problem is not None
+    assert says in problem.text
+    for word in ("bucket", "account", "permissions", "nats ", "tls"):
+        assert word not in problem.text
