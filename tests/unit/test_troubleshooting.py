@@ -111,6 +111,9 @@ EXPLAINS_ITSELF = (
     "has no member of '…' on its ports: '…' is there",
     "each run has members of its own: name the run; for a command that takes none, with cluster=",
     # The endpoint.
+    "a member takes its port and the next one, and none follows that of …: name one up to",
+    "--local-addr=… … no address of this host: name one of its own",
+    "has a member that keeps no data (…): the log of that member says why, which its agent names",
     "members have no users: leave out what stands before the '@'",
     "the endpoint names … hosts: name one, three or five of the run's.",
     "the endpoint names a host twice: each member needs a host of its own",
