@@ -27,8 +27,10 @@ What a node owes its driver:
 - `Node.waiting`, `Node.over`, `Node.in_round` and `Node.latest` may be read by any thread at any
   time, without I/O.
 
-Where a rule is: `member` decides for every node, `leader` for the node that leads, both pure
-functions of a `rules.View`. `observer` keeps what a node has read and since when,
+Where a rule is: `decide` has the tables by which every node decides, and the node that leads, as
+pure functions of a `rules.View`. `situation` derives from a view who lives, is awaited, ready or
+gone, and how large a round would be; `rounds` makes one round document of another; `words` has what
+people should know. `observer` keeps what a node has read and since when,
 `failure_detector` judges by it who is alive, `record_cache` holds the records of all nodes, `ranks`
 orders the participants, `roster` keeps those of a large round in shards, `cleanup` ends a run and
 tidies up, `contact` tells when a node that is not heard stops its workers, `parting` has a node

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from rdzv_plugins.protocol.choice import Sizes, needed, world_size
+from rdzv_plugins.protocol.decide import rejoin_patience
 from rdzv_plugins.protocol.documents import (
     Names,
     NodeRecord,
@@ -20,16 +21,9 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.growth import GROWTH, Hold, hold, last_call
 from rdzv_plugins.protocol.kept_out import kept_out, summary
-from rdzv_plugins.protocol.leader import (
-    doubted,
-    fits,
-    has_rejoined,
-    may_grow,
-    rejoin_patience,
-    without,
-)
 from rdzv_plugins.protocol.links import own_findings, slow, told
 from rdzv_plugins.protocol.rules import View
+from rdzv_plugins.protocol.situation import assess, fits, has_rejoined, without
 from rdzv_plugins.protocol.wall_clock import shown
 
 __all__ = ["Diagnosis", "Pace", "call_ends", "diagnose", "of_node"]
@@ -243,12 +237,10 @@ def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Di
         rejoin=lambda ready: rejoin_patience(rules, ready) - view.round_age,
         now=view.wall,
     )
-    records = {**view.records, view.me: view.record}
-    permitted, lost = may_grow(document, records), len(document.lost)
-    times = replace(times, hold=lambda wait, room: hold(view, wait, room, permitted, lost))
-    sizes = Sizes.of(rules)
-    found = _with_records(document, records, view.is_silent, view.is_silent, times, sizes)
-    return replace(found, doubted=len(doubted(view, records)))
+    at, lost = assess(view, document), len(document.lost)
+    times = replace(times, hold=lambda wait, room: hold(view, wait, room, at.may_grow, lost))
+    found = _with_records(document, at.records, view.is_silent, view.is_silent, times, at.sizes)
+    return replace(found, doubted=len(at.doubted))
 
 
 def _without_records(

@@ -343,7 +343,7 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: dict[str, int] | None = None
 
 
-class _derived(Generic[T]):  # noqa: N801  # It is used as `property` is.
+class derived(Generic[T]):  # noqa: N801  # It is used as `property` is.
     """An attribute that is computed once, when it is first read, and not stored.
 
     Until Python 3.12 functools' own takes a lock: a twelfth of the time of a node's decisions.
@@ -355,11 +355,11 @@ class _derived(Generic[T]):  # noqa: N801  # It is used as `property` is.
         self.__doc__ = compute.__doc__
 
     @overload
-    def __get__(self, owner: None, kind: type) -> _derived[T]: ...
+    def __get__(self, owner: None, kind: type) -> derived[T]: ...
     @overload
     def __get__(self, owner: object, kind: type) -> T: ...
 
-    def __get__(self, owner: object | None, kind: type) -> _derived[T] | T:
+    def __get__(self, owner: object | None, kind: type) -> derived[T] | T:
         if owner is None:
             return self
         value = owner.__dict__[self._name] = self._compute(owner)
@@ -446,7 +446,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def closed(self) -> bool:
         return self.phase is Phase.CLOSED
 
-    @_derived
+    @derived
     def reason(self) -> str:
         """The cause, in words."""
         return str(self.cause)
@@ -482,17 +482,17 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """Whether all nodes are here on which it counts, and none stand in shards."""
         return self.roster is None and self.previous_roster is None
 
-    @_derived
+    @derived
     def ranks(self) -> dict[str, int]:
         """Each participant's rank, as far as it was read."""
         return _ranks(self.participants, self.roster)
 
-    @_derived
+    @derived
     def old_ranks(self) -> dict[str, int]:
         """The place of each node in ``previous``, as far as it was read."""
         return _ranks(self.previous, self.previous_roster)
 
-    @_derived
+    @derived
     def world_id(self) -> str:
         """Tells rounds of one number apart: a store that forgot may see it given twice."""
         roster = self.roster

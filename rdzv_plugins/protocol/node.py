@@ -21,9 +21,10 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
 )
-from rdzv_plugins.protocol import diagnosis, member, rules
+from rdzv_plugins.protocol import diagnosis, rules
 from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
 from rdzv_plugins.protocol.contact import Contact
+from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -62,7 +63,9 @@ from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.roster import apart, shards_of
 from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import Failure
+from rdzv_plugins.protocol.situation import nodes_waiting, waits_for_a_living_round
 from rdzv_plugins.protocol.wall_clock import shown
+from rdzv_plugins.protocol.words import remarks
 
 __all__ = ["Node"]
 
@@ -395,7 +398,7 @@ class Node:
             if document is not self._judged and not self._joining:
                 # At once: the requests before the next decision may take long.
                 self._judged = document
-                self._waiting = member.nodes_waiting(replace(self.view(), document=document))
+                self._waiting = nodes_waiting(replace(self.view(), document=document))
             answer, error, asked = None, None, self._clock()
             try:
                 answer = yield request
@@ -434,12 +437,12 @@ class Node:
             yield from self._keep_alive()
         yield from seen.observe()
         view = self.view()
-        for about, key, text in member.remarks(view):
+        for about, key, text in remarks(view):
             if (about, key) not in self._told:
                 yield from self._tell_what_it_asked_for()
                 yield from Tell(about, text)
                 self._told.add((about, key))
-        action = member.decide(view)
+        action = decide(view)
         writes = isinstance(action, _WRITES)
         if view.records is not None and not (seen.document_is_fresh or writes):
             # The records may be newer than the document. Compare-and-set guards a write; any other
@@ -448,8 +451,8 @@ class Node:
             yield from seen.read_document()
             if seen.token != token:
                 return
-        self._waiting = member.nodes_waiting(view)
-        if member.waits_for_a_living_round(view):
+        self._waiting = nodes_waiting(view)
+        if waits_for_a_living_round(view):
             # A spare waits for as long as the round lasts, as torch's redundant nodes do.
             self._join_deadline = self._clock() + self._join_timeout
         # Only now, after the store has answered: an outage is reported as such, and a round that
@@ -473,7 +476,7 @@ class Node:
     def _tell_what_it_waits_for(self, view: rules.View) -> Effects[None]:
         now = self._clock()
         # A remark has told what a spare waits for, which may take days.
-        if not self._pace.is_due(now) or member.waits_for_a_living_round(view):
+        if not self._pace.is_due(now) or waits_for_a_living_round(view):
             return
         found = diagnosis.of_node(view, self._join_deadline - now)
         if self._pace.tells(found.lasting, now):

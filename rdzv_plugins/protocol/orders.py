@@ -25,8 +25,8 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import CompareAndSet, Effects, List, Read, Ring
 from rdzv_plugins.protocol.kept_out import kept_out, without_hosts
-from rdzv_plugins.protocol.leader import is_done
 from rdzv_plugins.protocol.record_cache import RecordCache
+from rdzv_plugins.protocol.situation import is_done
 
 __all__ = ["Given", "drain", "exclude", "give", "include", "nodes_named", "resize", "restart"]
 

@@ -20,9 +20,9 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import Effects, List, Rest
 from rdzv_plugins.protocol.kept_out import kept_out
-from rdzv_plugins.protocol.leader import fits
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.protocol.situation import fits
 
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.node import Node

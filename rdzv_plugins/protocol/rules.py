@@ -1,4 +1,4 @@
-"""What `member.decide` is given (a `View`), and what it answers (an `Action`)."""
+"""What `decide.decide` is given (a `View`), and what it answers (an `Action`)."""
 
 from __future__ import annotations
 

@@ -29,14 +29,15 @@ from rdzv_plugins.protocol import (
     cleanup,
     growth,
     kept_out,
-    leader,
     links,
-    member,
     parting,
     quarantine,
     ranks,
     roster,
+    rounds,
+    situation,
 )
+from rdzv_plugins.protocol import decide as decisions
 from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -149,7 +150,9 @@ class Patch:
         """What a node knows when it decides."""
         self.taken["view"] = 0
         self._replace(
-            member, "decide", lambda decide, view: decide(self._noted("view", view, change(view)))
+            decisions,
+            "decide",
+            lambda decide, view: decide(self._noted("view", view, change(view))),
         )
 
     def decision(self, change: Callable[[View, Action], Action]) -> None:
@@ -160,7 +163,7 @@ class Patch:
             action = original(view)
             return self._noted("decision", action, change(view, action))
 
-        self._replace(member, "decide", decide)
+        self._replace(decisions, "decide", decide)
 
     def leaders_view(self, change: Callable[[View, RoundDocument], View]) -> None:
         """What a node knows when it decides as the leader."""
@@ -169,7 +172,7 @@ class Patch:
         def lead(original: Callable[..., Action], view: View, document: RoundDocument) -> Action:
             return original(self._noted("leader's view", view, change(view, document)), document)
 
-        self._replace(leader, "lead", lead)
+        self._replace(decisions, "lead", lead)
 
     def leaders_decision(self, change: Callable[[View, RoundDocument, Action], Action]) -> None:
         """What the leader decides."""
@@ -179,7 +182,7 @@ class Patch:
             action = original(view, document)
             return self._noted("leader's decision", action, change(view, document, action))
 
-        self._replace(leader, "lead", lead)
+        self._replace(decisions, "lead", lead)
 
     def effects(self, change: Callable[[Node, Effect[Any]], Effect[Any] | None]) -> None:
         """What a node asks of its driver; None: it does not, and goes on as if it had."""
@@ -369,6 +372,18 @@ def _has_another_size(view: View) -> bool:
     )
 
 
+def _lost(patch: Patch, is_lost: Callable[[View, str], bool]) -> None:
+    """Take other nodes for lost, whose leases need not have run out."""
+
+    def lost_nodes(
+        _: Any, view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
+    ) -> frozenset[str]:
+        others = {*records, *document.participants, *document.previous} - {view.me}
+        return frozenset(node for node in others if is_lost(view, node))
+
+    patch(situation, "lost_nodes", lost_nodes)
+
+
 # Rounds: who is awaited, taken, and ranked.
 
 
@@ -381,13 +396,13 @@ def no_exclusivity(patch: Patch) -> None:
         forms = document.phase is Phase.FORMING
         return (forms and silent) or original(document, record, ended)
 
-    patch(leader, "has_rejoined", has_rejoined)
+    patch(situation, "has_rejoined", has_rejoined)
 
 
 @_mutant("rule 5: a join request from before the round counts as one from after it", seed=2)
 def stale_join(patch: Patch) -> None:
     patch(
-        leader,
+        situation,
         "has_rejoined",
         lambda _, document, record, ended: record is not None and record.asks,
     )
@@ -403,24 +418,18 @@ def no_compare(patch: Patch) -> None:
 
 @_mutant("rule 2: a node is lost when the time in its record is a lease behind the reader's clock")
 def wall_clocks(patch: Patch) -> None:
-    def is_silent(original: Any, view: View, node: str) -> bool:
+    def is_lost(view: View, node: str) -> bool:
         record = (view.records or {}).get(node)
         if record is None:
-            return bool(original(view, node))
-        return node != view.me and view.wall - record.at >= view.lease(node)
+            return view.is_silent(node)
+        return view.wall - record.at >= view.lease(node)
 
-    patch(View, "is_silent", is_silent)
+    _lost(patch, is_lost)
 
 
 @_mutant("rule 2: a node is lost after half a lease of silence", seed=2)
 def half_a_lease(patch: Patch) -> None:
-    patch(
-        View,
-        "is_silent",
-        lambda _, view, node: (
-            node != view.me and view.confirmed_silence(node) >= view.patience(node) / 2
-        ),
-    )
+    _lost(patch, lambda view, node: view.confirmed_silence(node) >= view.patience(node) / 2)
 
 
 @_mutant("rule 4: the leader is replaced without waiting for its lease")
@@ -519,7 +528,7 @@ def loss_unseen(patch: Patch) -> None:
 @_mutant("a participant that joins again does not restart the round of the others", seed=39)
 def failure_unseen(patch: Patch) -> None:
     patch(
-        leader,
+        situation,
         "has_rejoined",
         lambda has_rejoined, document, record, ended: (
             document.phase is not Phase.RUNNING and has_rejoined(document, record, ended)
@@ -687,7 +696,7 @@ def no_memory(patch: Patch) -> None:
         return 0 if older else int(original(view))
 
     patch(Node, "view", view)
-    patch(member, "nodes_waiting", waiting)
+    patch(situation, "nodes_waiting", waiting)
 
 
 @_mutant("rule 12: a leader ignores nodes that run in a round it does not know", seed=402)
@@ -738,7 +747,7 @@ def numbers_alike(patch: Patch) -> None:
         )
     )
     patch(
-        leader,
+        situation,
         "unconfirmed",
         lambda unconfirmed, document, records: unconfirmed(
             document, {node: alike(document, it) for node, it in records.items()}
@@ -761,7 +770,7 @@ def closed_reopens(patch: Patch) -> None:
 @_mutant("a round runs before its participants have confirmed it", seed=5)
 def no_confirmation(patch: Patch) -> None:
     patch(
-        leader,
+        situation,
         "unconfirmed",
         lambda unconfirmed, document, records: [
             node for node in unconfirmed(document, records) if document.ranks[node] == 0
@@ -788,7 +797,7 @@ def mixed_nodes(patch: Patch) -> None:
         return _under(view, min_nodes=view.document.min_nodes, max_nodes=view.document.max_nodes)
 
     patch.view(agreeing)
-    patch(leader, "fits", lambda *_: True)
+    patch(situation, "fits", lambda *_: True)
 
 
 @_mutant("a participant that returns to a round that continued without it stays lost", seed=67)
@@ -934,7 +943,7 @@ def nobody_told_of_failure(patch: Patch) -> None:
         closed = latest is not None and latest.closed and latest.is_of(view.member)
         return 0 if closed else int(original(view))
 
-    patch(member, "nodes_waiting", waiting)
+    patch(situation, "nodes_waiting", waiting)
 
 
 # Nodes that are done.
@@ -942,7 +951,7 @@ def nobody_told_of_failure(patch: Patch) -> None:
 
 @_mutant("a node whose workers succeeded is treated as lost", seed=17)
 def done_is_gone(patch: Patch) -> None:
-    patch(leader, "is_done", lambda *_: False)
+    patch(situation, "is_done", lambda *_: False)
 
 
 @_mutant(
@@ -970,7 +979,7 @@ def done_is_disturbed(patch: Patch) -> None:
 def nobody_closes_what_is_done(patch: Patch) -> None:
     def wait(view: View, document: RoundDocument, action: Action) -> Action:
         records = {**(view.records or {}), view.me: view.record}
-        all_done = all(leader.is_done(document, records.get(it)) for it in document.participants)
+        all_done = all(situation.is_done(document, records.get(it)) for it in document.participants)
         closes = isinstance(action, Close) and action.outcome is Outcome.SUCCEEDED
         return Wait(view.rules.interval) if closes and not all_done else action
 
@@ -979,11 +988,7 @@ def nobody_closes_what_is_done(patch: Patch) -> None:
 
 @_mutant("each node is judged by the leader's lease instead of its own", seed=56)
 def one_lease_for_all(patch: Patch) -> None:
-    patch(
-        View,
-        "is_silent",
-        lambda _, view, node: node != view.me and view.confirmed_silence(node) >= view.rules.lease,
-    )
+    _lost(patch, lambda view, node: view.confirmed_silence(node) >= view.rules.lease)
 
 
 @_mutant(
@@ -1008,7 +1013,7 @@ def stray_founds_at_once(patch: Patch) -> None:
 
 @_mutant("a node that has not yet asked for the next round is evicted at once", seed=2)
 def evicted_at_once(patch: Patch) -> None:
-    patch(leader, "rejoin_patience", lambda *_: 0.0)
+    patch(decisions, "rejoin_patience", lambda *_: 0.0)
 
 
 # Orders from people, and quarantine.
@@ -1111,12 +1116,12 @@ def deaf_to_restart(patch: Patch) -> None:
         action: Action = original(view, deaf)
         return Write(deaf) if document.restart and isinstance(action, Wait) else action
 
-    patch(leader, "lead", lead)
+    patch(decisions, "lead", lead)
 
 
 @_mutant("the leader waits for a node with a hanging agent as long as it sends heartbeats", seed=64)
 def never_evicted(patch: Patch) -> None:
-    patch(leader, "rejoin_patience", lambda *_: 1e9)
+    patch(decisions, "rejoin_patience", lambda *_: 1e9)
 
 
 @_mutant("a spare keeps waiting after its round has ended", seed=166)
@@ -1127,7 +1132,7 @@ def spare_for_ever(patch: Patch) -> None:
             view = _with_document(view, phase=Phase.RUNNING, participants=("somebody",))
         return bool(original(view))
 
-    patch(member, "waits_for_a_living_round", waits)
+    patch(situation, "waits_for_a_living_round", waits)
 
 
 @_mutant("the withdrawal of an abandoned join also cancels the next join", seed=6239)
@@ -1268,7 +1273,7 @@ def one_tombstone_at_a_time(patch: Patch) -> None:
 )
 def spares_of_the_dead(patch: Patch) -> None:
     patch(
-        member,
+        situation,
         "waits_for_a_living_round",
         lambda waits, view: waits(
             _with_document(view, lost=()) if view.document is not None else view
@@ -1288,7 +1293,7 @@ def cause_forgotten(patch: Patch) -> None:
             return original(view, replace(document, cause=Cause()))  # type: ignore[no-any-return]
         return action
 
-    patch(leader, "lead", lead)
+    patch(decisions, "lead", lead)
 
 
 @_mutant("a node lost while a round forms is missing from the cause", seed=7)
@@ -1449,7 +1454,7 @@ def lists_for_the_done(patch: Patch) -> None:
         left = [
             view.patience(node) - view.possible_silence(node)
             for node, it in (view.records or {}).items()
-            if node != view.me and leader.is_done(document, it)
+            if node != view.me and situation.is_done(document, it)
         ]
         if not left or view.until_first_lease is not None:
             return action
@@ -1713,7 +1718,7 @@ def unheard_verdict(patch: Patch) -> None:
             action = original(_with_document(view, faults=faults))
         return action
 
-    patch(member, "decide", decide)
+    patch(decisions, "decide", decide)
 
 
 @_mutant(
@@ -1863,7 +1868,7 @@ def runs_on_replaced(patch: Patch) -> None:
             return int(original(view))
         return int(original(view)) if document.round > mine.round + 2 else 0
 
-    patch(member, "nodes_waiting", waiting)
+    patch(situation, "nodes_waiting", waiting)
 
 
 def _tokens(patch: Patch, token: Callable[[View, RoundDocument], int]) -> None:
@@ -2048,4 +2053,4 @@ def gives_up_too_soon(patch: Patch) -> None:
         ran = document.phase is Phase.RUNNING
         return replace(after, short_rounds=document.short_rounds + 1) if ran else after
 
-    patch(leader, "next_round", next_round)
+    patch(rounds, "next_round", next_round)

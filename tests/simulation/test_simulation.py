@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rdzv_plugins import protocol
-from rdzv_plugins.protocol import growth, leader, member
+from rdzv_plugins.protocol import decide as decisions
+from rdzv_plugins.protocol import growth, node
 from rdzv_plugins.protocol.node import Node
 from tests import Measure
 
@@ -211,15 +212,15 @@ def test_a_mutant_is_undone(name: str) -> None:
 
 
 def test_a_function_is_replaced_wherever_it_was_imported() -> None:
-    original = leader.lead
-    with broken("loss-unseen"):
-        assert leader.lead is vars(member)["lead"] is not original
-    assert leader.lead is vars(member)["lead"] is original
+    original = decisions.decide
+    with broken("coup"):
+        assert decisions.decide is vars(node)["decide"] is not original
+    assert decisions.decide is vars(node)["decide"] is original
 
 
 def test_a_mutant_of_what_is_gone_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(patch: Patch) -> None:
-        patch(member, "no_such_function", lambda *_: None)
+        patch(decisions, "no_such_function", lambda *_: None)
 
     monkeypatch.setitem(MUTANTS, "gone", Mutant("nothing", gone))
     with pytest.raises(KeyError, match="no_such_function"), broken("gone"):

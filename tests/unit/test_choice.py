@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rdzv_plugins.protocol.choice import Sizes, choose, needed, world_size
+from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     Cause,
     Names,
@@ -21,9 +22,9 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
-from rdzv_plugins.protocol.member import decide, remarks
 from rdzv_plugins.protocol.ranks import natural_key
 from rdzv_plugins.protocol.rules import Action, Rules, SetRecord, Wait, Write
+from rdzv_plugins.protocol.words import remarks
 from tests import replace
 
 from .views import RULES, document, record, running, view, written

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdzv_plugins.kv import Entry
+from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.diagnosis import of_node
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -15,7 +16,6 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import List, Read
 from rdzv_plugins.protocol.failure_detector import FailureDetector
-from rdzv_plugins.protocol.member import decide
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Action, Doubt, Rules, View, Wait
 from tests import replace

@@ -19,7 +19,7 @@ from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.logs import set_up
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import Outcome, Phase, Status
-from rdzv_plugins.protocol.member import remarks
+from rdzv_plugins.protocol.words import remarks
 from tests import replace
 from tests.unit.crowd import Crowd
 from tests.unit.life import RULES, Life, Time, finish

@@ -14,6 +14,7 @@ from rdzv_plugins.archive import Archive
 from rdzv_plugins.driver import carry_out
 from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousConnectionError
 from rdzv_plugins.protocol import effects, orders
+from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.diagnosis import diagnose, of_node
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
@@ -26,7 +27,6 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.kept_out import describe
-from rdzv_plugins.protocol.member import decide, remarks
 from rdzv_plugins.protocol.orders import Given, drain, exclude, include, resize, restart
 from rdzv_plugins.protocol.rules import (
     Action,
@@ -38,6 +38,7 @@ from rdzv_plugins.protocol.rules import (
     Start,
     Wait,
 )
+from rdzv_plugins.protocol.words import remarks
 from tests import replace
 
 from .crowd import Crowd

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins.protocol import member, rules
+from rdzv_plugins.protocol import decide as decisions
+from rdzv_plugins.protocol import rules
+from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     Cause,
     Names,
@@ -16,7 +18,6 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
-from rdzv_plugins.protocol.member import decide, nodes_waiting, waits_for_a_living_round
 from rdzv_plugins.protocol.rules import (
     Abdicate,
     Action,
@@ -32,6 +33,7 @@ from rdzv_plugins.protocol.rules import (
     View,
     Wait,
 )
+from rdzv_plugins.protocol.situation import nodes_waiting, waits_for_a_living_round
 from tests import replace
 
 from .views import (
@@ -315,7 +317,7 @@ class TestCauses:
 class TestLeadership:
     def test_the_heir_takes_over_first(self) -> None:
         now = document(Phase.RUNNING)
-        for name, patience in (("n2", 3.0), ("n3", 3.0 + member._TURN_SECONDS)):
+        for name, patience in (("n2", 3.0), ("n3", 3.0 + decisions._TURN_SECONDS)):
             early = view(running(name, now), now, joining=False, silent={"n1": patience - 0.01})
             waits = decide(early)
             assert isinstance(waits, Wait)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     Cause,
     Exclusion,
@@ -16,7 +17,6 @@ from rdzv_plugins.protocol.documents import (
     Status,
     Strikes,
 )
-from rdzv_plugins.protocol.member import decide
 from rdzv_plugins.protocol.quarantine import blamed
 from rdzv_plugins.protocol.rules import Action, Wait
 from tests import replace

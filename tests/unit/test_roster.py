@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rdzv_plugins.inspection import Inspection
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer
 from rdzv_plugins.protocol.cleanup import close_run
+from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -17,7 +18,6 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
-from rdzv_plugins.protocol.member import decide
 from rdzv_plugins.protocol.roster import (
     ROSTER_PREFIX,
     apart,

@@ -1,0 +1,776 @@
+"""What a node decides from what it knows. No I/O, no clock, no thread.
+
+`decide` is a pure function. `node.py` calls it and carries out its decisions; the simulator and the
+handler run both unchanged. A decision is the answer of the first row of a table that has one; the
+numbers of rules are those of ``docs/design.md``.
+
+A round goes forming -> confirming -> running. The phase confirming exists because torch's agent,
+once it has its rank, waits for a message from every other agent. If a participant dies while the
+round forms, the protocol must notice before it releases any agent; torch would need minutes.
+
+Several nodes may believe that they lead. That is safe: each decision is a compare-and-set, and only
+the node that read the latest document succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from rdzv_plugins.protocol.choice import Sizes
+from rdzv_plugins.protocol.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.growth import Hold, hold, holds_newcomers, last_call
+from rdzv_plugins.protocol.kept_out import (
+    carried_over,
+    exclusion_of,
+    naming,
+    until_the_first_ends,
+    with_orders_of,
+)
+from rdzv_plugins.protocol.links import judge, naming_links, pause
+from rdzv_plugins.protocol.quarantine import counted, let_in, quarantined
+from rdzv_plugins.protocol.roster import MISSING
+from rdzv_plugins.protocol.rounds import (
+    amended,
+    caught_up,
+    evicting,
+    founded,
+    leaving_out,
+    naming_participants,
+    next_round,
+    without_roster,
+    without_the_gone,
+)
+from rdzv_plugins.protocol.rules import (
+    Abdicate,
+    Action,
+    AskTombstone,
+    AwaitExclusions,
+    Close,
+    Confirm,
+    Doubt,
+    Fail,
+    Failure,
+    ListRecords,
+    Rules,
+    SetRecord,
+    Start,
+    View,
+    Wait,
+    Write,
+)
+from rdzv_plugins.protocol.situation import (
+    Situation,
+    assess,
+    fits,
+    is_full,
+    round_in,
+    unconfirmed,
+    without,
+)
+
+__all__ = ["decide", "lead", "rejoin_patience"]
+
+# How long each heir of the leader waits for the heir before it: many times a compare-and-set.
+_TURN_SECONDS = 0.05
+
+# For more nodes than any run has: the number stands in the store and is not ours to trust.
+_STEEPEST = 30.0
+
+# Where spares fill the round, the leader waits only this share of `Rules.rejoin` for a participant
+# that does not ask for it.
+_SPARES_SUFFICE = 0.1
+
+# More than one in so many nodes, and at least so many, are a large part of the world.
+_LARGE_PART, _FEWEST_DOUBTED = 3, 8
+# A node is late that has been silent for half its lease, but for more than a beat takes at most.
+_LATE_LEASES, _LATE_INTERVALS = 0.5, 1.25
+
+_Decides: TypeAlias = Callable[[View], Action | None]
+_Follows: TypeAlias = Callable[[View, RoundDocument], Action | None]
+_Leads: TypeAlias = Callable[[View, Situation], Action | None]
+
+
+def decide(view: View) -> Action:
+    """What this node does next."""
+    for row in _BY_ITS_MEMORY:
+        if (action := row(view)) is not None:
+            return action
+    document = view.document
+    assert document is not None
+    for follows in _BY_THE_DOCUMENT:
+        if (action := follows(view, document)) is not None:
+            return action
+    return _look_after_the_run(view, document)
+
+
+def lead(view: View, document: RoundDocument) -> Action:
+    """What the leader does next, by the records of all nodes."""
+    if view.records is None:
+        return ListRecords()
+    at = assess(view, document)
+    answers = (row(view, at) for row in (*_IN_ANY_PHASE, *_IN_PHASE[document.phase]))
+    action = next(it for it in answers if it is not None)
+    if isinstance(action, Wait) and document.is_whole:
+        # Nobody rings when an exclusion ends.
+        ends = until_the_first_ends(document, at.records, view.wall)
+        if ends is not None and (action.seconds is None or ends < action.seconds):
+            return Wait(ends, action.enough)
+    return action
+
+
+# What a node does by what it remembers, whatever stands in the store.
+
+
+def _start_what_ran(view: View) -> Action | None:
+    """Release the agent once the round that this node confirmed has run.
+
+    Also if the round ended, or the run was closed, before this node saw it run: the agents of the
+    other nodes were released and wait for this node's agent.
+    """
+    confirmed, latest = view.confirmed, view.latest
+    if not view.joining or view.record.status is not Status.RUN:
+        return None
+    if confirmed is None or latest is None or latest.ran != confirmed.world_id:
+        return None
+    # The token of the round that ran: the store may have forgotten it, and seen it named twice.
+    return Start(
+        replace(
+            confirmed,
+            phase=Phase.RUNNING,
+            ran=latest.ran,
+            master=latest.master,
+            fencing_token=latest.fencing_token,
+        )
+    )
+
+
+def _end_with_the_run(view: View) -> Action | None:
+    record, latest = view.record, view.latest
+    if latest is None or not latest.closed:
+        return None
+    if record.status is Status.RUN and _is_strange(view, latest):
+        return AskTombstone(str(view.own))
+    if not view.joining and not record.is_unfit:
+        return Wait()
+    # A node that was in the run, and was left out since its check failed, ends as a spare does.
+    was_in_it = record.is_unfit and view.own == latest.incarnation
+    spare = record.status is Status.SPARE or was_in_it
+    return Fail(Failure.SPARE_CLOSED if spare else Failure.CLOSED)
+
+
+def _stay_out(view: View) -> Action | None:
+    """Rule 20: a node that asks for no round does nothing, unless it is unfit.
+
+    An unfit node beats, so that it must give up the lead, and must hear of its run's end.
+    """
+    document, latest = view.document, view.latest
+    if view.record.status is not Status.LEFT:
+        return None
+    if not view.record.is_unfit or latest is None:
+        return Wait()
+    if document is None or _is_behind(document, latest):
+        # The others write the document back, unless the run has ended.
+        asked = latest.incarnation in view.asked_tombstones
+        return Wait() if asked else AskTombstone(latest.incarnation)
+    if document.leader == view.me and not document.closed:
+        return Abdicate(replace(document, leader=None), fails=False)
+    # It may never be fit again, to ask for a round and hear of it then.
+    return Fail(Failure.DRAINED) if view.me in document.drained else Wait()
+
+
+def _look_for_the_own_run(view: View) -> Action | None:
+    document = view.document
+    if document is None or not _is_strange(view, document):
+        return None
+    return AskTombstone(str(view.own))
+
+
+def _write_back(view: View) -> Action | None:
+    """Rule 12: found a run in a new store; in one that forgot, restore the latest document."""
+    latest = view.latest
+    if not _is_behind(view.document, latest):
+        return None
+    if latest is None:
+        return Write(founded(view, "first round")) if view.joining else Wait()
+    # The leader first; then the others in turn, in case the leader is gone too.
+    patience = 0.0 if latest.leader == view.me else _spread(view, latest)
+    if view.document_age < patience:
+        return Wait(patience - view.document_age)
+    if latest.incarnation not in view.asked_tombstones:
+        # The document may have been swept because its run ended.
+        return AskTombstone(latest.incarnation)
+    if view.document is not None and view.document.is_of(latest):
+        latest = with_orders_of(latest, view.document)
+    return Write(replace(latest, leader=view.me))
+
+
+def _is_strange(view: View, document: RoundDocument) -> bool:
+    """Whether the document is of another run, and this node has not asked if its own has ended."""
+    own = view.own
+    return own not in (None, document.incarnation) and own not in view.asked_tombstones
+
+
+def _is_behind(document: RoundDocument | None, latest: RoundDocument | None) -> bool:
+    """Whether the store has no document, or an older one than this node remembers."""
+    if document is None or latest is None:
+        return True
+    if not document.is_of(latest):
+        return True  # A run that is over stands in the place of a living one: see Observer.adopt.
+    return document.place < latest.place
+
+
+_BY_ITS_MEMORY: tuple[_Decides, ...] = (
+    _start_what_ran,
+    _end_with_the_run,  # Rule 14.
+    _stay_out,  # Rule 20.
+    _look_for_the_own_run,
+    _write_back,  # Rule 12.
+)
+
+
+# What a node does by the document of its run.
+
+
+def _leave_drained(view: View, document: RoundDocument) -> Action | None:
+    """Rule 21: leave, but not while others may count on a rank of this node."""
+    counts = document.phase is Phase.CONFIRMING and view.me in document.ranks
+    if view.joining and view.me in document.drained and not counts:
+        return Fail(Failure.DRAINED)
+    return None
+
+
+def _give_up_the_lead(view: View, document: RoundDocument) -> Action | None:
+    """Rule 4: its heartbeats may still arrive, so that no other node finds it dead."""
+    return Abdicate(replace(document, leader=None)) if view.cannot_list else None
+
+
+def _take_part(view: View, document: RoundDocument) -> Action | None:
+    """What a node that wants to be in a round does, whether it leads or not."""
+    if not view.joining:
+        return None
+    for row in _JOINING:
+        if (action := row(view, document)) is not None:
+            break
+    if view.checks and isinstance(action, Confirm):
+        # What it waits for may never come: rank 0 may be dead, or the leader.
+        meanwhile = _look_after_the_run(view, document)
+        if isinstance(meanwhile, Wait):
+            return Confirm(action.document, action.is_master, meanwhile.seconds)
+        return meanwhile
+    return action
+
+
+def _look_after_the_run(view: View, document: RoundDocument) -> Action:
+    if document.leader == view.me:
+        return lead(view, document)
+    return _watch_leader(view, document)
+
+
+_BY_THE_DOCUMENT: tuple[_Follows, ...] = (_leave_drained, _give_up_the_lead, _take_part)
+
+
+def _stay_out_of_another_size(view: View, document: RoundDocument) -> Action | None:
+    """Rule 16: refuse to join a run of other ``--nnodes``; found one if all its nodes are gone."""
+    rules = view.rules
+    if (document.min_nodes, document.max_nodes) == (rules.min_nodes, rules.max_nodes):
+        return None
+    if view.records is None:
+        return ListRecords()
+    holders = {*(document.participants or document.previous), document.leader}
+    if not document.is_whole:
+        # Anybody may be one of its nodes.
+        holders |= {node for node, it in view.records.items() if fits(it, document)} | {MISSING}
+    holders -= {view.me, None}
+    if any(view.moved(str(node)) for node in holders):
+        return Fail(Failure.MISMATCH)
+    patience = view.share * rules.interval
+    if not holders and view.document_age < rules.lease + patience:
+        return Wait(rules.lease + patience - view.document_age)
+    left = {node for node, record in view.records.items() if record.status is Status.LEFT}
+    alive = [
+        node
+        for node in map(str, holders - left)
+        if view.confirmed_silence(node) < view.lease(node) + patience
+    ]
+    if alive:
+        return Wait(
+            max(0.0, min(view.lease(n) + patience - view.possible_silence(n) for n in alive))
+        )
+    return Write(founded(view, "resubmitted with other --nnodes"))
+
+
+def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
+    """Rule 6: what a node does that has a rank and has not confirmed it."""
+    if view.me not in document.ranks or _has_confirmed(view, document):
+        return None
+    if view.record.asks and round_in(document, view.record) >= document.round:
+        return None  # It asks for a later round.
+    given = view.given.get(document.incarnation, -1)
+    if given >= document.round:
+        # It ran in this round, and since then in another run: the store forgot one, then the other.
+        return SetRecord(Status.JOIN, document.incarnation, given)
+    if document.phase is Phase.CONFIRMING:
+        return Confirm(document, document.ranks[view.me] == 0)
+    # The round ran without this node, in a store that forgot.
+    return SetRecord(Status.JOIN, document.incarnation, document.round)
+
+
+def _end_cut_off(view: View, document: RoundDocument) -> Action | None:
+    """Rule 23: a node that the network check found at fault is unfit."""
+    record = view.record
+    judged = record.status is Status.RUN and round_in(document, record) == document.round - 1
+    if document.phase is Phase.FORMING and judged and document.faults.why_out(view.me):
+        return Fail(Failure.CUT_OFF)
+    return None
+
+
+def _ask_for_a_round(view: View, document: RoundDocument) -> Action | None:
+    """Rule 5: say that this node is in no round, if it had a rank or its record says so."""
+    record, last = view.record, round_in(document, view.record)
+    if document.phase is Phase.FORMING and view.me in document.old_ranks:
+        # It had a rank in a round that never ran, or that it never saw.
+        if not record.asks or last < document.round - 1:
+            round_ = max(last, document.round - 1)
+            return SetRecord(Status.JOIN, document.incarnation, round_)
+    elif record.status is Status.RUN and not _has_confirmed(view, document):
+        return SetRecord(Status.JOIN, record.incarnation, record.round)
+    return None
+
+
+def _wait_as_a_spare(view: View, document: RoundDocument) -> Action | None:
+    """Rule 8: say that this node waits for a round that is full, or that lets nobody in now."""
+    record = view.record
+    waits = record.status is Status.JOIN and document.phase is Phase.RUNNING
+    if not waits or view.me in document.ranks:
+        return None
+    no_room = is_full(document, Sizes.of(view.rules)) or document.finishing or record.suspect
+    excluded = exclusion_of(document, record.address, view.wall) is not None
+    if no_room or excluded or holds_newcomers(view.rules):
+        return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
+    return None
+
+
+def _has_confirmed(view: View, document: RoundDocument) -> bool:
+    """Whether this node is in the round by its own record.
+
+    A node that asked for a round of another run since then has the rank to confirm again. A node
+    that confirmed it is in the round, also if the store has lost the shard that says so.
+    """
+    return view.record.status is Status.RUN and view.record.world_id == document.world_id
+
+
+_JOINING: tuple[_Follows, ...] = (
+    _stay_out_of_another_size,  # Rule 16.
+    _confirm_its_rank,  # Rule 6.
+    _end_cut_off,  # Rule 23.
+    _ask_for_a_round,  # Rule 5.
+    _wait_as_a_spare,  # Rule 8.
+)
+
+
+# What a node does that does not lead. Rule 4.
+
+
+def _watch_leader(view: View, document: RoundDocument) -> Action:
+    """Take over from a leader that left, whose beat stopped, or that does not lead."""
+    leader = document.leader
+    if leader is None:
+        if view.document_age < (turn := _turn(view, document)):
+            return Wait(turn - view.document_age)
+        return Write(replace(document, leader=view.me))
+    lease = view.lease(leader)
+    # The leader's next heartbeat carries its count of listings: an interval later than they happen.
+    idle = lease + (view.leader.interval if view.leader else view.rules.interval)
+    if view.confirmed_silence(leader) < lease and view.confirmed_idleness < idle:
+        return Wait(
+            max(0.0, min(lease - view.possible_silence(leader), idle - view.possible_idleness))
+        )
+    turn = _turn(view, document)
+    if view.confirmed_silence(leader) >= lease + turn:
+        return Write(_replacing_the_dead(view, document, leader))
+    if view.confirmed_idleness >= idle + turn:
+        return Write(replace(document, leader=view.me))
+    until = (lease + turn - view.possible_silence(leader), idle + turn - view.possible_idleness)
+    return Wait(max(0.0, min(until)))
+
+
+def _turn(view: View, document: RoundDocument) -> float:
+    """Seconds that this node waits for other heirs to take the lead.
+
+    The heirs take turns in rank order; the first may be gone together with the leader.
+    """
+    rank = document.ranks.get(view.me, document.old_ranks.get(view.me))
+    turn = _spread(view, document)
+    if rank is not None:
+        before = (document.participants or document.previous)[:rank]
+        # Of a roster in shards this node knows its own rank only.
+        rank -= len({document.leader, *document.lost}.intersection(before))
+        turn = min(turn, _TURN_SECONDS * rank)
+    # Any other node is better than one that could not lead before.
+    return turn + view.rules.lease if view.abdicated else turn
+
+
+def _spread(view: View, document: RoundDocument) -> float:
+    """This node's random share of an interval, few of them early.
+
+    However many nodes there are, only a few have their turn before all can have read what the first
+    one wrote: the density grows by a factor of e each 1/``steep`` of the interval, which makes up
+    for their number.
+    """
+    nodes = max(1, document.max_nodes, document.size)
+    steep = min(1.0 + math.log(nodes), _STEEPEST)
+    return view.rules.interval * math.log1p(view.share * math.expm1(steep)) / steep
+
+
+def _replacing_the_dead(view: View, document: RoundDocument, leader: str) -> RoundDocument:
+    """The document under this node's lead, since the lease of its leader ran out.
+
+    The evidence is against that node only: the windows of all others begin now.
+    """
+    led = replace(document, leader=view.me)
+    done = view.leader is not None and view.leader.status is Status.DONE
+    if done or not (document.is_whole and document.names(leader)):
+        return led
+    label = view.leader.label if view.leader else leader
+    if document.phase is Phase.FORMING:
+        previous = without(document.previous, [leader])
+        return replace(led, previous=previous, cause=document.cause.plus(lost=[label]))
+    if document.phase is Phase.RUNNING and not view.rules.restart_on_loss:
+        return replace(led, lost=(*without(document.lost, [leader]), leader))
+    if document.phase is Phase.CONFIRMING and view.lag:
+        # Under load it may be alive and slow. The next listing tells; the round need not end.
+        return led
+    ran = document.phase is Phase.RUNNING
+    cause = (Cause() if ran else document.cause).plus(lost=[label])
+    return next_round(view, document, [leader], 0, cause)
+
+
+# What the leader does in any phase.
+
+
+def _form_without_the_roster(view: View, at: Situation) -> Action | None:
+    """Form a round without the silent, where the store has lost the shards of the roster.
+
+    Before that, each node has a lease to write its record again; with the records of all nodes, the
+    document is whole.
+    """
+    if at.document.is_whole:
+        return None
+    lease = max(record.lease for record in at.records.values())
+    if view.confirmed_silence(MISSING) < lease:
+        return Wait(max(0.0, lease - view.possible_silence(MISSING)))
+    return Write(without_roster(view, at))
+
+
+def _doubt(view: View, at: Situation) -> Action | None:
+    """Give one more lease to a large part of the world that falls silent at once. Rule 2.
+
+    The store or the load may be what is slow. If the nodes are lost, they are so all together
+    when that lease ends. The others of a large part are late already when the first one's lease
+    runs out; without that, the first would be taken for a single loss.
+    """
+    document, records = at.document, at.records
+    fresh = {node for node in at.silent if _is_fresh(view, node)}
+    if not fresh:
+        return None
+    if document.phase is Phase.FORMING:
+        world = {*document.previous, *(node for node in records if fits(records[node], document))}
+    else:
+        world = {*document.participants} - {*document.lost}
+    # Old records stay, of nodes that were lost one by one.
+    world = {
+        node
+        for node in world
+        if not (node in records and records[node].is_over)
+        and (_is_fresh(view, node) or node not in at.lost)
+    }
+    late = {node for node in world if node != view.me and _is_late(view, node, records.get(node))}
+    if len(late) < _FEWEST_DOUBTED or len(late) * _LARGE_PART <= len(world):
+        return None
+    if world.isdisjoint(fresh):
+        return None
+    begins = not any(view.forgiven(node) for node in late)
+    nodes = sorted(node for node in late if view.forgiven(node) is None)
+    # Nobody where the lease that ran out is shorter than a beat may take: that node is not late.
+    return Doubt(tuple(nodes), begins, len(late), len(world)) if nodes else None
+
+
+def _is_fresh(view: View, node: str) -> bool:
+    """Whether the node was not doubted yet, and has not been lost for long."""
+    longest = view.lease(node) + view.rules.outage
+    return view.forgiven(node) is None and view.confirmed_silence(node) < longest
+
+
+def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
+    interval = record.interval if record is not None else view.rules.interval
+    lease = view.lease(node) - view.lag
+    least = max(_LATE_LEASES * lease, _LATE_INTERVALS * interval)
+    return view.confirmed_silence(node) >= least
+
+
+def _carry_exclusions_over(view: View, at: Situation) -> Action | None:
+    """Rule 21: exclude the hosts that people excluded from earlier runs of the id."""
+    if not view.carried or (after := carried_over(at.document, view.carried)) == at.document:
+        return None
+    return Write(after)
+
+
+_IN_ANY_PHASE: tuple[_Leads, ...] = (
+    _form_without_the_roster,
+    _doubt,  # Rule 2.
+    _carry_exclusions_over,  # Rule 21.
+)
+
+
+# What the leader does while a round forms.
+
+
+def _close_without_progress(view: View, at: Situation) -> Action | None:
+    rules, document = view.rules, at.document
+    if not 0 < rules.no_progress_rounds <= document.short_rounds:
+        return None
+    why = (
+        f"no progress: {document.short_rounds} rounds in a row ran for less than "
+        f"{rules.no_progress_uptime:g} s, the last one ended so: {document.reason}"
+    )
+    return Close(document, Outcome.NO_PROGRESS, why)
+
+
+def _catch_up(view: View, at: Situation) -> Action | None:
+    after = caught_up(at)
+    return Write(after) if after is not None else None
+
+
+def _leave_out_the_kept_out(view: View, at: Situation) -> Action | None:
+    out = [node for node in at.document.previous if node in at.kept_out]
+    return Write(leaving_out(at, out)) if out else None
+
+
+def _await_the_last_round(view: View, at: Situation) -> Action | None:
+    """Rule 5: wait until all its participants have asked for this one, are gone, or evicted."""
+    if not at.pending:
+        return None
+    patience = rejoin_patience(view.rules, at.size)
+    gone = [node for node in at.gone if node in at.awaited]
+    if view.round_age >= patience:
+        return Write(evicting(at, gone))
+    if gone:
+        return Write(without_the_gone(at, gone))
+    until = (_until_lease(view, at.pending), patience - view.round_age)
+    return Wait(min(seconds for seconds in until if seconds is not None), at.has_enough)
+
+
+def _await_the_doubted(view: View, at: Situation) -> Action | None:
+    """Rule 2: wait for doubted nodes that have asked for this round, and are not known to be gone.
+
+    A round that is full waits only for those of the last one.
+    """
+    full, previous = at.size >= at.sizes.most, at.document.old_ranks
+    unsure = [node for node in at.doubted if not full or node in previous]
+    if not unsure:
+        return None
+    if gone := [node for node in at.gone if node in at.awaited]:
+        return Write(without_the_gone(at, gone))
+    return Wait(_until_lease(view, unsure), at.has_enough)
+
+
+def _name_the_gone(view: View, at: Situation) -> Action | None:
+    """Name who is gone, also of those that had asked: the round may wait for replacements."""
+    return Write(without_the_gone(at, at.gone)) if at.gone and not at.is_full else None
+
+
+def _let_hosts_in(view: View, at: Situation) -> Action | None:
+    """Rule 22: let hosts in that are in quarantine, where the others are too few."""
+    if at.has_enough:
+        return None
+    after = let_in(at.document, at.records, at.asking, at.ready, view.rules, view.wall)
+    return Write(after) if after is not None else None
+
+
+def _await_more(view: View, at: Situation) -> Action | None:
+    """Rules 7 and 17: wait for enough nodes, and then for the last call."""
+    if at.is_full:
+        return None
+    if not at.has_enough:
+        return Wait(None)
+    left = last_call(view.rules, at.document, at.size) - (view.enough_for or 0.0)
+    return Wait(left, enough=True) if left > 0 else None
+
+
+def _await_exclusions(view: View, at: Situation) -> Action | None:
+    return AwaitExclusions() if at.document.round == 0 and view.fetches else None
+
+
+def _name_participants(view: View, at: Situation) -> Action | None:
+    """Give ranks, unless a host is to be in quarantine: then decide again without its nodes."""
+    document, named = at.document, naming_participants(at, view.rules)
+    after = quarantined(document, named.cause, at.records, at.ready, view.rules, view.wall)
+    return Write(named if after == document else after)
+
+
+_FORMING: tuple[_Leads, ...] = (
+    _close_without_progress,  # Rule 18.
+    _catch_up,  # Rule 12.
+    _leave_out_the_kept_out,  # Rule 21.
+    _await_the_last_round,  # Rule 5.
+    _await_the_doubted,  # Rule 2.
+    _name_the_gone,
+    _let_hosts_in,  # Rule 22.
+    _await_more,  # Rules 7 and 17.
+    _await_exclusions,  # Rule 21.
+    _name_participants,  # Rules 15, 19, 22 and 25.
+)
+
+
+def rejoin_patience(rules: Rules, size: int) -> float:
+    """Seconds that a round waits for a live participant of the last one, where it has so many."""
+    return rules.rejoin * (_SPARES_SUFFICE if size >= Sizes.of(rules).most else 1.0)
+
+
+# What the leader does while a round is confirmed.
+
+
+def _form_anew(view: View, at: Situation) -> Action | None:
+    """Form another round if a participant is gone, asks again or is to be kept out."""
+    if not (at.newly_gone or at.rejoined or at.taken_out):
+        return None
+    # This round never ran: keep the cause of the round before it.
+    cause = amended(at.document.cause, at.records, at.newly_gone)
+    cause = naming(cause, at.document, at.records, at.taken_out, view.wall)
+    return Write(next_round(view, at.document, at.newly_gone, 0, cause, at.taken_out))
+
+
+def _await_confirmations(view: View, at: Situation) -> Action | None:
+    if not unconfirmed(at.document, at.records):
+        return None
+    return Wait(_until_lease(view, at.document.participants))
+
+
+def _run_if_the_network_permits(view: View, at: Situation) -> Action | None:
+    """Let the round run, or form another one where nodes do not reach each other. Rule 23."""
+    document, records = at.document, at.records
+    judged = judge(document, records, view.rules)
+    if judged.runs:
+        master = records[document.participants[0]].master
+        document = counted(document, view.rules, view.wall)
+        return Write(
+            replace(
+                document,
+                phase=Phase.RUNNING,
+                ran=document.world_id,
+                master=master,
+                faults=judged.faults,
+            )
+        )
+    if (left := pause(judged.faults, view.rules) - view.document_age) > 0:
+        return Wait(left)
+    cause = naming_links(document.cause, judged.failed, records)
+    return Write(replace(next_round(view, document, (), 0, cause), faults=judged.faults))
+
+
+_CONFIRMING: tuple[_Leads, ...] = (
+    _form_anew,  # Rules 2, 10 and 21.
+    _await_confirmations,
+    _run_if_the_network_permits,  # Rule 23.
+)
+
+
+# What the leader does while a round runs.
+
+
+def _end_the_round(view: View, at: Situation) -> Action | None:
+    """Form the next round if a participant asks for it, people do, one is lost, or it grows."""
+    document, records = at.document, at.records
+    # Ignore `rdzv restart` once a node's workers succeeded: that node never joins again.
+    ordered = bool(at.taken_out or (document.restart and not at.done))
+    lost = bool(at.newly_gone) and view.rules.restart_on_loss
+    grows = at.growth > 0 and _hold(view, at) is None
+    if not (at.rejoined or ordered or lost or grows):
+        return None
+    failed = [node for node in at.rejoined if records[node].failed]
+    # A node without failed workers joins again where the store forgot its round.
+    joined = [*at.newcomers, *without(at.rejoined, failed)]
+    cause = amended(Cause(), records, at.missing).plus(
+        failed=[records[node].label for node in failed],
+        joined=[records[node].label for node in joined],
+    )
+    cause = naming(cause, document, records, at.taken_out, view.wall)
+    gone = at.missing | at.done
+    return Write(next_round(view, document, gone, len(at.newcomers), cause, at.taken_out))
+
+
+def _note_the_lost(view: View, at: Situation) -> Action | None:
+    """Note participants without which the round goes on, and those that are back."""
+    if at.missing == {*at.document.lost}:
+        return None
+    return Write(replace(at.document, lost=tuple(sorted(at.missing))))
+
+
+def _close_when_done(view: View, at: Situation) -> Action | None:
+    """Close a run whose participants are all done or lost.
+
+    Those that are done may wait in torch's exit barrier for nodes that are gone; or for each other,
+    if the store forgot who had come. An heir may have taken one that is done for lost.
+    """
+    if at.done and at.done >= {*at.document.participants} - at.missing:
+        return Close(at.document, Outcome.SUCCEEDED, "its workers succeeded")
+    return None
+
+
+def _say_that_it_finishes(view: View, at: Situation) -> Action | None:
+    if at.done and at.newcomers and not at.document.finishing:
+        return Write(replace(at.document, finishing=True))
+    return None
+
+
+def _drop_what_came_to_nothing(view: View, at: Situation) -> Action | None:
+    """Drop an order to grow or to restart: nobody waits, or a node is done."""
+    if at.document.resize or at.document.restart:
+        return Write(replace(at.document, resize=False, restart=""))
+    return None
+
+
+def _await_a_change(view: View, at: Situation) -> Action | None:
+    """Wait for the next lease that may run out, or until newcomers are let in.
+
+    Skip the leases of nodes whose workers succeeded: nothing follows from their silence.
+    """
+    held = _hold(view, at) if at.growth else None
+    until = (
+        _until_lease(view, without(at.present, at.done)),
+        held.seconds if held is not None else None,
+    )
+    seconds = min((it for it in until if it is not None), default=None)
+    return Wait(seconds, enough=at.growth > 0)
+
+
+_RUNNING: tuple[_Leads, ...] = (
+    _end_the_round,  # Rules 8, 9, 17 and 21.
+    _note_the_lost,  # Rule 9, with restart_on_loss=false.
+    _close_when_done,  # Rule 8.
+    _say_that_it_finishes,  # Rule 8.
+    _drop_what_came_to_nothing,  # Rule 21.
+    _await_a_change,
+)
+
+_IN_PHASE: dict[Phase, tuple[_Leads, ...]] = {
+    Phase.FORMING: _FORMING,
+    Phase.CONFIRMING: _CONFIRMING,
+    Phase.RUNNING: _RUNNING,
+}
+
+
+def _hold(view: View, at: Situation) -> Hold | None:
+    return hold(view, at.growth, at.room, at.may_grow, lost=len(at.missing))
+
+
+def _until_lease(view: View, nodes: Iterable[str]) -> float | None:
+    """Seconds until the first of these leases could run out."""
+    if view.until_first_lease is not None:
+        return view.until_first_lease
+    left = [view.patience(node) - view.possible_silence(node) for node in nodes if node != view.me]
+    return max(0.0, min(left)) if left else None

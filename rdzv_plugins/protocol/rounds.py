@@ -1,0 +1,232 @@
+"""How one round document follows from another: the next round, who is left out, who is named."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from msgspec.structs import replace
+
+from rdzv_plugins.protocol.choice import choose
+from rdzv_plugins.protocol.documents import (
+    Cause,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+    labels,
+)
+from rdzv_plugins.protocol.kept_out import naming, pruned
+from rdzv_plugins.protocol.links import able_to_host, still_not_to_host
+from rdzv_plugins.protocol.ranks import old_places, order_ranks
+from rdzv_plugins.protocol.roster import members_by_their_records
+from rdzv_plugins.protocol.rules import Rules, View
+from rdzv_plugins.protocol.situation import Situation, round_in, without
+
+__all__ = [
+    "amended",
+    "caught_up",
+    "evicting",
+    "founded",
+    "leaving_out",
+    "naming_participants",
+    "next_round",
+    "without_roster",
+    "without_the_gone",
+]
+
+
+def founded(view: View, note: str) -> RoundDocument:
+    """The document of a new run, which this node leads."""
+    return RoundDocument(
+        incarnation=view.fresh,
+        round=0,
+        phase=Phase.FORMING,
+        leader=view.me,
+        min_nodes=view.rules.min_nodes,
+        max_nodes=view.rules.max_nodes,
+        cause=Cause(note=note),
+    )
+
+
+def next_round(
+    view: View,
+    document: RoundDocument,
+    gone: Iterable[str],
+    waiting: int,
+    cause: Cause,
+    out: Collection[str] = (),
+) -> RoundDocument:
+    """The round after ``document``, without those that are gone, or that people took ``out``."""
+    short_rounds = document.short_rounds
+    ordered = bool(out or document.restart)
+    if document.phase is Phase.RUNNING and view.rules.no_progress_rounds and not ordered:
+        short = view.longest_uptime < view.rules.no_progress_uptime
+        # A round that ended for newcomers alone counts neither against the run nor for it.
+        only_grows = cause == Cause(joined=cause.joined)
+        short_rounds = short_rounds + (not only_grows) if short else 0
+    if document.restart:
+        cause = replace(cause, note="; ".join(filter(None, (cause.note, document.restart))))
+    confirms = document.phase is Phase.CONFIRMING
+    return replace(
+        document,
+        round=document.round + 1,
+        phase=Phase.FORMING,
+        leader=view.me,
+        participants=(),
+        previous=without(document.participants, (*gone, *out)),
+        lost=(),
+        evicted=_evicted_with(document, view.records or {}, out),
+        waiting=waiting,
+        finishing=False,
+        cause=cause,
+        resize=False,
+        short_rounds=short_rounds,
+        restart="",
+        faults=document.faults if confirms else still_not_to_host(document.faults),
+    )
+
+
+def caught_up(at: Situation) -> RoundDocument | None:
+    """The document with the rounds and nodes that its writer, after an amnesia, did not know of.
+
+    None: it lacks none.
+    """
+    document, records = at.document, at.records
+    strays = {node for node in at.live if _may_run(document, records[node])}
+    strays -= {*document.previous, *document.evicted}
+    highest = max((round_in(document, records[node]) for node in at.live), default=-1)
+    if not strays and highest < document.round:
+        return None
+    return replace(
+        document,
+        round=max(document.round, highest + 1),
+        previous=(*document.previous, *sorted(strays)),
+    )
+
+
+def _may_run(document: RoundDocument, record: NodeRecord) -> bool:
+    """Whether the node may run in a round that nobody has ended.
+
+    A node does not run in a round before the last of this run, which was formed without it: it was
+    lost, and the leader that knew may be so too.
+    """
+    ended = record.incarnation == document.incarnation and record.round < document.round - 1
+    return record.status is Status.RUN and not ended
+
+
+def evicting(at: Situation, gone: Iterable[str]) -> RoundDocument:
+    """The forming round without those that did not ask for it in time, or are gone."""
+    document, records = at.document, at.records
+    cause = amended(document.cause, records, gone)
+    return replace(
+        document,
+        previous=without(document.previous, (*at.pending, *gone)),
+        evicted=(*document.evicted, *at.pending),
+        cause=cause.plus(evicted=labels(records, at.pending)),
+    )
+
+
+def leaving_out(at: Situation, out: Collection[str]) -> RoundDocument:
+    """The forming round without nodes that are kept out; nobody waits for them to stop."""
+    document, records = at.document, at.records
+    return replace(
+        document,
+        previous=without(document.previous, out),
+        evicted=_evicted_with(document, records, out),
+        cause=naming(document.cause, document, records, out, at.wall),
+    )
+
+
+def without_the_gone(at: Situation, gone: Iterable[str]) -> RoundDocument:
+    """The forming round without participants of the last one that are gone."""
+    document = at.document
+    cause = amended(document.cause, at.records, gone)
+    return replace(document, previous=without(document.previous, gone), cause=cause)
+
+
+def without_roster(view: View, at: Situation) -> RoundDocument:
+    """The round of those that have written their records again, since the store lost its roster."""
+    document, records = at.document, at.records
+    known = members_by_their_records(document, records)
+    shards = document.previous_roster or document.roster
+    assert shards is not None
+    gone = [node for node in known if records[node].is_over]
+    ran = document.phase is Phase.RUNNING
+    cause = amended(Cause() if ran else document.cause, records, gone)
+    # Some of these may have lost only their rank, and join again.
+    cause = replace(cause, lost=cause.lost.and_more(max(0, shards.size - len(known))))
+    known = without(known, gone)
+    if document.phase is Phase.FORMING:
+        return replace(document, previous=known, previous_roster=None, cause=cause)
+    after = next_round(view, document, (), 0, cause)
+    return replace(after, previous=known, roster=None)
+
+
+def naming_participants(at: Situation, rules: Rules) -> RoundDocument:
+    """The round with its ranks, of those that are chosen; at most ``max_nodes``."""
+    document, records, ready = at.document, at.records, at.ready
+    old = {*document.previous}
+    survivors = [node for node in document.previous if node in ready]
+    newcomers = order_ranks(
+        (node for node in ready if node not in old), records, (), rules.rank_order
+    )
+    chosen = choose(document, survivors, newcomers, records, rules)
+    taken = {*chosen}
+    failed = [records[node].label for node in survivors if records[node].failed]
+    # `Situation.gone` has nodes that had asked for this round, and were lost since.
+    cause = amended(document.cause, records, at.gone).plus(failed=failed)
+    held = [records[node].label for node in survivors if node not in taken]
+    if held or cause.held:  # Also of rounds since the last one that ran.
+        cause = replace(cause, held=cause.held.without(set(labels(records, chosen))).plus(held))
+    if document.round > 0:
+        # The cause names every node that waited when the last round ended; some stay spares.
+        spares = [records[node].label for node in newcomers if node not in taken]
+        cause = replace(cause, joined=cause.joined.without(spares))
+        cause = cause.plus(joined=[records[node].label for node in newcomers if node in taken])
+    still_run = tuple(
+        node for node in document.evicted if node in at.live and records[node].status is Status.RUN
+    )
+    document = pruned(document, records, at.wall)
+    hosts = able_to_host(document, records, chosen)
+    places = old_places(document, records) if rules.rank_order == "topology" else None
+    return replace(
+        document,
+        phase=Phase.CONFIRMING,
+        participants=order_ranks(chosen, hosts, document.previous, rules.rank_order, places),
+        previous=(),
+        evicted=still_run,
+        waiting=len(ready) - len(chosen),
+        cause=cause,
+        grew=document.round if taken - old else document.grew,
+        ran=None,
+        master=None,
+        faults=replace(document.faults, out=()) if document.faults.out else document.faults,
+        # Rule 25: milliseconds, so that it grows also where the store forgot the last one.
+        fencing_token=max(document.fencing_token + 1, int(at.wall * 1000)),
+    )
+
+
+def amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str]) -> Cause:
+    """The cause with the nodes that are gone: each as lost, or as left."""
+    left: list[str] = []
+    silent: list[str] = []
+    failed: list[str] = []
+    unfit: dict[str, str] = {}
+    for node in gone:
+        record = records.get(node)
+        if record is None or record.status is not Status.DONE:
+            said_so = record is not None and record.status is Status.LEFT
+            (left if said_so else silent).append(record.label if record else node)
+            if record is not None and record.is_unfit:
+                unfit[record.label] = record.unfit
+            if said_so and record is not None and record.failed:
+                failed.append(record.label)
+    return cause.plus(lost=silent, left=left, failed=failed).because(unfit)
+
+
+def _evicted_with(
+    document: RoundDocument, records: Mapping[str, NodeRecord], out: Iterable[str]
+) -> tuple[str, ...]:
+    """The evicted nodes with more of them that may still run; a node that has left does not."""
+    fresh = (node for node in out if node not in records or not records[node].is_over)
+    return (*document.evicted, *without(fresh, document.evicted))

@@ -1,0 +1,369 @@
+"""What follows from what somebody knows of a run: who lives, is awaited, ready or gone; the size.
+
+Each of these questions is answered here and nowhere else: `decide` decides by a `Situation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from rdzv_plugins.protocol.choice import Sizes, world_size
+from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status, derived
+from rdzv_plugins.protocol.kept_out import kept_out
+from rdzv_plugins.protocol.rules import View
+
+__all__ = [
+    "Situation",
+    "assess",
+    "fits",
+    "has_rejoined",
+    "is_done",
+    "is_full",
+    "lost_nodes",
+    "nodes_waiting",
+    "round_in",
+    "unconfirmed",
+    "waits_for_a_living_round",
+    "without",
+]
+
+_NOBODY: frozenset[str] = frozenset()
+
+
+def assess(view: View, document: RoundDocument) -> Situation:
+    """The situation as a node knows it that has listed all records."""
+    records = {**(view.records or {}), view.me: view.record}
+    return Situation(
+        document=document,
+        records=records,
+        sizes=Sizes.of(view.rules),
+        wall=view.wall,
+        lost=lost_nodes(view, document, records),
+        silent=_silent_nodes(view, document, records),
+        back=frozenset(node for node in document.lost if node == view.me or view.moved(node)),
+    )
+
+
+def lost_nodes(
+    view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> frozenset[str]:
+    """Those whose leases have run out, and what is forgiven of their silence."""
+    if view.until_first_lease is not None:
+        return _NOBODY
+    return frozenset(node for node in _all_nodes(document, records) if view.is_silent(node))
+
+
+def _silent_nodes(
+    view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> frozenset[str]:
+    """Those whose leases have run out, whatever is forgiven."""
+    if view.until_first_lease is not None:
+        return _NOBODY
+    others = _all_nodes(document, records) - {view.me}
+    return frozenset(node for node in others if view.confirmed_silence(node) >= view.lease(node))
+
+
+def _all_nodes(document: RoundDocument, records: Mapping[str, NodeRecord]) -> set[str]:
+    return {*records, *document.participants, *document.previous}
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The facts by which a leader decides. Each is computed when it is first asked for, and once.
+
+    Attributes:
+        document: the round document, with all its nodes.
+        records: of all nodes, as last read.
+        sizes: how many nodes a round may have.
+        wall: the time on the wall clock of who judges, in seconds since the epoch.
+        lost: nodes whose leases have run out, and what is forgiven of their silence.
+        silent: nodes whose leases have run out; with those that have one more.
+        back: nodes that the document gives up as lost, and whose heartbeats move.
+    """
+
+    document: RoundDocument
+    records: Mapping[str, NodeRecord]
+    sizes: Sizes
+    wall: float
+    lost: frozenset[str] = _NOBODY
+    silent: frozenset[str] = _NOBODY
+    back: frozenset[str] = _NOBODY
+
+    def is_gone(self, node: str) -> bool:
+        """Left, done, or lost. A record that is missing is silence, not a leave."""
+        record = self.records.get(node)
+        return node in self.lost or (record is not None and record.is_over)
+
+    @derived
+    def live(self) -> set[str]:
+        """Nodes that have not left, and whose leases run."""
+        return {
+            node
+            for node, record in self.records.items()
+            if record.status is not Status.LEFT and node not in self.silent
+        }
+
+    @derived
+    def doubted(self) -> list[str]:
+        """Nodes whose leases ran out, and which have one more since so many were late at once."""
+        return [
+            node
+            for node in self.records
+            if node in self.silent and node not in self.lost and not self.records[node].is_over
+        ]
+
+    @derived
+    def kept_out(self) -> Collection[str]:
+        """Nodes that no round may name: people or the leader keep them, or their hosts, out."""
+        return kept_out(self.document, self.records, self.wall)
+
+    # While a round forms.
+
+    @derived
+    def awaited(self) -> frozenset[str]:
+        """Participants of the last round that have not asked for this one. Rule 5."""
+        document, records = self.document, self.records
+        return frozenset(
+            node
+            for node in document.previous
+            if not has_rejoined(document, records.get(node), document.round - 1)
+        )
+
+    @derived
+    def gone(self) -> list[str]:
+        """Participants of the last round that have left, are done or lost."""
+        return [node for node in self.document.previous if self.is_gone(node)]
+
+    @derived
+    def pending(self) -> tuple[str, ...]:
+        """Participants of the last round that live, and for which this one waits."""
+        if not self.awaited:
+            return ()
+        gone = {*self.gone}
+        return tuple(
+            node for node in self.document.previous if node in self.awaited and node not in gone
+        )
+
+    @derived
+    def asking(self) -> set[str]:
+        """Live nodes that ask for the round, also those that are kept out."""
+        document, awaited = self.document, self.awaited
+        return {
+            node
+            for node, record in self.records.items()
+            if record.asks and fits(record, document) and node in self.live and node not in awaited
+        }
+
+    @derived
+    def ready(self) -> set[str]:
+        """Nodes that the round may take.
+
+        A node that failed the network check is tried again once a round has run, or where the
+        others are too few.
+        """
+        ready = self.asking.difference(self.kept_out)
+        if self.document.faults.rounds:
+            well = {node for node in ready if not self.records[node].suspect}
+            return well if world_size(well, self.records, self.sizes) else ready
+        return ready
+
+    @derived
+    def size(self) -> int:
+        """How many of the nodes that are ready the round would take; 0: they are too few."""
+        return world_size(self.ready, self.records, self.sizes)
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether a round can form of the nodes that are ready."""
+        return self.size > 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the forming round has as many nodes as it can have."""
+        return self.size > 0 and self.size >= self.sizes.most
+
+    # While a round is confirmed or runs.
+
+    @derived
+    def done(self) -> set[str]:
+        """Participants whose workers succeeded."""
+        document, records = self.document, self.records
+        return {node for node in document.participants if is_done(document, records.get(node))}
+
+    @derived
+    def taken_out(self) -> list[str]:
+        """Participants that are to be kept out, and live."""
+        if not self.kept_out:
+            return []
+        return [
+            node
+            for node in self.document.participants
+            if node in self.kept_out and node not in self.lost and node not in self.done
+        ]
+
+    @derived
+    def newly_gone(self) -> list[str]:
+        """Participants that have left or are lost, and that the document does not give up yet."""
+        known = {*self.document.lost, *self.taken_out}
+        return [
+            node
+            for node in self.document.participants
+            if self.is_gone(node) and node not in known and node not in self.done
+        ]
+
+    @derived
+    def rejoined(self) -> list[str]:
+        """Participants that ask for the next round."""
+        document, records = self.document, self.records
+        known = {*self.newly_gone, *self.taken_out}
+        return [
+            node
+            for node in document.participants
+            if node not in known and has_rejoined(document, records.get(node), document.round)
+        ]
+
+    @derived
+    def missing(self) -> set[str]:
+        """Participants without which the running round goes on, or has to end.
+
+        A node that was only cut off, and was not replaced, never stopped running.
+        """
+        returned = {
+            node
+            for node in self.back
+            if node in self.live
+            and self.records[node].status is Status.RUN
+            and self.records[node].world_id == self.document.world_id
+        }
+        return (
+            {*self.newly_gone, *self.document.lost} - {*self.rejoined, *self.taken_out} - returned
+        )
+
+    @derived
+    def present(self) -> tuple[str, ...]:
+        """The other participants."""
+        return without(self.document.participants, self.missing)
+
+    @derived
+    def newcomers(self) -> list[str]:
+        """Live nodes that wait while the round runs, and that it may be ended for.
+
+        A node that failed the network check comes in when a round forms anyway.
+        """
+        document = self.document
+        waiting = [
+            node
+            for node, record in self.records.items()
+            if node not in document.ranks
+            and record.asks
+            and node not in self.kept_out
+            and node in self.live
+            and fits(record, document)
+        ]
+        if self.present and not document.resize:
+            return [node for node in waiting if not self.records[node].suspect]
+        return waiting
+
+    @derived
+    def growth(self) -> int:
+        """By how many nodes the next round would be larger; none once a participant is done."""
+        if not self.newcomers or self.done:
+            return 0
+        size = world_size([*self.present, *self.newcomers], self.records, self.sizes)
+        return max(0, size - len(self.present))
+
+    @property
+    def room(self) -> int:
+        """For how many more nodes the running round has room at most."""
+        return self.sizes.most - len(self.present)
+
+    @derived
+    def may_grow(self) -> bool:
+        """Whether workers of the round say that now is a good moment to let newcomers in."""
+        records = self.records
+        return any(records[it].may_grow for it in self.document.participants if it in records)
+
+
+def nodes_waiting(view: View) -> int:
+    """What ``num_nodes_waiting()`` returns: above 0 tells the agent to join again."""
+    document, member, latest = view.document, view.member, view.latest
+    if view.joining or member is None or latest is None:
+        return 0
+    if latest.is_of(member) and latest.closed:
+        # An agent gave up. The workers of this node may wait for its workers for ever.
+        return int(latest.outcome is not None and latest.outcome.ends_workers)
+    if latest.closed:
+        # Another run of the id took the place of this node's, and is over.
+        return int(member.incarnation in view.asked_tombstones)
+    if document is None or document.closed:
+        return 0
+    if not document.is_of(member):
+        return int(member.incarnation in view.asked_tombstones)
+    if document.place < latest.place:
+        return 0  # The store forgot; the nodes of the living round write it back.
+    if document.round > member.round or document.world_id != member.world_id:
+        return max(1, document.waiting)
+    return 0
+
+
+def waits_for_a_living_round(view: View) -> bool:
+    """Whether this node is a spare of a round that runs, of live nodes and with a live leader."""
+    document = view.document
+    if not view.joining or document is None or document.phase is not Phase.RUNNING:
+        return False
+    if document.has_lost_all:
+        return False
+    if view.record.status is not Status.SPARE or view.me in document.ranks:
+        return False
+    leader = document.leader
+    return leader is not None and (
+        leader == view.me or view.confirmed_silence(leader) < view.lease(leader)
+    )
+
+
+def is_full(document: RoundDocument, sizes: Sizes) -> bool:
+    """Whether the round that runs has as many nodes as it can have."""
+    return document.size - len(document.lost) >= sizes.most
+
+
+def unconfirmed(document: RoundDocument, records: Mapping[str, NodeRecord]) -> list[str]:
+    """The participants that have not confirmed their rank."""
+    world_id = document.world_id
+    return [
+        node
+        for node in document.participants
+        if (record := records.get(node)) is None
+        or record.status is not Status.RUN
+        or record.world_id != world_id
+    ]
+
+
+def is_done(document: RoundDocument, record: NodeRecord | None) -> bool:
+    """Whether the node's workers succeeded in this round; the node may have ended since."""
+    if record is None or record.status is not Status.DONE:
+        return False
+    return record.world_id == document.world_id
+
+
+def has_rejoined(document: RoundDocument, record: NodeRecord | None, ended_round: int) -> bool:
+    """Whether the node asked to join after ``ended_round``; an earlier request does not count."""
+    if record is None or not record.asks:
+        return False
+    return round_in(document, record) >= ended_round
+
+
+def round_in(document: RoundDocument, record: NodeRecord) -> int:
+    """The last round of this run in which the node was named; -1: none."""
+    return record.round if record.incarnation == document.incarnation else -1
+
+
+def fits(record: NodeRecord, document: RoundDocument) -> bool:
+    """Whether the node was started with the run's ``--nnodes``."""
+    return (record.min_nodes, record.max_nodes) == (document.min_nodes, document.max_nodes)
+
+
+def without(nodes: Iterable[str], gone: Iterable[str | None]) -> tuple[str, ...]:
+    """The nodes but for those that are gone."""
+    left_out = set(gone)
+    return tuple(node for node in nodes if node not in left_out)
