@@ -19,7 +19,8 @@ from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.metrics import CAUSES, STATES, TABLE, By, Kind, Metric, causes_of
 from rdzv_plugins.metrics_server import MetricsServer
-from rdzv_plugins.protocol.documents import Phase, RoundDocument
+from rdzv_plugins.protocol.documents import Phase
+from rdzv_plugins.protocol.situation import to_join_again
 from rdzv_plugins.survey import Seen, Survey
 
 __all__ = ["EXPORTED", "Exporter"]
@@ -138,7 +139,8 @@ class Exporter(Collector):
         yield "rdzv_round_nodes", [], document.size
         for phase in Phase:
             yield "rdzv_phase", [phase.value], float(document.phase is phase)
-        yield "rdzv_nodes_waiting", [], _waiting(document)
+        ended = document.phase is Phase.FORMING and document.ran is not None
+        yield "rdzv_nodes_waiting", [], to_join_again(document) if ended else 0
         numbers = dict.fromkeys(STATES, 0)
         silence = _UNKNOWN
         clocks: dict[str, float] = {}
@@ -186,12 +188,6 @@ class _Restarts:
             for cause in causes_of(row):
                 self.by_cause[cause] += 1
         self._seen = set(rounds)
-
-
-def _waiting(document: RoundDocument) -> int:
-    """As `member.nodes_waiting` of a node whose round this document ended."""
-    restarts = document.phase is Phase.FORMING and document.ran is not None
-    return max(1, document.waiting) if restarts else 0
 
 
 def _family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily:

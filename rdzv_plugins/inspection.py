@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.archive import Archive, Listed, Row
 from rdzv_plugins.kv import Entry, KeyValueClient, Version
-from rdzv_plugins.protocol.diagnosis import Diagnosis, call_ends, diagnose
+from rdzv_plugins.protocol.diagnosis import call_ends, diagnose, of_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -33,6 +33,7 @@ from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.kept_out import as_data, in_force, why_kept_out
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
+from rdzv_plugins.protocol.situation import Situation, assess_from_outside
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
 
@@ -361,7 +362,7 @@ class Inspection:
         if self.document is None:
             return self._what_it_was()
         quiet = min(map(self._beats.confirmed_silence, self.records), default=0.0)
-        text = str(self._diagnose(quiet))
+        text = str(of_run(self.situation, quiet))
         if quiet >= _LONGEST_WATCH_SECONDS and not all(map(self.is_silent, self.records)):
             text += f"; no heartbeat came in {quiet:.0f} s, but not each was due"
         return text
@@ -371,11 +372,15 @@ class Inspection:
         """The sentence without its seconds: it changes only when the run does."""
         if self.document is None:
             return self._what_it_was()
-        return self._diagnose(0.0).lasting
+        return of_run(self.situation).lasting
 
-    def _diagnose(self, quiet: float) -> Diagnosis:
-        return diagnose(
-            self.document, self.records, self.is_silent, quiet, time.time(), self.is_lost
+    @property
+    def situation(self) -> Situation:
+        """What follows from what was read, where there is a document."""
+        document = self.document
+        assert document is not None
+        return assess_from_outside(
+            document, self.records, self.is_silent, self.is_lost, time.time()
         )
 
     def _what_it_was(self) -> str:
@@ -397,20 +402,15 @@ class Inspection:
         document = self.document
         if document is None:
             return []
+        at = self.situation
         ranked = sorted(document.ranks, key=document.ranks.__getitem__)
         others = sorted(set(self.records) - set(ranked), key=lambda node: self.records[node].label)
-        return [self._node(document, node) for node in (*ranked, *others)]
+        return [self._node(at, node) for node in (*ranked, *others)]
 
-    def _node(self, document: RoundDocument, node: str) -> NodeState:
-        record, now = self.records.get(node), time.time()
-        state = state_of(
-            document,
-            node,
-            record,
-            silent=self.is_silent(node),
-            lost=self.is_lost(node),
-            now=now,
-        )
+    def _node(self, at: Situation, node: str) -> NodeState:
+        document, record, now = at.document, self.records.get(node), at.wall
+        silent, lost = node in at.silent, node in at.lost
+        state = state_of(document, node, record, silent=silent, lost=lost, now=now)
         return NodeState(
             node=node,
             name=record.label if record is not None else node,
@@ -423,7 +423,7 @@ class Inspection:
             at=record.at if record is not None else 0,
             clock=self.clock_of(node),
             leader=node == document.leader,
-            awaited=node in document.previous,
+            awaited=node in at.awaited and not at.is_gone(node),
             kept_out=why_kept_out(document, node, record, now),
         )
 

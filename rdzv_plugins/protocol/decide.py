@@ -72,7 +72,7 @@ from rdzv_plugins.protocol.situation import (
     without,
 )
 
-__all__ = ["decide", "lead", "rejoin_patience"]
+__all__ = ["decide", "lead", "rejoin_patience", "what_holds"]
 
 # How long each heir of the leader waits for the heir before it: many times a compare-and-set.
 _TURN_SECONDS = 0.05
@@ -570,7 +570,7 @@ def _await_the_doubted(view: View, at: Situation) -> Action | None:
     A round that is full waits only for those of the last one.
     """
     full, previous = at.size >= at.sizes.most, at.document.old_ranks
-    unsure = [node for node in at.doubted if not full or node in previous]
+    unsure = [node for node in at.overdue if not full or node in previous]
     if not unsure:
         return None
     if gone := [node for node in at.gone if node in at.awaited]:
@@ -688,7 +688,7 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
     # Ignore `rdzv restart` once a node's workers succeeded: that node never joins again.
     ordered = bool(at.taken_out or (document.restart and not at.done))
     lost = bool(at.newly_gone) and view.rules.restart_on_loss
-    grows = at.growth > 0 and _hold(view, at) is None
+    grows = at.growth > 0 and what_holds(view, at) is None
     if not (at.rejoined or ordered or lost or grows):
         return None
     failed = [node for node in at.rejoined if records[node].failed]
@@ -739,7 +739,7 @@ def _await_a_change(view: View, at: Situation) -> Action | None:
 
     Skip the leases of nodes whose workers succeeded: nothing follows from their silence.
     """
-    held = _hold(view, at) if at.growth else None
+    held = what_holds(view, at) if at.growth else None
     until = (
         _until_lease(view, without(at.present, at.done)),
         held.seconds if held is not None else None,
@@ -764,7 +764,8 @@ _IN_PHASE: dict[Phase, tuple[_Leads, ...]] = {
 }
 
 
-def _hold(view: View, at: Situation) -> Hold | None:
+def what_holds(view: View, at: Situation) -> Hold | None:
+    """What keeps newcomers waiting for whom the running round would grow; None: nothing."""
     return hold(view, at.growth, at.room, at.may_grow, lost=len(at.missing))
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from rdzv_plugins.protocol.choice import Sizes, needed, world_size
-from rdzv_plugins.protocol.decide import rejoin_patience
+from rdzv_plugins.protocol.choice import Sizes, needed
+from rdzv_plugins.protocol.decide import rejoin_patience, what_holds
 from rdzv_plugins.protocol.documents import (
     Names,
     NodeRecord,
@@ -19,14 +19,14 @@ from rdzv_plugins.protocol.documents import (
     Status,
     labels,
 )
-from rdzv_plugins.protocol.growth import GROWTH, Hold, hold, last_call
-from rdzv_plugins.protocol.kept_out import kept_out, summary
+from rdzv_plugins.protocol.growth import GROWTH, Hold, last_call
+from rdzv_plugins.protocol.kept_out import summary
 from rdzv_plugins.protocol.links import own_findings, slow, told
 from rdzv_plugins.protocol.rules import View
-from rdzv_plugins.protocol.situation import assess, fits, has_rejoined, without
+from rdzv_plugins.protocol.situation import Situation, assess, assess_from_outside, unconfirmed
 from rdzv_plugins.protocol.wall_clock import shown
 
-__all__ = ["Diagnosis", "Pace", "call_ends", "diagnose", "of_node"]
+__all__ = ["Diagnosis", "Pace", "call_ends", "diagnose", "of_node", "of_run"]
 
 # A changed sentence is told once it has stood for so long: not each step of a round that forms.
 _SETTLED_SECONDS = 1.0
@@ -144,20 +144,25 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Times:
-    """Seconds that are left, where the observer knows them; ``quiet`` are those since a beat.
+class _Known:
+    """What somebody knows besides a situation. Seconds are left ones; None: not known.
 
-    ``now`` are seconds since the epoch; the others say since when, and when the last call ends.
+    Attributes:
+        join, last_call, rejoin: until ``join_timeout``, and until the round waits no more.
+        call_ends, since: when the last call ends, and since when the round forms, for people.
+        quiet: seconds of watching in which no heartbeat was seen.
+        hold: what keeps newcomers waiting.
+        leads: it is the leader: whoever is silent and not lost yet has one more lease.
     """
 
     join: float | None = None
     last_call: float | None = None
+    rejoin: float | None = None
     call_ends: str = ""
     since: str = ""
-    rejoin: Callable[[int], float] | None = None
     quiet: float | None = None
-    now: float = 0.0
-    hold: Callable[[int, int], Hold | None] | None = None
+    hold: Hold | None = None
+    leads: bool = False
 
 
 def diagnose(
@@ -177,15 +182,21 @@ def diagnose(
         is_lost: whether its lease has run out; None: whoever is silent is lost.
     """
     if document is None:
-        unfit = _unfit(records, is_silent)
-        return Diagnosis(does="no round has begun", unfit=_reasons(records, unfit))
-    sizes = Sizes.told(document, records.get(document.leader or ""))
-    times = _Times(quiet=quiet_for, now=now, since=shown(document.since, now))
-    leader = records.get(document.leader or "")
+        unfit = (it for node, it in records.items() if it.is_unfit and not is_silent(node))
+        return Diagnosis(does="no round has begun", unfit=_reasons(unfit))
+    return of_run(
+        assess_from_outside(document, records, is_silent, is_lost or is_silent, now), quiet_for
+    )
+
+
+def of_run(at: Situation, quiet_for: float | None = None) -> Diagnosis:
+    """The same of a situation that is known already."""
+    document, now = at.document, at.wall
+    known = _Known(quiet=quiet_for, since=shown(document.since, now), hold=_held(at))
+    leader = at.records.get(document.leader or "")
     if leader is not None and (ends := call_ends(document, leader)):
-        times = replace(times, last_call=ends - now, call_ends=f", until {shown(ends, now)}")
-    found = _with_records(document, records, is_silent, is_lost or is_silent, times, sizes)
-    return _with_exclusions(found, document, now)
+        known = replace(known, last_call=ends - now, call_ends=f", until {shown(ends, now)}")
+    return _with_exclusions(_with_records(at, known), document, now)
 
 
 def call_ends(document: RoundDocument, leader: NodeRecord) -> int:
@@ -231,16 +242,15 @@ def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Di
     if view.records is None or not document.is_whole:
         return _without_records(document, view.leader, join_left, view.wall)
 
-    times = _Times(
+    at = assess(view, document)
+    known = _Known(
         join=join_left,
-        last_call=last_call(rules, document) - (view.enough_for or 0.0),
-        rejoin=lambda ready: rejoin_patience(rules, ready) - view.round_age,
-        now=view.wall,
+        last_call=last_call(rules, document, at.size) - (view.enough_for or 0.0),
+        rejoin=rejoin_patience(rules, at.size) - view.round_age,
+        hold=what_holds(view, at) if at.growth else None,
+        leads=True,
     )
-    at, lost = assess(view, document), len(document.lost)
-    times = replace(times, hold=lambda wait, room: hold(view, wait, room, at.may_grow, lost))
-    found = _with_records(document, at.records, view.is_silent, view.is_silent, times, at.sizes)
-    return replace(found, doubted=len(at.doubted))
+    return _with_records(at, known)
 
 
 def _without_records(
@@ -267,137 +277,91 @@ def _without_records(
             return _closed(document)
 
 
-def _with_records(
-    document: RoundDocument,
-    records: Mapping[str, NodeRecord],
-    is_silent: Callable[[str], bool],
-    is_lost: Callable[[str], bool],
-    times: _Times,
-    sizes: Sizes,
-) -> Diagnosis:
+def _with_records(at: Situation, known: _Known) -> Diagnosis:
+    document, records = at.document, at.records
     if document.closed:
         return _closed(document)
-    live = {
-        node: record
-        for node, record in records.items()
-        if record.status is not Status.LEFT and not (is_silent(node) or is_lost(node))
-    }
-    unfit = _unfit(records, is_silent)
-    found = _of_the_round(document, records, live, unfit, is_silent, is_lost, times, sizes)
+    unfit = [it for node, it in records.items() if it.is_unfit and node not in at.silent]
     late = slow(document, records) if document.phase is Phase.RUNNING else ""
-    network = "; ".join(filter(None, (told(document, records), late)))
-    return replace(found, unfit=_reasons(records, unfit), network=network)
+    return replace(
+        _of_the_round(at, known, bool(unfit)),
+        unfit=_reasons(unfit),
+        network="; ".join(filter(None, (told(document, records), late))),
+        doubted=len(at.overdue) if known.leads else 0,
+    )
 
 
-def _unfit(records: Mapping[str, NodeRecord], is_silent: Callable[[str], bool]) -> Collection[str]:
-    """Nodes that live, and wait until their check passes."""
-    return {node for node, record in records.items() if record.is_unfit and not is_silent(node)}
+def _reasons(unfit: Iterable[NodeRecord]) -> Names:
+    return Names().plus(f"{record.label} ({record.unfit})" for record in unfit)
 
 
-def _reasons(records: Mapping[str, NodeRecord], unfit: Collection[str]) -> Names:
-    return Names().plus(f"{records[node].label} ({records[node].unfit})" for node in unfit)
-
-
-def _of_the_round(
-    document: RoundDocument,
-    records: Mapping[str, NodeRecord],
-    live: Mapping[str, NodeRecord],
-    unfit: Collection[str],
-    is_silent: Callable[[str], bool],
-    is_lost: Callable[[str], bool],
-    times: _Times,
-    sizes: Sizes,
-) -> Diagnosis:
-    if unfit and not live:
+def _of_the_round(at: Situation, known: _Known, has_unfit: bool) -> Diagnosis:
+    document = at.document
+    if has_unfit and not at.live:
         return Diagnosis(does=f"round {document.round} is {document.phase.value}, no node is fit")
     stands = f"dead: round {document.round} is {document.phase.value}, but"
-    if all(record.status is Status.LEFT for record in records.values()):
+    if all(record.status is Status.LEFT for record in at.records.values()):
         return Diagnosis(does=f"{stands} all its nodes have left")
-    if not live:
-        return _dead(f"{stands} none of its nodes lives", records, times)
-    out = kept_out(document, records, times.now)
-    waiting = [
-        node
-        for node, record in live.items()
-        if record.asks and fits(record, document) and node not in out
-    ]
+    if not at.live:
+        return _dead(f"{stands} none of its nodes lives", at, known)
     match document.phase:
         case Phase.FORMING:
-            return _forming(document, records, is_silent, is_lost, waiting, unfit, times, sizes)
+            return _forming(at, known)
         case Phase.CONFIRMING:
-            return _confirming(document, records, times)
+            return _confirming(at, known)
         case _:
-            return _running(document, records, waiting, times, sizes)
+            return _running(at, known)
 
 
-def _dead(does: str, records: Mapping[str, NodeRecord], times: _Times) -> Diagnosis:
-    last = shown(max((it.at for it in records.values()), default=0), times.now)
+def _dead(does: str, at: Situation, known: _Known) -> Diagnosis:
+    last = shown(max((it.at for it in at.records.values()), default=0), at.wall)
     if last:
         return Diagnosis(does=f"{does}; the last heartbeat came at {last}")
-    return Diagnosis(does=does, seconds=times.quiet, limit="watched without a heartbeat")
+    return Diagnosis(does=does, seconds=known.quiet, limit="watched without a heartbeat")
 
 
-def _forming(
-    document: RoundDocument,
-    records: Mapping[str, NodeRecord],
-    is_silent: Callable[[str], bool],
-    is_lost: Callable[[str], bool],
-    waiting: Iterable[str],
-    unfit: Collection[str],
-    times: _Times,
-    sizes: Sizes,
-) -> Diagnosis:
-    awaited = {
-        node
-        for node in document.previous
-        if not has_rejoined(document, records.get(node), document.round - 1)
-    }
-    pending = [
-        node
-        for node in awaited
-        if not is_lost(node) and _status(records, node) not in (Status.LEFT, Status.DONE)
-    ]
-    present = [node for node in waiting if node not in awaited]
-    ready, size = len(present), world_size(present, records, sizes)
-    more = needed(present, records, sizes)
-    needs = max(more, len(pending))
+def _forming(at: Situation, known: _Known) -> Diagnosis:
+    document, records, sizes = at.document, at.records, at.sizes
+    ready, size = len(at.ready), at.size
+    more = needed(at.ready, records, sizes)
+    needs = max(more, len(at.pending))
     here = f"{ready} of {_nnodes(document)}"
-    active = [node for node in records if _status(records, node) not in _OVER]
-    lost = document.cause.lost.without(labels(records, present))
-    lost = lost.plus(labels(records, filter(is_lost, active)))
+    lost = document.cause.lost.without(labels(records, at.ready))
+    active = (it for it in at.lost if it in records and not records[it].is_over)
+    lost = lost.plus(labels(records, active))
     if needs <= 0 and size >= sizes.most:
-        return Diagnosis(does=f"{here} nodes are here: their round begins", since=times.since)
+        return Diagnosis(does=f"{here} nodes are here: their round begins", since=known.since)
     if needs <= 0:
-        does, limit = f"enough nodes ({here})", f"more {_for_whom(ready, sizes)}{times.call_ends}"
+        does, limit = f"enough nodes ({here})", f"more {_for_whom(ready, sizes)}{known.call_ends}"
         if size < ready:
             lets = "let" if " and " in sizes.policy else "lets"
             does += f": {sizes.policy} {lets} {size} of them in"
         return Diagnosis(
             does=does,
             lost=lost,
-            since=times.since,
-            seconds=times.last_call,
+            since=known.since,
+            seconds=known.last_call,
             limit=limit,
             needs=False,
         )
     left = silent = _NOBODY
     if size == 0:
-        gone = [node for node in records if _status(records, node) is Status.LEFT]
-        left = document.cause.left.plus(labels(records, gone)).without(labels(records, unfit))
-        quiet = [node for node in active if is_silent(node) and not is_lost(node)]
-        silent = silent.plus(labels(records, quiet))
+        gone = (it for it in records.values() if it.has_ended and it.status is Status.LEFT)
+        unfit = [it.label for it in records.values() if it.is_unfit and it.status is Status.LEFT]
+        left = document.cause.left.plus(it.label for it in gone).without(unfit)
+        silent = _NOBODY if known.leads else silent.plus(labels(records, at.overdue))
     demands = f", as {sizes.policy} demands" if more > max(0, sizes.min_nodes - ready) else ""
-    limits = [(times.join, _TO_JOIN)]
-    if pending and times.rejoin is not None:
-        limits.append((times.rejoin(size), "to rejoin_timeout"))
+    limits = [(known.join, _TO_JOIN)]
+    if at.pending and known.rejoin is not None:
+        limits.append((known.rejoin, "to rejoin_timeout"))
     seconds, limit = min(limits, key=lambda item: float("inf") if item[0] is None else item[0])
     return Diagnosis(
         does=f"waiting for {_count(needs)}: {here} {'is' if ready == 1 else 'are'} here{demands}",
-        absent=Names().plus(labels(records, pending)),
+        absent=Names().plus(labels(records, at.pending)),
         lost=lost,
         left=left,
         silent=silent,
-        since=times.since,
+        since=known.since,
         seconds=seconds,
         limit=limit,
         needs=size == 0,
@@ -414,53 +378,37 @@ def _for_whom(ready: int, sizes: Sizes) -> str:
 _ORDINALS = dict(enumerate(("a second", "a third", "a fourth", "a fifth", "a sixth"), 2))
 
 
-def _confirming(
-    document: RoundDocument, records: Mapping[str, NodeRecord], times: _Times
-) -> Diagnosis:
-    missing = [
-        node
-        for node in document.ranks
-        if _status(records, node) is not Status.RUN or records[node].world_id != document.world_id
-    ]
+def _confirming(at: Situation, known: _Known) -> Diagnosis:
+    document = at.document
+    missing = unconfirmed(document, at.records)
     # Where the roster is lost, an observer knows only those that have confirmed.
     unknown = document.size - len(document.ranks)
     number = len(missing) + unknown
     does = f"confirming round {document.round}: "
     if number:
         have = "has not confirmed its rank" if number == 1 else "have not confirmed their rank"
-        names = Names().plus(labels(records, missing))
+        names = Names().plus(labels(at.records, missing))
         does += f"{number} of {_count(document.size)} {have}"
         does += "" if unknown else f": {names}"
     else:
         does += "all nodes have confirmed their rank"
-    return Diagnosis(does=does, seconds=times.join, limit=_TO_JOIN)
+    return Diagnosis(does=does, seconds=known.join, limit=_TO_JOIN)
 
 
-def _running(
-    document: RoundDocument,
-    records: Mapping[str, NodeRecord],
-    waiting: Iterable[str],
-    times: _Times,
-    sizes: Sizes,
-) -> Diagnosis:
-    spares = [node for node in waiting if node not in document.ranks]
-    done = [node for node in document.ranks if _status(records, node) is Status.DONE]
-    room = sizes.most - document.size + len(document.lost)
-    word = "waiting" if room > 0 and not document.finishing else "spare"
-    present = without(document.ranks, document.lost)
-    plural = "s" if word == "spare" and len(spares) > 1 else ""
-    held, more = None, world_size([*present, *spares], records, sizes) - len(present)
-    if spares and word == "waiting" and more > 0:
-        held = times.hold(more, room) if times.hold else Hold(_held(records, document))
-    elif word == "waiting" and sizes.policy:
-        word = f"waiting for {sizes.policy}"
+def _running(at: Situation, known: _Known) -> Diagnosis:
+    document, spares = at.document, len(at.waiting)
+    word = "waiting" if at.room > 0 and not document.finishing else "spare"
+    plural = "s" if word == "spare" and spares > 1 else ""
+    held = known.hold if word == "waiting" and at.growth > 0 else None
+    if word == "waiting" and not at.growth and at.sizes.policy:
+        word = f"waiting for {at.sizes.policy}"
     why = f" ({held.why})" if held is not None and held.why else ""
     parts = [
         f"running round {document.round}",
         _size(document),
         f"{len(document.lost)} of them lost" if document.lost else "",
-        f"{len(done)} of them done" if done else "",
-        f"{len(spares)} {word}{plural}{why}" if spares else "",
+        f"{len(at.done)} of them done" if at.done else "",
+        f"{spares} {word}{plural}{why}" if spares else "",
     ]
     does = ", ".join(part for part in parts if part)
     if held is None or held.seconds is None:
@@ -468,22 +416,15 @@ def _running(
     return Diagnosis(does=does, seconds=held.seconds, limit=held.limit)
 
 
-def _held(records: Mapping[str, NodeRecord], document: RoundDocument) -> str:
+def _held(at: Situation) -> Hold:
     """The options that may hold newcomers back, as the first node of the round has them."""
-    policy = next((records[node].policy for node in document.ranks if node in records), "")
-    return ", ".join(it for it in policy.split(",") if it.partition("=")[0] in GROWTH)
+    policies = (at.records[node].policy for node in at.document.ranks if node in at.records)
+    options = next(policies, "").split(",")
+    return Hold(", ".join(it for it in options if it.partition("=")[0] in GROWTH))
 
 
 def _closed(document: RoundDocument) -> Diagnosis:
     return Diagnosis(does=f"closed: {document.reason}" if document.reason else "closed")
-
-
-_OVER = (None, Status.LEFT, Status.DONE)
-
-
-def _status(records: Mapping[str, NodeRecord], node: str) -> Status | None:
-    record = records.get(node)
-    return record.status if record is not None else None
 
 
 def _led(document: RoundDocument, leader: NodeRecord | None) -> str:

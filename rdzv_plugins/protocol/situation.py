@@ -5,7 +5,7 @@ Each of these questions is answered here and nowhere else: `decide` decides by a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
@@ -17,6 +17,7 @@ from rdzv_plugins.protocol.rules import View
 __all__ = [
     "Situation",
     "assess",
+    "assess_from_outside",
     "fits",
     "has_rejoined",
     "is_done",
@@ -24,6 +25,7 @@ __all__ = [
     "lost_nodes",
     "nodes_waiting",
     "round_in",
+    "to_join_again",
     "unconfirmed",
     "waits_for_a_living_round",
     "without",
@@ -43,6 +45,31 @@ def assess(view: View, document: RoundDocument) -> Situation:
         lost=lost_nodes(view, document, records),
         silent=_silent_nodes(view, document, records),
         back=frozenset(node for node in document.lost if node == view.me or view.moved(node)),
+    )
+
+
+def assess_from_outside(
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    is_silent: Callable[[str], bool],
+    is_lost: Callable[[str], bool],
+    wall: float,
+) -> Situation:
+    """The situation as somebody knows it who is no node of the run, but has read all of it.
+
+    Args:
+        is_silent: whether a heartbeat of a node was due and did not come.
+        is_lost: whether its lease has run out.
+    """
+    nodes = _all_nodes(document, records)
+    lost = frozenset(filter(is_lost, nodes))
+    return Situation(
+        document=document,
+        records=records,
+        sizes=Sizes.told(document, records.get(document.leader or "")),
+        wall=wall,
+        lost=lost,
+        silent=lost.union(filter(is_silent, nodes)),
     )
 
 
@@ -66,7 +93,7 @@ def _silent_nodes(
 
 
 def _all_nodes(document: RoundDocument, records: Mapping[str, NodeRecord]) -> set[str]:
-    return {*records, *document.participants, *document.previous}
+    return {*records, *document.ranks, *document.old_ranks}
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -78,7 +105,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         sizes: how many nodes a round may have.
         wall: the time on the wall clock of who judges, in seconds since the epoch.
         lost: nodes whose leases have run out, and what is forgiven of their silence.
-        silent: nodes whose leases have run out; with those that have one more.
+        silent: as a node knows it: those whose leases have run out, also if they have one more. As
+            an observer knows it: those of which a heartbeat was due and did not come.
         back: nodes that the document gives up as lost, and whose heartbeats move.
     """
 
@@ -97,7 +125,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def live(self) -> set[str]:
-        """Nodes that have not left, and whose leases run."""
+        """Nodes that have not left, and are not silent."""
         return {
             node
             for node, record in self.records.items()
@@ -105,8 +133,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         }
 
     @derived
-    def doubted(self) -> list[str]:
-        """Nodes whose leases ran out, and which have one more since so many were late at once."""
+    def overdue(self) -> list[str]:
+        """Nodes that are silent, and not lost: in a leader's eyes those that it doubts."""
         return [
             node
             for node in self.records
@@ -189,7 +217,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def done(self) -> set[str]:
         """Participants whose workers succeeded."""
         document, records = self.document, self.records
-        return {node for node in document.participants if is_done(document, records.get(node))}
+        return {node for node in document.ranks if is_done(document, records.get(node))}
 
     @derived
     def taken_out(self) -> list[str]:
@@ -198,7 +226,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return []
         return [
             node
-            for node in self.document.participants
+            for node in self.document.ranks
             if node in self.kept_out and node not in self.lost and node not in self.done
         ]
 
@@ -208,7 +236,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         known = {*self.document.lost, *self.taken_out}
         return [
             node
-            for node in self.document.participants
+            for node in self.document.ranks
             if self.is_gone(node) and node not in known and node not in self.done
         ]
 
@@ -219,7 +247,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         known = {*self.newly_gone, *self.taken_out}
         return [
             node
-            for node in document.participants
+            for node in document.ranks
             if node not in known and has_rejoined(document, records.get(node), document.round)
         ]
 
@@ -243,16 +271,13 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @derived
     def present(self) -> tuple[str, ...]:
         """The other participants."""
-        return without(self.document.participants, self.missing)
+        return without(self.document.ranks, self.missing)
 
     @derived
-    def newcomers(self) -> list[str]:
-        """Live nodes that wait while the round runs, and that it may be ended for.
-
-        A node that failed the network check comes in when a round forms anyway.
-        """
+    def waiting(self) -> list[str]:
+        """Live nodes that ask for a round while this one runs."""
         document = self.document
-        waiting = [
+        return [
             node
             for node, record in self.records.items()
             if node not in document.ranks
@@ -261,9 +286,16 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             and node in self.live
             and fits(record, document)
         ]
-        if self.present and not document.resize:
-            return [node for node in waiting if not self.records[node].suspect]
-        return waiting
+
+    @derived
+    def newcomers(self) -> list[str]:
+        """Nodes that wait, and for which the round may be ended.
+
+        A node that failed the network check comes in when a round forms anyway.
+        """
+        if self.present and not self.document.resize:
+            return [node for node in self.waiting if not self.records[node].suspect]
+        return self.waiting
 
     @derived
     def growth(self) -> int:
@@ -276,13 +308,13 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def room(self) -> int:
         """For how many more nodes the running round has room at most."""
-        return self.sizes.most - len(self.present)
+        return self.sizes.most - self.document.size + len(self.missing)
 
     @derived
     def may_grow(self) -> bool:
         """Whether workers of the round say that now is a good moment to let newcomers in."""
         records = self.records
-        return any(records[it].may_grow for it in self.document.participants if it in records)
+        return any(records[it].may_grow for it in self.document.ranks if it in records)
 
 
 def nodes_waiting(view: View) -> int:
@@ -302,9 +334,13 @@ def nodes_waiting(view: View) -> int:
         return int(member.incarnation in view.asked_tombstones)
     if document.place < latest.place:
         return 0  # The store forgot; the nodes of the living round write it back.
-    if document.round > member.round or document.world_id != member.world_id:
-        return max(1, document.waiting)
-    return 0
+    ended = document.round > member.round or document.world_id != member.world_id
+    return to_join_again(document) if ended else 0
+
+
+def to_join_again(document: RoundDocument) -> int:
+    """What ``num_nodes_waiting()`` returns to the agents of the round that this document ended."""
+    return max(1, document.waiting)
 
 
 def waits_for_a_living_round(view: View) -> bool:
@@ -332,7 +368,7 @@ def unconfirmed(document: RoundDocument, records: Mapping[str, NodeRecord]) -> l
     world_id = document.world_id
     return [
         node
-        for node in document.participants
+        for node in document.ranks
         if (record := records.get(node)) is None
         or record.status is not Status.RUN
         or record.world_id != world_id

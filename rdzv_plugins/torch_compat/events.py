@@ -32,8 +32,10 @@ from torch.distributed.elastic.metrics.api import NullMetricHandler, getStream, 
 
 from rdzv_plugins.kv import Attempts
 from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.choice import Sizes
 from rdzv_plugins.protocol.documents import STATE_KEY, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.situation import is_full
 
 __all__ = ["Events", "record_failed_creation"]
 
@@ -180,7 +182,7 @@ class Events:
         if document.phase is Phase.FORMING or named:
             self._move(_ROUND)
         elif document.phase is Phase.RUNNING and self._place is None:
-            full = document.size - len(document.lost) >= document.max_nodes
+            full = is_full(document, Sizes.told(document, record))
             # A full round's newcomer becomes a spare with its next record.
             if not ((full or document.finishing) and self._node.id not in document.ranks):
                 self._move(_WAIT_LIST)
