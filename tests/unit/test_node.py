@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import textwrap
+import time as clock
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from rdzv_plugins import protocol
 from rdzv_plugins.driver import perform
 from rdzv_plugins.kv import (
+    MemoryClient,
     MemoryServer,
+    RendezvousConnectionError,
+    RendezvousStateError,
 )
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
@@ -23,10 +31,12 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
+from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import Failure
 from tests import replace
 from tests.unit.crowd import Crowd
-from tests.unit.life import RULES, Life, Time, finish, stored, sweep
+from tests.unit.life import NAMESPACE, RULES, Life, Time, archive, finish, stored, sweep
+from tests.unit.views import record
 
 
 def test_a_joiner_asks_five_times(pair: tuple[Life, Life]) -> None:
@@ -271,3 +281,35 @@ def test_a_closed_run_is_not_closed_twice(server: MemoryServer, time: Time) -> N
     close(life, NEVER_SEEN, "done")
     assert close(life, NEVER_SEEN, "again") == ["Read state"]
     assert stored(life).reason == "done"
+
+
+def test_the_driver_that_the_package_describes_forms_a_round(server: MemoryServer) -> None:
+    """Each node in a thread, on the in-memory store."""
+    loop = protocol.__doc__.partition("::\n\n")[2].partition("\n\nWhat")[0]
+    names: dict[str, Any] = {
+        "effects": effects, "perform": perform, "time": clock,
+        "RendezvousConnectionError": RendezvousConnectionError,
+        "RendezvousStateError": RendezvousStateError,
+    }  # fmt: skip
+    exec(textwrap.dedent(loop), names)
+
+    def live(name: str) -> effects.Outcome:
+        mine = replace(record(name), min_nodes=RULES.min_nodes, max_nodes=RULES.max_nodes)
+        chance, wall = random.Random(name), clock.time
+        node = Node(name, mine, RULES, 60.0, clock.monotonic, chance, wall)
+        outcome: effects.Outcome = names["drive"](
+            node, MemoryClient(server, NAMESPACE), archive(server)
+        )
+        return outcome
+
+    with ThreadPoolExecutor(2) as pool:
+        documents = [it.document for it in pool.map(live, ("n1", "n2"))]
+    assert documents[0] is not None
+    assert sorted(documents[0].ranks) == ["n1", "n2"]
+    assert [it and it.world_id for it in documents] == [documents[0].world_id] * 2
+
+
+def test_the_package_describes_every_effect() -> None:
+    kinds = {kind.__name__ for kind in effects.Effect.__subclasses__()}
+    assert kinds < {*effects.__all__}
+    assert [name for name in sorted(kinds) if f"`{name}`" not in protocol.__doc__] == []
