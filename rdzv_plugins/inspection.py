@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from rdzv_plugins.archive import Archive, Listed, Row
 from rdzv_plugins.kv import Entry, KeyValueClient, Version
-from rdzv_plugins.protocol.diagnosis import call_ends, diagnose, of_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -36,6 +35,7 @@ from rdzv_plugins.protocol.roster import complete, members_by_their_records, pre
 from rdzv_plugins.protocol.situation import Situation, assess_from_outside
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
+from rdzv_plugins.protocol.words import call_ends, diagnose, of_run
 
 __all__ = [
     "LOOK_SECONDS",

@@ -35,11 +35,11 @@ from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.logs import RunLog
 from rdzv_plugins.protocol import effects, round_record
-from rdzv_plugins.protocol.diagnosis import call_ends
 from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import Rules, View
 from rdzv_plugins.protocol.states import State, is_due, state_of
+from rdzv_plugins.protocol.words import call_ends
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -385,7 +385,7 @@ class Report:
                 registry,
                 before_metrics=lambda: output.take(self.gauges()),
                 health=self.health,
-                why=lambda: str(self._node.situation),
+                why=lambda: str(self._node.diagnosis),
                 name=f"rdzv-{run_id}-metrics",
             )
         except (OSError, UnicodeError) as error:

@@ -8,11 +8,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from rdzv_plugins.kv import Entry, Version
-from rdzv_plugins.protocol.diagnosis import Diagnosis
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
 from rdzv_plugins.protocol.documents import Outcome as RunOutcome
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.protocol.rules import Failure
+from rdzv_plugins.protocol.words import Diagnosis
 
 __all__ = [
     "LOCAL",

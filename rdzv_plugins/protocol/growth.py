@@ -20,7 +20,7 @@ class Hold:
     Attributes:
         why: the option that holds them, where no time ends it.
         seconds: until it lets them in; None: until somebody says so.
-        limit: what ends then, as in `diagnosis.Diagnosis`.
+        limit: what ends then, as in `words.Diagnosis`.
     """
 
     why: str = ""

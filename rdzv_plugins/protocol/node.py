@@ -21,7 +21,7 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
 )
-from rdzv_plugins.protocol import diagnosis, rules
+from rdzv_plugins.protocol import rules, words
 from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
 from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.decide import decide
@@ -65,7 +65,6 @@ from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.situation import nodes_waiting, waits_for_a_living_round
 from rdzv_plugins.protocol.wall_clock import shown
-from rdzv_plugins.protocol.words import remarks
 
 __all__ = ["Node"]
 
@@ -193,7 +192,7 @@ class Node:
         # It was found to be cut off, and was given no round since.
         self._suspect = False
         self._told: set[tuple[str, object]] = set()
-        self._pace = diagnosis.Pace(clock())
+        self._pace = words.Pace(clock())
         # What to tell once the record that asks for a round has been written.
         self._news: str | None = None
 
@@ -249,11 +248,11 @@ class Node:
         return self.record.status is Status.DONE or self._done_reported
 
     @property
-    def situation(self) -> diagnosis.Diagnosis:
+    def diagnosis(self) -> words.Diagnosis:
         """What this node does or waits for."""
         left = self._join_deadline - self._clock() if self._joining else None
         view = self.view()
-        found = diagnosis.of_node(view, left)
+        found = words.of_node(view, left)
         if view.document is None or view.document.phase is not Phase.FORMING:
             return found
         return dataclasses.replace(found, since=shown(view.document.since, view.wall))
@@ -437,7 +436,7 @@ class Node:
             yield from self._keep_alive()
         yield from seen.observe()
         view = self.view()
-        for about, key, text in remarks(view):
+        for about, key, text in words.remarks(view):
             if (about, key) not in self._told:
                 yield from self._tell_what_it_asked_for()
                 yield from Tell(about, text)
@@ -478,7 +477,7 @@ class Node:
         # A remark has told what a spare waits for, which may take days.
         if not self._pace.is_due(now) or waits_for_a_living_round(view):
             return
-        found = diagnosis.of_node(view, self._join_deadline - now)
+        found = words.of_node(view, self._join_deadline - now)
         if self._pace.tells(found.lasting, now):
             yield from Tell("waiting", str(found))
 
@@ -500,7 +499,7 @@ class Node:
             self._join_ordered = False
             self._joining = True
             self._joined_at = self._clock()
-            self._pace = diagnosis.Pace(self._joined_at)
+            self._pace = words.Pace(self._joined_at)
             self._join_deadline = self._joined_at + max(0.0, self._join_timeout - self._waited)
             self.record = replace(
                 self.record,
@@ -668,7 +667,7 @@ class Node:
                 yield from Tell("round", f"{text} ({document.reason})")
                 yield from self._end_join(Outcome(document=document))
             case rules.Fail(failure):
-                missed = diagnosis.of_node(self.view())
+                missed = words.of_node(self.view())
                 yield from self._end_join(Outcome(failure=failure, diagnosis=missed))
             case rules.Close(document, outcome, why):
                 # The same words as shutdown()'s, which finishes this if it is interrupted.

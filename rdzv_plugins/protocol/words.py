@@ -1,17 +1,460 @@
-"""What people should know of a run: a node's remarks, each told once in its log."""
+"""What people are told of a run: what it does and waits for, and a node's remarks. Pure functions.
+
+A leader sees all records and names whom it misses. Another node sees the document alone and says
+what that says. An observer that is no node sees all records, and whose heartbeats stand still.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from rdzv_plugins.protocol.choice import Sizes
-from rdzv_plugins.protocol.documents import Names, Phase, RoundDocument, labels
-from rdzv_plugins.protocol.kept_out import describe_held, exclusion_of
-from rdzv_plugins.protocol.links import judge, own_findings, remark, slow
+from rdzv_plugins.protocol.choice import Sizes, needed
+from rdzv_plugins.protocol.decide import rejoin_patience, what_holds
+from rdzv_plugins.protocol.documents import (
+    Names,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+    labels,
+)
+from rdzv_plugins.protocol.growth import GROWTH, Hold, last_call
+from rdzv_plugins.protocol.kept_out import describe_held, exclusion_of, summary
+from rdzv_plugins.protocol.links import judge, own_findings, remark, slow, told
 from rdzv_plugins.protocol.rules import View
-from rdzv_plugins.protocol.situation import is_full, unconfirmed, waits_for_a_living_round
+from rdzv_plugins.protocol.situation import (
+    Situation,
+    assess,
+    assess_from_outside,
+    is_full,
+    unconfirmed,
+    waits_for_a_living_round,
+)
+from rdzv_plugins.protocol.wall_clock import shown
 
-__all__ = ["remarks"]
+__all__ = ["Diagnosis", "Pace", "call_ends", "diagnose", "of_node", "of_run", "remarks"]
+
+# A changed sentence is told once it has stood for so long: not each step of a round that forms.
+_SETTLED_SECONDS = 1.0
+_REPEAT_SECONDS = 30.0
+
+_TO_JOIN = "to join_timeout"
+_NOBODY = Names()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The parts of the sentence; ``str`` puts them together.
+
+    Attributes:
+        does: what the run does, or for how many nodes it waits.
+        absent: nodes of the last round that have not asked for this one.
+        lost: nodes that are gone since the last round.
+        left, silent: where the round needs more nodes, those that left, and those of which a
+            heartbeat was due and did not come.
+        gave_up: those that came for this round, and left before it formed.
+        doubted: how many are late all at once, so that each has one more lease.
+        unfit: nodes that ask for no round since their check failed, each with the reason.
+        excluded: which hosts are kept out, until when and why.
+        network: between whom no data pass, or pass slowly; or that this node finds that out.
+        since: since when the round forms.
+        seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
+        limit: what follows the seconds, such as "to join_timeout".
+        needs: whether the round needs more nodes.
+    """
+
+    does: str
+    absent: Names = _NOBODY
+    lost: Names = _NOBODY
+    left: Names = _NOBODY
+    gave_up: Names = _NOBODY
+    silent: Names = _NOBODY
+    doubted: int = 0
+    unfit: Names = _NOBODY
+    excluded: str = ""
+    network: str = ""
+    since: str = ""
+    seconds: float | None = None
+    limit: str = ""
+    needs: bool = True
+
+    @property
+    def lasting(self) -> str:
+        """The sentence without its seconds: it changes only when the run does."""
+        have = "has" if len(self.absent.first) + self.absent.more == 1 else "have"
+        gone = (
+            ("lost", self.lost),
+            ("left", self.left),
+            ("gave up", self.gave_up),
+            ("silent", self.silent),
+        )
+        missing = ", ".join(f"{word} {who}" for word, who in gone if who)
+        parts = [
+            self.does,
+            f"{self.absent} of the last round {have} not come back" if self.absent else "",
+            f"missing: {missing}" if missing and self.needs else missing,
+            f"{_count(self.doubted)} late all at once, as if the store or the load were slow"
+            if self.doubted
+            else "",
+            f"unfit: {self.unfit}" if self.unfit else "",
+            self.excluded,
+            self.network,
+            f"forming since {self.since}" if self.since else "",
+        ]
+        return "; ".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return self.lasting
+        return f"{self.lasting}; {max(0.0, self.seconds):.0f} s {self.limit}"
+
+    def at_the_end(self, left: Iterable[str], gave_up: Collection[str] = ()) -> Diagnosis:
+        """The same when the time is over, with more nodes that have left or given up."""
+        return Diagnosis(
+            does=self.does,
+            absent=self.absent,
+            lost=self.lost,
+            left=self.left.plus(left).without(gave_up),
+            gave_up=_NOBODY.plus(gave_up),
+            silent=self.silent,
+            unfit=self.unfit,
+            excluded=self.excluded,
+            network=self.network,
+            since=self.since,
+        )
+
+
+class Pace:
+    """When a join that waits tells its sentence: once it has settled, and every 30 s.
+
+    Times are seconds of one monotonic clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._looked = now
+        self._candidate = self._told = ""
+        self._told_at = now
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to look again; a leader of many nodes decides much more often."""
+        return now - self._looked >= _SETTLED_SECONDS
+
+    def tells(self, sentence: str, now: float) -> bool:
+        """Whether this sentence, which is without its seconds, is to be told now."""
+        settled = sentence == self._candidate
+        self._looked, self._candidate = now, sentence
+        if not (settled and sentence != self._told) and now - self._told_at < _REPEAT_SECONDS:
+            return False
+        self._told, self._told_at = sentence, now
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What somebody knows besides a situation. Seconds are left ones; None: not known.
+
+    Attributes:
+        join, last_call, rejoin: until ``join_timeout``, and until the round waits no more.
+        call_ends, since: when the last call ends, and since when the round forms, for people.
+        quiet: seconds of watching in which no heartbeat was seen.
+        hold: what keeps newcomers waiting.
+        leads: it is the leader: whoever is silent and not lost yet has one more lease.
+    """
+
+    join: float | None = None
+    last_call: float | None = None
+    rejoin: float | None = None
+    call_ends: str = ""
+    since: str = ""
+    quiet: float | None = None
+    hold: Hold | None = None
+    leads: bool = False
+
+
+def diagnose(
+    document: RoundDocument | None,
+    records: Mapping[str, NodeRecord],
+    is_silent: Callable[[str], bool] = lambda _: False,
+    quiet_for: float | None = None,
+    now: float = 0.0,
+    is_lost: Callable[[str], bool] | None = None,
+) -> Diagnosis:
+    """What somebody says who is no node of the run, but has read all of it.
+
+    Args:
+        is_silent: whether a node's heartbeat is known to have stood still for too long.
+        quiet_for: seconds of watching in which no heartbeat was seen; None: not observed.
+        now: seconds since the epoch; exclusions end by it.
+        is_lost: whether its lease has run out; None: whoever is silent is lost.
+    """
+    if document is None:
+        unfit = (it for node, it in records.items() if it.is_unfit and not is_silent(node))
+        return Diagnosis(does="no round has begun", unfit=_reasons(unfit))
+    return of_run(
+        assess_from_outside(document, records, is_silent, is_lost or is_silent, now), quiet_for
+    )
+
+
+def of_run(at: Situation, quiet_for: float | None = None) -> Diagnosis:
+    """The same of a situation that is known already."""
+    document, now = at.document, at.wall
+    known = _Known(quiet=quiet_for, since=shown(document.since, now), hold=_held(at))
+    leader = at.records.get(document.leader or "")
+    if leader is not None and (ends := call_ends(document, leader)):
+        known = replace(known, last_call=ends - now, call_ends=f", until {shown(ends, now)}")
+    return _with_exclusions(_with_records(at, known), document, now)
+
+
+def call_ends(document: RoundDocument, leader: NodeRecord) -> int:
+    """When the last call of the round ends that forms, on its leader's wall clock; 0: unknown."""
+    if document.phase is not Phase.FORMING or leader.last_call is None:
+        return 0
+    round_, ends = leader.last_call
+    return ends if round_ == document.round and shown(ends, ends) else 0
+
+
+def _with_exclusions(found: Diagnosis, document: RoundDocument, now: float) -> Diagnosis:
+    if document.closed or not (document.excluded or document.quarantined):
+        return found
+    return replace(found, excluded=summary(document, now))
+
+
+def of_node(view: View, join_left: float | None = None) -> Diagnosis:
+    """What a node says that waits for a round; ``join_left`` are its seconds to join_timeout."""
+    document = view.document
+    if view.record.is_unfit:
+        return Diagnosis(does=f"this node does not join: {view.record.unfit}")
+    if document is None:
+        return Diagnosis(does="waiting for a first round", seconds=join_left, limit=_TO_JOIN)
+    found = _of_node(view, document, join_left)
+    if not found.network:
+        checks = "this node checks its network" if view.checks else ""
+        found = replace(found, network=checks or own_findings(view.record))
+    return _with_exclusions(found, document, view.wall)
+
+
+def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Diagnosis:
+    rules = view.rules
+    in_it = view.confirmed is not None and view.record.world_id == document.world_id
+    if document.phase is Phase.RUNNING and not in_it:
+        led = _led(document, view.leader)
+        does = f"waiting for the next round: round {document.round} runs with {_size(document)}"
+        if document.has_lost_all:
+            does = f"waiting for the next round: round {document.round} has lost all its nodes"
+        sizes = Sizes.of(rules)
+        if sizes.policy and document.size < sizes.most:
+            led += f", which lets more in as {sizes.policy} demands"
+        return Diagnosis(does=does + led, seconds=join_left, limit=_TO_JOIN)
+    if view.records is None or not document.is_whole:
+        return _without_records(document, view.leader, join_left, view.wall)
+
+    at = assess(view, document)
+    known = _Known(
+        join=join_left,
+        last_call=last_call(rules, document, at.size) - (view.enough_for or 0.0),
+        rejoin=rejoin_patience(rules, at.size) - view.round_age,
+        hold=what_holds(view, at) if at.growth else None,
+        leads=True,
+    )
+    return _with_records(at, known)
+
+
+def _without_records(
+    document: RoundDocument, leader: NodeRecord | None, join_left: float | None, now: float
+) -> Diagnosis:
+    led, cause = _led(document, leader), document.cause
+    match document.phase:
+        case Phase.FORMING:
+            ends = call_ends(document, leader) if leader is not None else 0
+            call = f"; its last call ends at {shown(ends, now)}" if ends else ""
+            return Diagnosis(
+                does=f"waiting for a round of {_nnodes(document)} nodes{led}{call}",
+                lost=cause.lost,
+                left=cause.left,
+                seconds=join_left,
+                limit=_TO_JOIN,
+            )
+        case Phase.CONFIRMING:
+            does = f"confirming round {document.round}, {_size(document)}{led}"
+            return Diagnosis(does=does, seconds=join_left, limit=_TO_JOIN)
+        case Phase.RUNNING:
+            return Diagnosis(does=f"running round {document.round}, {_size(document)}{led}")
+        case Phase.CLOSED:
+            return _closed(document)
+
+
+def _with_records(at: Situation, known: _Known) -> Diagnosis:
+    document, records = at.document, at.records
+    if document.closed:
+        return _closed(document)
+    unfit = [it for node, it in records.items() if it.is_unfit and node not in at.silent]
+    late = slow(document, records) if document.phase is Phase.RUNNING else ""
+    return replace(
+        _of_the_round(at, known, bool(unfit)),
+        unfit=_reasons(unfit),
+        network="; ".join(filter(None, (told(document, records), late))),
+        doubted=len(at.overdue) if known.leads else 0,
+    )
+
+
+def _reasons(unfit: Iterable[NodeRecord]) -> Names:
+    return Names().plus(f"{record.label} ({record.unfit})" for record in unfit)
+
+
+def _of_the_round(at: Situation, known: _Known, has_unfit: bool) -> Diagnosis:
+    document = at.document
+    if has_unfit and not at.live:
+        return Diagnosis(does=f"round {document.round} is {document.phase.value}, no node is fit")
+    stands = f"dead: round {document.round} is {document.phase.value}, but"
+    if all(record.status is Status.LEFT for record in at.records.values()):
+        return Diagnosis(does=f"{stands} all its nodes have left")
+    if not at.live:
+        return _dead(f"{stands} none of its nodes lives", at, known)
+    match document.phase:
+        case Phase.FORMING:
+            return _forming(at, known)
+        case Phase.CONFIRMING:
+            return _confirming(at, known)
+        case _:
+            return _running(at, known)
+
+
+def _dead(does: str, at: Situation, known: _Known) -> Diagnosis:
+    last = shown(max((it.at for it in at.records.values()), default=0), at.wall)
+    if last:
+        return Diagnosis(does=f"{does}; the last heartbeat came at {last}")
+    return Diagnosis(does=does, seconds=known.quiet, limit="watched without a heartbeat")
+
+
+def _forming(at: Situation, known: _Known) -> Diagnosis:
+    document, records, sizes = at.document, at.records, at.sizes
+    ready, size = len(at.ready), at.size
+    more = needed(at.ready, records, sizes)
+    needs = max(more, len(at.pending))
+    here = f"{ready} of {_nnodes(document)}"
+    lost = document.cause.lost.without(labels(records, at.ready))
+    active = (it for it in at.lost if it in records and not records[it].is_over)
+    lost = lost.plus(labels(records, active))
+    if needs <= 0 and size >= sizes.most:
+        return Diagnosis(does=f"{here} nodes are here: their round begins", since=known.since)
+    if needs <= 0:
+        does, limit = f"enough nodes ({here})", f"more {_for_whom(ready, sizes)}{known.call_ends}"
+        if size < ready:
+            lets = "let" if " and " in sizes.policy else "lets"
+            does += f": {sizes.policy} {lets} {size} of them in"
+        return Diagnosis(
+            does=does,
+            lost=lost,
+            since=known.since,
+            seconds=known.last_call,
+            limit=limit,
+            needs=False,
+        )
+    left = silent = _NOBODY
+    if size == 0:
+        gone = (it for it in records.values() if it.has_ended and it.status is Status.LEFT)
+        unfit = [it.label for it in records.values() if it.is_unfit and it.status is Status.LEFT]
+        left = document.cause.left.plus(it.label for it in gone).without(unfit)
+        silent = _NOBODY if known.leads else silent.plus(labels(records, at.overdue))
+    demands = f", as {sizes.policy} demands" if more > max(0, sizes.min_nodes - ready) else ""
+    limits = [(known.join, _TO_JOIN)]
+    if at.pending and known.rejoin is not None:
+        limits.append((known.rejoin, "to rejoin_timeout"))
+    seconds, limit = min(limits, key=lambda item: float("inf") if item[0] is None else item[0])
+    return Diagnosis(
+        does=f"waiting for {_count(needs)}: {here} {'is' if ready == 1 else 'are'} here{demands}",
+        absent=Names().plus(labels(records, at.pending)),
+        lost=lost,
+        left=left,
+        silent=silent,
+        since=known.since,
+        seconds=seconds,
+        limit=limit,
+        needs=size == 0,
+    )
+
+
+def _for_whom(ready: int, sizes: Sizes) -> str:
+    more = sizes.most - ready
+    if more != 1:
+        return f"for up to {more} others" if more > 1 else "for others"
+    return f"for {_ORDINALS.get(sizes.most, 'one more')}"
+
+
+_ORDINALS = dict(enumerate(("a second", "a third", "a fourth", "a fifth", "a sixth"), 2))
+
+
+def _confirming(at: Situation, known: _Known) -> Diagnosis:
+    document = at.document
+    missing = unconfirmed(document, at.records)
+    # Where the roster is lost, an observer knows only those that have confirmed.
+    unknown = document.size - len(document.ranks)
+    number = len(missing) + unknown
+    does = f"confirming round {document.round}: "
+    if number:
+        have = "has not confirmed its rank" if number == 1 else "have not confirmed their rank"
+        names = Names().plus(labels(at.records, missing))
+        does += f"{number} of {_count(document.size)} {have}"
+        does += "" if unknown else f": {names}"
+    else:
+        does += "all nodes have confirmed their rank"
+    return Diagnosis(does=does, seconds=known.join, limit=_TO_JOIN)
+
+
+def _running(at: Situation, known: _Known) -> Diagnosis:
+    document, spares = at.document, len(at.waiting)
+    word = "waiting" if at.room > 0 and not document.finishing else "spare"
+    plural = "s" if word == "spare" and spares > 1 else ""
+    held = known.hold if word == "waiting" and at.growth > 0 else None
+    if word == "waiting" and not at.growth and at.sizes.policy:
+        word = f"waiting for {at.sizes.policy}"
+    why = f" ({held.why})" if held is not None and held.why else ""
+    parts = [
+        f"running round {document.round}",
+        _size(document),
+        f"{len(document.lost)} of them lost" if document.lost else "",
+        f"{len(at.done)} of them done" if at.done else "",
+        f"{spares} {word}{plural}{why}" if spares else "",
+    ]
+    does = ", ".join(part for part in parts if part)
+    if held is None or held.seconds is None:
+        return Diagnosis(does=does)
+    return Diagnosis(does=does, seconds=held.seconds, limit=held.limit)
+
+
+def _held(at: Situation) -> Hold:
+    """The options that may hold newcomers back, as the first node of the round has them."""
+    policies = (at.records[node].policy for node in at.document.ranks if node in at.records)
+    options = next(policies, "").split(",")
+    return Hold(", ".join(it for it in options if it.partition("=")[0] in GROWTH))
+
+
+def _closed(document: RoundDocument) -> Diagnosis:
+    return Diagnosis(does=f"closed: {document.reason}" if document.reason else "closed")
+
+
+def _led(document: RoundDocument, leader: NodeRecord | None) -> str:
+    if document.leader is None:
+        return ", whose leader left"
+    return f", led by {leader.label}" if leader is not None else ""
+
+
+def _nnodes(document: RoundDocument) -> str:
+    low, high = document.min_nodes, document.max_nodes
+    return str(low) if low == high else f"{low}..{high}"
+
+
+def _size(document: RoundDocument) -> str:
+    """How many nodes the round has, and may have where that differs."""
+    size = document.size
+    if size == document.min_nodes == document.max_nodes:
+        return _count(size)
+    return f"{size} of {_nnodes(document)} nodes"
+
+
+def _count(nodes: int) -> str:
+    return "1 node" if nodes == 1 else f"{nodes} nodes"
 
 
 def remarks(view: View) -> Iterator[tuple[str, object, str]]:

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousP
 from rdzv_plugins.archive import Archive, Row
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.kv import KeyValueClient
-from rdzv_plugins.protocol import diagnosis
+from rdzv_plugins.protocol import words
 from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.testing import harness
 from tests.integration.stores import RunningStore
@@ -69,7 +69,7 @@ class Agent:
         threads = [it.name for it in threading.enumerate() if self.handler.get_run_id() in it.name]
         return (
             f"world {self.world}, error {self.error!r}, {node.record}, {node.document}, "
-            f"latest {node.latest}, {diagnosis.of_node(node.view())}, threads {threads}"
+            f"latest {node.latest}, {words.of_node(node.view())}, threads {threads}"
         )
 
     def fail_workers(self) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from rdzv_plugins.kv import Entry
 from rdzv_plugins.protocol.decide import decide
-from rdzv_plugins.protocol.diagnosis import of_node
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     NodeRecord,
@@ -18,6 +17,7 @@ from rdzv_plugins.protocol.effects import List, Read
 from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Action, Doubt, Rules, View, Wait
+from rdzv_plugins.protocol.words import of_node
 from tests import replace
 
 from .crowd import Crowd

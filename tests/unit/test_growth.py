@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rdzv_plugins.protocol.decide import decide
-from rdzv_plugins.protocol.diagnosis import diagnose, of_node
 from rdzv_plugins.protocol.documents import Cause, Names, Outcome, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.growth import hold, last_call
 from rdzv_plugins.protocol.rounds import next_round
 from rdzv_plugins.protocol.rules import Close, Rules, View
+from rdzv_plugins.protocol.words import diagnose, of_node
 from tests import replace
 from tests.unit.crowd import Crowd
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdzv_plugins.kv import MemoryServer
-from rdzv_plugins.protocol import diagnosis, effects
+from rdzv_plugins.protocol import effects, words
 from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, NodeRecord, Phase, Status
 from rdzv_plugins.protocol.orders import resize
 from rdzv_plugins.protocol.rules import Failure, Rules
@@ -182,7 +182,7 @@ class TestCutOff:
         why = sits_out(c)
         crowd.play(3.0)
         leader = crowd.members[crowd.document.leader or ""]
-        assert str(diagnosis.of_node(leader.node.view())).startswith(
+        assert str(words.of_node(leader.node.view())).startswith(
             f"waiting for 1 node: 2 of 3 are here; unfit: c[1] ({why})"
         )
         part(crowd)
@@ -197,7 +197,7 @@ class TestCutOff:
         told = [line for it in members for line in it.told]
         assert any("runs all the same: " in line for line in told), told
         leader = crowd.members[crowd.document.leader or ""]
-        assert "no data passes between b[1] and c[1]" in str(diagnosis.of_node(leader.node.view()))
+        assert "no data passes between b[1] and c[1]" in str(words.of_node(leader.node.view()))
 
     def test_two_nodes_that_do_not_reach_each_other_try_again(self, crowd: Crowd) -> None:
         """Nobody can say whose fault it is."""

@@ -15,7 +15,6 @@ from rdzv_plugins.driver import carry_out
 from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousConnectionError
 from rdzv_plugins.protocol import effects, orders
 from rdzv_plugins.protocol.decide import decide
-from rdzv_plugins.protocol.diagnosis import diagnose, of_node
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -38,7 +37,7 @@ from rdzv_plugins.protocol.rules import (
     Start,
     Wait,
 )
-from rdzv_plugins.protocol.words import remarks
+from rdzv_plugins.protocol.words import diagnose, of_node, remarks
 from tests import replace
 
 from .crowd import Crowd

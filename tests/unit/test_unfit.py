@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from rdzv_plugins.kv import MemoryServer
-from rdzv_plugins.protocol import diagnosis, effects
+from rdzv_plugins.protocol import effects, words
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -112,7 +112,7 @@ class TestAtARestart:
         turn_unfit(c)
         crowd.play(5.0)
         assert (len(a.given), len(b.given)) == (1, 1)
-        sentence, _, since = a.node.situation.lasting.partition("; forming since ")
+        sentence, _, since = a.node.diagnosis.lasting.partition("; forming since ")
         assert since.endswith(" UTC")
         assert sentence == f"waiting for 1 node: 2 of 3 are here; unfit: c[1] ({ECC})"
         crowd.play_until(lambda: any(sentence in line for line in a.said), 10.0)
@@ -147,7 +147,7 @@ class TestBeforeItsFirstRound:
         it = record(crowd, c)
         assert it is not None
         assert it.is_unfit
-        said = diagnosis.diagnose(None, {"c": it})
+        said = words.diagnose(None, {"c": it})
         assert str(said) == f"no round has begun; unfit: c[1] ({ECC})"
 
     def test_alone_it_leaves_nothing_when_it_ends(self, crowd: Crowd) -> None:
@@ -202,16 +202,16 @@ class TestWhatIsTold:
         crowd.begin(RULES_OF_3, "a", "b")
         c = arrives_unfit(crowd, "c", RULES_OF_3)
         crowd.play(1.0)
-        assert str(c.node.situation) == f"this node does not join: {ECC}"
+        assert str(c.node.diagnosis) == f"this node does not join: {ECC}"
 
     def test_a_run_that_goes_on_names_it_with_the_reason(self, crowd: Crowd) -> None:
         a, _, c = crowd.begin(RULES_OF_3, "a", "b", "c")
         turn_unfit(c)
         crowd.play(5.0)
         records = {it.node.id: it.node.record for it in crowd.members.values()}
-        said = str(diagnosis.diagnose(crowd.document, records))
+        said = str(words.diagnose(crowd.document, records))
         assert said == f"running round 1, 2 of 2..3 nodes; unfit: c[1] ({ECC})"
-        silent = str(diagnosis.diagnose(crowd.document, records, {"c"}.__contains__))
+        silent = str(words.diagnose(crowd.document, records, {"c"}.__contains__))
         assert silent == "running round 1, 2 of 2..3 nodes"
         assert a.given
 
@@ -221,7 +221,7 @@ class TestWhatIsTold:
             turn_unfit(member)
         crowd.play(5.0)
         records = {it.node.id: it.node.record for it in members}
-        said = str(diagnosis.diagnose(crowd.document, records))
+        said = str(words.diagnose(crowd.document, records))
         assert said.endswith(f"no node is fit; unfit: a[1] ({ECC}), b[1] ({ECC})")
         for member in members:
             member.ask()

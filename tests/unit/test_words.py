@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv_plugins.protocol.diagnosis import Diagnosis, Pace, diagnose, of_node
 from rdzv_plugins.protocol.documents import (
     Cause,
     Names,
@@ -14,6 +13,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.rules import View
+from rdzv_plugins.protocol.words import Diagnosis, Pace, diagnose, of_node
 from tests import replace
 
 from .views import RULES, all_running, document, joining, record, running, view
