@@ -51,6 +51,7 @@ def take(store: RunningStore, folder: Path) -> None:
         for name in "ab":
             short.start_at(name)
         job.begin("abcdefg")
+        await_row(job)
         job.agents["c"].kill()
         job.await_begun("abdefg", after=time.monotonic())
         job.agents["e"].signal_workers(signal.SIGKILL)
@@ -59,6 +60,7 @@ def take(store: RunningStore, folder: Path) -> None:
         job.await_begun("abdefgh", after=time.monotonic())
         job.agents["f"].signal(signal.SIGTERM)
         job.await_begun("abdegh", after=time.monotonic())
+        await_row(job)
         job.agents["b"].kill()
         job.await_begun("adegh", after=time.monotonic())
         time.sleep(3)
@@ -72,6 +74,11 @@ def take(store: RunningStore, folder: Path) -> None:
         served.wait()
         for it in (job, short, done):
             it.close()
+
+
+def await_row(job: Job) -> None:
+    """Wait until the round that runs is in the history: its leader may be killed next."""
+    job.await_cause(job.round() - 1)
 
 
 def page(url: str) -> bytes:

@@ -488,7 +488,7 @@ def what_it_was(last: Row | Listed | None) -> str:
             f"abandoned in round {last.round}: nobody closed it, and it is no longer stored "
             "(expired or cleaned)"
         )
-    return f"{last.outcome.value} at {last.at[:19]} UTC: {last.reason}"
+    return f"{last.outcome.value} at {last.at[:19].replace('T', ' ')} UTC: {last.reason}"
 
 
 def settle(inspections: Iterable[Inspection], surely: bool = False) -> None:
