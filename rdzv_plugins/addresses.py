@@ -124,14 +124,16 @@ def node_address(
     route = _route_in_time(store_hosts)
     if route is not None and (alone or not route.is_loopback):
         return OwnAddress(str(route), "from it this host reaches the store")
-    store = "where the store is, is not known" if route is None else "the store is at loopback"
+    store = "it is not known where the store is" if route is None else "the store is at loopback"
     default = route_to(_ANYWHERE)
     if default is not None and not (default.is_loopback or default.is_link_local):
-        return OwnAddress(str(default), f"{store}: that of the default route")
+        return OwnAddress(str(default), f"that of the default route, for {store}")
     first = next((it for it in candidates() if it.is_global), None)
     if first is not None:
-        return OwnAddress(str(first.address), f"{store}, and there is no default route: the first")
-    return OwnAddress(str(route or "127.0.0.1"), f"{store}, and this host has no other address")
+        return OwnAddress(
+            str(first.address), f"the first one, for {store}, and there is no default route"
+        )
+    return OwnAddress(str(route or "127.0.0.1"), f"this host has no other address, and {store}")
 
 
 def _on_network(interface: str | None, network: str | None) -> Address:

@@ -96,7 +96,7 @@ def _of_place(members: Members, place: Place | None, unknown: bool) -> Finding:
     if place is not None:
         name = members.hosts[place.host][0]
         values = {"host": name, "address": place.address}
-        found = f"this host is '{name}': its agent runs a member, at {place.address}"
+        found = f"this host is '{name}': an agent started here runs a member, at {place.address}"
         return Finding(Mark.OK, "member", found, values=values)
     if unknown:
         found = f"not known whether this host is one of {members}: some have no address yet"

@@ -160,8 +160,8 @@ class Members:
             raise ValueError("the endpoint names a host twice: each member needs a host of its own")
         if options.cluster is None:
             raise ValueError(
-                "each run has members of its own: name the run; for a command that takes none, "
-                "with cluster=<its id> in --rdzv-conf"
+                "each run has members of its own: name the run with -i, or, where a command takes "
+                "no run, with --rdzv-conf=cluster=<its id>"
             )
         if (last := next((it for it in target.hosts if it[1] == _LAST_PORT), None)) is not None:
             raise ValueError(
@@ -337,8 +337,8 @@ class Client(store.Client):
         few = "a majority of its members" if len(self._members.hosts) > 1 else "its member"
         return Problem(
             f"could not be reached within {self.timeout:g} s "
-            f"({str(error) or type(error).__name__}): {few} must run, which the agents on "
-            "these hosts start",
+            f"({str(error) or type(error).__name__}): {few} must run, which the agents of "
+            f"'{self._members.cluster}' on these hosts start",
             retryable=True,
             undone=undone,
         )

@@ -68,7 +68,7 @@ def test_hosts_whose_own_names_are_at_loopback_run_the_store(endpoint: str) -> N
         assert not [line for line in lines if "store's host" in line]
         other = "c" if endpoint == "c" else "ab"[name == "a"]
         if name != other:
-            why = "(from it this host reaches the store, of"
+            why = "(from it this host reaches the store; this host has"
             assert f"address: other nodes dial '10.1.0.{'abc'.index(name) + 1}' {why}" in only(
                 lines, "address: "
             )

@@ -803,8 +803,7 @@ def test_id_that_is_held(redis: RunningStore, run_id: str) -> None:
         (_, what, text) = [line for line in told.lines if line[0] == "warning"][-1]
         assert what == "run"
         assert (
-            f"'{run_id}' is held by another run (running round 0, 2 of 2..3 nodes): 127.0.0.1["
-            in text
+            f"'{run_id}' is held by a run (running round 0, 2 of 2..3 nodes) of 127.0.0.1[" in text
         )
         what, text = check_store(redis, "-i", run_id, "--nnodes", "2").only("failed")
         assert what == "run"
@@ -892,7 +891,7 @@ def test_quorum_before_the_job(run_id: str) -> None:
     assert told.of("nats-server")[0] == "ok"
     assert told.of("secret")[0] == "ok"
     assert of_member(told) == [
-        ("ok", "this host is '127.0.0.31': its agent runs a member, at 127.0.0.31"),
+        ("ok", "this host is '127.0.0.31': an agent started here runs a member, at 127.0.0.31"),
         ("unknown", "'127.0.0.32' runs none yet"),
         ("unknown", "'127.0.0.33' runs none yet"),
     ]

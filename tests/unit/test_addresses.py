@@ -92,7 +92,7 @@ def test_a_store_on_loopback_gives_the_default_route(name_service: NameService, 
     name_service("vm", {"vm": "127.0.1.1", "localhost": "127.0.0.1"})
     found = node_address(None, [("localhost", 6379)])
     assert (found.address, found.why) == (
-        own, "the store is at loopback: that of the default route"
+        own, "that of the default route, for the store is at loopback"
     )  # fmt: skip
     assert announced(None, [("localhost", 6379)], alone=True) == "127.0.0.1"
 
@@ -117,7 +117,7 @@ def test_without_a_default_route_the_first_address_decides(
     assert announced(None, store) == "fd00::7"
     have(monkeypatch, LO, ("eth0", ["fe80::1", "169.254.1.1"]))
     assert node_address(None, store) == OwnAddress(
-        "127.0.0.1", "the store is at loopback, and this host has no other address"
+        "127.0.0.1", "this host has no other address, and the store is at loopback"
     )
 
 

@@ -70,7 +70,7 @@ def test_peers() -> None:
     ("findings", "status", "sentence"),
     [
         ([OK, OK], 0, "a job works: 2 checks passed"),
-        ([OK, UNKNOWN], 0, "a job works: 1 checks passed, 1 not known"),
+        ([OK, UNKNOWN], 0, "a job works, as far as was seen: 1 checks passed, 1 not known"),
         ([OK, WARNING], 1, "a job works, with 1 warning (eviction)"),
         ([WARNING, UNKNOWN, WARNING], 1, "a job works, with 2 warnings (eviction)"),
         ([OK, FAILED, FAILED], 2, "a job will not work: store failed"),

@@ -109,7 +109,7 @@ EXPLAINS_ITSELF = (
     "option 'ports': '…' is no range such as 29600-29699",
     "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out",
     "has no member of '…' on its ports: '…' is there",
-    "each run has members of its own: name the run; for a command that takes none, with cluster=",
+    "each run has members of its own: name the run with -i, or, where a command takes no run, with",
     # The endpoint.
     "a member takes its port and the next one, and none follows that of …: name one up to",
     "--local-addr=… … no address of this host: name one of its own",

@@ -63,7 +63,7 @@ def check(job: Job, settings: Settings) -> Iterator[Finding]:
         text = f"this host cannot be reached at '{address}' ({error})"
         yield Finding(Mark.FAILED, "address", text, advice, values)
         return
-    among = f", of {', '.join(found)}" if len(found) > 1 else ""
+    among = f"; this host has {', '.join(found)}" if len(found) > 1 else ""
     text = (
         f"other nodes dial '{address}' ({own.why}{among}); port {port} was opened and dialled there"
     )

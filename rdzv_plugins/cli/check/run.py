@@ -62,5 +62,8 @@ def _holder(seen: Inspection, job: Job, settings: Settings) -> Finding:
     living = [
         it.name for it in seen.nodes() if it.state not in ("silent", "lost", "unknown", "left")
     ]
-    found = f"{name} is held by another run ({seen.sentence}): {', '.join(sorted(living)[:4])}"
-    return Finding(Mark.WARNING, "run", found, f"a node of this job joins it; else {another}")
+    found = f"{name} is held by a run ({seen.sentence}) of {', '.join(sorted(living)[:4])}"
+    if latest := seen.last_beat:
+        found += f", whose last heartbeat came at {latest}"
+    advice = f"a node that starts now joins it; for another job {another}"
+    return Finding(Mark.WARNING, "run", found, advice)

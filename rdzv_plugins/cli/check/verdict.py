@@ -44,8 +44,10 @@ def sentence(findings: Sequence[Finding]) -> str:
     if warned:
         return f"a job works, with {_counted(warned)}"
     unknown = _of(findings, Mark.UNKNOWN)
-    more = f", {len(unknown)} not known" if unknown else ""
-    return f"a job works: {len(findings) - len(unknown)} checks passed{more}"
+    passed = f"{len(findings) - len(unknown)} checks passed"
+    if unknown:
+        return f"a job works, as far as was seen: {passed}, {len(unknown)} not known"
+    return f"a job works: {passed}"
 
 
 def report(findings: Sequence[Finding]) -> dict[str, Any]:
