@@ -279,10 +279,10 @@ class Member:
             case effects.FinishJoin(outcome):
                 self.placed_at, self.document = time.monotonic(), outcome.document
                 self._swarm.placed()
-            case effects.OpenMaster(world_id, _):
-                self.node.master_opened(world_id, _MASTER, None)
-            case effects.FetchExclusions(incarnation, _):
-                self.node.exclusions_read(incarnation, (), None)
+            case effects.OpenMaster():
+                self.node.finished(request, _MASTER)
+            case effects.FetchExclusions():
+                self.node.finished(request, ())
             case effects.Rest(seconds):
                 self._swarm.give_way(seconds)
             case effects.Tell() | effects.RecordHistory() | effects.Register():

@@ -53,6 +53,13 @@ _MAY_LOSE_THE_RUN = ("persistence", "eviction")
 
 # Not while agents wait for the round and start their workers.
 _NOTED_AFTER_SECONDS = 1.0
+# The ends of the names of the threads that do something beside a node.
+_THREADS = {
+    effects.OpenMaster: "master",
+    effects.FetchExclusions: "exclusions",
+    effects.DialPeer: "network",
+}
+
 # For how long each of it is tried: a store's servers may elect a leader, which takes some 10 s.
 _HISTORY_SECONDS = 30.0
 
@@ -216,7 +223,7 @@ class Driver:
         """
         deadline = time.monotonic() + seconds
         for aside in self._asides:
-            if aside.what == "master":
+            if isinstance(aside.begun, effects.OpenMaster):
                 aside.thread.join(max(0.0, deadline - time.monotonic()))
                 if aside.thread.is_alive():
                     atexit.register(aside.thread.join, _LONGEST_LOOK_UP)
@@ -281,34 +288,8 @@ class Driver:
         match request:
             case effects.FinishJoin(outcome):
                 return self._deliver(outcome)
-            case effects.OpenMaster(world, seconds):
-                node = self._node
-                return self._beside(
-                    "master",
-                    world,
-                    seconds,
-                    lambda: self._open(world),
-                    lambda error: node.master_opened(
-                        world, None, ExhaustedError(f"cannot open a TCPStore ({error})")
-                    ),
-                    is_taken_up=lambda: node.record.world_id == world,
-                )
-            case effects.FetchExclusions(run, seconds):
-                return self._beside(
-                    "exclusions",
-                    run,
-                    seconds,
-                    lambda: self._fetch(run),
-                    lambda error: self._node.exclusions_read(run, (), error),
-                )
-            case effects.DialPeer(attempt=attempt, seconds=seconds) as dial:
-                return self._beside(
-                    "network",
-                    attempt,
-                    seconds,
-                    lambda: self._dial_peer(dial),
-                    lambda error: self._node.peer_dialled(attempt, 0.0, error),
-                )
+            case effects.Begin():
+                return self._beside(request)
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):
@@ -392,61 +373,51 @@ class Driver:
                 if finding.mark is Mark.WARNING and finding.what in _MAY_LOSE_THE_RUN:
                     self._log.warning(f"{self._client.name}: {finding.line}")
 
-    def _beside(
-        self,
-        what: str,
-        key: str,
-        seconds: float,
-        work: Callable[[], None],
-        failed: Callable[[Exception], None],
-        is_taken_up: Callable[[], bool] | None = None,
-    ) -> None:
-        """Have ``work`` done in a thread of its own, unless that goes on; wait for it so long.
+    def _beside(self, begun: effects.Begin) -> None:
+        """Do it in a thread of its own, unless that goes on; wait for it as long as it says.
 
-        If it takes longer, its thread ends the node's wait once it is done. ``work`` raises
-        nothing: it tells the node what came of it, as ``failed`` does where no thread can start.
+        If it takes longer, its thread ends the node's wait once it is done.
         """
-        mine = next((it for it in reversed(self._asides) if it.what == what), None)
-        if mine is None or mine.key != key or mine.done.is_set():
+        kind = type(begun)
+        mine = next((it for it in reversed(self._asides) if type(it.begun) is kind), None)
+        if mine is None or mine.begun.key != begun.key or mine.done.is_set():
 
             def run(aside: _Aside) -> None:
-                work()
+                try:
+                    result = self._result_of(begun)
+                except Exception as error:
+                    result = as_outage(error) or error
+                self._node.finished(begun, result)
                 aside.done.set()
                 if aside.late:
-                    taken_up = is_taken_up or self._has_taken_up
+                    taken_up = partial(self._is_taken_up, begun)
                     self._nudge_until(lambda: self._stopping.is_set() or taken_up(), 1)
 
             try:
-                mine = _Aside(what, key, run, f"{self._name}-{what}")
+                mine = _Aside(begun, run, f"{self._name}-{_THREADS[kind]}")
             except Exception as error:
-                failed(_of_the_store(error))
+                failure = _of_the_store(error)
+                if kind is effects.OpenMaster:
+                    failure = ExhaustedError(f"cannot open a TCPStore ({failure})")
+                self._node.finished(begun, failure)
                 return
             self._asides = [*(it for it in self._asides if it.thread.is_alive()), mine]
-        if seconds:
-            mine.done.wait(seconds)
-        # A TCPStore's opening begins before the node writes the round, which may take longer than
-        # the node would wait for the TCPStore: it then parks without having waited for it.
-        if (seconds or what == "master") and not mine.done.is_set():
+        if begun.seconds and not mine.done.wait(begun.seconds):
             mine.late = True
 
-    def _open(self, world_id: str) -> None:
-        try:
-            self._node.master_opened(world_id, self._open_master(world_id), None)
-        except Exception as error:
-            self._node.master_opened(world_id, None, as_outage(error) or error)
+    def _result_of(self, begun: effects.Begin) -> Any:
+        if isinstance(begun, effects.OpenMaster):
+            return self._open_master(begun.key)
+        if isinstance(begun, effects.FetchExclusions):
+            return self._archive.exclusions(time.time())
+        assert isinstance(begun, effects.DialPeer)
+        assert self._dial is not None
+        return self._dial(begun)
 
-    def _fetch(self, incarnation: str) -> None:
-        try:
-            self._node.exclusions_read(incarnation, self._archive.exclusions(time.time()), None)
-        except Exception as error:
-            self._node.exclusions_read(incarnation, (), as_outage(error) or error)
-
-    def _dial_peer(self, request: effects.DialPeer) -> None:
-        try:
-            assert self._dial is not None
-            self._node.peer_dialled(request.attempt, self._dial(request), None)
-        except Exception as error:
-            self._node.peer_dialled(request.attempt, 0.0, as_outage(error) or error)
+    def _is_taken_up(self, begun: effects.Begin) -> bool:
+        if isinstance(begun, effects.OpenMaster):
+            return self._node.record.world_id == begun.key
+        return self._has_taken_up()
 
     def _deliver(self, outcome: effects.Outcome) -> None:
         self._outcomes.put(outcome)
@@ -497,17 +468,15 @@ class Driver:
 
 
 class _Aside:
-    """What a thread of its own does beside the one that beats.
+    """What a thread of its own does beside the one that beats; the last of a kind is asked for.
 
     Attributes:
-        what: the kind of work; the last one of a kind is the one that the node asked for.
-        key: of the work: a TCPStore's world, the run whose exclusions are read, a dial's attempt.
         done: set when it is done, or has failed.
         late: whether the node no longer waits for it.
     """
 
-    def __init__(self, what: str, key: str, work: Callable[[_Aside], None], name: str) -> None:
-        self.what, self.key = what, key
+    def __init__(self, begun: effects.Begin, work: Callable[[_Aside], None], name: str) -> None:
+        self.begun = begun
         self.done, self.late = threading.Event(), False
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
         self.thread.start()

@@ -17,12 +17,12 @@ asks the store::
                 match effect:
                     case effects.FinishJoin(outcome):
                         return outcome
-                    case effects.OpenMaster(world_id, _):
-                        node.master_opened(world_id, "127.0.0.1:29500", None)
-                    case effects.FetchExclusions(incarnation, _):
-                        node.exclusions_read(incarnation, (), None)
-                    case effects.DialPeer(attempt=attempt):
-                        node.peer_dialled(attempt, 0.0, None)
+                    case effects.OpenMaster():
+                        node.finished(effect, "127.0.0.1:29500")
+                    case effects.FetchExclusions():
+                        node.finished(effect, ())
+                    case effects.DialPeer():
+                        node.finished(effect, 0.0)
                     case effects.Tell(about, text):
                         print(f"{about}: {text}")
                     case effects.Rest(seconds):
@@ -41,9 +41,8 @@ What each effect asks, and its answer:
 - `PutRecord` (this node's record, and the bell), `PutShards` (a roster), `Ring` (the bell),
   `PutTombstone`, `Drop` (keys), `DropStores` (c10d stores), `Expire` (the run's deadline),
   `RecordHistory` and `Register` (rounds and runs, for people): None, when it is done.
-- `OpenMaster`, `FetchExclusions`, `DialPeer`: None, at once or soon. The driver calls
-  `Node.master_opened`, `Node.exclusions_read` or `Node.peer_dialled` when it is done, in any
-  thread.
+- `OpenMaster`, `FetchExclusions`, `DialPeer`, each a `Begin`: None, at once or soon. The driver
+  calls `Node.finished` when it is done, in any thread.
 - `Tell` (a line for people), `FinishJoin` (release the agent that waits for a round): None.
 
 What a driver owes a node:

@@ -16,6 +16,7 @@ from rdzv_plugins.protocol.words import Diagnosis
 
 __all__ = [
     "LOCAL",
+    "Begin",
     "CompareAndSet",
     "DialPeer",
     "Drop",
@@ -115,51 +116,49 @@ class Rest(Effect[None], frozen=True):
     seconds: float
 
 
-class OpenMaster(Effect[None], frozen=True):
-    """Open a fresh TCPStore for the round of this world_id, unless that has begun already.
+class Begin(Effect[None], frozen=True):
+    """Do something beside the node, which must keep beating, unless that has begun already.
 
-    Answered when it is open, but after ``seconds`` at the latest: name resolution may hang, and the
-    node must keep beating. The driver calls `Node.master_opened` when it is open or cannot be
-    opened; if that comes after the answer, the driver also ends the node's `Park` or `Rest`.
-    """
-
-    world_id: str
-    seconds: float
-
-
-class FetchExclusions(Effect[None], frozen=True):
-    """Read the exclusions that outlive the runs of an id, for this run, unless that has begun.
-
-    Answered when they are read, or cannot be, but after ``seconds`` at the latest: the nodes join
-    meanwhile. The driver calls `Node.exclusions_read` then; if that comes after the answer, the
-    driver also ends the node's `Park` or `Rest`, unless ``seconds`` was 0.
-    """
-
-    incarnation: str
-    seconds: float
-
-
-class DialPeer(Effect[None], frozen=True):
-    """Connect to another node, unless this attempt has begun already, and exchange data with it.
-
-    Answered when that is done, or cannot be, but after ``seconds`` at the latest. The driver calls
-    `Node.peer_dialled` then; if that comes after the answer, the driver also ends the node's `Park`
-    or `Rest`.
+    Answered when it is done, or cannot be, but after ``seconds`` at the latest. The driver calls
+    `Node.finished` then, in any thread; if that comes after the answer, and ``seconds`` was not 0,
+    the driver also ends the node's `Park` or `Rest`.
 
     Attributes:
-        attempt: tells it from others.
+        key: tells it from others of its kind.
+    """
+
+    key: str
+    seconds: float
+
+
+class OpenMaster(Begin, frozen=True):
+    """Open a fresh TCPStore for the round of this world_id; its result is ``address:port``.
+
+    Name resolution may hang.
+    """
+
+
+class FetchExclusions(Begin, frozen=True):
+    """Read the exclusions that outlive the runs of an id, for this incarnation; a tuple of them.
+
+    The nodes join meanwhile.
+    """
+
+
+class DialPeer(Begin, frozen=True):
+    """Connect to another node, and exchange data with it; its result is the seconds of that.
+
+    Attributes:
         node: the other one; it answers nobody who does not know this.
         endpoint: its ``address:port``.
         exchanges: some megabytes each way; False: the connection is all, to rank 0's TCPStore.
         limit: seconds after which it has failed.
     """
 
-    attempt: str
     node: str
     endpoint: str
     exchanges: bool
     limit: float
-    seconds: float
 
 
 class DropStores(Effect[None], frozen=True):

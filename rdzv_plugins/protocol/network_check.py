@@ -22,7 +22,7 @@ _AT_ONCE_SECONDS = 0.05
 
 _LONGEST_WHY = 120
 
-_Report = tuple[str, float, Exception | None]
+_Report = tuple[str, float | Exception]
 
 
 class NetworkCheck:
@@ -84,11 +84,11 @@ class NetworkCheck:
         """Whether the check of this round goes on."""
         return self._world_id is not None and self._world_id == document.world_id
 
-    def report(self, attempt: str, seconds: float, error: Exception | None) -> None:
-        """Answer `DialPeer`; from any thread."""
+    def report(self, attempt: str, result: float | Exception) -> None:
+        """Note what a `DialPeer` took, in seconds, or why it failed; from any thread."""
         dialling = self._dialling
         if dialling is not None and dialling[0] == attempt:
-            self._report = attempt, seconds, error
+            self._report = attempt, result
 
     def take_up(self) -> None:
         """Take up what was reported."""
@@ -150,19 +150,21 @@ class NetworkCheck:
             since = self._clock() if self._dialling is None else self._dialling[1]
             self._dialling, self._answer, self._begins_again = (attempt, since), None, False
             limit = self._left
-            yield from DialPeer(attempt, node, endpoint, exchanges, limit, _AT_ONCE_SECONDS)
+            yield from DialPeer(attempt, _AT_ONCE_SECONDS, node, endpoint, exchanges, limit)
             self.take_up()
         if self._answer is None and self._left > 0:
             return None
-        _, seconds, error = self._answer or ("", self._limit, TimeoutError("no answer in time"))
-        if isinstance(error, ExhaustedError) and self._left > 0:
+        _, result = self._answer or ("", TimeoutError("no answer in time"))
+        if isinstance(result, ExhaustedError) and self._left > 0:
             self._answer, self._begins_again = None, True
             if self._beginnings.fail():
-                yield Tell("network", f"{endpoint} cannot be dialled: {error}; this is tried again")
+                yield Tell(
+                    "network", f"{endpoint} cannot be dialled: {result}; this is tried again"
+                )
             return None
         self._dialling, self._answer, self._begins_again = None, None, False
         self._beginnings.succeed()
-        why = " ".join(str(error).split())[:_LONGEST_WHY] if error is not None else ""
-        if error is not None:
-            why = f"{endpoint} ({why or type(error).__name__})"
-        return round(seconds, 4), why
+        if not isinstance(result, Exception):
+            return round(result, 4), ""
+        why = " ".join(str(result).split())[:_LONGEST_WHY]
+        return 0.0, f"{endpoint} ({why or type(result).__name__})"

@@ -39,7 +39,9 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import (
     LOCAL,
+    Begin,
     CompareAndSet,
+    DialPeer,
     Drop,
     Effects,
     Expire,
@@ -177,7 +179,7 @@ class Node:
         self._expiry_due = clock()
         self._expires = False
         # As rank 0: the TCPStore of the round of a world_id, and since when it is being opened.
-        self._opened: tuple[str, str | None, Exception | None] | None = None
+        self._opened: tuple[str, str | Exception] | None = None
         self._opening: tuple[str, float] | None = None
         # How often it could not be opened since one was, and whether it is to be tried again.
         self._openings = Attempts(clock)
@@ -187,7 +189,7 @@ class Node:
         self._carried: tuple[Exclusion, ...] | None = None
         self._fetching: tuple[str, float] | None = None
         self._fetch_due = 0.0
-        self._fetched: tuple[tuple[Exclusion, ...], Exception | None] | None = None
+        self._fetched: tuple[Exclusion, ...] | Exception | None = None
         self._network = NetworkCheck(node_id, rules.lease, clock, self._seen.read_record)
         # It was found to be cut off, and was given no round since.
         self._suspect = False
@@ -305,25 +307,19 @@ class Node:
         """
         self._unfit_reported = reason
 
-    def master_opened(self, world_id: str, address: str | None, error: Exception | None) -> None:
-        """Answer `OpenMaster`: ``address:port`` of the TCPStore, or why there is none."""
-        opening = self._opening  # Another thread may give it up meanwhile.
-        if opening is not None and opening[0] == world_id:
-            self._opened = world_id, address, error
-
-    def exclusions_read(
-        self, incarnation: str, found: tuple[Exclusion, ...], error: Exception | None
-    ) -> None:
-        """Answer `FetchExclusions`: what was found, or why nothing could be read."""
-        fetching = self._fetching
-        # What is read again is older than what people have said since.
-        known = self._carried is not None
-        if fetching is not None and fetching[0] == incarnation and not known:
-            self._fetched = found, error
-
-    def peer_dialled(self, attempt: str, seconds: float, error: Exception | None) -> None:
-        """Answer `DialPeer`: how long it took, or why it failed."""
-        self._network.report(attempt, seconds, error)
+    def finished(self, begun: Begin, result: Any) -> None:
+        """Answer a `Begin`, in any thread: what came of it, or why it failed, an exception."""
+        # The node's thread may give one up meanwhile.
+        opening, fetching = self._opening, self._fetching
+        match begun:
+            case OpenMaster(world_id) if opening is not None and opening[0] == world_id:
+                self._opened = world_id, result
+            # What is read again is older than what people have said since.
+            case FetchExclusions(incarnation) if self._carried is None:
+                if fetching is not None and fetching[0] == incarnation:
+                    self._fetched = result
+            case DialPeer(attempt):
+                self._network.report(attempt, result)
 
     def run(self) -> Effects[None]:
         """Live until the driver stops driving."""
@@ -731,20 +727,19 @@ class Node:
             yield from FetchExclusions(document.incarnation, 0.0)
 
     def _take_exclusions(self) -> Effects[None]:
-        assert self._fetched is not None
         assert self._fetching is not None
-        (found, error), self._fetched = self._fetched, None
-        if error is None:
+        found, self._fetched = self._fetched, None
+        if not isinstance(found, Exception):
             self._carried = found
             return
         self._fetch_due = self._clock() + self._rules.interval
-        refused = isinstance(error, RendezvousStateError)
+        refused = isinstance(found, RendezvousStateError)
         if refused or self._clock() - self._fetching[1] >= self._rules.lease:
             self._carried = ()
             yield from Tell(
                 "exclusions",
                 "this node cannot read which hosts are excluded, so the run begins without "
-                f"exclusions; exclude the hosts again with rdzv exclude: {error}",
+                f"exclusions; exclude the hosts again with rdzv exclude: {found}",
             )
 
     def _await_exclusions(self) -> Effects[None]:
@@ -824,15 +819,15 @@ class Node:
             self._reopens = False
             yield from OpenMaster(world_id, _MASTER_SECONDS)
         if self._opened is not None and self._opened[0] == world_id:
-            _, address, error = self._opened
-            if address is not None:
+            _, opened = self._opened
+            if not isinstance(opened, Exception):
                 self._openings.succeed()
-                return address
+                return opened
             self._opened, self._reopens = None, True
-            if isinstance(error, RendezvousStateError):
-                raise error  # Trying again is of no use.
+            if isinstance(opened, RendezvousStateError):
+                raise opened  # Trying again is of no use.
             if self._openings.fail():
-                yield from Tell("master", f"{error}; rank 0 tries again")
+                yield from Tell("master", f"{opened}; rank 0 tries again")
         if now - since >= self._rules.lease:
             # This node asks for another round, in which another node is rank 0.
             yield from Tell(

@@ -948,25 +948,25 @@ class Host:
 
     def _open_master(self, turn: int, request: effects.OpenMaster) -> None:
         """At once as a rule; else the node is told later, in the midst of whatever it does."""
-        now, world_id = self.world.kernel.now, request.world_id
+        now, world_id = self.world.kernel.now, request.key
         if self._opening[0] != world_id or self._opening[1] <= now:
-            self._opening = world_id, now + self._begin_to_open(world_id)
+            self._opening = world_id, now + self._begin_to_open(request)
         ends = min(self._opening[1], now + request.seconds)
         self._waited(request.seconds, self._opening[1])
         # Not before the node was told that it is open.
         self.world.kernel.at(max(ends, now + 0.0001) + 1e-6, self.receive, turn, None)
 
-    def _begin_to_open(self, world_id: str) -> float:
+    def _begin_to_open(self, request: effects.OpenMaster) -> float:
         """Seconds until the node is told."""
-        world, address = self.world, None
+        world, world_id = self.world, request.key
         self._masters += 1
         before = self._openings[1] if self._openings[0] == world_id else []
         now = world.kernel.now
         self._openings = world_id, [*(it for it in before if now - it < 1.0), now]
         if len(self._openings[1]) > _MOST_OPENINGS:
             world.violated("rests", f"{self.id} opens a TCPStore again and again, without a pause")
-        plan, chance, error = world.plan, world.chance, None
-        pause, fails = 0.001, False
+        plan, chance, pause, fails = world.plan, world.chance, 0.001, False
+        result: str | Exception
         if not world.network.quiet:
             if chance.random() < plan.slow_master:
                 world.inject("slow TCPStore")
@@ -974,18 +974,16 @@ class Host:
             if fails := chance.random() < plan.no_master:
                 world.inject("no TCPStore")
                 kind = RendezvousStateError if chance.random() < 0.2 else RendezvousConnectionError
-                error = kind("cannot open a TCPStore")
+                result = kind("cannot open a TCPStore")
         if not fails:
-            address = f"{self.id}:{self._masters}"
-            self._opened_for[address] = world_id
-        world.kernel.after(pause, self._opened, world_id, address, error, pause > 0.05)
+            result = f"{self.id}:{self._masters}"
+            self._opened_for[result] = world_id
+        world.kernel.after(pause, self._opened, request, result, pause > 0.05)
         return pause
 
-    def _opened(
-        self, world_id: str, address: str | None, error: Exception | None, nudge: bool
-    ) -> None:
-        self._hear("master", address or str(error))
-        self.node.master_opened(world_id, address, error)
+    def _opened(self, request: effects.OpenMaster, result: str | Exception, nudge: bool) -> None:
+        self._hear("master", str(result))
+        self.node.finished(request, result)
         if nudge:
             self._nudge()
 
@@ -995,11 +993,11 @@ class Host:
         if not self.rules.network_check:
             world.violated("network", f"{self.id} dials {request}, and has no such option")
         waits = self.clock.real(request.seconds)
-        if self._dialling[0] != request.attempt:
+        if self._dialling[0] != request.key:
             seconds, error = world.network.dial(self, request)
             document = self.node.document
             assert document is not None
-            self._dialling = request.attempt, now + seconds
+            self._dialling = request.key, now + seconds
             world.kernel.after(seconds, self._dialled, request, world.whole(document),
                                seconds * self.clock.rate, error, seconds > waits)  # fmt: skip
         ends = min(self._dialling[1], now + waits)
@@ -1013,16 +1011,16 @@ class Host:
         self.world.checker.dialled(
             self.id, document, request.node, request.exchanges, error is None
         )
-        self._hear("peer", (request.attempt, str(error)))
-        self.node.peer_dialled(request.attempt, seconds, error)
+        self._hear("peer", (request.key, str(error)))
+        self.node.finished(request, seconds if error is None else error)
         if nudge:
             self._nudge()
 
     def _fetch(self, turn: int, request: effects.FetchExclusions) -> None:
         """In a thread of its own, as `_open_master`; nobody else reads, or writes, what it does."""
-        world, incarnation = self.world, request.incarnation
+        world, incarnation = self.world, request.key
         if not world.plan.orders:
-            self.node.exclusions_read(incarnation, (), None)
+            self.node.finished(request, ())
             world.kernel.after(1e-6, self.receive, turn, None)
             return
         now = world.kernel.now
@@ -1032,13 +1030,13 @@ class Host:
             if not world.network.quiet and world.person.random() < 0.1:
                 pause += world.person.uniform(0.0, world.plan.request_timeout)
             self._fetching = incarnation, now + pause
-            world.kernel.after(pause, self._exclusions_read, incarnation)
+            world.kernel.after(pause, self._exclusions_read, request)
         ends = self._fetching[1]
         self._waited(request.seconds, ends)
         self._nudges = self._nudges or (request.seconds > 0 and ends > now + request.seconds)
         world.kernel.at(min(ends, now + request.seconds) + 2e-6, self.receive, turn, None)
 
-    def _exclusions_read(self, incarnation: str) -> None:
+    def _exclusions_read(self, request: effects.FetchExclusions) -> None:
         world, error = self.world, None
         found: tuple[Exclusion, ...] = ()
         if not world.network.reaches(self) or world.person.random() < world.plan.lost:
@@ -1048,7 +1046,7 @@ class Host:
             held = (it for _, it in world.exclusions.values())
             found = tuple(it for it in held if it.holds(self._wall()))
         self._hear("exclusions", (found, str(error)))
-        self.node.exclusions_read(incarnation, found, error)
+        self.node.finished(request, found if error is None else error)
         if self._nudges:
             self._nudges = False
             self._nudge()
@@ -1222,12 +1220,4 @@ def _shows_no_news(
     return record is None or (was is not None and record.beat <= was.beat)
 
 
-_LOCAL = (
-    effects.Rest
-    | effects.OpenMaster
-    | effects.FetchExclusions
-    | effects.DialPeer
-    | effects.Register
-    | effects.Tell
-    | effects.FinishJoin
-)
+_LOCAL = effects.Rest | effects.Begin | effects.Register | effects.Tell | effects.FinishJoin

@@ -50,6 +50,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.effects import (
+    Begin,
     CompareAndSet,
     DialPeer,
     Drop,
@@ -1188,17 +1189,18 @@ def old_master_is_taken(patch: Patch) -> None:
     def run(original: Any, node: Node) -> Effects[None]:
         def noted(effect: Effect[Any]) -> Effect[Any]:
             if isinstance(effect, OpenMaster):
-                opens[node] = effect.world_id
+                opens[node] = effect.key
             return effect
 
         return _through(original(node), noted)
 
+    def finished(original: Any, node: Node, begun: Begin, result: Any) -> None:
+        if isinstance(begun, OpenMaster):
+            begun = replace(begun, key=opens.get(node, begun.key))
+        original(node, begun, result)
+
     patch(Node, "run", run)
-    patch(
-        Node,
-        "master_opened",
-        lambda opened, node, world_id, *what: opened(node, opens.get(node, world_id), *what),
-    )
+    patch(Node, "finished", finished)
 
 
 @_mutant(
@@ -1638,7 +1640,7 @@ def rank_0_undialled(patch: Patch) -> None:
     def take_for_granted(node: Node, effect: Effect[Any]) -> Effect[Any] | None:
         if not isinstance(effect, DialPeer) or effect.exchanges:
             return effect
-        node.peer_dialled(effect.attempt, 0.0, None)
+        node.finished(effect, 0.0)
         return None
 
     patch.effects(take_for_granted)

@@ -142,21 +142,9 @@ class Life:
                 return None
             case effects.Tell(_, text):
                 return (self.told if request.warns else self.said).append(text)
-            case effects.FetchExclusions(incarnation, _):
-                found = self.archive.exclusions(self.time())
-                return self.node.exclusions_read(incarnation, found, None)
-            case effects.OpenMaster(world_id, _):
-                if isinstance(self.master, Exception):
-                    return self.node.master_opened(world_id, None, self.master)
-                if self.master is not None:
-                    self.node.master_opened(world_id, self.master, None)
-                return None
-            case effects.DialPeer(attempt):
-                took = self.dials(request)
-                if isinstance(took, Exception):
-                    self.node.peer_dialled(attempt, 0.0, took)
-                elif took is not None:
-                    self.node.peer_dialled(attempt, took, None)
+            case effects.Begin():
+                if (result := self._result_of(request)) is not None:
+                    self.node.finished(request, result)
                 return None
         leaves = isinstance(request, effects.PutRecord) and request.record.status is Status.LEFT
         if leaves and self.last_word_fails:
@@ -165,9 +153,20 @@ class Life:
             raise self.error or RendezvousConnectionError("down")
         return perform(self.client, self.archive, request)
 
+    def _result_of(self, begun: effects.Begin) -> Any:
+        match begun:
+            case effects.FetchExclusions():
+                return self.archive.exclusions(self.time())
+            case effects.OpenMaster():
+                return self.master
+            case effects.DialPeer():
+                return self.dials(begun)
+
 
 def _name(request: effects.Effect[Any]) -> str:
     key = getattr(request, "key", getattr(request, "prefix", ""))
+    if isinstance(request, effects.Begin):
+        key = ""
     return f"{type(request).__name__} {key}".strip()
 
 

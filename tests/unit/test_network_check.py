@@ -123,7 +123,7 @@ class TestDials:
         a, b, asked = self.begin()
         a.go()
         finish(a, b)
-        b.node.peer_dialled(asked[-1].attempt, 9.0, None)
+        b.node.finished(asked[-1], 9.0)
         assert not b.node.ordered
 
 

@@ -252,8 +252,9 @@ class TestTheFirstRound:
         life.go()
         began = time.now
         while stored(life).phase is Phase.FORMING:
-            life.node.exclusions_read(
-                stored(life).incarnation, (), RendezvousConnectionError("away")
+            life.node.finished(
+                effects.FetchExclusions(stored(life).incarnation, 0.0),
+                RendezvousConnectionError("away"),
             )
             life.wake()
         assert PAIR.lease <= time.now - began <= PAIR.lease + 2 * PAIR.interval
@@ -268,8 +269,7 @@ class TestTheFirstRound:
         life.wake()
         for _ in range(4):
             while life.asked:
-                life.asked.pop()
-                life.node.exclusions_read(stored(life).incarnation, (Exclusion("n9"),), None)
+                life.node.finished(life.asked.pop(), (Exclusion("n9"),))
             life.wake()
         assert [it.host for it in stored(life).excluded] == ["n9"]
         life.carry_out(include("rdzv", "n9"))
