@@ -93,5 +93,5 @@ of all nodes, `roster` keeps those of a large round in shards, `cleanup` ends a 
 leave a run that others can go on with, and close any other, `network_check` finds out what a node
 reaches, `words` says in sentences what a run does and waits for, `states` in a word what a node
 does, `wall_clock` shows people the times that hosts wrote, `documents` is what stands in the store.
-docs/design.md has the rules by their numbers, and why they are so.
+docs/design.md has the rules by their names, and why they are so.
 """

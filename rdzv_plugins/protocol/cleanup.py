@@ -49,7 +49,7 @@ def close_run(
     may_close: Callable[[RoundDocument], bool],
     told: bool = False,
 ) -> Effects[bool]:
-    """Close a run, whatever its state, and let its keys expire. Rule 14.
+    """Close a run, whatever its state, and let its keys expire. Rule: closed stays closed.
 
     Args:
         node_id: who closes.

@@ -1,4 +1,4 @@
-"""A node's contact with the store, and when it takes itself for lost. Rule 24.
+"""A node's contact with the store, and when it takes itself for lost. Rule: not heard.
 
 A node whose heartbeats do not arrive is lost for the others after its lease, and they go on without
 it: two worlds of one run train for as long as its workers run. A store that answers and refuses

@@ -2,7 +2,7 @@
 
 `decide` is a pure function. `node.py` calls it and carries out its decisions; the simulator and the
 handler run both unchanged. A decision is the answer of the first row of a table that has one; the
-numbers of rules are those of ``docs/design.md``.
+names of rules are those of ``docs/design.md``.
 
 A round goes forming -> confirming -> running. The phase confirming exists because torch's agent,
 once it has its rank, waits for a message from every other agent. If a participant dies while the
@@ -163,7 +163,7 @@ def _end_with_the_run(view: View) -> Action | None:
 
 
 def _stay_out(view: View) -> Action | None:
-    """Rule 20: a node that asks for no round does nothing, unless it is unfit.
+    """Unfit nodes: a node that asks for no round does nothing, unless it is unfit.
 
     An unfit node beats, so that it must give up the lead, and must hear of its run's end.
     """
@@ -190,7 +190,7 @@ def _look_for_the_own_run(view: View) -> Action | None:
 
 
 def _write_back(view: View) -> Action | None:
-    """Rule 12: found a run in a new store; in one that forgot, restore the latest document."""
+    """A store that forgets: found a run in a new one; in one that forgot, restore the document."""
     latest = view.latest
     if not _is_behind(view.document, latest):
         return None
@@ -225,10 +225,10 @@ def _is_behind(document: RoundDocument | None, latest: RoundDocument | None) -> 
 
 _BY_ITS_MEMORY: tuple[_Decides, ...] = (
     _start_what_ran,
-    _end_with_the_run,  # Rule 14.
-    _stay_out,  # Rule 20.
+    _end_with_the_run,  # Closed stays closed.
+    _stay_out,  # Unfit nodes.
     _look_for_the_own_run,
-    _write_back,  # Rule 12.
+    _write_back,  # A store that forgets.
 )
 
 
@@ -236,7 +236,7 @@ _BY_ITS_MEMORY: tuple[_Decides, ...] = (
 
 
 def _leave_drained(view: View, document: RoundDocument) -> Action | None:
-    """Rule 21: leave, but not while others may count on a rank of this node."""
+    """Drain: leave, but not while others may count on a rank of this node."""
     counts = document.phase is Phase.CONFIRMING and view.me in document.ranks
     if view.joining and view.me in document.drained and not counts:
         return Fail(Failure.DRAINED)
@@ -244,7 +244,7 @@ def _leave_drained(view: View, document: RoundDocument) -> Action | None:
 
 
 def _give_up_the_lead(view: View, document: RoundDocument) -> Action | None:
-    """Rule 4: its heartbeats may still arrive, so that no other node finds it dead."""
+    """Lead: its heartbeats may still arrive, so that no other node finds it dead."""
     return Abdicate(replace(document, leader=None)) if view.cannot_list else None
 
 
@@ -274,7 +274,7 @@ _BY_THE_DOCUMENT: tuple[_Follows, ...] = (_leave_drained, _give_up_the_lead, _ta
 
 
 def _stay_out_of_another_size(view: View, document: RoundDocument) -> Action | None:
-    """Rule 16: refuse to join a run of other ``--nnodes``; found one if all its nodes are gone."""
+    """One size: refuse to join a run of other ``--nnodes``; found one if all its nodes are gone."""
     rules = view.rules
     if (document.min_nodes, document.max_nodes) == (rules.min_nodes, rules.max_nodes):
         return None
@@ -304,7 +304,7 @@ def _stay_out_of_another_size(view: View, document: RoundDocument) -> Action | N
 
 
 def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
-    """Rule 6: what a node does that has a rank and has not confirmed it."""
+    """Consistency: what a node does that has a rank and has not confirmed it."""
     if view.me not in document.ranks or _has_confirmed(view, document):
         return None
     if view.record.asks and round_in(document, view.record) >= document.round:
@@ -320,7 +320,7 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
 
 
 def _end_cut_off(view: View, document: RoundDocument) -> Action | None:
-    """Rule 23: a node that the network check found at fault is unfit."""
+    """Links: a node that the network check found at fault is unfit."""
     record = view.record
     judged = record.status is Status.RUN and round_in(document, record) == document.round - 1
     if document.phase is Phase.FORMING and judged and document.faults.why_out(view.me):
@@ -329,7 +329,7 @@ def _end_cut_off(view: View, document: RoundDocument) -> Action | None:
 
 
 def _ask_for_a_round(view: View, document: RoundDocument) -> Action | None:
-    """Rule 5: say that this node is in no round, if it had a rank or its record says so."""
+    """Exclusivity: say that this node is in no round, if it had a rank or its record says so."""
     record, last = view.record, round_in(document, view.record)
     if document.phase is Phase.FORMING and view.me in document.old_ranks:
         # It had a rank in a round that never ran, or that it never saw.
@@ -342,7 +342,7 @@ def _ask_for_a_round(view: View, document: RoundDocument) -> Action | None:
 
 
 def _wait_as_a_spare(view: View, document: RoundDocument) -> Action | None:
-    """Rule 8: say that this node waits for a round that is full, or that lets nobody in now."""
+    """Spares: say that this node waits for a round that is full, or that lets nobody in now."""
     record = view.record
     waits = record.status is Status.JOIN and document.phase is Phase.RUNNING
     if not waits or view.me in document.ranks:
@@ -364,15 +364,15 @@ def _has_confirmed(view: View, document: RoundDocument) -> bool:
 
 
 _JOINING: tuple[_Follows, ...] = (
-    _stay_out_of_another_size,  # Rule 16.
-    _confirm_its_rank,  # Rule 6.
-    _end_cut_off,  # Rule 23.
-    _ask_for_a_round,  # Rule 5.
-    _wait_as_a_spare,  # Rule 8.
+    _stay_out_of_another_size,  # One size.
+    _confirm_its_rank,  # Consistency.
+    _end_cut_off,  # Links.
+    _ask_for_a_round,  # Exclusivity.
+    _wait_as_a_spare,  # Spares.
 )
 
 
-# What a node does that does not lead. Rule 4.
+# What a node does that does not lead. Rule: lead.
 
 
 def _watch_leader(view: View, document: RoundDocument) -> Action:
@@ -467,7 +467,7 @@ def _form_without_the_roster(view: View, at: Situation) -> Action | None:
 
 
 def _doubt(view: View, at: Situation) -> Action | None:
-    """Give one more lease to a large part of the world that falls silent at once. Rule 2.
+    """Give one more lease to a large part of the world that falls silent at once. Rule: doubt.
 
     The store or the load may be what is slow. If the nodes are lost, they are so all together
     when that lease ends. The others of a large part are late already when the first one's lease
@@ -513,7 +513,7 @@ def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
 
 
 def _carry_exclusions_over(view: View, at: Situation) -> Action | None:
-    """Rule 21: exclude the hosts that people excluded from earlier runs of the id."""
+    """Exclusions: exclude the hosts that people excluded from earlier runs of the id."""
     if not view.carried or (after := carried_over(at.document, view.carried)) == at.document:
         return None
     return Write(after)
@@ -521,8 +521,8 @@ def _carry_exclusions_over(view: View, at: Situation) -> Action | None:
 
 _IN_ANY_PHASE: tuple[_Leads, ...] = (
     _form_without_the_roster,
-    _doubt,  # Rule 2.
-    _carry_exclusions_over,  # Rule 21.
+    _doubt,
+    _carry_exclusions_over,  # Exclusions.
 )
 
 
@@ -551,7 +551,7 @@ def _leave_out_the_kept_out(view: View, at: Situation) -> Action | None:
 
 
 def _await_the_last_round(view: View, at: Situation) -> Action | None:
-    """Rule 5: wait until all its participants have asked for this one, are gone, or evicted."""
+    """Exclusivity: wait until all its nodes have asked for this one, are gone, or evicted."""
     if not at.pending:
         return None
     patience = rejoin_patience(view.rules, at.size)
@@ -565,7 +565,7 @@ def _await_the_last_round(view: View, at: Situation) -> Action | None:
 
 
 def _await_the_doubted(view: View, at: Situation) -> Action | None:
-    """Rule 2: wait for doubted nodes that have asked for this round, and are not known to be gone.
+    """Doubt: wait for doubted nodes that have asked for this round, and are not known to be gone.
 
     A round that is full waits only for those of the last one.
     """
@@ -584,7 +584,7 @@ def _name_the_gone(view: View, at: Situation) -> Action | None:
 
 
 def _let_hosts_in(view: View, at: Situation) -> Action | None:
-    """Rule 22: let hosts in that are in quarantine, where the others are too few."""
+    """Quarantine: let hosts in that are in quarantine, where the others are too few."""
     if at.has_enough:
         return None
     after = let_in(at.document, at.records, at.asking, at.ready, view.rules, view.wall)
@@ -592,7 +592,7 @@ def _let_hosts_in(view: View, at: Situation) -> Action | None:
 
 
 def _await_more(view: View, at: Situation) -> Action | None:
-    """Rules 7 and 17: wait for enough nodes, and then for the last call."""
+    """Last call and growth: wait for enough nodes, and then for the last call."""
     if at.is_full:
         return None
     if not at.has_enough:
@@ -613,16 +613,16 @@ def _name_participants(view: View, at: Situation) -> Action | None:
 
 
 _FORMING: tuple[_Leads, ...] = (
-    _close_without_progress,  # Rule 18.
-    _catch_up,  # Rule 12.
-    _leave_out_the_kept_out,  # Rule 21.
-    _await_the_last_round,  # Rule 5.
-    _await_the_doubted,  # Rule 2.
+    _close_without_progress,  # No progress.
+    _catch_up,  # A store that forgets.
+    _leave_out_the_kept_out,  # Drain and exclusions.
+    _await_the_last_round,  # Exclusivity.
+    _await_the_doubted,  # Doubt.
     _name_the_gone,
-    _let_hosts_in,  # Rule 22.
-    _await_more,  # Rules 7 and 17.
-    _await_exclusions,  # Rule 21.
-    _name_participants,  # Rules 15, 19, 22 and 25.
+    _let_hosts_in,  # Quarantine.
+    _await_more,  # Last call and growth.
+    _await_exclusions,  # Exclusions.
+    _name_participants,  # Rank order, units and segments, quarantine and fencing token.
 )
 
 
@@ -651,7 +651,7 @@ def _await_confirmations(view: View, at: Situation) -> Action | None:
 
 
 def _run_if_the_network_permits(view: View, at: Situation) -> Action | None:
-    """Let the round run, or form another one where nodes do not reach each other. Rule 23."""
+    """Let the round run, or form another one where nodes do not reach each other. Rule: links."""
     document, records = at.document, at.records
     judged = judge(document, records, view.rules)
     if judged.runs:
@@ -673,9 +673,9 @@ def _run_if_the_network_permits(view: View, at: Situation) -> Action | None:
 
 
 _CONFIRMING: tuple[_Leads, ...] = (
-    _form_anew,  # Rules 2, 10 and 21.
+    _form_anew,  # Leases, leave and drain.
     _await_confirmations,
-    _run_if_the_network_permits,  # Rule 23.
+    _run_if_the_network_permits,  # Links.
 )
 
 
@@ -749,11 +749,11 @@ def _await_a_change(view: View, at: Situation) -> Action | None:
 
 
 _RUNNING: tuple[_Leads, ...] = (
-    _end_the_round,  # Rules 8, 9, 17 and 21.
-    _note_the_lost,  # Rule 9, with restart_on_loss=false.
-    _close_when_done,  # Rule 8.
-    _say_that_it_finishes,  # Rule 8.
-    _drop_what_came_to_nothing,  # Rule 21.
+    _end_the_round,  # Spares, loss, growth and drain.
+    _note_the_lost,  # Loss, with restart_on_loss=false.
+    _close_when_done,  # Done.
+    _say_that_it_finishes,  # Done.
+    _drop_what_came_to_nothing,  # Drain.
     _await_a_change,
 )
 

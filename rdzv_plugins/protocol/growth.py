@@ -29,7 +29,7 @@ class Hold:
 
 
 def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) -> Hold | None:
-    """What keeps the leader from ending the round for newcomers; None: nothing. Rule 17.
+    """What keeps the leader from ending the round for newcomers; None: nothing. Rule: growth.
 
     Args:
         newcomers: how many would be let in.
@@ -62,7 +62,7 @@ def holds_newcomers(rules: Rules) -> bool:
 
 
 def last_call(rules: Rules, document: RoundDocument, size: int = 0) -> float:
-    """Seconds that a forming round with enough nodes waits for more. Rule 17.
+    """Seconds that a forming round with enough nodes waits for more. Rule: growth.
 
     A restart waits only for replacements, until it is as large as the last round. Those who are new
     were gathered while that ran.

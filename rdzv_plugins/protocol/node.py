@@ -210,7 +210,7 @@ class Node:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether this node takes itself for lost while its agent's workers run. Rule 24."""
+        """Whether this node takes itself for lost while its workers run. Rule: not heard."""
         # In a closed run nobody beats, and nobody goes on without it.
         runs = self.record.status is Status.RUN and self._member is not None
         in_round = runs and not self._joining and not self._seen.closed
@@ -333,7 +333,7 @@ class Node:
                 yield from self._bear(error, failures)
 
     def farewell(self, failure: str = "") -> Effects[None]:
-        """Announce that this node leaves; driven once, after `run` has been stopped. Rule 10.
+        """Announce that this node leaves; driven once, after `run` has been stopped. Rule: leave.
 
         Args:
             failure: why its workers or its agent failed, so that it leaves.
@@ -1000,7 +1000,7 @@ class Node:
             seen.read_again(document=True)
 
     def _bear(self, error: Exception, failures: int) -> Effects[None]:
-        """Rule 11: an outage stops no node, and no node is judged by what could not be read."""
+        """Outage: an outage stops no node, and no node is judged by what could not be read."""
         self._seen.read_again(document=True, leader=True, records=True)
         if self._joining and not self._withdraw_ordered and self._is_hopeless(error):
             self._joining = False

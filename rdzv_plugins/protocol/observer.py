@@ -68,7 +68,7 @@ def with_rank(
 
 
 class Observer:
-    """Reads what rules 2 to 5 need, and notes since when each thing has been as it is.
+    """Reads what the rules need, and notes since when each thing has been as it is.
 
     Other modules read its attributes; only its own methods change them.
 

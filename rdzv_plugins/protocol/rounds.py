@@ -201,7 +201,7 @@ def naming_participants(at: Situation, rules: Rules) -> RoundDocument:
         ran=None,
         master=None,
         faults=replace(document.faults, out=()) if document.faults.out else document.faults,
-        # Rule 25: milliseconds, so that it grows also where the store forgot the last one.
+        # Fencing token: milliseconds, so that it grows also where the store forgot the last one.
         fencing_token=max(document.fencing_token + 1, int(at.wall * 1000)),
     )
 

@@ -150,7 +150,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def awaited(self) -> frozenset[str]:
-        """Participants of the last round that have not asked for this one. Rule 5."""
+        """Participants of the last round that have not asked for this one. Rule: exclusivity."""
         document, records = self.document, self.records
         return frozenset(
             node

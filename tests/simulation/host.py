@@ -725,7 +725,7 @@ class Host:
         self._step(answer, error)
 
     def _note_contact(self, error: Exception | None) -> None:
-        """Rule 24, as design.md has it: look whether it stops its workers in time."""
+        """Not heard, as design.md has it: look whether it stops its workers in time."""
         news = False
         if error is None and isinstance(self._request, effects.PutRecord):
             self._accepted, self._refused_at = self._asked, None

@@ -388,7 +388,7 @@ def _lost(patch: Patch, is_lost: Callable[[View, str], bool]) -> None:
 # Rounds: who is awaited, taken, and ranked.
 
 
-@_mutant("rule 5: a round does not wait for the participants of the last round", seed=3)
+@_mutant("exclusivity: a round does not wait for the participants of the last round", seed=3)
 def no_exclusivity(patch: Patch) -> None:
     def has_rejoined(
         original: Any, document: RoundDocument, record: NodeRecord | None, ended: int
@@ -400,7 +400,7 @@ def no_exclusivity(patch: Patch) -> None:
     patch(situation, "has_rejoined", has_rejoined)
 
 
-@_mutant("rule 5: a join request from before the round counts as one from after it", seed=2)
+@_mutant("exclusivity: a join request from before the round counts as one from after it", seed=2)
 def stale_join(patch: Patch) -> None:
     patch(
         situation,
@@ -409,7 +409,7 @@ def stale_join(patch: Patch) -> None:
     )
 
 
-@_mutant("rule 1: a leader treats a refused write as done", seed=2)
+@_mutant("one document: a leader treats a refused write as done", seed=2)
 def no_compare(patch: Patch) -> None:
     def answered(effect: Effect[Any], answer: Any) -> Any:
         return (answer[0], True) if isinstance(effect, CompareAndSet) else answer
@@ -417,7 +417,7 @@ def no_compare(patch: Patch) -> None:
     patch(Node, "run", lambda run, node: _through(run(node), lambda effect: effect, answered))
 
 
-@_mutant("rule 2: a node is lost when the time in its record is a lease behind the reader's clock")
+@_mutant("leases: a node is lost when the time in its record is a lease behind the reader's clock")
 def wall_clocks(patch: Patch) -> None:
     def is_lost(view: View, node: str) -> bool:
         record = (view.records or {}).get(node)
@@ -428,12 +428,12 @@ def wall_clocks(patch: Patch) -> None:
     _lost(patch, is_lost)
 
 
-@_mutant("rule 2: a node is lost after half a lease of silence", seed=2)
+@_mutant("leases: a node is lost after half a lease of silence", seed=2)
 def half_a_lease(patch: Patch) -> None:
     _lost(patch, lambda view, node: view.confirmed_silence(node) >= view.patience(node) / 2)
 
 
-@_mutant("rule 4: the leader is replaced without waiting for its lease")
+@_mutant("lead: the leader is replaced without waiting for its lease")
 def coup(patch: Patch) -> None:
     def impatient(view: View) -> View:
         leads = view.document.leader if view.document is not None else None
@@ -445,7 +445,7 @@ def coup(patch: Patch) -> None:
     patch.view(impatient)
 
 
-@_mutant("rule 4: no node takes over from a dead leader", seed=90)
+@_mutant("lead: no node takes over from a dead leader", seed=90)
 def no_heir(patch: Patch) -> None:
     def stay(view: View, action: Action) -> Action:
         document = view.document
@@ -462,7 +462,7 @@ def no_heir(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 4: a leader that sends heartbeats but cannot read all records stays the leader",
+    "lead: a leader that sends heartbeats but cannot read all records stays the leader",
     seed=31,
     focus=Focus(kinds=("grey host",), settings={"stays_grey": True}),
 )
@@ -471,7 +471,7 @@ def never_mind_leading(patch: Patch) -> None:
     patch.view(lambda view: replace(view, confirmed_idleness=0.0, possible_idleness=0.0))
 
 
-@_mutant("rule 6: a node puts itself first instead of reading its rank")
+@_mutant("consistency: a node puts itself first instead of reading its rank")
 def own_ranks(patch: Patch) -> None:
     def first(view: View, action: Action) -> Action:
         if not isinstance(action, Start):
@@ -482,7 +482,7 @@ def own_ranks(patch: Patch) -> None:
     patch.decision(first)
 
 
-@_mutant("rule 7: one node is enough for a round", seed=9)
+@_mutant("last call: one node is enough for a round", seed=9)
 def below_minimum(patch: Patch) -> None:
     patch(
         choice,
@@ -493,7 +493,7 @@ def below_minimum(patch: Patch) -> None:
     )
 
 
-@_mutant("rule 7: a round takes all nodes", seed=4)
+@_mutant("last call: a round takes all nodes", seed=4)
 def above_maximum(patch: Patch) -> None:
     patch(
         choice,
@@ -502,12 +502,12 @@ def above_maximum(patch: Patch) -> None:
     )
 
 
-@_mutant("rule 7: the round completes as soon as the minimum is reached")
+@_mutant("last call: the round completes as soon as the minimum is reached")
 def no_last_call(patch: Patch) -> None:
     patch(growth, "last_call", lambda *_: 0.0)
 
 
-@_mutant("rule 8: a waiting node restarts a full round", seed=3)
+@_mutant("spares: a waiting node restarts a full round", seed=3)
 def spares_disturb(patch: Patch) -> None:
     def larger(view: View, document: RoundDocument) -> View:
         runs = document.phase is Phase.RUNNING
@@ -516,12 +516,12 @@ def spares_disturb(patch: Patch) -> None:
     patch.leaders_view(larger)
 
 
-@_mutant("rule 8: a waiting node is not admitted although there is room", seed=7)
+@_mutant("spares: a waiting node is not admitted although there is room", seed=7)
 def newcomers_wait(patch: Patch) -> None:
     patch(growth, "hold", lambda *_, **__: Hold("grow=never"))
 
 
-@_mutant("rule 9: the loss of a participant does not restart the round", seed=331)
+@_mutant("loss: the loss of a participant does not restart the round", seed=331)
 def loss_unseen(patch: Patch) -> None:
     patch.leaders_view(lambda view, document: _under(view, restart_on_loss=False))
 
@@ -540,7 +540,7 @@ def failure_unseen(patch: Patch) -> None:
 # Outages, and what proves that a node is silent.
 
 
-@_mutant("rule 11: observation windows continue across an outage of the store", seed=37)
+@_mutant("outage: observation windows continue across an outage of the store", seed=37)
 def no_window_after_outage(patch: Patch) -> None:
     def restart(original: Any, detector: Any, now: float, grace: float = 0.0, **rest: Any) -> None:
         if not grace:
@@ -549,7 +549,7 @@ def no_window_after_outage(patch: Patch) -> None:
     patch(FailureDetector, "restart", restart)
 
 
-@_mutant("rule 11: after an outage, a node that reconnects late gets no extra lease", seed=43)
+@_mutant("outage: after an outage, a node that reconnects late gets no extra lease", seed=43)
 def no_grace_after_outage(patch: Patch) -> None:
     patch(
         FailureDetector,
@@ -558,7 +558,7 @@ def no_grace_after_outage(patch: Patch) -> None:
     )
 
 
-@_mutant("rule 11: an outage through which a client repeated a request is none", seed=31000613)
+@_mutant("outage: an outage through which a client repeated a request is none", seed=31000613)
 def repeated_requests(patch: Patch) -> None:
     failed: set[Observer] = set()
 
@@ -579,7 +579,7 @@ def repeated_requests(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 11: a node that is first seen after an outage gets no extra lease",
+    "outage: a node that is first seen after an outage gets no extra lease",
     seed=70000263,
     focus=Focus(kinds=("outage", "outage", "newcomer", "leave", "crash", "slow store")),
 )
@@ -654,7 +654,7 @@ def documents_are_no_beats(patch: Patch) -> None:
 # A store that forgets.
 
 
-@_mutant("rule 12: no node writes the document back after the store lost it", seed=13)
+@_mutant("a store that forgets: no node writes the document back after the store lost it", seed=13)
 def no_write_back(patch: Patch) -> None:
     def forgetful(view: View) -> View:
         document, latest = view.document, view.latest
@@ -667,7 +667,7 @@ def no_write_back(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 12: a node accepts a document that is older than the one it remembers",
+    "a store that forgets: a node accepts a document that is older than the one it remembers",
     seed=219,
     focus=_FAILS_OVER,
 )
@@ -681,7 +681,11 @@ def newcomer_rules(patch: Patch) -> None:
     patch.view(trusting)
 
 
-@_mutant("rule 12: a node forgets that it has seen a later round", seed=175, focus=_FAILS_OVER)
+@_mutant(
+    "a store that forgets: a node forgets that it has seen a later round",
+    seed=175,
+    focus=_FAILS_OVER,
+)
 def no_memory(patch: Patch) -> None:
     def view(original: Any, node: Node) -> View:
         found: View = original(node)
@@ -700,7 +704,9 @@ def no_memory(patch: Patch) -> None:
     patch(situation, "nodes_waiting", waiting)
 
 
-@_mutant("rule 12: a leader ignores nodes that run in a round it does not know", seed=402)
+@_mutant(
+    "a store that forgets: a leader ignores nodes that run in a round it does not know", seed=402
+)
 def strays_unseen(patch: Patch) -> None:
     def blind(view: View, document: RoundDocument) -> View:
         known = {*document.previous, *document.evicted, view.me}
@@ -716,7 +722,7 @@ def strays_unseen(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 12: a leader numbers rounds without looking at the records",
+    "a store that forgets: a leader numbers rounds without looking at the records",
     seed=4246,
     focus=Focus(
         kinds=("amnesia", "amnesia", "partition", "worker failure"),
@@ -756,7 +762,7 @@ def numbers_alike(patch: Patch) -> None:
     )
 
 
-@_mutant("rule 14: a closed run continues", seed=3)
+@_mutant("closed stays closed: a closed run continues", seed=3)
 def closed_reopens(patch: Patch) -> None:
     def reopened(view: View) -> View:
         if view.latest is None or not view.latest.closed:
@@ -904,7 +910,7 @@ def older_run_wins(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 14: a node that was replaced closes the run of the others",
+    "closed stays closed: a node that was replaced closes the run of the others",
     seed=542,
     focus=Focus(
         kinds=("partition", "partition", "close", "close", "crash"),
@@ -922,7 +928,7 @@ def anybody_closes(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 14: a node closes any run of its id, also another incarnation",
+    "closed stays closed: a node closes any run of its id, also another incarnation",
     seed=273,
     focus=Focus(
         kinds=("amnesia", "partition", "close", "close"),
@@ -937,7 +943,9 @@ def closes_any_run(patch: Patch) -> None:
     )
 
 
-@_mutant("rule 14: a run that is closed as failed does not end the other agents", seed=3)
+@_mutant(
+    "closed stays closed: a run that is closed as failed does not end the other agents", seed=3
+)
 def nobody_told_of_failure(patch: Patch) -> None:
     def waiting(original: Any, view: View) -> int:
         latest = view.latest
@@ -1781,13 +1789,15 @@ def deaf_while_it_checks(patch: Patch) -> None:
 # A node that is not heard, and fencing tokens.
 
 
-@_mutant("rule 24: a node that the store refuses stops its workers after its lease", focus=_REFUSED)
+@_mutant(
+    "not heard: a node that the store refuses stops its workers after its lease", focus=_REFUSED
+)
 def stays_though_refused(patch: Patch) -> None:
     patch(Contact, "denied", lambda *_: None)
 
 
 @_mutant(
-    "rule 24: a heartbeat that the store accepts ends a refusal",
+    "not heard: a heartbeat that the store accepts ends a refusal",
     seed=2,
     focus=Focus(
         kinds=("outage",),
@@ -1820,7 +1830,7 @@ def _contact_under(patch: Patch, **rules: Any) -> None:
 
 
 @_mutant(
-    "rule 24: with on_outage=stop a node without an accepted heartbeat stops its workers",
+    "not heard: with on_outage=stop a node without an accepted heartbeat stops its workers",
     focus=Focus(kinds=("partition", "outage"), settings={"outage_limit": 2.0}),
 )
 def deaf_to_outage_limit(patch: Patch) -> None:
@@ -1828,7 +1838,7 @@ def deaf_to_outage_limit(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 24: a store that comes back and refuses for less than an interval stops nobody",
+    "not heard: a store that comes back and refuses for less than an interval stops nobody",
     seed=2,
     focus=Focus(
         kinds=("outage",),
@@ -1840,7 +1850,7 @@ def stops_at_the_first_refusal(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 24: in a closed run nobody beats, and the round that runs goes on",
+    "not heard: in a closed run nobody beats, and the round that runs goes on",
     seed=20,
     focus=Focus(kinds=("close",), settings={"outage_limit": 2.0}),
 )
@@ -1859,7 +1869,7 @@ def cut_off_in_a_closed_run(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 24: a node stops its workers once it reads that a later round ran without it",
+    "not heard: a node stops its workers once it reads that a later round ran without it",
     seed=3,
     focus=Focus(kinds=("partition", "partition", "stall")),
 )
@@ -1885,7 +1895,7 @@ def _tokens(patch: Patch, token: Callable[[View, RoundDocument], int]) -> None:
 
 
 @_mutant(
-    "rule 25: a fencing token grows with each round, whatever the clocks of leaders show",
+    "fencing token: a fencing token grows with each round, whatever the clocks of leaders show",
     seed=42,
     focus=Focus(kinds=("leave", "newcomer"), settings={"last_call": 0.0, "min_nodes": 1}),
 )
@@ -1894,7 +1904,7 @@ def token_by_the_clock(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 25: a fencing token is larger than all before also where the store lost them",
+    "fencing token: a fencing token is larger than all before also where the store lost them",
     seed=2,
     focus=Focus(kinds=("amnesia", "worker failure", "kill all, then resubmit")),
 )
@@ -1913,7 +1923,7 @@ def _holds_under(patch: Patch, **rules: Any) -> None:
 
 
 @_mutant(
-    "rule 17: a round runs for min_uptime before it is ended for newcomers",
+    "growth: a round runs for min_uptime before it is ended for newcomers",
     focus=_grows(min_uptime=5.0),
 )
 def ends_rounds_too_soon(patch: Patch) -> None:
@@ -1921,7 +1931,7 @@ def ends_rounds_too_soon(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 17: resize_interval passes between two rounds that let newcomers in",
+    "growth: resize_interval passes between two rounds that let newcomers in",
     focus=_grows(resize_interval=8.0),
 )
 def grows_too_often(patch: Patch) -> None:
@@ -1929,7 +1939,7 @@ def grows_too_often(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 17: newcomers that do not fill the round wait for the last call while it runs",
+    "growth: newcomers that do not fill the round wait for the last call while it runs",
     focus=_grows(last_call=3.0),
 )
 def grows_without_a_last_call(patch: Patch) -> None:
@@ -1937,7 +1947,7 @@ def grows_without_a_last_call(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 17: with grow=checkpoint newcomers wait until a worker names the moment",
+    "growth: with grow=checkpoint newcomers wait until a worker names the moment",
     focus=_grows(grow="checkpoint"),
 )
 def grows_unasked(patch: Patch) -> None:
@@ -1945,7 +1955,7 @@ def grows_unasked(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 17: a restart after a loss waits for a replacement", seed=2, focus=_grows(replacement=2.0)
+    "growth: a restart after a loss waits for a replacement", seed=2, focus=_grows(replacement=2.0)
 )
 def no_last_call_after_a_loss(patch: Patch) -> None:
     patch(
@@ -2046,7 +2056,7 @@ def new_for_ever(patch: Patch) -> None:
 
 
 @_mutant(
-    "rule 18: only rounds that ran for less than no_progress_uptime count against a run",
+    "no progress: only rounds that ran for less than no_progress_uptime count against a run",
     focus=_grows(no_progress_rounds=2, no_progress_uptime=0.5),
 )
 def gives_up_too_soon(patch: Patch) -> None:

@@ -1,4 +1,4 @@
-"""Rule 24: when a node that the store does not hear takes itself for lost."""
+"""Not heard: when a node that the store does not hear takes itself for lost."""
 
 from __future__ import annotations
 

@@ -298,6 +298,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", it).lower().replace(" ", "-") for it in headings}
 
 
+def test_the_rules_that_the_protocol_names_are_in_the_design() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    rules = {rule.lower() for rule in re.findall(r"^### (.*)$", design, re.MULTILINE)}
+    named = {
+        rule.lower()
+        for file in (ROOT / "rdzv_plugins" / "protocol").glob("*.py")
+        for rule in re.findall(r"\bRule: ([^.]+)\.", file.read_text())
+    }
+    assert len(named) > 5
+    assert named <= rules
+
+
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
 def test_the_links_of_a_page_outside_docs_lead_somewhere(page: Path) -> None:
     """Those of the pages in docs/ are checked when the site is built."""

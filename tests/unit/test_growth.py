@@ -1,4 +1,4 @@
-"""When newcomers are let into a running round, and how long a restart waits: rules 17 and 18."""
+"""When newcomers are let into a running round, and how long a restart waits; no progress."""
 
 from __future__ import annotations
 
