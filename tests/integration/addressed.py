@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -76,13 +77,13 @@ class Job(Fleet):
         for host in hosts:
             self.start(host.name, None, config, within=host.within)
 
-    def await_begun(self, size: int) -> World:
-        """Wait until the workers of so many agents have begun in one world."""
+    def await_begun(self, size: int, after: float = 0.0) -> World:
+        """Wait until the workers of so many agents have begun in one world, since then."""
 
         def found() -> World | None:
             self.read_events()
-            worlds = reversed(self._worlds.values())
-            return next((it for it in worlds if len(it.began) == it.size == size), None)
+            whole = (it for it in self._worlds.values() if len(it.began) == it.size == size)
+            return next((it for it in whole if min(it.began.values()) > after), None)
 
         return self.await_that(found, f"a world of {size}", PATIENCE)
 
@@ -216,6 +217,51 @@ def members(scene: Scene, *endpoint: str) -> dict[str, Any]:
         "while it runs": while_it_runs,
         "logs": job.logs(),
     }
+
+
+def parted(scene: Scene, name: str, how: str) -> dict[str, Any]:
+    """Three hosts run the store; one is parted from the others, loses its power or stays away."""
+    known = "127.0.0.1 localhost\n10.1.0.1 a\n10.1.0.2 b\n10.1.0.3 c\n"
+    hosts = scene.network("a", "b", "c", hosts_file=known)
+    (host,) = (it for it in hosts if it.name == name)
+    job = scene.job("quorum", "a,b,c", nodes="2:3")
+    job.start_on(hosts)
+    job.await_begun(3)
+    at = time.monotonic()
+    host.cut()
+    if how != "parted":
+        job.agents[name].kill()
+    others = job.await_begun(2, at)
+    went_on = max(others.began.values()) - at
+    back = 0.0
+    if how != "gone":
+        at = time.monotonic()
+        host.mend()
+        if how == "lost":
+            job.start_on([host])
+        back = max(job.await_begun(3, at).began.values()) - at
+    job.finish()
+    at = time.monotonic()
+    return {
+        "others": sorted(others.nodes.values()), "statuses": job.ends(),
+        "went on, s": went_on, "whole again, s": back, "ended, s": time.monotonic() - at,
+    }  # fmt: skip
+
+
+def at_ipv6(scene: Scene) -> dict[str, Any]:
+    """Hosts that the endpoint names by IPv6 addresses run the store; one has a port."""
+    hosts = scene.network("a", "b", "c")
+    for host in hosts:
+        host.run("ip", "addr", "add", f"fd00::{host.number}/64", "dev", "eth1", "nodad")
+    endpoint = "[fd00::1],[fd00::2]:31000,[fd00::3]"
+    job = scene.job("quorum", endpoint, nodes="3")
+    job.start_on(hosts)
+    world = job.await_begun(3)
+    checked = check(hosts[2], "quorum", endpoint, "--nnodes", "3", "-i", "job")
+    job.finish()
+    return {
+        "master": world.master, "statuses": job.ends(), "logs": job.logs(), "checked": checked
+    }  # fmt: skip
 
 
 def served(scene: Scene) -> dict[str, Any]:
@@ -385,8 +431,8 @@ def ports(scene: Scene) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     it.__name__: it
     for it in (
-        at_loopback, agents_of_consul, members, served, own_stores, own_names, out_of_reach,
-        gloos_choice, at_loopback_only, ports,
+        at_loopback, agents_of_consul, members, parted, at_ipv6, served, own_stores, own_names,
+        out_of_reach, gloos_choice, at_loopback_only, ports,
     )
 }  # fmt: skip
 

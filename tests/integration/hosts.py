@@ -56,6 +56,14 @@ class Host:
         done = subprocess.run([*self.within, *command], check=True, stdout=subprocess.PIPE)
         return done.stdout.decode()
 
+    def cut(self, network: int = 1) -> None:
+        """Part it from the others, as a cable that is pulled out: nobody is told."""
+        _ip(f"link set v{network}h{self.number} down")
+
+    def mend(self, network: int = 1) -> None:
+        """End what `cut` began."""
+        _ip(f"link set v{network}h{self.number} up")
+
     def new_socket(self) -> socket.socket:
         """One of this host's."""
         made: list[socket.socket] = []

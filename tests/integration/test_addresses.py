@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests import Measure
 from tests.integration.namespaces import in_namespaces
 from tests.integration.stores import KINDS, absent
 
@@ -56,6 +57,31 @@ def test_a_store_at_each_hosts_loopback(scenario: str) -> None:
     assert "of 10.1.0.1 (eth1), 127.0.0.1 (lo)" in address
     mark = "ok  " if "consul" in scenario else "warning "
     assert only(seen["checked"], "store's host: it is at loopback").startswith(mark)
+
+
+@soak
+@pytest.mark.parametrize("how", ["parted", "lost", "gone"])
+@pytest.mark.parametrize("name", [*"abc"])
+def test_a_host_of_three_that_run_the_store_is_gone_and_comes_back(
+    name: str, how: str, record_property: Measure
+) -> None:
+    """No one tells the others: their connections to it stay open."""
+    seen = play("parted", name, how)
+    for what in ("went on, s", "whole again, s", "ended, s"):
+        record_property(what, round(seen[what], 2))
+    assert seen["others"] == [it for it in "abc" if it != name]
+    assert sorted(seen["statuses"]) == ([-9, 0, 0] if how == "gone" else [0, 0, 0])
+    # Where they knew nothing of it, they would stay for a node that is gone: 30 s.
+    assert seen["ended, s"] < 20
+
+
+@soak
+def test_hosts_at_ipv6_run_the_store() -> None:
+    seen = play("at_ipv6")
+    assert re.fullmatch(r"\[?fd00::[123]\]?:\d+", seen["master"])
+    assert seen["statuses"] == [0, 0, 0]
+    only(seen["logs"]["b"], "this host runs a member of the store, at [fd00::2]:31000;")
+    only(seen["checked"], "ok", "rights: ")
 
 
 @pytest.mark.parametrize("endpoint", ["a,b,c", pytest.param("c", marks=soak)])

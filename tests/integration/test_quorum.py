@@ -74,8 +74,14 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
     monkeypatch.setenv("TMPDIR", str(folder))
     jobs: list[Job] = []
 
-    def submit(store: RunningStore | None = None, nodes: str = "2:3", **options: object) -> Job:
-        job = Job(tmp_path, store or quorum(), nodes=nodes, **{**CONFIG, **options})
+    def submit(
+        store: RunningStore | None = None,
+        nodes: str = "2:3",
+        folder: str = "job",
+        **options: object,
+    ) -> Job:
+        where = tmp_path / folder
+        job = Job(where, store or quorum(), nodes=nodes, **{**CONFIG, **options})
         jobs.append(job)
         return job
 
@@ -349,9 +355,113 @@ def test_all_are_told_to_end_at_once(
     job.await_ends("abc")
     record_property("ended, s", round(time.monotonic() - told, 2))
     assert_nothing_is_left(job, tmp_path, quorum())
-    # torch's own are of the signal.
-    said = [line for line in job.lines("abc") if line.startswith(("W", "E"))]
-    assert not [line for line in said if "torch/distributed" not in line]
+    assert complaints(job, "abc") == []
+
+
+def complaints(job: Job, names: str) -> list[str]:
+    """What agents say of errors, but for torch's own lines on a signal."""
+    said = [line for line in job.lines(names) if line.startswith(("W", "E"))]
+    ours = [line for line in said if "torch/distributed" not in line]
+    return [line for line in ours if "this node was drained" not in line]
+
+
+@soak
+def test_all_are_told_to_end_twice(submit: Submit, tmp_path: Path) -> None:
+    """Ctrl-C once more: nobody waits for the others, and none complains of a store that is gone."""
+    job = submit()
+    job.begin("abc")
+    for name in "abc":
+        job.agents[name].signal(signal.SIGINT)
+    for name in "abc":
+        job.await_line(name, "closing signal")
+        job.agents[name].signal(signal.SIGINT)
+    job.await_ends("abc")
+    assert_nothing_is_left(job, tmp_path, quorum())
+    assert complaints(job, "abc") == []
+
+
+@soak
+@pytest.mark.parametrize("name", [*"abc"])
+def test_a_node_with_a_member_is_drained(submit: Submit, tmp_path: Path, name: str) -> None:
+    """Its member hands over and ends with it; so do a spare and the others, later."""
+    job = submit(nodes="2:3")
+    job.begin("abc")
+    job.start_at("d")
+    job.await_line("d", "joined as")
+    drained = time.monotonic()
+    at = ["--rdzv-backend=quorum", f"--rdzv-endpoint={quorum().endpoint}"]
+    shown = CliRunner().invoke(app, ["drain", job.label(name), "-i", job.run_id, *at])
+    assert shown.exit_code == 0, shown.output
+    others = "".join(it for it in "abcd" if it != name)
+    job.await_begun(others, after=drained)
+    assert job.await_ends(name) == {name: 0}
+    assert until(lambda: len(members(tmp_path)) == 2, 45)
+    job.start_at("e")
+    job.await_line("e", "joined as", timeout=PATIENCE)
+    assert finish(job, others) == dict.fromkeys(others, 0)
+    assert job.await_ends("e") == {"e": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+    assert complaints(job, "abcde") == []
+
+
+@soak
+@pytest.mark.parametrize("name", [*"abc"])
+def test_an_agent_of_three_is_suspended(
+    submit: Submit, tmp_path: Path, name: str, record_property: Measure
+) -> None:
+    """Its member runs on; the others go on without it, and later with it."""
+    job = submit()
+    job.begin("abc")
+    stopped = job.agents[name].signal(signal.SIGSTOP)
+    others = [it for it in "abc" if it != name]
+    job.await_begun(others, after=stopped)
+    record_property("the others run, s", round(time.monotonic() - stopped, 2))
+    back = job.agents[name].signal(signal.SIGCONT)
+    job.await_begun("abc", after=back)
+    record_property("all run again, s", round(time.monotonic() - back, 2))
+    assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+
+
+@soak
+def test_two_runs_on_the_same_hosts(submit: Submit, tmp_path: Path) -> None:
+    first, second = submit(), submit(folder="second")
+    for name in "abc":
+        first.start_at(name)
+        second.start_at(name)
+    for job in (first, second):
+        job.await_begun("abc")
+    assert len(members(tmp_path)) == 6
+    lost = first.agents["a"].kill()
+    first.await_begun("bc", after=lost, timeout=LEASE + ELECTION + PATIENCE)
+    assert finish(second, "abc") == {"a": 0, "b": 0, "c": 0}
+    assert second.noted("a") == ["begin", "end"]
+    first.await_that(lambda: len(members(tmp_path)) == 2, "the end of the second run's members", 30)
+    assert finish(first, "bc") == {"b": 0, "c": 0}
+    assert_nothing_is_left(first, tmp_path, quorum())
+    assert answers(quorum(), second.run_id) == []
+
+
+@soak
+@pytest.mark.parametrize("hosts", [3, 5])
+def test_a_job_of_five(submit: Submit, tmp_path: Path, hosts: int) -> None:
+    """Of five members two may be lost at once."""
+    store = quorum(hosts)
+    job = submit(store, nodes="3:5")
+    job.begin("abcde")
+    assert len(members(tmp_path)) == hosts
+    lost = "ae" if hosts == 5 else "be"
+    at = time.monotonic()
+    for name in lost:
+        job.agents[name].kill()
+    others = "".join(it for it in "abcde" if it not in lost)
+    job.await_begun(others, after=at, timeout=LEASE + ELECTION + PATIENCE)
+    at = time.monotonic()
+    for name in lost:
+        job.start_at(name)
+    job.await_begun("abcde", after=at)
+    assert finish(job, "abcde") == dict.fromkeys("abcde", 0)
+    assert_nothing_is_left(job, tmp_path, store)
 
 
 @pytest.mark.soak
@@ -480,6 +590,48 @@ def test_another_secret_is_refused_at_once(
         assert file.stat().st_mode & 0o077 == 0
     for file in (tmp_path / "members").rglob("log"):
         assert "rdzv:" not in file.read_text()
+
+
+def test_a_stranger_is_refused_and_breaks_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    """By NATS' protocols for clients and for other members, and by none of its."""
+    (tmp_path / "own").write_text("one")
+    right = {"secret_file": str(tmp_path / "own")}
+    hosts.start(1, 2, **right)
+    client = hosts.open(1, **right)
+    client.put("key", b"value")
+    options = parse_options(Options, {"cluster": hosts.run_id}, {})
+    port = Members.of(hosts.store.endpoint, options).ports(0)[0]
+    member = {"server_name": f"{hosts.run_id}@127.0.0.3", "cluster": f"{hosts.run_id}+secret"}
+    login = b"CONNECT " + json.dumps({**member, "verbose": False}).encode() + b"\r\n"
+    said = [
+        ask_raw(port, b'CONNECT {"verbose":false}\r\nSUB > 1\r\nPING\r\n'),
+        ask_raw(port, b'CONNECT {"user":"rdzv","pass":"one"}\r\nSUB > 1\r\nPING\r\n'),
+        ask_raw(port, b"SUB > 1\r\nPING\r\n"),
+        ask_raw(port + 1, login + b"RS+ $G >\r\nPING\r\n"),
+        ask_raw(port + 1, b"INFO " + login[8:] + login + b"RS+ $G >\r\nPING\r\n"),
+        ask_raw(port + 1, b"\0\xff" * 3000 + b"\r\n"),
+    ]
+    for answer in said:
+        greeting, _, rest = answer.partition(b"\r\n")
+        assert greeting.startswith(b"INFO ")
+        assert b'"auth_required":true' in greeting
+        assert rest in (b"-ERR 'Authorization Violation'\r\n", b"-ERR 'Parser Error'\r\n", b""), (
+            rest
+        )
+    assert longest_gap(client, 1) < 3
+    client.close()
+
+
+def ask_raw(port: int, text: bytes) -> bytes:
+    """All that a member says until it ends the connection."""
+    found = b""
+    with socket.create_connection(("127.0.0.1", port), 30) as line, contextlib.suppress(OSError):
+        while not found.endswith(b"\r\n"):
+            found += line.recv(4096)
+        line.sendall(text)
+        while part := line.recv(4096):
+            found += part
+    return found
 
 
 def test_a_member_whose_folder_is_deleted_is_started_again(
