@@ -247,6 +247,8 @@ class Client(store.Client):
     name = "quorum"
     options = Options
     capabilities: ClassVar[Capabilities] = store.Client.capabilities
+    # Members ask quiet clients for a sign of life more often than NATS does.
+    heartbeat_ms = 1.6
     _too_few_servers = _TOO_FEW_SERVERS
 
     def __init__(
