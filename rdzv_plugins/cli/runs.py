@@ -576,7 +576,7 @@ def _nodes(nodes: Sequence[NodeState], most: int, one_line: bool) -> Table:
                 f"its clock is {abs(node.clock):.0f} s {'ahead' if node.clock > 0 else 'behind'}"
             )
         if node.state.value in ("silent", "lost") and node.silence >= 1:
-            notes.append(f"no heartbeat in {node.silence:.0f} s of watching")
+            notes.append(f"no beat in {node.silence:.0f} s watched")
         rank = "-" if node.rank is None else str(node.rank)
         table.add_row(rank, node.name, node.state.value, shown(node.at, now), ", ".join(notes))
     if len(nodes) > most:
