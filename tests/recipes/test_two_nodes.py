@@ -1,7 +1,8 @@
-"""Recipes of two nodes: one is killed, the other trains on."""
+"""Recipes of two or three nodes: one is killed, the others train on."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.recipes.pages import Node, block, descendants, kill, lose_one, page, 
 RECIPES = [
     ("lightning", ["lightning/train.py"], "rdzv run", 1),
     ("accelerate", ["accelerate/train.py"], "rdzv run", 2),
-    ("accelerate", ["accelerate/train.py"], "export PET_RDZV_ID", 2),
+    ("accelerate", ["accelerate/train.py"], "export PET_LOCAL_ADDR", 2),
     ("environment", ["train.py", "environment/job.env"], "set -a", 1),
 ]
 
@@ -27,7 +28,30 @@ def test_a_node_is_killed(
 ) -> None:
     take(name, *files)
     shorten()
-    record_property("resumed", lose_one([block(name, command)] * 2, workers))
+    record_property("resumed", lose_one(terminals(block(name, command)), workers))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("redis", "folder")
+@pytest.mark.parametrize(("name", "files", "command", "workers"), RECIPES[:2])
+def test_a_node_is_killed_on_a_redis(
+    name: str, files: list[str], command: str, workers: int, record_property: Measure
+) -> None:
+    """As one line of the page says."""
+    take(name, *files)
+    shorten()
+    (on_redis,) = re.findall(r"`(--rdzv-backend=redis [^`]*)`, without `--local-addr`", page(name))
+    shown = re.sub(
+        r"--local-addr=\S+|--nnodes=\S+|--rdzv-(backend|endpoint)=\S+", "", block(name, command)
+    )
+    changed = shown.replace("--rdzv-id", f"{on_redis} --rdzv-id").replace("\\\n", "")
+    record_property("resumed", lose_one([changed] * 2, workers))
+
+
+def terminals(command: str) -> list[str]:
+    """The command in each terminal: with a last digit of its own in three, or the same in two."""
+    local, count = re.subn(r"(local.addr=127\.0\.0\.)1\b", r"\1{}", command, flags=re.IGNORECASE)
+    return [local.format(digit) for digit in (1, 2, 3)] if count else [command] * 2
 
 
 @pytest.mark.timeout(300)
