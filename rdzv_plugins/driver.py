@@ -468,7 +468,7 @@ class Driver:
 
 
 class _Aside:
-    """What a thread of its own does beside the one that beats; the last of a kind is asked for.
+    """A thread of its own beside the one that beats; the node asked for the last of each kind.
 
     Attributes:
         done: set when it is done, or has failed.

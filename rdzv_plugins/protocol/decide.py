@@ -1,4 +1,4 @@
-"""What a node decides from what it knows. No I/O, no clock, no thread.
+"""The decisions of a node, from what it knows. No I/O, no clock, no thread.
 
 `decide` is a pure function. `node.py` calls it and carries out its decisions; the simulator and the
 handler run both unchanged. A decision is the answer of the first row of a table that has one; the
@@ -95,7 +95,7 @@ _Leads: TypeAlias = Callable[[View, Situation], Action | None]
 
 
 def decide(view: View) -> Action:
-    """What this node does next."""
+    """The next thing that this node does."""
     for row in _BY_ITS_MEMORY:
         if (action := row(view)) is not None:
             return action
@@ -108,21 +108,21 @@ def decide(view: View) -> Action:
 
 
 def lead(view: View, document: RoundDocument) -> Action:
-    """What the leader does next, by the records of all nodes."""
+    """The next thing that the leader does, by the records of all nodes."""
     if view.records is None:
         return ListRecords()
     at = assess(view, document)
     answers = (row(view, at) for row in (*_IN_ANY_PHASE, *_IN_PHASE[document.phase]))
     action = next(it for it in answers if it is not None)
     if isinstance(action, Wait) and document.is_whole:
-        # Nobody rings when an exclusion ends.
+        # Wake up when an exclusion ends: no node rings the bell then.
         ends = until_the_first_ends(document, at.records, view.wall)
         if ends is not None and (action.seconds is None or ends < action.seconds):
             return Wait(ends, action.enough)
     return action
 
 
-# What a node does by what it remembers, whatever stands in the store.
+# Rows for every node: by what it remembers, whatever stands in the store.
 
 
 def _start_what_ran(view: View) -> Action | None:
@@ -178,7 +178,7 @@ def _stay_out(view: View) -> Action | None:
         return Wait() if asked else AskTombstone(latest.incarnation)
     if document.leader == view.me and not document.closed:
         return Abdicate(replace(document, leader=None), fails=False)
-    # It may never be fit again, to ask for a round and hear of it then.
+    # Tell a drained node now: it may never be fit again, to ask for a round and hear of it then.
     return Fail(Failure.DRAINED) if view.me in document.drained else Wait()
 
 
@@ -232,7 +232,7 @@ _BY_ITS_MEMORY: tuple[_Decides, ...] = (
 )
 
 
-# What a node does by the document of its run.
+# Rows for every node: by the document of its run.
 
 
 def _leave_drained(view: View, document: RoundDocument) -> Action | None:
@@ -244,19 +244,19 @@ def _leave_drained(view: View, document: RoundDocument) -> Action | None:
 
 
 def _give_up_the_lead(view: View, document: RoundDocument) -> Action | None:
-    """Lead: its heartbeats may still arrive, so that no other node finds it dead."""
+    """Lead: no other node finds a leader dead whose heartbeats arrive and whose listings fail."""
     return Abdicate(replace(document, leader=None)) if view.cannot_list else None
 
 
 def _take_part(view: View, document: RoundDocument) -> Action | None:
-    """What a node that wants to be in a round does, whether it leads or not."""
+    """Ask for a round, or confirm a rank in it; a leader does so too."""
     if not view.joining:
         return None
     for row in _JOINING:
         if (action := row(view, document)) is not None:
             break
     if view.checks and isinstance(action, Confirm):
-        # What it waits for may never come: rank 0 may be dead, or the leader.
+        # Look after the run while the node checks its network: rank 0 may be dead, or the leader.
         meanwhile = _look_after_the_run(view, document)
         if isinstance(meanwhile, Wait):
             return Confirm(action.document, action.is_master, meanwhile.seconds)
@@ -308,10 +308,11 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
     if view.me not in document.ranks or _has_confirmed(view, document):
         return None
     if view.record.asks and round_in(document, view.record) >= document.round:
-        return None  # It asks for a later round.
+        return None  # This node asks for a later round.
     given = view.given.get(document.incarnation, -1)
     if given >= document.round:
-        # It ran in this round, and since then in another run: the store forgot one, then the other.
+        # This node ran in this round, and since then in another run: the store forgot one, then the
+        # other.
         return SetRecord(Status.JOIN, document.incarnation, given)
     if document.phase is Phase.CONFIRMING:
         return Confirm(document, document.ranks[view.me] == 0)
@@ -332,7 +333,7 @@ def _ask_for_a_round(view: View, document: RoundDocument) -> Action | None:
     """Exclusivity: say that this node is in no round, if it had a rank or its record says so."""
     record, last = view.record, round_in(document, view.record)
     if document.phase is Phase.FORMING and view.me in document.old_ranks:
-        # It had a rank in a round that never ran, or that it never saw.
+        # This node had a rank in a round that never ran, or that it never saw.
         if not record.asks or last < document.round - 1:
             round_ = max(last, document.round - 1)
             return SetRecord(Status.JOIN, document.incarnation, round_)
@@ -372,7 +373,7 @@ _JOINING: tuple[_Follows, ...] = (
 )
 
 
-# What a node does that does not lead. Rule: lead.
+# A node that does not lead watches the leader. Rule: lead.
 
 
 def _watch_leader(view: View, document: RoundDocument) -> Action:
@@ -442,14 +443,14 @@ def _replacing_the_dead(view: View, document: RoundDocument, leader: str) -> Rou
     if document.phase is Phase.RUNNING and not view.rules.restart_on_loss:
         return replace(led, lost=(*without(document.lost, [leader]), leader))
     if document.phase is Phase.CONFIRMING and view.lag:
-        # Under load it may be alive and slow. The next listing tells; the round need not end.
+        # Keep the round: under load its leader may be alive and slow, which the next listing tells.
         return led
     ran = document.phase is Phase.RUNNING
     cause = (Cause() if ran else document.cause).plus(lost=[label])
     return next_round(view, document, [leader], 0, cause)
 
 
-# What the leader does in any phase.
+# Rows for the leader in any phase.
 
 
 def _form_without_the_roster(view: View, at: Situation) -> Action | None:
@@ -495,7 +496,7 @@ def _doubt(view: View, at: Situation) -> Action | None:
         return None
     begins = not any(view.forgiven(node) for node in late)
     nodes = sorted(node for node in late if view.forgiven(node) is None)
-    # Nobody where the lease that ran out is shorter than a beat may take: that node is not late.
+    # Doubt no node where the lease that ran out is shorter than a beat may take: none is late.
     return Doubt(tuple(nodes), begins, len(late), len(world)) if nodes else None
 
 
@@ -526,7 +527,7 @@ _IN_ANY_PHASE: tuple[_Leads, ...] = (
 )
 
 
-# What the leader does while a round forms.
+# Rows for the leader while a round forms.
 
 
 def _close_without_progress(view: View, at: Situation) -> Action | None:
@@ -631,7 +632,7 @@ def rejoin_patience(rules: Rules, size: int) -> float:
     return rules.rejoin * (_SPARES_SUFFICE if size >= Sizes.of(rules).most else 1.0)
 
 
-# What the leader does while a round is confirmed.
+# Rows for the leader while a round is confirmed.
 
 
 def _form_anew(view: View, at: Situation) -> Action | None:
@@ -679,7 +680,7 @@ _CONFIRMING: tuple[_Leads, ...] = (
 )
 
 
-# What the leader does while a round runs.
+# Rows for the leader while a round runs.
 
 
 def _end_the_round(view: View, at: Situation) -> Action | None:
@@ -713,8 +714,8 @@ def _note_the_lost(view: View, at: Situation) -> Action | None:
 def _close_when_done(view: View, at: Situation) -> Action | None:
     """Close a run whose participants are all done or lost.
 
-    Those that are done may wait in torch's exit barrier for nodes that are gone; or for each other,
-    if the store forgot who had come. An heir may have taken one that is done for lost.
+    Nodes that are done may wait in torch's exit barrier for nodes that are gone; or for each other,
+    if the store forgot which had come. An heir may have taken a node that is done for lost.
     """
     if at.done and at.done >= {*at.document.participants} - at.missing:
         return Close(at.document, Outcome.SUCCEEDED, "its workers succeeded")
@@ -765,7 +766,7 @@ _IN_PHASE: dict[Phase, tuple[_Leads, ...]] = {
 
 
 def what_holds(view: View, at: Situation) -> Hold | None:
-    """What keeps newcomers waiting for whom the running round would grow; None: nothing."""
+    """The reason why newcomers wait by which the running round would grow; None: there is none."""
     return hold(view, at.growth, at.room, at.may_grow, lost=len(at.missing))
 
 

@@ -58,7 +58,7 @@ class NetworkCheck:
         # The dial that goes on, and since when; what was reported of it, and not taken up yet.
         self._attempts = 0
         self._dialling: tuple[str, float] | None = None
-        # It could not begin, for want of a thread or a descriptor, which is no fault of the link.
+        # The dial could not begin, for want of a thread or a descriptor: no fault of the link.
         self._beginnings = Attempts(clock)
         self._begins_again = False
         self._report: _Report | None = None
@@ -127,13 +127,13 @@ class NetworkCheck:
     def _begin(self, document: RoundDocument) -> Effects[None]:
         ranks: Mapping[str, int] = document.ranks
         if document.roster is not None:
-            # Those of its shard are enough of them.
+            # Dial the nodes of its own shard: they are enough.
             key = shard_key(document.incarnation, document.roster, self._me)
             ranks = ranks_in((yield from Read(key))) or {}
         partner, self._partner = partner_in(ranks, self._me, document.round), None
         if partner is not None:
             _, record = yield from self._read_record(partner)
-            # Who has not set the option answers nobody.
+            # Dial no node that has not set the option: it answers nobody.
             if record is not None and record.port:
                 self._partner = partner, record
         others = (node for node, rank in ranks.items() if rank == 0 and node != self._me)

@@ -1,4 +1,4 @@
-"""What follows from what somebody knows of a run: who lives, is awaited, ready or gone; the size.
+"""The facts that follow from a document and the records: who lives, is awaited, ready or gone.
 
 Each of these questions is answered here and nowhere else: `decide` decides by a `Situation`.
 """
@@ -76,7 +76,7 @@ def assess_from_outside(
 def lost_nodes(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> frozenset[str]:
-    """Those whose leases have run out, and what is forgiven of their silence."""
+    """Nodes whose leases have run out, and what is forgiven of their silence."""
     if view.until_first_lease is not None:
         return _NOBODY
     return frozenset(node for node in _all_nodes(document, records) if view.is_silent(node))
@@ -85,7 +85,7 @@ def lost_nodes(
 def _silent_nodes(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> frozenset[str]:
-    """Those whose leases have run out, whatever is forgiven."""
+    """Nodes whose leases have run out, whatever is forgiven."""
     if view.until_first_lease is not None:
         return _NOBODY
     others = _all_nodes(document, records) - {view.me}
@@ -318,7 +318,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def nodes_waiting(view: View) -> int:
-    """What ``num_nodes_waiting()`` returns: above 0 tells the agent to join again."""
+    """The answer of ``num_nodes_waiting()``: above 0 tells the agent to join again."""
     document, member, latest = view.document, view.member, view.latest
     if view.joining or member is None or latest is None:
         return 0
@@ -339,7 +339,7 @@ def nodes_waiting(view: View) -> int:
 
 
 def to_join_again(document: RoundDocument) -> int:
-    """What ``num_nodes_waiting()`` returns to the agents of the round that this document ended."""
+    """The answer of ``num_nodes_waiting()`` to the agents whose round this document ended."""
     return max(1, document.waiting)
 
 

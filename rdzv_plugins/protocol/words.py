@@ -1,4 +1,4 @@
-"""What people are told of a run: what it does and waits for, and a node's remarks. Pure functions.
+"""The sentences about a run: what it does and waits for, and a node's remarks. Pure functions.
 
 A leader sees all records and names whom it misses. Another node sees the document alone and says
 what that says. An observer that is no node sees all records, and whose heartbeats stand still.
@@ -152,7 +152,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What somebody knows besides a situation. Seconds are left ones; None: not known.
+    """Facts besides a situation. Seconds are those that are left; None: not known.
 
     Attributes:
         join, last_call, rejoin: until ``join_timeout``, and until the round waits no more.
@@ -180,7 +180,7 @@ def diagnose(
     now: float = 0.0,
     is_lost: Callable[[str], bool] | None = None,
 ) -> Diagnosis:
-    """What somebody says who is no node of the run, but has read all of it.
+    """The diagnosis by an observer that is no node of the run, and has read all of it.
 
     Args:
         is_silent: whether a node's heartbeat is known to have stood still for too long.
@@ -221,7 +221,7 @@ def _with_exclusions(found: Diagnosis, document: RoundDocument, now: float) -> D
 
 
 def of_node(view: View, join_left: float | None = None) -> Diagnosis:
-    """What a node says that waits for a round; ``join_left`` are its seconds to join_timeout."""
+    """The diagnosis by a node that waits for a round, ``join_left`` seconds before join_timeout."""
     document = view.document
     if view.record.is_unfit:
         return Diagnosis(does=f"this node does not join: {view.record.unfit}")
@@ -458,13 +458,13 @@ def _count(nodes: int) -> str:
 
 
 def remarks(view: View) -> Iterator[tuple[str, object, str]]:
-    """What people should know: its kind, a key for which it is told once, and a sentence."""
+    """Remarks of a node for people: a kind, a key for which it is told once, and a sentence."""
     document, latest = view.document, view.latest
     if latest is not None and latest.closed:
         if document is None or not document.closed:
             yield "closed", latest.incarnation, "the run was closed while the store was away"
         elif not document.reason.endswith(f"closed by {view.record.label}"):
-            # Who closes a run itself has told that.
+            # Say nothing if this node closed the run: it has told that.
             yield "closed", latest.incarnation, f"the run is closed: {document.reason}"
     if document is None or document.closed:
         return
