@@ -137,65 +137,96 @@ class Node:
         self._clock = clock
         self._chance = chance
         self._wall = wall
+        # As `rules.View.share`.
         self._share = chance.random()
+        # All that this node has read, and since when.
         self._seen = Observer(node_id, rules, clock)
+        # Since when the store has accepted no heartbeat of this node.
         self._contact = Contact(rules, clock)
-        # The store has refused it something: it reads before it beats again.
+        # The store has refused this node something: the node reads before it beats again.
         self._reads_first = False
-        # Why its workers were to stop last, and whether its log says so.
-        self._cut_off, self._told_to_stop = "", False
-        # By which it was last looked whether the round of this node's agent is over.
+        # Why its workers were to stop last; empty: they were not.
+        self._cut_off = ""
+        # The log says so.
+        self._told_to_stop = False
+        # The document by which the node last looked whether the round of its agent is over.
         self._judged: RoundDocument | None = None
-        self._joining = False
+
+        # Orders and reports that have not been taken up yet, see the methods of these names.
         self._join_ordered = False
-        self._failed = False
-        self._waited = 0.0
         self._withdraw_ordered = False
         self._done_reported = False
         self._growth_allowed = False
         self._unfit_reported: str | None = None
+        # The arguments of the last `order_join`.
+        self._failed = False
+        self._waited = 0.0
+        # Why this node's workers or its agent failed, so that it leaves.
         self._failure = ""
+
+        # An agent waits for a round.
+        self._joining = False
+        # When that agent asked, and when its time is over.
         self._joined_at = 0.0
-        self._fresh = ""
         self._join_deadline = 0.0
+        # As `rules.View.fresh`.
+        self._fresh = ""
+        # The round that the agent was given last.
         self._member: RoundDocument | None = None
-        # The last round that the agent was given, by incarnation.
+        # The number of the round that the agent was given last, by incarnation.
         self._given: dict[str, int] = {}
-        # Whether to write the record before the next decision, and to ring the leader's bell.
-        self._record_due = False
-        self._ring = False
-        # The first beat comes with the order to join; the first look at the leader can wait.
-        self._next_beat = clock() + rules.interval
-        # As a leader: the bell as last heard; a round to tidy up after, with the one before it and
-        # the seconds that it took to form, and those until its participants were named; the
-        # shards of its document, and at which age of that to write them again; when to renew the
-        # run's deadline, and whether that was done since it leads.
-        self._bell: Version | None = None
-        self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
-        self._gathered = Durations()
-        self._shards: Mapping[str, bytes] = {}
-        self._shards_due = 0.0
-        self._abdicated = False
-        self._expiry_due = clock()
-        self._expires = False
-        # As rank 0: the TCPStore of the round of a world_id, and since when it is being opened.
-        self._opened: tuple[str, str | Exception] | None = None
-        self._opening: tuple[str, float] | None = None
-        # How often it could not be opened since one was, and whether it is to be tried again.
-        self._openings = Attempts(clock)
-        self._reopens = False
-        # As the leader of a first round: the exclusions that outlive runs, once they are read; for
-        # which incarnation and since when they are read, when to try again, and what came of it.
-        self._carried: tuple[Exclusion, ...] | None = None
-        self._fetching: tuple[str, float] | None = None
-        self._fetch_due = 0.0
-        self._fetched: tuple[Exclusion, ...] | Exception | None = None
-        self._network = NetworkCheck(node_id, rules.lease, clock, self._seen.read_record)
-        # It was found to be cut off, and was given no round since.
+        # The network check found this node cut off, and no round was given to it since.
         self._suspect = False
+
+        # Write the record before the next decision.
+        self._record_due = False
+        # Ring the leader's bell with it.
+        self._ring = False
+        # When the next heartbeat is due: the first comes with the order to join.
+        self._next_beat = clock() + rules.interval
+
+        # Of a leader: the bell as last heard.
+        self._bell: Version | None = None
+        # The round to tidy up after, the round before it, and the seconds that it took to form.
+        self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
+        # The seconds until the participants of the round were named.
+        self._gathered = Durations()
+        # The shards of the leader's document.
+        self._shards: Mapping[str, bytes] = {}
+        # The age of the document at which the leader writes its shards again.
+        self._shards_due = 0.0
+        # This node gave up a lead since its listings failed.
+        self._abdicated = False
+        # When the leader renews the deadline of the run's keys.
+        self._expiry_due = clock()
+        # The leader has renewed that deadline since it leads.
+        self._expires = False
+
+        # Of rank 0: the world_id for which a TCPStore is being opened, and since when.
+        self._opening: tuple[str, float] | None = None
+        # The world_id for which that came to an end, and the address, or why there is none.
+        self._opened: tuple[str, str | Exception] | None = None
+        # How often rank 0 failed to open one since one was open.
+        self._openings = Attempts(clock)
+        # Rank 0 is to try again after a pause.
+        self._reopens = False
+
+        # Of a leader: the incarnation for which exclusions are being read, and since when.
+        self._fetching: tuple[str, float] | None = None
+        # When to read them again.
+        self._fetch_due = 0.0
+        # What came of the reading, until the leader takes that up.
+        self._fetched: tuple[Exclusion, ...] | Exception | None = None
+        # The exclusions that outlive runs; None: not read.
+        self._carried: tuple[Exclusion, ...] | None = None
+
+        # The check of the network for the round whose rank this node confirms.
+        self._network = NetworkCheck(node_id, rules.lease, clock, self._seen.read_record)
+        # The remarks that the log has, by kind and key.
         self._told: set[tuple[str, object]] = set()
+        # When the sentence of a join that waits is told.
         self._pace = words.Pace(clock())
-        # What to tell once the record that asks for a round has been written.
+        # A line for the log once the record that asks for a round has been written.
         self._news: str | None = None
 
     @property
