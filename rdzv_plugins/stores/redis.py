@@ -2,11 +2,9 @@
 
 A run is one hash, ``{<prefix>/<run id>}``, which only Lua scripts change: each write takes the next
 number of the run's counter. A write to a key with a waiter also goes to a stream of one entry,
-under the same number, so that ``XREAD BLOCK`` resumes exactly where a read ended: a wait that
-follows the answer of another sends nothing else in its first second. A wait that ends for a
-heartbeat leaves its ``XREAD`` there, and the next wait goes on with it. A heartbeat changes the
-tail of a node's record: only the tail is sent, and read by who knows the record. The braces are a
-hash tag: a Cluster keeps all keys of a run in one slot.
+under the same number, so that ``XREAD BLOCK`` resumes exactly where a read ended. A wait that ends
+for a heartbeat leaves its ``XREAD`` there, and the next wait goes on with it. The braces are a hash
+tag: a Cluster keeps all keys of a run in one slot.
 
 Limits: linearizable on one primary. Replication is asynchronous, so a fail-over (Sentinel, Cluster)
 may lose the last writes; the round protocol survives that, as it survives a restart without data.
@@ -31,6 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.resources import files
 from typing import Any, ClassVar, NamedTuple
 
 import hiredis
@@ -54,7 +53,6 @@ from rdzv_plugins.kv.base import (
     WokenError,
     in_background,
     refused,
-    stamped,
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
 from rdzv_plugins.stores._files import FromFiles
@@ -91,30 +89,11 @@ _LONGEST_PARK = 30.0
 # A wait looks this often, in seconds, whether a beat has told it of another hash.
 _LONGEST_LOOK = 5.0
 
-# A stream expires after 60 s: for so long after the last XREAD it has what was written since.
-_FOLLOWED = 45.0
-
-# A wait that began without a look at the key looks after so many seconds: the server may have lost
-# the key's mark, its stream or all its data.
-_LATE_LOOK = 1.0
-
 # A node waits for one key, and sometimes for another; each such wait holds a connection.
 _MOST_PARKED = 2
 
 # The most keys whose last id a client remembers.
 _MOST_IDS = 1000
-
-# The most keys whose last value a client remembers, of those that it writes or reads one by one.
-_MOST_VALUES = 16
-
-# Of a value with less in common with the last one, or a longer one, no tail is sent: in bytes.
-_LEAST_KEPT = 64
-_LONGEST_PATCHED = 1024
-
-# A version has 16 hexadecimal digits. That of a value of which the tail alone was sent is one more
-# than that of the value before it: it shares these first digits with all values of its beginning.
-_SHARED_DIGITS = 12
-_COUNTED = 1 << 4 * (16 - _SHARED_DIGITS)
 
 # MovedError is an AskError, MasterDownError a ClusterDownError.
 _NOT_NOW_ERRORS = (
@@ -141,139 +120,13 @@ _RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hel
 _OTHERS_DATA = re.compile("WRONGTYPE|NOTANUMBER")
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
-# KEYS[1] is the run's hash, KEYS[1 + i] the stream of the i-th key. Fields of the hash: "#n" is the
-# counter, "#e" where it began, which tells a hash from a later one, "=<key>" is
-# "<number>-<tag> <value>", "!<key>" marks a key with a waiter. The tag is the write's stamp, in
-# decimal. "<number>-<tag>" is also the write's id in the stream: numbers only grow, because the
-# counter starts at the server's time in microseconds. A stream only passes a value to waiters: it
-# expires by itself. "~<key>" is "<number> <kept> <tag> <tail>" where the tail alone was sent: the
-# value's first bytes are those of all values of this key since that number.
-_PRELUDE = """
-local hash = KEYS[1]
-local function next_number()
-  local number = redis.call('HINCRBY', hash, '#n', 1)
-  if number == 1 then
-    redis.call('PERSIST', hash)
-    local now = redis.call('TIME')
-    number = redis.call('HINCRBY', hash, '#n', string.format('%.0f', now[1] * 1000000 + now[2]))
-    redis.call('HSET', hash, '#e', string.format('%.0f', number))
-  end
-  return string.format('%.0f', number)
-end
-local function publish(stream, id, field, value)
-  local sent = redis.pcall('XADD', stream, 'MAXLEN', '1', id, field, value)
-  if type(sent) == 'table' and sent.err then
-    -- The stream outlived its run, or the server's clock went back: create it again.
-    redis.call('DEL', stream)
-    redis.call('XADD', stream, 'MAXLEN', '1', id, field, value)
-  end
-  redis.call('EXPIRE', stream, 60)
-end
-local function write(stream, key, tag, value)
-  local id = next_number() .. '-' .. tag
-  redis.call('HSET', hash, '=' .. key, id .. ' ' .. value)
-  redis.call('HDEL', hash, '~' .. key)
-  if redis.call('HEXISTS', hash, '!' .. key) == 1 then publish(stream, id, 'v', value) end
-  return id
-end
-local function read(key)
-  local stored = redis.call('HGET', hash, '=' .. key)
-  if not stored then return false, '', '' end
-  return stored, string.match(stored, '^(%d+%-(%d+)) ')
-end
-"""
 
-_SCRIPTS = {
-    "compare_and_set": """
-local stored, _, tag = read(ARGV[1])
-if tag ~= ARGV[2] then return stored end
-return {write(KEYS[2], ARGV[1], ARGV[3], ARGV[4])}
-""",
-    "put": """
--- Read first: whoever may not read is refused before it has written what others wait for.
-local epoch = redis.call('HGET', hash, '#e')
-for i = 2, #KEYS do write(KEYS[i], ARGV[3 * i - 5], ARGV[3 * i - 4], ARGV[3 * i - 3]) end
-return epoch or redis.call('HGET', hash, '#e')
-""",
-    "patch": """
-local key, kept, tag, tail = ARGV[1], ARGV[3], ARGV[4], ARGV[5]
-local stored, id, found = read(key)
--- For waiters the stream would be another key, which takes as many bytes as this saves.
-if found ~= ARGV[2] or redis.call('HEXISTS', hash, '!' .. key) == 1 then return false end
-local since = string.match(redis.call('HGET', hash, '~' .. key) or id, '^%d+')
-local head = string.sub(stored, #id + 2, #id + 1 + kept)
-write('', key, tag, head .. tail)
-redis.call('HSET', hash, '~' .. key, since .. ' ' .. kept .. ' ' .. tag .. ' ' .. tail)
-return redis.call('HGET', hash, '#e')
-""",
-    "add": """
-local stored, id = read(ARGV[1])
--- Redis counts in 64 bits, Lua in 53.
-redis.call('HSET', hash, '#t', stored and string.sub(stored, #id + 2) or '0')
-local counted = redis.pcall('HINCRBY', hash, '#t', ARGV[3])
-local sum = redis.call('HGET', hash, '#t')
-redis.call('HDEL', hash, '#t')
-if type(counted) == 'table' then return false end
-write(KEYS[2], ARGV[1], ARGV[2], sum)
-return sum
-""",
-    "delete": """
-for i = 2, #KEYS do
-  local key = ARGV[i - 1]
-  redis.call('HDEL', hash, '=' .. key, '~' .. key)
-  if redis.call('HDEL', hash, '!' .. key) == 1 then
-    -- Wake the waiters, so that they mark the key again.
-    publish(KEYS[i], next_number() .. '-0', 'd', '')
-  end
-end
-""",
-    "list": """
-local found, fields = redis.call('HMGET', hash, '#e', '#n'), redis.call('HGETALL', hash)
-local whole, tail, length = '=' .. ARGV[1], '~' .. ARGV[1], #ARGV[1] + 1
--- The client knows all values up to this number.
-local known = found[1] == ARGV[2] and tonumber(ARGV[3]) or 0
-local sub, n, tails = string.sub, 2, {}
-for i = 1, #fields, 2 do
-  local field = fields[i]
-  local kind = sub(field, 1, length)
-  if kind == whole then
-    found[n + 1], found[n + 2], n = sub(field, length + 1), fields[i + 1], n + 2
-  elseif kind == tail and known > 0 then
-    local since, patch = string.match(fields[i + 1], '^(%d+)( .*)$')
-    if tonumber(since) <= known then tails[sub(field, length + 1)] = patch end
-  end
-end
-if next(tails) then
-  for i = 3, n, 2 do found[i + 1] = tails[found[i]] or found[i + 1] end
-end
-return found
-""",
-    "look": """
-redis.call('HSET', hash, '!' .. ARGV[1], '1')
--- A run without a write expires by itself; the first write removes this deadline.
-if redis.call('HEXISTS', hash, '#n') == 0 then redis.call('EXPIRE', hash, 60) end
-local stored, id, tag = read(ARGV[1])
--- A stream may outlive its run, or its key, by some seconds.
-local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
-if last and last[1] ~= id then redis.call('DEL', KEYS[2]) end
-if stored and id ~= ARGV[2] and not (last and last[1] == id) then
-  publish(KEYS[2], id, 'v', string.sub(stored, #id + 2))
-end
-return id
-""",
-    "expire": """
-for _, field in ipairs(redis.call('HKEYS', hash)) do
-  if string.sub(field, 1, 1) == '!' then
-    -- A stream keeps its own limit of 60 s.
-    redis.call('PEXPIRE', ARGV[2] .. string.sub(field, 2), math.min(ARGV[1], 60000))
-  end
-end
--- An empty run gets a deadline too.
-if tonumber(ARGV[1]) > 0 then next_number() end
-redis.call('PEXPIRE', hash, ARGV[1])
-""",
-}
-_SCRIPTS = {name: _PRELUDE + body for name, body in _SCRIPTS.items()}
+def _script(name: str) -> str:
+    return (files("rdzv_plugins.stores") / "redis_scripts" / f"{name}.lua").read_text("utf-8")
+
+
+_NAMES = ("add", "compare_and_set", "delete", "expire", "list", "look", "put")
+_SCRIPTS = {name: _script("prelude") + _script(name) for name in _NAMES}
 
 DIGESTS = {
     name: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
@@ -369,13 +222,7 @@ class Client(StoreClient):
         self._epoch: bytes | None = None
         # By key that was read: the version, and its id in the stream.
         self._ids: dict[str, tuple[str, bytes]] = {}
-        # By key: what the last wait ended with.
-        self._followed: dict[str, _Followed] = {}
         self._failed_parks: set[str] = set()
-        # By key: what this client wrote last, and which it last read whole or by its tail.
-        self._written: dict[str, _Written] = {}
-        self._known: dict[str, Stored] = {}
-        self._listed = _Listed()
 
         def request(limit: Limit) -> None:
             # A node sends requests while it waits: open both connections now, to join fast.
@@ -405,99 +252,21 @@ class Client(StoreClient):
 
         return self._call(request)
 
-    def get(self, key: str) -> Entry | None:
-        def request(limit: Limit) -> Entry | None:
-            known = self._known.get(key)
-            if known is not None:
-                patch = self._ask(limit, "HGET", self._hash, f"~{key}")
-                now = _patched(known, patch.partition(b" ")[2]) if patch is not None else None
-                if now is not None:
-                    self._known[key] = now
-                    return now.entry
-                _ = limit.seconds  # The time of both requests.
-            seen = self._read([key], limit).get(key)
-            return seen.entry if seen is not None else None
-
-        return self._call(request)
-
-    def put_many(self, values: Mapping[str, bytes]) -> None:
-        if len(values) != 1:
-            super().put_many(values)
-            return
-        [(key, value)] = values.items()
-        self.check_size(key, value)
-        data = stamped(value)
-
-        def request(limit: Limit) -> None:
-            if not self._patch(key, data[STAMP_BYTES:], limit):
-                _ = limit.seconds  # The time of both requests.
-                self._put({key: data}, limit)
-
-        self._call(request)
-
-    def _patch(self, key: str, value: bytes, limit: Limit) -> bool:
-        """Send the tail of a value; False: it is to be sent whole."""
-        # No other call goes on from the same write, nor this one if the answer is lost.
-        last = self._written.pop(key, None)
-        if last is None or not (kept := last.kept_by(value)):
-            return False
-        stamp = last.stamp + 1
-        epoch = self._run(limit, "patch", [], key, last.stamp, kept, stamp, value[kept:])
-        if epoch is None:
-            return False  # Another write came after the last one, or a node waits for the key.
-        self._epoch = epoch
-        self._written[key] = _Written(stamp, value, kept)
-        return True
-
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         names = [*keys]
-        if len(names) == 1:
-            return self._read_one(names[0], limit)
         values = self._ask(limit, "HMGET", self._hash, *(f"={key}" for key in names))
-        found = zip(names, values, strict=True)
-        return {key: _stored(data) for key, data in found if data is not None}
-
-    def _read_one(self, key: str, limit: Limit) -> dict[str, Stored]:
-        data, patch = self._ask(limit, "HMGET", self._hash, f"={key}", f"~{key}")
-        self._known.pop(key, None)
-        if data is None:
-            return {}
-        stored = _stored(data)
-        self._remember(key, stored.version, stored.guard)
-        if patch is not None:
-            # The next read need not bring more than the tail.
-            if len(self._known) >= _MOST_VALUES:
-                self._known.clear()
-            self._known[key] = stored
-        return {key: stored}
+        pairs = zip(names, values, strict=True)
+        found = {key: _stored(data) for key, data in pairs if data is not None}
+        if len(names) == 1:
+            for key, stored in found.items():
+                self._remember(key, stored.version, stored.guard)
+        return found
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
-        known = self._listed
-        if known.prefix != prefix:
-            known = _Listed(prefix)
-        found = self._scan_since(known, limit)
-        if found is None:
-            found = self._scan_since(_Listed(prefix), limit) or {}
-        return found
-
-    def _scan_since(self, known: _Listed, limit: Limit) -> dict[str, Stored] | None:
-        """All values; None: the numbers went back in a fail-over, and tell nothing of ``known``."""
-        answer = self._run(limit, "list", [], known.prefix, known.epoch, known.number)
-        epoch, number, *flat = answer
-        found: dict[str, Stored] = {}
-        for name, data in zip(flat[::2], flat[1::2], strict=True):
-            key = known.prefix + name.decode()
-            last = known.values.get(key)
-            if data.startswith(b" "):
-                last = _patched(last, data[1:])
-                if last is None:
-                    return None
-            elif last is None or not last.guard or not data.startswith(last.guard + b" "):
-                last = _stored(data)  # Most values are what they were.
-            found[key] = last
-        short = {key: it for key, it in found.items() if len(it.value) <= _LONGEST_PATCHED}
-        self._listed = _Listed(known.prefix, epoch or b"", number or b"", short)
-        return found
+        flat = self._run(limit, "list", [], prefix)
+        return {
+            key.decode(): _stored(data) for key, data in zip(flat[::2], flat[1::2], strict=True)
+        }
 
     def _set_if(
         self, key: str, data: bytes, expected: Version | None, limit: Limit
@@ -521,11 +290,6 @@ class Client(StoreClient):
         for key, data in values.items():
             triples += [key, *_parted(data)]
         self._epoch = self._run(limit, "put", [*values], *triples)
-        for key, tag, value in zip(triples[::3], triples[1::3], triples[2::3], strict=True):
-            if _LEAST_KEPT < len(value) <= _LONGEST_PATCHED and len(values) < _MOST_VALUES:
-                if len(self._written) >= _MOST_VALUES:
-                    self._written.clear()
-                self._written[key] = _Written(tag, value)
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
         names = [*keys]
@@ -577,9 +341,6 @@ class Client(StoreClient):
             if field == b"v":
                 found = _stored(number + b" " + value)
                 self._remember(key, found.version, found.guard)
-                if len(self._followed) >= _MOST_PARKED:
-                    self._followed.clear()
-                self._followed[key] = _Followed(number, parked)
                 return found
             # The key was deleted.
             self._ids.pop(key, None)
@@ -593,14 +354,8 @@ class Client(StoreClient):
         # Never 0, which blocks forever.
         stream, block = self._stream(key), max(1, math.ceil(seconds * 1000))
         park = _packed(("XREAD", "BLOCK", block, "STREAMS", stream, after))
-        line, sent = self._take(limit), time.monotonic()
-        parked = _Parked(line, after, self._epoch, sent, sent + seconds + self.timeout)
-        followed = self._followed.get(key)
+        line, epoch = self._take(limit), self._epoch
         try:
-            if followed is not None and followed.leads_to(parked):
-                line.send_packed_command([park], check_health=False)
-                parked.look_at = sent + _LATE_LOOK
-                return parked
             # One round trip: the look puts a newer value into the stream, where XREAD finds it.
             look = ("EVALSHA", DIGESTS["look"], 2, self._hash, stream, key, after)
             line.send_packed_command([_packed(look) + park], check_health=False)
@@ -609,8 +364,7 @@ class Client(StoreClient):
         except BaseException as error:
             self._failed(line, error, late=True)
             raise
-        parked.until = time.monotonic() + seconds + self.timeout
-        return parked
+        return _Parked(line, after, epoch, time.monotonic() + seconds + self.timeout)
 
     def _goes_on(self, parked: _Parked, after: bytes) -> bool:
         """Whether a wait may go on with it; else its connection is free for others, or closed."""
@@ -639,15 +393,8 @@ class Client(StoreClient):
                 now = time.monotonic()
                 if now >= parked.until:
                     raise errors.TimeoutError("no answer in time")
-                if now >= parked.look_at:
-                    # A newer value goes to the stream, where the XREAD finds it.
-                    _refuse_earlier(
-                        parked.after, self._run(limit, "look", [key], key, parked.after)
-                    )
-                    parked.look_at = math.inf
-                until = min(limit.deadline, parked.until, parked.look_at, now + _LONGEST_LOOK)
-                seconds = until - now
-                if _has_answer(line, limit.wake, seconds):
+                until = min(limit.deadline, parked.until, now + _LONGEST_LOOK)
+                if _has_answer(line, limit.wake, until - now):
                     # Under TLS there may be something to read, and no part of the answer in it.
                     ready = self._tls is None or line.can_read(timeout=0)
                 elif time.monotonic() >= limit.deadline:
@@ -952,88 +699,19 @@ class _Parked(msgspec.Struct):
         line: its connection, which nothing else uses until the answer has come.
         after: the id of the key that its client knows.
         epoch: of the run's hash when it began to wait; another hash knows nothing of it.
-        sent, until: on the monotonic clock; the server answers by then.
-        look_at: when the key is to be looked at, if it was not; else infinite.
+        until: on the monotonic clock; the server answers by then.
     """
 
     line: Any
     after: bytes
     epoch: bytes | None
-    sent: float
     until: float
-    look_at: float = math.inf
-
-
-class _Followed(msgspec.Struct, frozen=True):
-    """The id that a wait ended with: the key is marked, so the stream has what comes after it.
-
-    Not on another server or in another hash, which may have lost the mark.
-    """
-
-    number: bytes
-    parked: _Parked
-
-    def leads_to(self, parked: _Parked) -> bool:
-        """Whether a wait may begin without a look at the key."""
-        last = self.parked
-        same = parked.line is last.line and parked.epoch == last.epoch
-        return same and parked.after == self.number and parked.sent < last.sent + _FOLLOWED
-
-
-class _Written(msgspec.Struct, frozen=True):
-    """A client's last write to a key, from which its next one may go on.
-
-    One call takes it, and that call alone goes on from it. So all values that go on from one that
-    was sent whole have one writer, one beginning and each a stamp of its own.
-
-    Attributes:
-        stamp: as a number.
-        kept: bytes of that beginning; 0: this one was sent whole.
-    """
-
-    stamp: int
-    value: bytes
-    kept: int = 0
-
-    def kept_by(self, value: bytes) -> int:
-        """How many bytes of it need not be sent; 0: it is to be sent whole."""
-        longest = max(len(value), len(self.value))
-        if longest > _LONGEST_PATCHED or (self.stamp + 1) % _COUNTED == 0:
-            return 0
-        kept = self.kept
-        if not kept:
-            pairs = enumerate(zip(self.value, value, strict=False))
-            # 0: one is the beginning of the other, as no two records are.
-            alike = next((at for at, (old, new) in pairs if old != new), 0)
-            # A number that grows by a digit would leave less in common.
-            kept = len(value[:alike].rstrip(b"0123456789"))
-        if kept < max(_LEAST_KEPT, len(value) // 2) or value[:kept] != self.value[:kept]:
-            return 0
-        return kept
-
-
-class _Listed(msgspec.Struct, frozen=True):
-    """What a client has listed under a prefix: all values up to a number of the run's counter."""
-
-    prefix: str = ""
-    epoch: bytes = b""
-    number: bytes = b""
-    values: Mapping[str, Stored] = {}  # msgspec makes a new one each time.
 
 
 def _packed(command: tuple[Any, ...]) -> bytes:
     # Not redis-py's packer, which looks at each argument in Python: 1.4 us a request, not 0.4.
     packed: bytes = hiredis.pack_command(command)
     return packed
-
-
-def _patched(known: Stored | None, patch: bytes) -> Stored | None:
-    """The value of "<kept> <tag> <tail>"; None: it does not go on from the one that is known."""
-    kept, tag, tail = patch.split(b" ", 2)
-    version = f"{int(tag):016x}"
-    if known is None or known.version[:_SHARED_DIGITS] != version[:_SHARED_DIGITS]:
-        return None
-    return Stored(known.value[: int(kept)] + tail, version)
 
 
 class _EarlierError(Exception):

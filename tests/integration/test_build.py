@@ -88,6 +88,13 @@ def test_both_distributions_bring_every_page_along(dist: Path, wheel: Path) -> N
     assert {"tests/integration/test_build.py", "Makefile", "docs/conf.py"} <= names
 
 
+def test_the_wheel_brings_every_file_of_the_package(wheel: Path) -> None:
+    """Also those that are no Python, such as the page's and Redis's scripts."""
+    files = (path for path in (ROOT / "rdzv_plugins").rglob("*.*") if path.is_file())
+    package = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
+    assert package <= set(zipfile.ZipFile(wheel).namelist())
+
+
 def test_nothing_is_loaded_from_another_site(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     for name in archive.namelist():

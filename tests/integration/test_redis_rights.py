@@ -92,12 +92,11 @@ def test_who_may_write_and_not_read_is_refused_before_it_writes(
     values = {"node": b"n" * 100, "bell": b"1"}
     requests: list[Callable[[KeyValueClient], object]] = [
         lambda client: client.put_many(values),  # A record that asks for a round.
-        lambda client: client.put_many({"node": b"n" * 99 + b"2"}),  # The tail of a heartbeat.
+        lambda client: client.put_many({"node": b"n" * 99 + b"2"}),  # A heartbeat.
         lambda client: client.compare_and_set("key", b"2", None),
         lambda client: client.add("counter", 1),
     ]
     other.put_many(values)
-    other.put_many({"node": values["node"]})
     admin: Any = redis.Redis(*server.address)
     admin.execute_command("ACL", "SETUSER", user, "-@read")
     found = before.list("")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -47,12 +46,6 @@ def waiting(redis_admin: Any) -> int:
 
 def connected(redis_admin: Any) -> int:
     counted: int = redis_admin.info("stats")["total_connections_received"]
-    return counted
-
-
-def looks(redis_admin: Any) -> int:
-    """How often anybody has looked at a key before a wait."""
-    counted: int = redis_admin.info("commandstats").get("cmdstat_xrevrange", {"calls": 0})["calls"]
     return counted
 
 
@@ -194,21 +187,7 @@ def test_another_thread_that_waits_meanwhile_hears_of_it_too(
     assert present(waiter.result(SLACK)).value == b"two"
 
 
-def test_a_wait_after_an_answer_does_not_look_at_the_key_again(
-    client: KeyValueClient, other: KeyValueClient, redis_admin: Any
-) -> None:
-    known = answered(client, other, redis_admin)
-    before = looks(redis_admin)
-    for count in range(BEATS):
-        waiter = parked(client, known, redis_admin)
-        # As a node does that confirms its rank between two waits.
-        client.put("beat", b"")
-        other.put("key", b"%d" % count)
-        known = present(waiter.result(SLACK)).version
-    assert looks(redis_admin) - before <= 1
-
-
-def test_what_is_written_between_two_such_waits_is_found(
+def test_what_is_written_between_two_waits_is_found(
     client: KeyValueClient, other: KeyValueClient, redis_admin: Any
 ) -> None:
     known = answered(client, other, redis_admin)
@@ -221,64 +200,6 @@ def test_what_is_written_between_two_such_waits_is_found(
     other.delete("key")
     other.put("key", b"again")
     assert present(client.wait("key", known, SLACK)).value == b"again"
-
-
-@pytest.fixture
-def no_late_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_store, "_LATE_LOOK", math.inf)
-
-
-def test_such_a_wait_looks_again_where_the_stream_may_have_ended(
-    client: KeyValueClient,
-    other: KeyValueClient,
-    redis_admin: Any,
-    run_id: str,
-    no_late_look: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    known = answered(client, other, redis_admin)
-    monkeypatch.setattr(redis_store, "_FOLLOWED", 0.0)
-    other.put("key", b"three")
-    # As if 60 s had passed.
-    assert redis_admin.delete(*redis_admin.keys(f"*{run_id}*:watch:key")) == 1
-    assert present(client.wait("key", known, SLACK)).value == b"three"
-
-
-def test_such_a_wait_looks_again_on_another_connection(
-    client: KeyValueClient, other: KeyValueClient, redis_admin: Any, no_late_look: None
-) -> None:
-    """There another server may answer, which lost the last writes and the mark."""
-    known = answered(client, other, redis_admin)
-    redis_admin.client_kill_filter(_type="normal", skipme=True)
-    client.put("beat", b"")
-    before = looks(redis_admin)
-    other.put("key", b"three")
-    assert present(client.wait("key", known, SLACK)).value == b"three"
-    assert looks(redis_admin) - before >= 1
-
-
-def test_such_a_wait_looks_again_at_a_key_that_is_another_one(
-    client: KeyValueClient, other: KeyValueClient, redis_admin: Any, no_late_look: None
-) -> None:
-    """With the key that was deleted went the mark that somebody waits for it."""
-    answered(client, other, redis_admin)
-    client.delete("key")
-    entry, written = client.compare_and_set("key", b"anew", None)
-    assert written
-    known = present(entry).version
-    waiter = parked(client, known, redis_admin)
-    other.put("key", b"three")
-    assert present(waiter.result(SLACK)).value == b"three"
-
-
-def test_such_a_wait_looks_again_once_the_server_has_forgotten_the_run(
-    client: KeyValueClient, other: KeyValueClient, redis_admin: Any, no_late_look: None
-) -> None:
-    known = answered(client, other, redis_admin)
-    redis_admin.flushall()
-    other.put("key", b"three")
-    client.put("beat", b"")
-    assert present(client.wait("key", known, SLACK)).value == b"three"
 
 
 def _deleted_and_made_again(other: KeyValueClient, redis_admin: Any, run_id: str) -> None:
@@ -306,33 +227,16 @@ def _without_its_stream(other: KeyValueClient, redis_admin: Any, run_id: str) ->
 @pytest.mark.parametrize(
     "happens", [_deleted_and_made_again, _expired, _forgotten, _without_its_stream]
 )
-@pytest.mark.parametrize("seconds", [0.3, 30.0])
-def test_such_a_wait_looks_late_for_what_its_stream_does_not_tell(
+def test_a_wait_after_an_answer_finds_what_the_stream_does_not_tell(
     client: KeyValueClient,
     other: KeyValueClient,
     redis_admin: Any,
     run_id: str,
     happens: Callable[[KeyValueClient, Any, str], None],
-    seconds: float,
 ) -> None:
     known = answered(client, other, redis_admin)
     happens(other, redis_admin, run_id)
-    entries = (client.wait("key", known, seconds) for _ in range(8))
-    assert present(next((it for it in entries if it is not None), None)).value == b"last"
-
-
-def test_such_a_wait_tells_soon_of_a_server_that_vanished(
-    redis_server: RunningStore, run_id: str, other: KeyValueClient, redis_admin: Any
-) -> None:
-    with Proxy(redis_server.address) as proxy:
-        through = replace(redis_server, endpoint=f"redis://127.0.0.1:{proxy.address[1]}")
-        client = through.open(run_id, request_timeout=1.0)
-        known = answered(client, other, redis_admin)
-        proxy.black_hole()
-        waiter = Background(lambda: client.wait("key", known, 30))
-        with pytest.raises(RendezvousConnectionError, match="could not be reached"):
-            waiter.result(1.0 + 2 * 1.0 + SLACK)
-        client.close()
+    assert present(client.wait("key", known, SLACK)).value == b"last"
 
 
 def test_a_server_that_vanished_is_told(
