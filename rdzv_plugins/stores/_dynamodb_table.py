@@ -1,4 +1,4 @@
-"""The boto3 client of one table: connection, creation, the server's clock, meaning of errors."""
+"""The table: its options, boto3 client and creation, the server's clock, meaning of errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import boto3
 from botocore.config import Config
@@ -32,7 +33,7 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from rdzv_plugins.config import UnreadableFileError
+from rdzv_plugins.config import StoreOptions, UnreadableFileError, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import LateCredentialsError, RendezvousConnectionError
 from rdzv_plugins.kv.base import (
@@ -47,10 +48,7 @@ from rdzv_plugins.kv.base import (
 from rdzv_plugins.kv.retry import retry
 from rdzv_plugins.stores._files import FromFiles
 
-if TYPE_CHECKING:
-    from rdzv_plugins.stores.dynamodb import Options
-
-__all__ = ["INDEX", "Table", "code_of", "problem_of"]
+__all__ = ["INDEX", "Options", "Table", "code_of", "problem_of"]
 
 INDEX = "large_version"
 """The name of the index, and of the attribute that is its sort key."""
@@ -80,6 +78,37 @@ _UNTRUSTED = re.compile("CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER")
 _UNCONFIGURED = (NoRegionError, PartialCredentialsError, ProfileNotFound)
 # At a boot an agent may be there before the service that has the credentials of the host's role.
 _LATE = (NoCredentialsError, CredentialRetrievalError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(StoreOptions):
+    """Options of the dynamodb backend, for endpoints that are a region (``us-east-1``), a URL
+    (``http://127.0.0.1:8000``) or empty (AWS's own configuration).
+
+    Credentials come from AWS's usual sources: environment, profile, container, instance.
+
+    ======================= ============ ==========================================================
+    option                  default      meaning
+    ======================= ============ ==========================================================
+    table                   rdzv-plugins name of the table
+    create_table            false        create the table, billed on demand, if there is none
+    region                  none         region; a region in the endpoint takes precedence; none:
+                                         AWS's own configuration
+    profile                 none         profile of AWS's configuration files
+    role_arn                none         role to assume with those credentials
+    poll_interval_min       0.1          seconds between the first polls of a waiter
+    poll_interval_max       2            longest interval between polls, in seconds: a waiter
+                                         notices a change within that time
+    ======================= ============ ==========================================================
+    """
+
+    table: str = option("rdzv-plugins")
+    create_table: bool = option(False)
+    region: str | None = option(None)
+    profile: str | None = option(None)
+    role_arn: str | None = option(None)
+    poll_interval_min: float = option(0.1, least=0.001)
+    poll_interval_max: float = option(2.0, least=0.001)
 
 
 class Table:

@@ -31,18 +31,16 @@ import random
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from botocore.exceptions import ClientError
 
-from rdzv_plugins.config import StoreOptions, option
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import Capabilities, RendezvousConnectionError, Version
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped, version_of
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection
-from rdzv_plugins.stores._dynamodb_table import INDEX, Table, code_of, problem_of
+from rdzv_plugins.stores._dynamodb_table import INDEX, Options, Table, code_of, problem_of
 
 __all__ = ["Client", "Options"]
 
@@ -57,37 +55,6 @@ _LIVE = "(attribute_not_exists(expires_at) OR expires_at > :now)"
 _ABSENT = "attribute_not_exists(pk) OR expires_at <= :now"
 # The code of a write whose condition did not hold.
 _REFUSED = "ConditionalCheckFailedException"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(StoreOptions):
-    """Options of the dynamodb backend, for endpoints that are a region (``us-east-1``), a URL
-    (``http://127.0.0.1:8000``) or empty (AWS's own configuration).
-
-    Credentials come from AWS's usual sources: environment, profile, container, instance.
-
-    ======================= ============ ==========================================================
-    option                  default      meaning
-    ======================= ============ ==========================================================
-    table                   rdzv-plugins name of the table
-    create_table            false        create the table, billed on demand, if there is none
-    region                  none         region; a region in the endpoint takes precedence; none:
-                                         AWS's own configuration
-    profile                 none         profile of AWS's configuration files
-    role_arn                none         role to assume with those credentials
-    poll_interval_min       0.1          seconds between the first polls of a waiter
-    poll_interval_max       2            longest interval between polls, in seconds: a waiter
-                                         notices a change within that time
-    ======================= ============ ==========================================================
-    """
-
-    table: str = option("rdzv-plugins")
-    create_table: bool = option(False)
-    region: str | None = option(None)
-    profile: str | None = option(None)
-    role_arn: str | None = option(None)
-    poll_interval_min: float = option(0.1, least=0.001)
-    poll_interval_max: float = option(2.0, least=0.001)
 
 
 class Client(StoreClient):
