@@ -161,9 +161,9 @@ def open_client(
         RendezvousConnectionError: the store cannot be reached or refuses the credentials, or this
             host has run out of threads, descriptors or memory.
     """
-    return open_run(
-        client_class(name), endpoint, run_id, config or {}, request_timeout=request_timeout, job=job
-    )
+    client = client_class(name)
+    options = parse_options(client.options, config or {}, os.environ)
+    return open_run(client, endpoint, run_id, options, request_timeout=request_timeout, job=job)
 
 
 def opener(
@@ -180,7 +180,7 @@ def opener(
         open_run,
         client,
         params.endpoint,
-        config=_own_options(params),
+        options=parse_options(client.options, _own_options(params), os.environ),
         request_timeout=settings.heartbeat_timeout,
         job=params.run_id,
     )
@@ -207,18 +207,18 @@ def open_run(
     client: type[KeyValueClient],
     endpoint: str,
     run_id: str,
-    config: Mapping[str, object],
+    options: Any,
     *,
     request_timeout: float,
     job: str | None = None,
 ) -> KeyValueClient:
-    """As `open_client`, with the client class instead of its name.
+    """As `open_client`, with the client class instead of its name, and its options parsed.
 
     ``job`` is the run's id where ``run_id`` is of what is kept beside that run.
 
     A file that cannot be read is an outage to whoever has reached the store with it before.
     """
-    options = client.of_run(parse_options(client.options, config, os.environ), job or run_id)
+    options = client.of_run(options, job or run_id)
     connect: Any = client
     try:
         opened: KeyValueClient = connect(

@@ -28,7 +28,7 @@ from kazoo.security import READ_ACL_UNSAFE
 from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
-from rdzv_plugins.cli.check import address, reach
+from rdzv_plugins.cli.check import host as dials
 from rdzv_plugins.cli.check import store as trials
 from rdzv_plugins.config import parse_options
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
@@ -101,7 +101,7 @@ def quick(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
     if "everything" not in request.node.name:
         for name, number in {"_SAMPLES": 5, "_WAKE_UPS": 2, "_CONTESTS": 2, "_WRITERS": 4}.items():
             monkeypatch.setattr(trials, name, number)
-        monkeypatch.setattr(reach, "_PATIENCE", 0.3)
+        monkeypatch.setattr(trials, "_DIAL_SECONDS", 0.3)
 
 
 @pytest.fixture(autouse=True)
@@ -760,7 +760,7 @@ def test_address_of_nobody(redis: RunningStore) -> None:
 
 
 def test_peers(redis: RunningStore, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(address, "_PATIENCE", 0.3)
+    monkeypatch.setattr(dials, "_PATIENCE", 0.3)
     host, port = redis.address
     closed = free_ports(1)[0]
     with silent() as mute:

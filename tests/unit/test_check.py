@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kazoo.exceptions import UnimplementedError
 
-from rdzv_plugins.cli.check import store, verdict
+from rdzv_plugins.cli.check import plan, store
 from rdzv_plugins.cli.check.job import parse_nnodes, parse_peers
 from rdzv_plugins.config import (
     ServerOptions,
@@ -78,9 +78,9 @@ def test_peers() -> None:
     ],
 )
 def test_verdict(findings: list[Finding], status: int, sentence: str) -> None:
-    assert verdict.status(findings) == status
-    assert verdict.sentence(findings) == sentence
-    shown = verdict.report(findings)
+    assert plan.status(findings) == status
+    assert plan.sentence(findings) == sentence
+    shown = plan.report(findings)
     assert (shown["schema"], shown["status"], shown["verdict"]) == (1, status, sentence)
     assert [it["mark"] for it in shown["findings"]] == [it.mark.value for it in findings]
 
@@ -88,7 +88,7 @@ def test_verdict(findings: list[Finding], status: int, sentence: str) -> None:
 def test_a_finding_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert WARNING.line == "eviction: it evicts; do not"
     assert FAILED.line == "store: is it running? start it"
-    verdict.show(Finding(Mark.FAILED, "store", "two\nlines [bold]:b:"))
+    plan.show(Finding(Mark.FAILED, "store", "two\nlines [bold]:b:"))
     assert capsys.readouterr().out == "failed   store: two lines [bold]:b:\n"
 
 

@@ -107,8 +107,8 @@ class FileClient(DictClient):
 
 
 def reach(file: Path, endpoint: str) -> KeyValueClient:
-    config = {"password_file": str(file)}
-    return open_run(FileClient, endpoint, "run", config, request_timeout=0.2)
+    options = ServerOptions(password_file=str(file))
+    return open_run(FileClient, endpoint, "run", options, request_timeout=0.2)
 
 
 def test_file_that_is_away_is_an_outage_after_the_start(

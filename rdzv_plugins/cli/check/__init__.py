@@ -1,8 +1,8 @@
 """``rdzv check``: will a job work that is started so, and how well?
 
-`options`, `address`, `store` and `run` check one thing each and yield `Finding`s. What only a store
-can know of its server comes from its client's `KeyValueClient.inspect`. `plan` has the order of the
-checks, `verdict` what they mean together.
+`job`, `host` and `store` check and yield `Finding`s. What only a store can know of its server comes
+from its client's `KeyValueClient.inspect`. `plan` has the order of the checks, and what they mean
+together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check(
     The store is tried in a temporary run, which is deleted. Exit status: 0, all is well; 1, it
     works, with warnings; 2, it will not work. See rdzv docs check.
     """
-    from rdzv_plugins.cli.check import plan, verdict
+    from rdzv_plugins.cli.check import plan
     from rdzv_plugins.cli.check.job import Job
 
     job = Job.of(backend, endpoint, conf, run_id, nnodes, local_addr, peers)
@@ -48,10 +48,10 @@ def check(
     for finding in plan.carry_out(job):
         made.append(finding)
         if not as_json:
-            verdict.show(finding)
-    status = verdict.status(made)
+            plan.show(finding)
+    status = plan.status(made)
     if as_json:
-        print_json(verdict.report(made))
+        print_json(plan.report(made))
     else:
-        typer.echo(f"verdict: {verdict.sentence(made)}")
+        typer.echo(f"verdict: {plan.sentence(made)}")
     raise typer.Exit(status)

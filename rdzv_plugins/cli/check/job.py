@@ -1,18 +1,39 @@
-"""A job as it is going to be started: torchrun's arguments, as far as `rdzv check` needs them."""
+"""A job as it is going to be started: torchrun's arguments, as far as `rdzv check` needs them.
+
+Here they are parsed, and what is wrong with them is found: ``--rdzv-backend``, all options of
+``--rdzv-conf`` and all ``RDZV_PLUGINS_*``.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
 
 from rdzv_plugins.cli.options import parse_conf
+from rdzv_plugins.config import (
+    ENVIRONMENT_PREFIX,
+    Settings,
+    faults,
+    idle_options,
+    option_names,
+    parse_options,
+    unknown_options,
+    without_effect,
+)
 from rdzv_plugins.endpoint import parse_endpoint
+from rdzv_plugins.entry_points import refuse_without_torch
+from rdzv_plugins.health import refuse_unknown_checks
+from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.protocol.choice import Sizes
 from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
+from rdzv_plugins.stores import client_class, strange_variables
 
-__all__ = ["Job", "parse_nnodes", "parse_peers"]
+__all__ = ["Chosen", "Job", "check_options", "parse_nnodes", "parse_peers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +124,98 @@ def parse_peers(text: str) -> list[tuple[str, int | None]]:
             raise ValueError(f"--peers: '{item}' is neither host nor host:port") from None
         peers.append((host, port or None))
     return peers
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A store that can be tried, with its own options and the handler's."""
+
+    client: type[KeyValueClient]
+    options: Any
+    settings: Settings
+
+
+def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
+    """Yield what is wrong; return the store, or None if its options do not allow to try it.
+
+    A connection without an option that is misspelt could send a password where it must not go.
+    """
+    wrong: list[tuple[str, str]] = []
+    options: Any = None
+    client: type[KeyValueClient] | None = None
+    try:
+        client = client_class(job.backend)
+    except ValueError as error:
+        yield Finding(Mark.FAILED, "backend", str(error))
+    ours = option_names(Settings)
+    theirs = option_names(client.options) if client else []
+    of_handler = faults(Settings, job.conf, job.environ)
+    if client:
+        wrong = unknown_options(job.conf, [*ours, *theirs])
+        wrong += faults(client.options, job.conf, job.environ)
+    settings = _settings(job, [name for name, _ in of_handler])
+    unfit = _torch()
+    if unfit is not None:
+        yield unfit
+    elif settings.handler == "torch":
+        from rdzv_plugins.torch_compat.dynamic_handler import check_settings
+
+        try:
+            check_settings(settings)
+        except ValueError as error:
+            of_handler.append(("handler", str(error)))
+    try:
+        refuse_unknown_checks(settings)
+    except ValueError as error:
+        of_handler.append(("checks", str(error)))
+    if settings.handler != "torch" and job.nnodes is not None:
+        try:
+            Sizes(*job.nnodes, settings.node_unit, settings.segment).refuse_if_impossible()
+        except ValueError as error:
+            of_handler.append(("node_unit", str(error)))
+    if client and not wrong:
+        try:
+            # Each option is valid by itself; a store may refuse them together.
+            options = parse_options(client.options, _only(theirs, job.conf), job.environ)
+        except ValueError as error:
+            wrong.append(("", str(error)))
+    for _, why in (*of_handler, *wrong):
+        yield Finding(Mark.FAILED, "options", why)
+    told = [*strange_variables(job.environ, [*ours, *theirs], job.backend)] if client else []
+    for found, advice in told:
+        yield Finding(Mark.WARNING if advice else Mark.OK, "environment", found, advice)
+    idle = [] if of_handler else idle_options(job.conf, job.environ, settings, job.nnodes)
+    for line in (*without_effect(job.conf, [*ours, *theirs]), *idle):
+        yield Finding(Mark.OK, "options", line)
+    if not (job.malformed or of_handler or wrong or told) and client:
+        known = {ENVIRONMENT_PREFIX + name.upper() for name in (*ours, *theirs)}
+        here = len(known & job.environ.keys())
+        found = f"{len(job.conf)} in --rdzv-conf and {here} in the environment are valid"
+        yield Finding(Mark.OK, "options", found)
+    malformed = any(finding.what == "options" for finding in job.malformed)
+    if client is None or wrong or malformed:
+        return None
+    return Chosen(client, options, settings)
+
+
+def _torch() -> Finding | None:
+    """What is wrong with this host's torch; nothing of it is imported."""
+    try:
+        refuse_without_torch("an agent")
+    except ValueError as error:
+        # Whoever checks from a host that only looks has none.
+        mark = Mark.UNKNOWN if find_spec("torch") is None else Mark.FAILED
+        return Finding(mark, "torch", str(error))
+    return None
+
+
+def _settings(job: Job, without: Iterable[str]) -> Settings:
+    """The handler's options, with the defaults of those that are wrong."""
+    names = {*option_names(Settings)} - {*without}
+    variables = {ENVIRONMENT_PREFIX + name.upper() for name in names}
+    environ = {name: value for name, value in job.environ.items() if name in variables}
+    return parse_options(Settings, _only(names, job.conf), environ)
+
+
+def _only(names: Iterable[str], conf: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: conf[name] for name in names if name in conf}

@@ -1,38 +1,103 @@
-"""All checks of a job, in order; what one makes impossible is left out, with a finding."""
+"""All checks of a job, in order, and what their findings mean together.
+
+What one check makes impossible is left out, with a finding. The meaning is one line, an exit
+status, and plain data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from rdzv_plugins.cli.check import address, health, options, run, store
-from rdzv_plugins.cli.check.job import Job
+import msgspec
+import typer
+
+from rdzv_plugins.cli.check.host import check_address, check_health, check_peers
+from rdzv_plugins.cli.check.job import Job, check_options
+from rdzv_plugins.cli.check.store import check_run, check_store
 from rdzv_plugins.config import Settings
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.stores import open_run
 
-__all__ = ["carry_out"]
+__all__ = ["SCHEMA", "carry_out", "report", "sentence", "show", "status"]
+
+SCHEMA = 1
+"""Of `report`; a change that breaks its readers raises it."""
+
+_COLOURS = {
+    Mark.OK: typer.colors.GREEN,
+    Mark.UNKNOWN: typer.colors.CYAN,
+    Mark.WARNING: typer.colors.YELLOW,
+    Mark.FAILED: typer.colors.RED,
+}
 
 
 def carry_out(job: Job) -> Iterator[Finding]:
     """The findings, each as soon as it is made."""
     yield from job.malformed
-    chosen = yield from options.check(job)
-    yield from address.check(job, chosen.settings if chosen is not None else Settings())
-    yield from address.check_peers(job)
+    chosen = yield from check_options(job)
+    yield from check_address(job, chosen.settings if chosen is not None else Settings())
+    yield from check_peers(job)
     if chosen is None:
         advice = "mend the options first"
         yield Finding(Mark.UNKNOWN, "store", "not checked, for its options are wrong", advice)
         return
-    yield from health.check(chosen.settings)
+    yield from check_health(chosen.settings)
     open = partial(
         open_run,
         chosen.client,
         job.endpoint,
-        config=chosen.config,
+        options=chosen.options,
         request_timeout=chosen.settings.heartbeat_timeout,
         job=job.run_id or None,
     )
-    usable = yield from store.check(open, job, chosen)
+    usable = yield from check_store(open, job, chosen)
     if usable and job.run_id:
-        yield from run.check(open, job, chosen.settings)
+        yield from check_run(open, job, chosen.settings)
+
+
+def show(finding: Finding) -> None:
+    """Print one line, whatever the finding quotes."""
+    mark = typer.style(f"{finding.mark.value:<8}", fg=_COLOURS[finding.mark])
+    typer.echo(f"{mark} {' '.join(finding.line.split())}")
+
+
+def status(findings: Sequence[Finding]) -> int:
+    """0: all is well; 1: it works, with warnings; 2: it will not work."""
+    marks = {finding.mark for finding in findings}
+    return 2 if Mark.FAILED in marks else 1 if Mark.WARNING in marks else 0
+
+
+def sentence(findings: Sequence[Finding]) -> str:
+    """The last line, without its beginning."""
+    failed, warned = _of(findings, Mark.FAILED), _of(findings, Mark.WARNING)
+    if failed:
+        more = f"; {_counted(warned)}" if warned else ""
+        return f"a job will not work: {', '.join(dict.fromkeys(failed))} failed{more}"
+    if warned:
+        return f"a job works, with {_counted(warned)}"
+    unknown = _of(findings, Mark.UNKNOWN)
+    passed = f"{len(findings) - len(unknown)} checks passed"
+    if unknown:
+        return f"a job works, as far as was seen: {passed}, {len(unknown)} not known"
+    return f"a job works: {passed}"
+
+
+def report(findings: Sequence[Finding]) -> dict[str, Any]:
+    """The findings, the exit status and the sentence as plain data."""
+    return {
+        "schema": SCHEMA,
+        "status": status(findings),
+        "verdict": sentence(findings),
+        "findings": msgspec.to_builtins(findings),
+    }
+
+
+def _of(findings: Sequence[Finding], mark: Mark) -> list[str]:
+    return [finding.what for finding in findings if finding.mark is mark]
+
+
+def _counted(warned: Sequence[str]) -> str:
+    noun = "warning" if len(warned) == 1 else "warnings"
+    return f"{len(warned)} {noun} ({', '.join(dict.fromkeys(warned))})"

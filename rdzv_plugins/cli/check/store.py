@@ -1,12 +1,16 @@
 """Checks the store: connects, lets it inspect its server, and tries what a rendezvous does.
 
-Everything is written in a temporary run, which is deleted afterwards, also after an error.
+Everything is written in a temporary run, which is deleted afterwards, also after an error. Where
+the store cannot be reached, `rdzv check` says what listens at its endpoint. Last, it says whether
+the run id is free, or what run holds it.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import socket
+import ssl
 import statistics
 import threading
 import time
@@ -14,22 +18,25 @@ import uuid
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from datetime import UTC, datetime
+from enum import Enum, auto
 
-from rdzv_plugins.cli.check import reach
-from rdzv_plugins.cli.check.job import Job
-from rdzv_plugins.cli.check.options import Chosen
-from rdzv_plugins.endpoint import redact
-from rdzv_plugins.inspection import delete_run
+from rdzv_plugins.archive import Archive
+from rdzv_plugins.cli.check.job import Chosen, Job
+from rdzv_plugins.config import Settings
+from rdzv_plugins.endpoint import parse_endpoint, redact
+from rdzv_plugins.inspection import Condition, Inspection, delete_run, is_torchs, settle
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.base import UNREACHED
 from rdzv_plugins.kv.findings import Finding, Mark
 
 __all__ = [
-    "check",
     "check_contention",
     "check_heartbeats",
     "check_requests",
+    "check_run",
     "check_size",
+    "check_store",
     "check_wake_up",
     "nodes_within",
 ]
@@ -55,8 +62,18 @@ _BUSY, _BEAT_EVERY = 0.5, 1.05
 # The largest value that is tried; it is the limit of most stores.
 _LARGEST_TRIED = 1 << 20
 
+# Until an address counts as one that does not answer.
+_DIAL_SECONDS = 1.0
 
-def check(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None, bool]:
+# An endpoint need not name it.
+_PORTS = {
+    "redis": 6379, "zookeeper": 2181, "consul": 8500, "etcd-v3": 2379, "postgres": 5432,
+    "nats": 4222,
+}  # fmt: skip
+_SECURE = ("rediss", "valkeys", "https", "tls")
+
+
+def check_store(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None, bool]:
     """Yield the findings; return whether the store can be used.
 
     ``open`` connects to the namespace of a run id.
@@ -74,7 +91,7 @@ def check(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None, bool
     except (*_ERRORS, ValueError) as error:
         # A slow resolver ends as a time-out, of which the store cannot tell the cause.
         told = UNREACHED not in str(error) or "cannot be resolved" in str(error)
-        why = "" if told else reach.reason(job, chosen)
+        why = "" if told else _reason(job, chosen)
         yield Finding(Mark.FAILED, "store", str(error), why)
         return False
     took = (time.perf_counter() - began) * 1000
@@ -322,3 +339,127 @@ def _wake_ups(writer: KeyValueClient, waiter: KeyValueClient) -> Iterator[float]
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         yield (outcome[0] - began) * 1000
+
+
+class _Listener(Enum):
+    """What there is at an address."""
+
+    NOBODY = auto()
+    SILENT = auto()
+    PLAIN = auto()
+    TLS = auto()
+
+
+def _reason(job: Job, chosen: Chosen) -> str:
+    """What to say besides that the store could not be reached; "": nothing is known."""
+    scheme = job.endpoint.partition("://")[0] if "://" in job.endpoint else ""
+    default = _PORTS.get(job.backend, 443 if scheme == "https" else 80)
+    # Without these the endpoint is a socket's path, libpq's own choice, or a region of AWS.
+    named = job.endpoint if job.backend == "postgres" else job.backend in _PORTS or scheme
+    if scheme == "unix" or not named:
+        return ""
+    try:
+        hosts = parse_endpoint(job.endpoint, default_port=default, schemes=[scheme]).hosts
+    except ValueError:
+        return ""
+    tls = scheme in _SECURE or bool(getattr(chosen.options, "tls", False))
+    return "; ".join(
+        filter(None, (_told(job, host, port, tls, _listener(host, port)) for host, port in hosts))
+    )
+
+
+def _listener(host: str, port: int) -> _Listener | None:
+    """Dial the address and begin a TLS handshake; None: the name cannot be resolved."""
+    context = ssl.create_default_context()
+    # Nothing is sent that needs protection: only whether it speaks TLS is of interest.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        raw = socket.create_connection((host, port), _DIAL_SECONDS)
+    except (socket.gaierror, UnicodeError):
+        return None
+    except TimeoutError:
+        return _Listener.SILENT
+    except OSError:
+        return _Listener.NOBODY
+    with raw:
+        try:
+            context.wrap_socket(raw, server_hostname=host).close()
+        except ssl.SSLError as error:
+            # An alert comes from one who speaks TLS.
+            return _Listener.TLS if "ALERT" in str(error) else _Listener.PLAIN
+        except OSError:
+            return _Listener.PLAIN
+    return _Listener.TLS
+
+
+def _told(job: Job, host: str, port: int, tls: bool, listener: _Listener | None) -> str:
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    told = {
+        None: f"'{host}' cannot be resolved: check the spelling, and this host's DNS",
+        _Listener.NOBODY: f"nothing listens at {where}: the server is down, or the port is wrong",
+        _Listener.SILENT: f"{where} does not answer: is there a firewall in between?",
+    }
+    if listener in told:
+        return told[listener]
+    # PostgreSQL speaks TLS after a request of its own, and says itself whether it does.
+    if job.backend != "postgres" and tls and listener is _Listener.PLAIN:
+        return f"what listens at {where} does not speak TLS: leave out tls=true, rediss:// and https://"
+    if job.backend != "postgres" and not tls and listener is _Listener.TLS:
+        return f"what listens at {where} speaks TLS: set tls=true, or write rediss:// or https://"
+    return (
+        f"what listens at {where} does not answer as {job.backend} does: is it another server's "
+        "port, or does it hang?"
+    )
+
+
+def check_run(open: Open, job: Job, settings: Settings) -> Iterator[Finding]:
+    """One finding; it takes up to 12 s to tell that nodes with slow heartbeats are gone."""
+    try:
+        with closing(open(job.run_id)) as client:
+            archive = Archive(open, job.run_id, settings.history_ttl)
+            yield _holder(Inspection(client, archive, job.run_id), job, settings)
+    except (RendezvousConnectionError, RendezvousStateError) as error:
+        yield Finding(Mark.FAILED, "run", f"'{job.run_id}': {error}")
+
+
+def _holder(seen: Inspection, job: Job, settings: Settings) -> Finding:
+    name, another = f"'{job.run_id}'", "use another --rdzv-id"
+    seen.look()
+    document = seen.document
+    if is_torchs(seen.client):
+        if settings.handler == "torch":
+            found = f"{name} is in use; the state of handler=torch is not read"
+            return Finding(Mark.UNKNOWN, "run", found)
+        found = (
+            f"{name} is held by a run of handler=torch, whose nodes never meet those of this job"
+        )
+        return Finding(Mark.WARNING, "run", found, f"{another}, or handler=torch")
+    if document is None:
+        return Finding(Mark.OK, "run", f"{name} is free")
+    if settings.handler == "torch":
+        found = f"{name} is held by a run of handler=rdzv, whose nodes never meet those of this job"
+        return Finding(Mark.WARNING, "run", found, f"{another}, or handler=rdzv")
+    if document.closed:
+        found = f"{name} is held by a run that has ended ({document.reason})"
+        _, wait = seen.archive.free_in(document, datetime.now(UTC))
+        return Finding(Mark.WARNING, "run", found, f"{wait}; else {another}")
+    theirs = document.min_nodes, document.max_nodes
+    if job.nnodes is not None and job.nnodes != theirs:
+        found = (
+            f"{name} was started with --nnodes={theirs[0]}:{theirs[1]}, this job with "
+            f"--nnodes={job.nnodes[0]}:{job.nnodes[1]}"
+        )
+        return Finding(Mark.FAILED, "run", found, f"use the same on every node, or {another}")
+    settle([seen])
+    if seen.condition is Condition.DEAD:
+        found = f"{name} is held by a run whose nodes are gone ({seen.sentence})"
+        wait = f"this job continues it once its lease ({settings.lease:g} s) has run out"
+        return Finding(Mark.WARNING, "run", found, f"{wait}; `rdzv clean` deletes it")
+    living = [
+        it.name for it in seen.nodes() if it.state not in ("silent", "lost", "unknown", "left")
+    ]
+    found = f"{name} is held by a run ({seen.sentence}) of {', '.join(sorted(living)[:4])}"
+    if latest := seen.last_beat:
+        found += f", whose last heartbeat came at {latest}"
+    advice = f"a node that starts now joins it; for another job {another}"
+    return Finding(Mark.WARNING, "run", found, advice)

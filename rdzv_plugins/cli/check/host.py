@@ -1,4 +1,4 @@
-"""Checks this node's address as others will dial it, and the addresses of other nodes."""
+"""Checks this node: its address as others will dial it, other nodes, and its own health."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from rdzv_plugins.addresses import (
 )
 from rdzv_plugins.cli.check.job import Job
 from rdzv_plugins.config import Settings
+from rdzv_plugins.health import gate_of
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.reach import gloo_fault
 
-__all__ = ["check", "check_peers"]
+__all__ = ["check_address", "check_health", "check_peers"]
 
 # Seconds until an address counts as one that does not answer; all peers are dialled at once.
 _PATIENCE = 3.0
@@ -32,7 +33,7 @@ _PATIENCE = 3.0
 _LONGEST_LOOKUP = 10.0
 
 
-def check(job: Job, settings: Settings) -> Iterator[Finding]:
+def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
     """Open a port, as rank 0 does for its TCPStore, and dial it at this node's address."""
     hosts = store_hosts(job.endpoint, job.backend)
     alone = job.nnodes is not None and job.nnodes[1] == 1
@@ -183,3 +184,22 @@ def _is_loopback(address: str) -> bool:
             for *_, target in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
         )
     return False
+
+
+def check_health(settings: Settings) -> Iterator[Finding]:
+    """Check this node as its agent will before it joins, where the options ask for that.
+
+    A node that has been in no round dials nobody.
+    """
+    warnings: list[str] = []
+    gate = gate_of(settings, lambda: None, warnings.append)
+    if gate is None:
+        return
+    reason = gate.check()
+    for line in warnings:
+        yield Finding(Mark.WARNING, "health", line)
+    if reason is not None:
+        found, advice = f"this node is unfit: {reason}", "it would not join; see rdzv docs policies"
+        yield Finding(Mark.FAILED, "health", found, advice)
+    elif not warnings:
+        yield Finding(Mark.OK, "health", f"this node is fit: {', '.join(gate.names)}")
