@@ -4,11 +4,10 @@ A store's hooks read, write and wait with its client library. This module implem
 share: versions, lost answers, retries within one deadline, `add`, `wait` and its end, batches, size
 limits, closing, and the translation of a library's errors into the contract's.
 
-Every stored value begins with its stamp: eight random bytes, new with each write, and "=". (Redis
-counts on from the last one where a client sends no more than the end of a value.) The stamp is the
-version. So a version never repeats, neither after a delete nor on a server that lost its data; two
-writes of equal bytes have two versions; and a client recognizes its own write by the stamp after a
-lost answer.
+Every stored value begins with its stamp: eight random bytes, new with each write, and "=". The
+stamp is the version. So a version never repeats, neither after a delete nor on a server that lost
+its data; two writes of equal bytes have two versions; and a client recognizes its own write by the
+stamp after a lost answer.
 """
 
 from __future__ import annotations

