@@ -20,7 +20,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -464,12 +464,12 @@ class _Keeper(threading.Thread):
 
 
 def _transport(target: Endpoint, members: Members) -> store.Transport:
-    async def welcome(link: store.Link) -> None:
-        refuse_others(link, members, password)
+    def vet(info: Mapping[str, Any]) -> None:
+        refuse_others(info, members, password)
 
     password = members.options.password()
     options = store.Options(user=USER if password is not None else None, password=password)
-    return store.Transport(target, options, _GREETING_SECONDS, welcome)
+    return store.Transport(target, options, _GREETING_SECONDS, None, vet)
 
 
 class QuorumAttendance(Attendance):

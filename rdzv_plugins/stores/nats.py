@@ -171,7 +171,7 @@ class Client(StoreClient):
         self._known = _FIRST, 0
         # The server's clock less this host's monotonic one.
         self._offset = 0.0
-        self._transport = Transport(target, options, request_timeout, self._greet)
+        self._transport = Transport(target, options, request_timeout, self._greet, self._vet)
         self._connect(lambda limit: self._transport.run(self._living([]), limit))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
@@ -418,6 +418,9 @@ class Client(StoreClient):
 
     # Requests to JetStream.
 
+    def _vet(self, info: Mapping[str, Any]) -> None:
+        """Raise where a server is not to be logged in to, by what it says of itself."""
+
     async def _greet(self, link: Link) -> None:
         """What each new connection begins with."""
         bucket = self._options.bucket
@@ -546,7 +549,13 @@ class SilentBucketError(Exception):
 
 
 class _Connection(nats.aio.client.Client):
-    """Encrypts if client and server ask for it; nats-py's does as the server asks."""
+    """Encrypts if client and server ask for it; nats-py's does as the server asks.
+
+    Attributes:
+        vet: raises where the server is not to be logged in to, by what it says of itself.
+    """
+
+    vet: Callable[[Mapping[str, Any]], None]
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
@@ -562,6 +571,7 @@ class _Connection(nats.aio.client.Client):
                 "speaks no TLS; give the server a certificate, or write nats:// and "
                 "leave out tls=true"
             )
+        self.vet(self._server_info)
         command: bytes = super()._connect_command()
         return command
 
@@ -588,9 +598,10 @@ class _Watch:
 class Link:
     """One connection, with its subscriptions; all of it lives in the loop's thread."""
 
-    def __init__(self, api: str) -> None:
+    def __init__(self, api: str, vet: Callable[[Mapping[str, Any]], None]) -> None:
         self._api = api
         self.connection = _Connection()
+        self.connection.vet = vet
         self.watches: dict[str, _Watch] = {}
         # What is under way, and why it ended.
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -642,7 +653,8 @@ class Transport:
         target: Endpoint,
         options: Options,
         seconds: float,
-        welcome: Callable[[Link], Coroutine[Any, Any, None]],
+        welcome: Callable[[Link], Coroutine[Any, Any, None]] | None,
+        vet: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._target, self._options = target, options
         self._attempt_seconds = min(max(_LEAST_ATTEMPT, seconds / 4), _LONGEST_ATTEMPT)
@@ -652,7 +664,7 @@ class Transport:
         self._hosts = list(target.hosts)
         random.shuffle(self._hosts)
         self._api = _api(options)
-        self._welcome = welcome
+        self._welcome, self._vet = welcome, vet
         self._link: Link | None = None
         self._dialling: asyncio.Lock | None = None
         # Referred to, as asyncio asks for.
@@ -727,7 +739,7 @@ class Transport:
         failure: Exception | None = None
         for _ in self._hosts:
             host, port = self._hosts[0]
-            link = Link(self._api)
+            link = Link(self._api, self._vet)
             try:
                 await link.connection.connect(
                     f"nats://[{host}]:{port}" if ":" in host else f"nats://{host}:{port}",
@@ -738,7 +750,8 @@ class Transport:
                     ping_interval=_PING_SECONDS, **_login(self._target, self._options),
                 )  # fmt: skip
                 link.failure = None
-                await self._welcome(link)
+                if self._welcome is not None:
+                    await self._welcome(link)
                 return link
             except (OSError, nats.errors.Error, UnfitServerError) as error:
                 # A server that refuses tells more than one that is away.

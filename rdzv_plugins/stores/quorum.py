@@ -27,7 +27,7 @@ import hashlib
 import hmac
 import socket
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -219,17 +219,18 @@ class Members:
         return ",".join(host for host, _ in self.hosts)
 
 
-def refuse_others(link: store.Link, members: Members, password: str | None) -> None:
+def refuse_others(info: Mapping[str, Any], members: Members, password: str | None) -> None:
     """Raise where this is no member of the cluster, and as for a wrong secret if it asks for none.
 
-    A member that asks for none is in no cluster with those that do.
+    Before anybody logs in: another run's has another password. A member that asks for none is in no
+    cluster with those that do.
     """
-    name = str(link.info.get("server_name", ""))
+    name = str(info.get("server_name", ""))
     if not members.is_of(name):
         raise OtherClusterError(
             f"has no member of '{members.cluster}' on its ports: '{name}' is there"
         )
-    if password is not None and not link.info.get("auth_required"):
+    if password is not None and not info.get("auth_required"):
         raise nats.errors.AuthorizationError
 
 
@@ -298,8 +299,10 @@ class Client(store.Client):
     async def _answer_on_this_link(self) -> None:
         await _answer_members(await self._transport.link())
 
+    def _vet(self, info: Mapping[str, Any]) -> None:
+        refuse_others(info, self._members, self._options.password)
+
     async def _greet(self, link: store.Link) -> None:
-        refuse_others(link, self._members, self._options.password)
         await super()._greet(link)
         with contextlib.suppress(APIError):  # There is no mark yet.
             asked = {"last_by_subj": self._mark}

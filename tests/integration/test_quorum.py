@@ -658,6 +658,27 @@ def test_a_member_whose_folder_is_deleted_is_started_again(
     client.close()
 
 
+def test_runs_whose_first_ports_are_the_same(hosts: Hosts, tmp_path: Path) -> None:
+    """The other run's members refuse this one's password, which each run has of its own."""
+    (tmp_path / "own").write_text("one")
+    first = 29700 + 6 * secrets.randbelow(16)
+    own = {"secret_file": str(tmp_path / "own"), "ports": f"{first}-{first + 5}"}
+    other = Hosts()
+    where = [
+        Members.of(hosts.store.endpoint, parse_options(Options, {**own, "cluster": run}, {}))
+        for run in (hosts.run_id, other.run_id)
+    ]
+    while where[0].ports(0) != where[1].ports(0):
+        other = Hosts()
+        options = parse_options(Options, {**own, "cluster": other.run_id}, {})
+        where[1] = Members.of(hosts.store.endpoint, options)
+    with contextlib.closing(other):
+        for one in (other, hosts):
+            one.start(1, 2, **own)
+            with contextlib.closing(one.open(1, **own)) as client:
+                longest_gap(client, 0.5)
+
+
 def test_members_whose_ports_are_taken_find_each_other(hosts: Hosts, tmp_path: Path) -> None:
     """One has another program on its port, and one on that for the other members."""
     where = Members.of(hosts.store.endpoint, Options(cluster=hosts.run_id))

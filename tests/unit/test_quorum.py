@@ -327,7 +327,7 @@ def test_an_error_is_told_in_the_words_of_members(error: Exception, says: str) -
     """None of a bucket, an account or permissions, of which its users know nothing."""
     client = Client.__new__(Client)
     client._members, client.timeout = members(), 3.0
-    client._transport = Transport(client._members.dialled, Login(), 3.0, Transport.link)  # type: ignore[arg-type]
+    client._transport = Transport(client._members.dialled, Login(), 3.0, None, client._vet)
     problem = client._problem(error)
     assert problem is not None
     assert says in problem.text
