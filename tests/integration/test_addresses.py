@@ -53,8 +53,8 @@ def test_a_store_at_each_hosts_loopback(scenario: str) -> None:
     assert seen["master"].startswith("10.1.0.1:")
     assert seen["statuses"] == [0, 0]
     address = only(seen["checked"], "address: ")
-    assert "other nodes dial '10.1.0.1' (the store is at loopback, and there is no" in address
-    assert "of 10.1.0.1 (eth1), 127.0.0.1 (lo)" in address
+    assert "other nodes dial '10.1.0.1' (the first one, for the store is at loopback" in address
+    assert "this host has 10.1.0.1 (eth1), 127.0.0.1 (lo)" in address
     mark = "ok  " if "consul" in scenario else "warning "
     assert only(seen["checked"], "store's host: it is at loopback").startswith(mark)
 
@@ -162,7 +162,9 @@ def test_the_network_that_the_nodes_share_is_chosen() -> None:
     assert "interface=, network= or --local-addr" in seen["told"]
     assert seen["master"].startswith("10.2.0.1:")
     line = only(seen["checked"], "address: ")
-    assert "other nodes dial '10.2.0.1' (network=10.2.0.0/16, of 10.1.0.1 (eth1), 10.2.0" in line
+    assert (
+        "other nodes dial '10.2.0.1' (network=10.2.0.0/16; this host has 10.1.0.1 (eth1), " in line
+    )
 
 
 def test_what_gloo_would_listen_at_is_told() -> None:
