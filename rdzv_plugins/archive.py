@@ -1,4 +1,4 @@
-"""What outlives a run: how its runs ended, its last rounds, excluded hosts, the list of all runs.
+"""Records that outlive a run: ends of runs, last rounds, excluded hosts, the list of all runs.
 
 It stands outside the run's own keys, which expire soon after the end, under run ids that no job can
 have: ``!archive/<run id>`` has the tombstones and the rounds of one run id, ``!runs`` has an entry
@@ -165,7 +165,7 @@ class Archive:
         return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
 
     def last(self) -> Row | Listed | None:
-        """What was noted last of the id's runs; None: nothing, or it is forgotten.
+        """The last note of the id's runs; None: nothing, or it is forgotten.
 
         A run that has had no round has no row, only its entry in the list.
         """
@@ -186,7 +186,7 @@ class Archive:
         By two wall clocks, for people. ``closed_ttl`` tells only how long whoever closed the run
         may have meant it to stay.
         """
-        # Who closes a run says last that its keys expire.
+        # A node that closes a run says last that its keys expire.
         rows = self.rows() if ended.expires else []
         for row in reversed(rows):
             if row.incarnation == ended.incarnation and row.kept is not None:
@@ -298,7 +298,7 @@ class Archive:
 
 
 def free_now(run_id: str) -> str:
-    """What to do, where nobody knows when the id of a closed run is free."""
+    """Advice for where nobody knows when the id of a closed run is free."""
     return f"to free its id now: {_clean(run_id)}"
 
 
@@ -346,7 +346,7 @@ def _excluded(entry: Entry | None) -> tuple[Exclusion, ...]:
 
 
 def _hold(exclusions: Iterable[Exclusion], now: float) -> tuple[Exclusion, ...]:
-    """Those that hold; of a host's the last."""
+    """The exclusions that hold; of a host's the last."""
     return tuple({it.host: it for it in exclusions if it.holds(now)}.values())
 
 

@@ -278,7 +278,7 @@ class Settings:
 
     @property
     def ports(self) -> range:
-        """Those of ``master_port``; port 0 stands for any that is free."""
+        """The ports of ``master_port``; port 0 stands for any that is free."""
         first, last = _port_range(self.master_port or "0")
         return range(first, last + 1)
 
@@ -396,7 +396,7 @@ def first_line(name: str, path: str) -> str:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        # What a file holds is not shown.
+        # No error shows the content of a file.
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UnreadableFileError(f"{name} '{path}' cannot be read ({why})") from error
     if not lines or not lines[0]:
@@ -442,7 +442,7 @@ def parse_options(
 def faults(
     cls: type, config: Mapping[str, object], environ: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """What `parse_options` would refuse, all of it: (option, why). Unknown options do not count."""
+    """All that `parse_options` would refuse: (option, why). Unknown options do not count."""
     found, hints = [], get_type_hints(cls)
     for item in fields(cls):
         try:
@@ -537,7 +537,7 @@ def _unknown(name: str, known: list[str]) -> ValueError:
 
 
 def alternatives(name: str, known: Collection[str]) -> str:
-    """What to say of a name that is none of ``known``: the nearest, and all."""
+    """Advice on a name that is none of ``known``: the nearest, and all."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}there are: {', '.join(known)}"

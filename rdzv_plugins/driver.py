@@ -48,7 +48,7 @@ Watcher: TypeAlias = Callable[[effects.Effect[Any], Any, Exception | None], obje
 # After an unforeseen error the node starts over; the pause prevents a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
 
-# What `KeyValueClient.inspect` finds that may lose a run.
+# Findings of `KeyValueClient.inspect` that may lose a run.
 _MAY_LOSE_THE_RUN = ("persistence", "eviction")
 
 # Not while agents wait for the round and start their workers.
@@ -588,7 +588,7 @@ def _watched(
 
 
 def _of_the_store(error: Exception) -> Exception:
-    """What a node is told of a failed request; raises what says nothing of store or host."""
+    """The error that the node is told of a failed request; raises any other error."""
     if isinstance(error, RendezvousConnectionError | RendezvousStateError):
         return error
     if (missing := as_outage(error)) is None:

@@ -21,7 +21,7 @@ __all__ = ["EXCHANGED", "Answering", "dial", "exchange"]
 EXCHANGED = 4 << 20
 """Bytes each way."""
 
-_CHUNK = os.urandom(1 << 16)  # What a link compresses would seem fast.
+_CHUNK = os.urandom(1 << 16)  # A link that compresses would seem fast otherwise.
 
 # For the greeting, and for all.
 _GREETING_SECONDS, _CLIENT_SECONDS = 5.0, 60.0

@@ -1,4 +1,4 @@
-"""What Prometheus can know of all runs under a prefix, from the store alone: ``rdzv exporter``.
+"""Metrics of all runs under a prefix, from the store alone: ``rdzv exporter``.
 
 What there is stands in `metrics.TABLE`: what a node has too has the same name and means the same.
 """
@@ -34,7 +34,7 @@ EXPORTED = tuple(
     for metric in TABLE
     if metric.by is not By.NODE
 )
-"""Those of the exporter, with their labels."""
+"""The metrics of the exporter, with their labels."""
 
 
 class Exporter(Collector):

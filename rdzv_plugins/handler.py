@@ -935,7 +935,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             left = {it.label for it in others.values() if it.status is Status.LEFT}
             lost = said.lost.first if said is not None else ()
             asking = [it for it in others.values() if it.asks and it.label not in lost]
-            # Who left without ever having been in a round has waited too, mostly as long.
+            # A node that left without ever having been in a round has waited too, mostly as long.
             waited = [
                 it
                 for it in others.values()
@@ -964,7 +964,7 @@ def _what_failed(error: BaseException) -> str:
 
 
 def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandler:
-    """What ``--rdzv-backend`` stands for.
+    """The handler of ``--rdzv-backend``.
 
     Args:
         client: as `rdzv_plugins.entry_points.HandlerFactory.client`.
@@ -1160,7 +1160,7 @@ def _own_address(params: RendezvousParameters, settings: Settings) -> str:
 
 
 def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
-    """What the protocol needs to know of the handler's options."""
+    """The handler's options as the protocol needs them."""
     return Rules(
         min_nodes=min_nodes,
         max_nodes=max_nodes,

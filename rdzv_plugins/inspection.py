@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 NOTHING_STORED = "nothing is stored under this id: check the id and the prefix"
-"""What all commands say of an id that they do not find."""
+"""The answer of all commands for an id that they do not find."""
 
 SCHEMA = 1
 """The version of what `Inspection.report` returns; it changes when a field changes its meaning."""
@@ -70,7 +70,7 @@ _CLOCKS_SHOWN = 4
 
 
 class Condition(StrEnum):
-    """What a run does, in a word."""
+    """The state of a run, in a word."""
 
     RUNNING = "running"
     FORMING = "forming"
@@ -182,7 +182,7 @@ class Inspection:
         if not record.at or (before is not None and before.beat == record.beat):
             return
         ahead = record.at - time.time()
-        # What was there at the first look may be of any age.
+        # A record that was there at the first look may be of any age.
         behind = ahead + passed + 1.0 if before is not None else 0.0
         self._clocks[node] = max(0.0, ahead) or min(0.0, behind)
 
@@ -358,7 +358,7 @@ class Inspection:
 
     @property
     def sentence(self) -> str:
-        """What the run does and waits for."""
+        """The sentence: what the run does and waits for."""
         if self.document is None:
             return self._what_it_was()
         quiet = min(map(self._beats.confirmed_silence, self.records), default=0.0)
@@ -376,7 +376,7 @@ class Inspection:
 
     @property
     def situation(self) -> Situation:
-        """What follows from what was read, where there is a document."""
+        """The run as it was read, where there is a document."""
         document = self.document
         assert document is not None
         return assess_from_outside(

@@ -1,4 +1,4 @@
-"""What people see of a node without setting anything up: its lines on stderr, as torch's look."""
+"""The log of a node without setting anything up: its lines on stderr, as torch's look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node measures of itself and of its store: for Prometheus, and through OpenTelemetry.
+"""A node's measurements of itself and of its store: for Prometheus, and through OpenTelemetry.
 
 `TABLE` is the one table of what there is, also of what the exporter tells of all runs;
 ``docs/metrics.md`` shows it, and a test compares the two. `build` makes a node's metrics in a
@@ -84,7 +84,7 @@ class Kind(StrEnum):
 
 
 class By(StrEnum):
-    """Who reports a metric."""
+    """The place that reports a metric."""
 
     NODE = "a node"
     EXPORTER = "the exporter"
@@ -276,7 +276,7 @@ TABLE = (
 """Every metric, in the order of the page."""
 
 METRICS = tuple(metric for metric in TABLE if metric.by is not By.EXPORTER)
-"""Those of a node."""
+"""The metrics of a node."""
 
 Sample: TypeAlias = tuple[str, Mapping[str, str], float]
 """The name of a gauge, its labels, and its value; NaN: it is not known."""
@@ -302,7 +302,7 @@ def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]
 
 
 def causes_of(round_: Cause | round_record.RoundRecord) -> Sequence[str]:
-    """Those of `CAUSES` for which a round formed."""
+    """The members of `CAUSES` for which a round formed."""
     return [name for name in CAUSES[:-1] if getattr(round_, name)] or CAUSES[-1:]
 
 

@@ -125,7 +125,7 @@ def _started_with(entry: bytes) -> list[int]:
 
 
 def _main() -> None:
-    # What stops a whole service, or a terminal, must not end it before the agent.
+    # A signal to a whole service, or from a terminal, must not end it before the agent.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     workers: list[int] = []

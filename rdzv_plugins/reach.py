@@ -137,7 +137,7 @@ def _told(master: str, error: Exception) -> str:
 
 
 def gloo_fault(address: str) -> str:
-    """What is wrong where workers use gloo on several hosts, and what to do; "": nothing.
+    """The fault, and its mend, where workers use gloo on several hosts; "": none.
 
     A look-up: it may take 2 s.
     """

@@ -7,7 +7,7 @@ import unicodedata
 __all__ = ["RESERVED", "refuse_unless_possible", "why_no_log_folder"]
 
 RESERVED = "!"
-"""What this package keeps beside the runs has ids that begin with this; see `archive`."""
+"""The ids of the records that this package keeps beside the runs begin so; see `archive`."""
 
 # Consul, with the id percent-encoded, and DynamoDB take no more in a key.
 _MOST_BYTES = 512

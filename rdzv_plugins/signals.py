@@ -178,7 +178,7 @@ def _ends_this_process(number: int) -> bool:
 
 
 def _raise(number: int, _: FrameType | None) -> None:
-    """What torch's handler does."""
+    """As torch's handler does."""
     # Late, so that what only waits as `take` does needs no torch; whoever listens has loaded it.
     from torch.distributed.elastic.multiprocessing import SignalException
 

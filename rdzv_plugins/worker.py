@@ -1,4 +1,4 @@
-"""What the workers of a node can know of their round; see `rdzv_plugins.current`.
+"""The workers' view of their round; see `rdzv_plugins.current`.
 
 The agent's process hands it down in one environment variable: torch starts workers with a copy of
 the agent's environment.
@@ -229,7 +229,7 @@ def fence(path: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         if outer is None:
             if os.getpid() == process:
-                # What was forked meanwhile has the descriptor too, and would keep the lock.
+                # A process forked meanwhile has the descriptor too, and would keep the lock.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             del held[this]
             os.close(descriptor)

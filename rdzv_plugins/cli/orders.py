@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["drain", "exclude", "excluded", "include", "resize", "restart"]
 
-# Who rings the leader's bell.
+# The name with which a command rings the leader's bell.
 _GIVER = "rdzv"
 
 # Each node of the run reads the reason with the document.
@@ -364,7 +364,7 @@ def excluded(
 
 
 class _Told:
-    """What a command tells of an order: a line whenever there is news, or all at the end as data.
+    """The report of an order: a line whenever there is news, or all at the end as data.
 
     Args:
         order: the command.

@@ -25,7 +25,7 @@ __all__ = ["Poller", "Snapshot", "sizes"]
 # How often the store is read while somebody looks, and while nobody does, in seconds.
 _INTERVAL = 1.0
 _IDLE_INTERVAL = 15.0
-# Whoever has asked for something looks for so long.
+# A page that has asked for something is taken to be open for so long.
 _ATTENTION_SECONDS = 10.0
 _STOP_SECONDS = 2.0
 # The most sizes of a run that are kept while the dashboard looks.
@@ -57,7 +57,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What the store held at one time, as plain data.
+    """The content of the store at one time, as plain data.
 
     Attributes:
         at: when, ISO 8601 in UTC.
@@ -110,7 +110,7 @@ class Poller:
         return self._thread.is_alive()
 
     async def fresh(self) -> Snapshot | None:
-        """What the store holds now, or held last if it does not answer; None: nothing was read."""
+        """The latest content of the store, old if it does not answer; None: nothing was read."""
         self._asked = time.monotonic()
         self._wake.set()
         known = self.snapshot
@@ -232,7 +232,7 @@ def sizes(rows: Sequence[Row], seen: Sequence[Size]) -> list[tuple[str, int]]:
 
 
 def _since(rows: Sequence[Row], seen: Sequence[Size]) -> Sequence[Size]:
-    """What was seen since the last row was so."""
+    """Events since the last row."""
     if not rows:
         return seen
     row = rows[-1]

@@ -1,4 +1,4 @@
-"""Who may join: a node's own checks, run before it asks for a round.
+"""A node's own checks of whether it may join, run before it asks for a round.
 
 `gate` runs them one after the other, each within a time limit; `command` is one of the user's,
 `gpu`, `disk` and `network` are this package's, and others are entry points in the group

@@ -1,4 +1,4 @@
-"""What a check is, and one that is a Python callable."""
+"""The contract of a check, and a check that is a Python callable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CallCheck", "CannotRunError", "Check", "last_line"]
 
 _LONGEST_REASON = 200
 
-# What colours a terminal's text, as many programs print it into a pipe too.
+# Codes that colour a terminal's text, as many programs print it into a pipe too.
 _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 

@@ -18,7 +18,7 @@ __all__ = ["CommandCheck", "arguments_of"]
 
 # How soon it is noticed that nobody waits for the command any more.
 _LOOK_SECONDS = 0.05
-# What is kept of its output; the reason is at the end.
+# Bytes of its output that are kept; the reason is at the end.
 _KEPT = 16384
 # A process that the command left behind may write for ever.
 _MOST_READS_AFTER_THE_END = 64

@@ -51,7 +51,7 @@ class Gate:
         self._seconds = seconds
         self._fails_open = fails_open
         self._warn = warn
-        # Those that did not end when they were given up.
+        # Checks that did not end when they were given up.
         self._hung: dict[str, _Attempt] = {}
         self._attempt: _Attempt | None = None
         self._closed = False

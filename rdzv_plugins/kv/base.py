@@ -121,7 +121,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What an error of the client library means.
+    """The meaning of an error of the client library.
 
     Attributes:
         text: continues "<store> at <endpoint> ..."; says what failed and what to do.
@@ -314,7 +314,7 @@ class StoreClient(KeyValueClient):
 
     @abstractmethod
     def _problem(self, error: Exception) -> Problem | None:
-        """What an error means; None: it is no error of the client library, and is re-raised."""
+        """The meaning of an error; None: it is no error of the library, and is raised again."""
 
     def _set_if(
         self, key: str, data: bytes, expected: Version | None, limit: Limit

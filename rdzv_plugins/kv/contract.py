@@ -46,7 +46,7 @@ Version = Hashable
 
 
 class RendezvousError(Exception):
-    """What a store's client raises, except for a bad option."""
+    """The error of a store's client, except for a bad option."""
 
 
 class RendezvousConnectionError(RendezvousError):
@@ -86,7 +86,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do; the conformance suite checks each attribute.
+    """The abilities of a store; the conformance suite checks each attribute.
 
     Attributes:
         push: the store wakes `KeyValueClient.wait`; False: `wait` polls the store.
@@ -215,7 +215,7 @@ class KeyValueClient(ABC):
             self.delete(key)
 
     def inspect(self) -> Iterable[Finding]:
-        """What only this store can know of its server, for `rdzv check`: its version, role, rights.
+        """This store's findings of its server, for `rdzv check`: its version, role, rights.
 
         Reads only, and changes nothing on the server. What the user may not ask is a finding with
         `Mark.UNKNOWN`. Raises `RendezvousConnectionError`.

@@ -1,4 +1,4 @@
-"""What a host has run out of, as an outage of it: told once, and tried again after growing pauses.
+"""A host without a resource, as an outage: told once, and tried again after growing pauses.
 
 Threads, descriptors and memory are missing for a second as well as for good, and whoever has none
 can end nothing but itself. So a node treats this as it treats a store that is away.
@@ -46,7 +46,7 @@ class ExhaustedError(RendezvousConnectionError):
 
 
 def exhausted(error: BaseException | None) -> str | None:
-    """What this host has run out of, if the error, or one behind it, says that."""
+    """The resource that this host has run out of, if the error, or one behind it, says that."""
     behind: list[BaseException] = []
     # A signal that comes while an error is handled has that error as its context.
     while not (error is None or error in behind or is_signal(error)):
@@ -92,7 +92,7 @@ def require_descriptors(count: int = _DESCRIPTORS) -> None:
 
 
 def missing_for_workers() -> str | None:
-    """What this host has run out of that it takes to start workers; None: it has enough now.
+    """The resource that this host lacks to start workers; None: it has enough now.
 
     Whoever may start no thread may start no process either.
     """

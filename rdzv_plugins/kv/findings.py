@@ -1,4 +1,4 @@
-"""What `rdzv check` finds: one line a finding. Stores yield theirs in `KeyValueClient.inspect`."""
+"""Findings of `rdzv check`, one line each. Stores yield theirs in `KeyValueClient.inspect`."""
 
 from __future__ import annotations
 

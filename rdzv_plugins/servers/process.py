@@ -50,7 +50,7 @@ class NotInstalledError(ServerError):
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """What a local server requires of its clients; by default nothing.
+    """The requirements of a local server on its clients; by default none.
 
     Attributes:
         user: name of the one user; for Consul it is not used.
@@ -76,7 +76,7 @@ class Security:
         return self.cert_file is not None
 
     def config(self) -> dict[str, str]:
-        """What ``--rdzv-conf`` needs to connect, without secrets."""
+        """The options that ``--rdzv-conf`` needs to connect, without secrets."""
         if not self.tls:
             return {}
         options = {
@@ -87,7 +87,7 @@ class Security:
         return {"tls": "true"} | {name: path for name, path in options.items() if path}
 
     def environ(self) -> dict[str, str]:
-        """What the environment of a client needs to connect: user and password."""
+        """The variables that a client needs to connect: user and password."""
         values = {"RDZV_PLUGINS_USER": self.user, "RDZV_PLUGINS_PASSWORD": self.password}
         return {name: value for name, value in values.items() if value}
 

@@ -115,7 +115,7 @@ def _registered(name: str) -> str | None:
 def strange_variables(
     environ: Mapping[str, str], known: Iterable[str], backend: str
 ) -> Iterator[tuple[str, str]]:
-    """What to say of each RDZV_PLUGINS_* that is none of the ``known`` options, and what to do.
+    """A line for each RDZV_PLUGINS_* that is none of the ``known`` options, and what to do.
 
     There is nothing to do about an option of another store: hosts may set it for all jobs.
     """
@@ -187,7 +187,7 @@ def opener(
 
 
 def attend(client: type[KeyValueClient], params: RendezvousParameters) -> Attendance | None:
-    """What a node does for a store that the nodes keep up; None: a server is there.
+    """The work of a node for a store that the nodes keep up; None: a server is there.
 
     Raises:
         ValueError: a bad endpoint or option, or a missing package.
@@ -198,7 +198,7 @@ def attend(client: type[KeyValueClient], params: RendezvousParameters) -> Attend
 
 
 def _own_options(params: RendezvousParameters) -> dict[str, object]:
-    """Those of the store in torchrun's parameters."""
+    """The options of the store in torchrun's parameters."""
     ours = option_names(Settings)
     return {name: value for name, value in params.config.items() if name not in ours}
 

@@ -1,4 +1,4 @@
-"""What is made of files that change while a job runs: secrets and certificates."""
+"""Secrets and certificates from files that change while a job runs."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Http:
         self._drop_idle()
 
     def inspect(self, secret: bool) -> Finding:
-        """What `of_connection` says; ``secret``: a password or token is sent."""
+        """The answer of `of_connection`; ``secret``: a password or token is sent."""
         return of_connection(self._tls is not None, secret, [host for host, _ in self._hosts])
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class _Connection(io.RawIOBase):
         self.http.close()
         self._socket.close()
 
-    # What http.client calls.
+    # The method that http.client calls.
 
     def sendall(self, data: bytes) -> None:
         self._request += data
@@ -280,7 +280,7 @@ def http_of(target: Endpoint, options: ServerOptions, timeout: float) -> Http:
 
 
 def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Problem | None:
-    """What an error of `Http` means; None: another error. ``hint`` is that of `_unreachable`."""
+    """The meaning of an error of `Http`; None: another error. ``hint``: see `_unreachable`."""
     if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
         return tls_problem(str(error))
     if isinstance(error, OSError | HTTPException):

@@ -28,14 +28,14 @@ _OF_A_CERTIFICATE = re.compile(
     r"CERTIFICATE|UNKNOWN_CA|WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"
 )
 
-# What a server says that refuses this client, in OpenSSL's spelling and in libpq's. Before TLS 1.3
-# it answers "handshake failure" to a client without a certificate.
+# A server's words to a client that it refuses, in OpenSSL's spelling and libpq's. Before TLS 1.3 it
+# answers "handshake failure" to a client without a certificate.
 _REFUSES_CLIENT = re.compile(
     "(?i)alert[_ ](bad[_ ]certificate|unsupported[_ ]certificate|certificate[_ ]|unknown[_ ]ca"
     "|no[_ ]certificate|access[_ ]denied|handshake[_ ]failure)"
 )
 
-# What follows OpenSSL's reason. The first pattern that matches counts.
+# Advice that follows OpenSSL's reason. The first pattern that matches counts.
 _CAUSES = [
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
@@ -100,7 +100,7 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
 def context_if(
     encrypted: bool, options: ServerOptions, how: str
 ) -> FromFiles[ssl.SSLContext] | None:
-    """What gives a context for each connection that is encrypted; None for others.
+    """Gives a context for each connection that is encrypted; None for others.
 
     Args:
         how: what encrypts it.

@@ -193,7 +193,7 @@ class Session:
         return value
 
     def _refusal(self) -> Exception:
-        """What a failed log-in was: since 3.6 a server answers whom it refuses."""
+        """The cause of a failed log-in: since 3.6 a server answers a client that it refuses."""
         failure: Exception = AuthFailedError()
         if self.reason.endswith(_CUT_SHORT):
             failure = NotConnectedError(self.reason)

@@ -371,7 +371,7 @@ class _Transport:
         """The time, in seconds, of the agent that answered this thread's last request."""
         return _time_of(self._thread.headers)
 
-    # What py-consul calls.
+    # The methods that py-consul calls.
 
     def get(self, callback: Any, path: str, params: Any = None, **_: object) -> Any:
         return self._ask("GET", callback, path, params)

@@ -305,7 +305,7 @@ class Client(StoreClient):
     def _disconnect(self) -> None:
         self._transport.close()
 
-    # What the hooks await.
+    # The coroutines that the hooks await.
 
     async def _living(self, keys: list[str]) -> dict[str, Stored]:
         """The values of these keys in the present epoch."""
@@ -401,7 +401,7 @@ class Client(StoreClient):
         self._known = found, at
         if found.epoch == epoch:
             return True
-        await self._purge(f"{self._mark}./{epoch}.>")  # What it wrote there.
+        await self._purge(f"{self._mark}./{epoch}.>")  # The keys that it wrote there.
         return False
 
     async def _begin_epoch(self, last: _Mark, at: int) -> None:
@@ -422,7 +422,7 @@ class Client(StoreClient):
         """Raise where a server is not to be logged in to, by what it says of itself."""
 
     async def _greet(self, link: Link) -> None:
-        """What each new connection begins with."""
+        """The requests with which each new connection begins."""
         bucket = self._options.bucket
         try:
             answer = await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self._greeting_seconds)
@@ -577,7 +577,7 @@ class _Connection(nats.aio.client.Client):
 
 
 class _Watch:
-    """What a subscription has brought last."""
+    """The last message of a subscription."""
 
     def __init__(self) -> None:
         self.latest: Stored | None = None
@@ -603,13 +603,13 @@ class Link:
         self.connection = _Connection()
         self.connection.vet = vet
         self.watches: dict[str, _Watch] = {}
-        # What is under way, and why it ended.
+        # The request under way, and why it ended.
         self.tasks: set[asyncio.Task[Any]] = set()
         self.failure: Exception | None = None
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the server says of itself."""
+        """The server's description of itself."""
         found: dict[str, Any] = self.connection._server_info
         return found
 

@@ -140,7 +140,7 @@ _LOGGED_IN = (
     pq.ConnStatus.CHECK_STANDBY, pq.ConnStatus.CONSUME,
 )  # fmt: skip
 
-# What errors mean, by a pattern of their code and text: the first that matches counts. Errors of a
+# Errors' meanings, by a pattern of code and text: the first that matches counts. Errors of a
 # refused connection have no code.
 _PROBLEMS = {
     r"authentication failed|no password supplied|role .*(does not exist|is not permitted)": Problem(
@@ -509,7 +509,7 @@ class Client(StoreClient):
         yield Finding(Mark.OK, "connections", found, values=values)
 
     def _grant(self, user: str) -> str:
-        """What gives the user its rights, for psql."""
+        """The commands that give the user its rights, for psql."""
         schema, dot, _ = self._name.partition(".")
         return (
             f"GRANT USAGE ON SCHEMA {schema if dot else 'public'} TO {user}; "

@@ -55,4 +55,4 @@ class KeyValueConformance(ReadWriteTests, WaitingTests, ConcurrencyTests, Killed
 
 
 class NetworkConformance(KeyValueConformance, NetworkTests, CapabilityTests):
-    """Those and the tests of a client of a server; needs `Store.address`."""
+    """These tests and the ones of a client of a server; needs `Store.address`."""

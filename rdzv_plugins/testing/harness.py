@@ -42,7 +42,7 @@ class Restart(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """What the suite needs to know about a store.
+    """The suite's knowledge of a store.
 
     Attributes:
         open: connects a client.

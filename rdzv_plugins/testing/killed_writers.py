@@ -64,7 +64,7 @@ class KilledWriterTests(Harness):
         self, writers: Writers, client: KeyValueClient, open: Open, size: int
     ) -> None:
         for done in writers(lambda writer, number: writer.put("key", _value(number, size))):
-            # What the dead writer had sent may still arrive; then it stays.
+            # A request that the dead writer had sent may still arrive; then its value stays.
             seen = [_number(present(client.get("key")).value) for _ in range(3)]
             assert {*seen} <= {done, done + 1}
             assert seen == sorted(seen), "the old value came back"
@@ -94,7 +94,7 @@ class KilledWriterTests(Harness):
                 entry, won = _in_time(set_mine)
                 attempts += 1
                 assert attempts <= 2, "the dead writer wrote more than once"
-            # What the dead writer had sent can no longer be applied.
+            # A request that the dead writer had sent can no longer be applied.
             newcomer = open(request_timeout=REQUEST_TIMEOUT)
             assert newcomer.get("key") == entry
             assert _in_time(partial(newcomer.compare_and_set, "key", b"", present(entry).version))[
@@ -157,7 +157,7 @@ def _number(value: bytes) -> int:
 
 
 def _in_time(write: Callable[[], T]) -> T:
-    """What the write returned, within its request timeout."""
+    """The result of the write, within its request timeout."""
     return Background(write).result(REQUEST_TIMEOUT + SLACK)
 
 

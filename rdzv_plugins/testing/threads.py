@@ -33,7 +33,7 @@ class Background(Generic[T]):
         return not self._thread.is_alive()
 
     def result(self, timeout: float) -> T:
-        """What the call returned or raised; `AssertionError` if it has not ended in time."""
+        """The result of the call, or its error; `AssertionError` if it has not ended in time."""
         assert self.done(timeout), f"the call had not ended after {timeout:g} s"
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""What torch has besides the handler: c10d stores, rendezvous backends, a handler of its own.
+"""Torch's other parts on our stores: c10d stores, rendezvous backends, a handler of its own.
 
 Importing it makes the errors of `rdzv_plugins.kv` torch's: torch and its users catch those.
 """

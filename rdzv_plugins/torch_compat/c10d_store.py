@@ -260,7 +260,7 @@ class KeyValueStore(Store):
         return False
 
     def _stand_in(self, key: str) -> bytes:
-        """What to give for such a key then; asked only of a store that is over."""
+        """The value of such a key then; asked only of a store that is over."""
         raise NotImplementedError
 
     def _patiently(self, request: Callable[[], T], seconds: float | None = None) -> T:

@@ -101,7 +101,7 @@ def create_torch_handler(
     address: str,
     attendance: Attendance | None = None,
 ) -> MendedDynamicRendezvousHandler:
-    """What ``--rdzv-conf handler=torch`` stands for; the handler owns ``client`` and closes it.
+    """The handler of ``--rdzv-conf handler=torch``; the handler owns ``client`` and closes it.
 
     Args:
         address: of this node.

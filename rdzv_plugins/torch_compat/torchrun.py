@@ -1,4 +1,4 @@
-"""What torchrun was told, where this process is torchrun or `rdzv run`."""
+"""The options that torchrun was given, where this process is torchrun or `rdzv run`."""
 
 from __future__ import annotations
 
