@@ -42,7 +42,7 @@ from rdzv_plugins.servers.quorum import USER, at, find_binary, probe, route, set
 from rdzv_plugins.stores import nats as store
 from rdzv_plugins.stores.quorum import PRESENCE, Client, Members, refuse_others
 
-__all__ = ["Place", "QuorumAttendance", "own_place"]
+__all__ = ["Place", "QuorumAttendance", "delete_left_folders", "own_place"]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ _TELL_LINGER_SECONDS = 2.0
 _HURRY_SECONDS = 5.0
 # How long the end waits for the thread, which may hang in a look-up of a name.
 _STOP_SECONDS = 7.0
-
+# The name of a member's folder begins so; one that old, of which nobody holds the lock, was left.
+_FOLDER, _LEFT_SECONDS = "rdzv-quorum-", 60.0
 
 _BUCKET = store.Options().bucket
 # JetStream's errors that only a leader gives: there is no such message, or no bucket.
@@ -285,7 +286,8 @@ class _Keeper(threading.Thread):
         if port is None:
             return
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="rdzv-quorum-"))
+            delete_left_folders()
+            self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
             # systemd-tmpfiles leaves a locked folder alone, however old.
             self._lock = os.open(self._folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -461,6 +463,26 @@ class _Keeper(threading.Thread):
             return False
         except (OSError, nats.errors.Error, store.UnfitServerError):
             return True
+
+
+def delete_left_folders() -> None:
+    """Delete the folders of members whose agent and watchdog were killed together.
+
+    A container's end does that, or the end of a Slurm job's step. The agent of a member that runs
+    holds the lock of its folder.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            # A young one may have no lock yet.
+            if found.st_uid != os.getuid() or time.time() - found.st_mtime < _LEFT_SECONDS:
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _transport(target: Endpoint, members: Members) -> store.Transport:

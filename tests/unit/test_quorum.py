@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import socket
+import tempfile
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -333,3 +336,26 @@ def test_an_error_is_told_in_the_words_of_members(error: Exception, says: str) -
     assert says in problem.text
     for word in ("bucket", "account", "permissions", "nats ", "tls"):
         assert word not in problem.text
+
+
+# Folders of members.
+
+
+def test_a_folder_that_was_left_goes_and_those_of_living_members_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, held, young = (tmp_path / f"rdzv-quorum-{it}" for it in ("left", "held", "young"))
+    another = tmp_path / "another"
+    for folder in (left, held, another):
+        (folder / "member").mkdir(parents=True)
+        os.utime(folder, times=(0, 0))
+    young.mkdir()
+    (tmp_path / "rdzv-quorum-link").symlink_to(another)
+    lock = os.open(held, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    member.delete_left_folders()
+    assert {it for it in (left, held, young, another) if it.exists()} == {held, young, another}
+    os.close(lock)
+    member.delete_left_folders()
+    assert not held.exists()
