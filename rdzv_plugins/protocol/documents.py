@@ -212,10 +212,11 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __str__(self) -> str:
         failed = self.failed.without(self.left.first)
+        whose = "its" if failed.count == 1 else "their"
         parts = [
             f"lost {self.lost}: lease ran out" if self.lost else "",
             f"{self.left} left{self._reasons}" if self.left else "",
-            f"{failed} joined again (its workers failed)" if failed else "",
+            f"{failed} joined again ({whose} workers failed)" if failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
             f"no connection between {self.apart}" if self.apart else "",
             f"drained {self.drained}" if self.drained else "",

@@ -62,7 +62,7 @@ class TestWhoIsBlamed:
         failed = Names(("n1[1]", "n2[1]", "n3[1]"))
         cause = Cause(left=Names(("n3[1]", "n4[1]")), failed=failed)
         assert blamed(cause) == ["n3"]
-        assert str(cause) == "n3[1], n4[1] left; n1[1], n2[1] joined again (its workers failed)"
+        assert str(cause) == "n3[1], n4[1] left; n1[1], n2[1] joined again (their workers failed)"
 
 
 class TestStrikes:
