@@ -1,4 +1,4 @@
-"""What ends: a run, and what a round leaves behind when the next one runs."""
+"""Ends: of a run, and of the keys that a round leaves behind when the next one runs."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def close_run(
         document = _readable(entry, latest)
         if document is None and latest is not None:
             if (yield from ReadTombstone(latest.incarnation)):
-                # What this node wrote since the sweep would have no end.
+                # The keys that this node wrote since the sweep would have no end.
                 yield from Drop((NODES_PREFIX + node_id,))
                 return True
-            # Who waits for it needs the end, and not the names of thousands.
+            # A node that waits for it needs the end, and not the names of thousands.
             document, _ = apart(latest, INLINE)
         if document is not None and not document.is_whole:
             document = yield from with_rank(document, node_id, known_ranks(latest))
@@ -80,7 +80,7 @@ def close_run(
             return False
         by_hand = document.closed and document.outcome is Outcome.CLOSED
         if by_hand and outcome is Outcome.FAILED and document.names(node_id):
-            # Those that went on to work after that wait for this node's workers, for ever.
+            # The nodes that train after that wait for this node's workers, for ever.
             failed = replace(document, outcome=outcome, cause=Cause(note=why))
             expected = entry.version if entry else None
             entry, written = yield from CompareAndSet(STATE_KEY, failed.encode(), expected)

@@ -1,4 +1,4 @@
-"""What stands in the store: the round document and the nodes' own records, as small JSON.
+"""The documents in the store: the round document and the nodes' own records, as small JSON.
 
 Bytes from the store are never trusted: msgspec checks each field's type as it parses them, and what
 is not as declared here is refused with `RendezvousStateError`. Nothing is unpickled.
@@ -79,7 +79,7 @@ def store_prefix(incarnation: str, round_: int) -> str:
 
 
 class CorruptDocumentError(RendezvousStateError):
-    """What stands as the round document was written by no version of this package."""
+    """No version of this package wrote the value that stands as the round document."""
 
 
 class Phase(StrEnum):
@@ -103,7 +103,7 @@ _PHASE_ORDER = {phase: order for order, phase in enumerate(Phase)}
 
 
 class Status(StrEnum):
-    """What a node's own record says."""
+    """The status in a node's own record."""
 
     JOIN = "join"
     """It asks for a round; no worker of it runs."""
@@ -266,7 +266,7 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Strikes(msgspec.Struct, frozen=True, array_like=True):
-    """What counts against a host.
+    """A count against a host.
 
     Attributes:
         host: the address that its nodes use.
@@ -282,7 +282,7 @@ class Strikes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
-    """What a node found out about the network while it confirmed its rank.
+    """The findings of a node about the network while it confirmed its rank.
 
     Attributes:
         partner: with which node it was to exchange data; empty: with none.
@@ -300,7 +300,7 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Faults(msgspec.Struct, frozen=True, array_like=True):
-    """What the network check has found since a round last ran, or of the one that runs.
+    """The findings of the network check since a round last ran, or of the one that runs.
 
     Attributes:
         links: nodes that dialled another and could not exchange data with it, each with that one.
@@ -475,7 +475,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def rosters(self) -> list[Shards]:
-        """Those that stand apart from it, one for the round and one for the last."""
+        """The rosters that stand apart from it, one for the round and one for the last."""
         return [it for it in (self.roster, self.previous_roster) if it is not None]
 
     @property
@@ -551,7 +551,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename=_SHORT):
-    """What a node says of itself; written by nobody else.
+    """A node's record of itself; written by nobody else.
 
     Attributes:
         beat: grows with every write; a node whose beat stands still is lost.

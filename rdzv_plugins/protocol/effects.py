@@ -1,4 +1,4 @@
-"""What a node asks of the world: the requests that `Node.run` yields, and their answers."""
+"""The requests of a node to the world: those that `Node.run` yields, and their answers."""
 
 from __future__ import annotations
 

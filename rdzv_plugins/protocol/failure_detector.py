@@ -1,4 +1,4 @@
-"""Who is alive, judged by beats on the observer's own clock alone."""
+"""Judges which nodes live, by beats on the observer's own clock alone."""
 
 from __future__ import annotations
 

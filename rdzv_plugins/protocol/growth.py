@@ -29,7 +29,7 @@ class Hold:
 
 
 def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) -> Hold | None:
-    """What keeps the leader from ending the round for newcomers; None: nothing. Rule: growth.
+    """The reason not to end the round for newcomers; None: there is none. Rule: growth.
 
     Args:
         newcomers: how many would be let in.

@@ -1,4 +1,4 @@
-"""Whom a run keeps out of its rounds: nodes that were drained, and those of excluded hosts."""
+"""Nodes that a run keeps out of its rounds: drained ones, and those of excluded hosts."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ _MOST_ROUNDS = 4
 # A node that has failed with so many others is at fault.
 _SEVERAL = 2
 
-# What a document keeps, of very many.
+# So many links a document keeps, of very many.
 _LINKS_KEPT, _OUT_KEPT = 64, 32
 
-# Who takes more than twice the median is slow, but not one that takes no time at all.
+# A node that takes more than twice the median is slow, but not one that takes no time at all.
 _SLOW, _LEAST_SECONDS = 2.0, 0.05
 
 _SHOWN = 3
@@ -54,7 +54,7 @@ Link = tuple[str, str]
 
 
 def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:
-    """Whom a node dials: each one is dialled by one other, in the next round by another.
+    """The node that a node dials: each one is dialled by one other, in the next round by another.
 
     Args:
         ranks: of those that are known: all, or in a large round those of one shard.
@@ -68,7 +68,7 @@ def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What becomes of a round that all its participants have confirmed.
+    """The verdict on a round that all its participants have confirmed.
 
     Attributes:
         runs: it may run; else another one is to form.
@@ -121,14 +121,14 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
 def _not_to_host(
     document: RoundDocument, found: Mapping[str, Found], out: Mapping[str, object]
 ) -> tuple[str, ...]:
-    """Who is not to be rank 0 of the next round, since others could not dial it."""
+    """The nodes not to be rank 0 of the next round, since others could not dial them."""
     hosts, first = document.faults.hosts, document.participants[0]
     dialled = {node: it.unreached for node, it in found.items() if it.first and node not in out}
     blind = [node for node, why in dialled.items() if why]
     nobody = len(blind) == len(dialled)
     if not blind or first in out or (out and not nobody):
         return hosts
-    # Who cannot dial this rank 0 cannot be dialled by it either, as a rule.
+    # A node that cannot dial this rank 0 cannot be dialled by it either, as a rule.
     hosts = tuple(dict.fromkeys((*hosts, first, *(() if nobody else blind))))
     if {*document.participants} <= {*hosts}:
         hosts = (first,)  # Each has had its turn.
@@ -136,7 +136,7 @@ def _not_to_host(
 
 
 def still_not_to_host(faults: Faults) -> Faults:
-    """What the next round is to know of one that runs."""
+    """The faults of a round that runs, for the next one."""
     return Faults(hosts=faults.hosts) if faults.hosts else NO_FAULTS
 
 
@@ -147,7 +147,7 @@ def _without(out: Mapping[str, object], pairs: Sequence[Link]) -> tuple[Link, ..
 def _at_fault(
     links: Sequence[Link], blind: Sequence[Link], now: Collection[str], sure: bool
 ) -> dict[str, list[str]]:
-    """Who failed with several others, and with whom: the fewest nodes that explain all.
+    """The nodes that failed with several others, and with which: the fewest nodes that explain all.
 
     A rank 0 that cannot be dialled may be well otherwise: that counts against who dialled. Where
     two that failed with each other failed with as many, each may be the one that is well; the next
@@ -220,7 +220,7 @@ def _pairs(links: Sequence[Link], records: Mapping[str, NodeRecord]) -> list[str
 
 
 def told(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
-    """What of the network a sentence says of a run; empty: nothing."""
+    """The part on the network in the sentence of a run; empty: none."""
     faults = document.faults
     parts = [
         f"no data passes between {_listed(_pairs(faults.links, records))}" if faults.links else "",
@@ -244,7 +244,7 @@ def remark(document: RoundDocument, records: Mapping[str, NodeRecord], runs: boo
 
 
 def own_findings(record: NodeRecord) -> str:
-    """What a node could not reach when it last confirmed a rank, for its own log; or empty."""
+    """The peers that a node could not reach when it last confirmed a rank, for its log."""
     found = record.found
     return "; ".join(_failures("this node", found)) if found is not None else ""
 
@@ -274,7 +274,7 @@ def slow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
 def _findings(
     document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> list[tuple[str, Found]]:
-    """What participants have found in this round, as far as their records are known."""
+    """The findings of participants in this round, as far as their records are known."""
     return [
         (node, record.found)
         for node in document.participants

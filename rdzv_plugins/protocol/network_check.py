@@ -97,7 +97,7 @@ class NetworkCheck:
             self._answer = report
 
     def run(self, document: RoundDocument) -> Effects[Found | None]:
-        """What this node has found; None: nothing yet, to be asked again."""
+        """The findings of this node; None: none yet, to be asked again."""
         self.awaits = None
         if self._world_id != document.world_id:
             yield from self._begin(document)

@@ -81,7 +81,7 @@ _EXCLUSIONS_SECONDS = 0.05
 # A shorter last call is over before people can read of it.
 _SHORTEST_CALL = 1.0
 
-# Who waits for rank 0 to open its TCPStore looks at the document as often.
+# A node that waits for rank 0 to open its TCPStore looks at the document as often.
 _LOOK_SECONDS = 1.0
 
 _PAUSES = (Rest, Park)
@@ -99,7 +99,7 @@ _RENEWALS = 4
 
 
 class Node:
-    """What a node remembers between two decisions.
+    """The memory of a node between two decisions.
 
     Args:
         node_id: unique in the run, without spaces.
@@ -215,7 +215,7 @@ class Node:
         self._fetching: tuple[str, float] | None = None
         # When to read them again.
         self._fetch_due = 0.0
-        # What came of the reading, until the leader takes that up.
+        # The result of the reading, until the leader takes that up.
         self._fetched: tuple[Exclusion, ...] | Exception | None = None
         # The exclusions that outlive runs; None: not read.
         self._carried: tuple[Exclusion, ...] | None = None
@@ -236,7 +236,7 @@ class Node:
 
     @property
     def waiting(self) -> int:
-        """What ``num_nodes_waiting()`` returns."""
+        """The answer of ``num_nodes_waiting()``."""
         return self._waiting or int(self.is_cut_off)
 
     @property
@@ -282,7 +282,7 @@ class Node:
 
     @property
     def diagnosis(self) -> words.Diagnosis:
-        """What this node does or waits for."""
+        """A sentence: what this node does or waits for."""
         left = self._join_deadline - self._clock() if self._joining else None
         view = self.view()
         found = words.of_node(view, left)
@@ -345,7 +345,7 @@ class Node:
         match begun:
             case OpenMaster(world_id) if opening is not None and opening[0] == world_id:
                 self._opened = world_id, result
-            # What is read again is older than what people have said since.
+            # A second reading is older than what people have said since.
             case FetchExclusions(incarnation) if self._carried is None:
                 if fetching is not None and fetching[0] == incarnation:
                     self._fetched = result
@@ -620,7 +620,7 @@ class Node:
         return document.round, int(self._wall() + left)
 
     def view(self) -> rules.View:
-        """What this node knows now. In another thread its parts may be of two moments."""
+        """The view of this node now. In another thread its parts may be of two moments."""
         now, seen = self._clock(), self._seen
         document = seen.document
         leader = document.leader if document and document.leader else ""
@@ -728,8 +728,8 @@ class Node:
                 asked = self._clock()
                 ended = yield from ReadTombstone(incarnation)
                 if ended is not None:
-                    # What this node wrote since the sweep has no deadline. If the Drop fails, the
-                    # node asks again; once it knows of the end it does nothing more.
+                    # The keys that this node wrote since the sweep have no deadline. If the Drop
+                    # fails, the node asks again; once it knows of the end it does nothing more.
                     yield from Drop((NODES_PREFIX + self.id,))
                 self._seen.hear_of_the_end(incarnation, ended, asked)
             case rules.Wait(seconds, enough):
@@ -818,7 +818,7 @@ class Node:
     def _check_network(
         self, document: RoundDocument, seconds: float | None
     ) -> Effects[Found | None]:
-        """What this node found out about its links; None: nothing yet, decide again."""
+        """The findings of this node about its links; None: none yet, decide again."""
         found = yield from self._network.run(document)
         if found is not None or self.ordered:
             return found

@@ -1,4 +1,4 @@
-"""What a node has read of its run: the document, the leader's record or all records, and when."""
+"""A node's readings of its run: the document, the leader's record or all records, and when."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ class Observer:
         self.outages = 0
         self.document_is_fresh = False
         self.confirmed: RoundDocument | None = None
-        # What is to be read before the next decision.
+        # The readings that are due before the next decision.
         self._document_due = True
         self._leader_due = False
         self._records_due = True
         # Whether it lists all records though it does not lead.
         self._lists = False
         self._runs: str | None = None  # The world_id of the round that `running_since` is of.
-        self._grew: tuple[str, int] | None = None  # What `grown_since` is of.
+        self._grew: tuple[str, int] | None = None  # The document that `grown_since` is of.
         self._leader_is: str | None = None  # Whose record `leader` is.
         self._listing = RecordCache()
         # This node's rank by the digest of the shards that it has read, the last ones.
@@ -323,7 +323,7 @@ class Observer:
         The window of a leader that this node has just deposed stays: its silence is proven.
         """
         deposed = was.leader if was and document.leader == self._me else None
-        # Whoever fell silent with that leader has been silent for a lease, and has one more now.
+        # Nodes that fell silent with that leader have been so for a lease, and have one more.
         silent = deposed is not None and self._is_out(deposed, self.leader)
         self._outlived = deposed if silent else None
         self.records = None
@@ -371,7 +371,7 @@ class Observer:
                 return
 
     def read_record(self, node: str) -> Effects[tuple[Entry | None, NodeRecord | None]]:
-        """What stands there, and the record; a sign of life, behind which no later listing goes."""
+        """The entry there, and the record; a sign of life, behind which no later listing goes."""
         asked = self._clock()
         entry = yield from Read(NODES_PREFIX + node)
         record = readable(entry)

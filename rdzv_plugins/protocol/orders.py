@@ -1,4 +1,4 @@
-"""What people order a run to do: take nodes out, let nodes in, begin a new round.
+"""Orders of people to a run: take nodes out, let nodes in, begin a new round.
 
 An order stands in the round document; its leader carries it out, and any heir of the leader. So it
 outlives whoever gave it, and needs nobody to run but the nodes themselves.

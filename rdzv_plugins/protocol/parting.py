@@ -48,7 +48,7 @@ _LOOK_SECONDS = 0.5
 
 
 class Parting(StrEnum):
-    """What became of a run that a node gave up, or of the node: the run counted no more on it."""
+    """The end of a run that a node gave up, or of the node: the run counted no more on it."""
 
     LEFT = "left"
     CLOSED = "closed"

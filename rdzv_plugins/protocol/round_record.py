@@ -1,4 +1,4 @@
-"""What is kept of a round, and of the end of a run, for people: the rows of a run's history."""
+"""The record of a round, and of the end of a run, for people: the rows of a run's history."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def record_of(
     seconds: Durations | None = None,
     kept: float | None = None,
 ) -> RoundRecord:
-    """What is kept of this round.
+    """The record of this round.
 
     Args:
         records: the nodes' own, as far as they are known.

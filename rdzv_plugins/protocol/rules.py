@@ -1,4 +1,4 @@
-"""What `decide.decide` is given (a `View`), and what it answers (an `Action`)."""
+"""The argument of `decide.decide` (a `View`), and its answers (an `Action`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node does, in one word: the same in tables, on the page, in metrics and as data."""
+"""The state of a node, in one word: the same in tables, on the page, in metrics and as data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DUE_INTERVALS = 1.2
 
 
 class State(StrEnum):
-    """What a node does, as far as whoever says so can know. ``docs/commands.md`` has the table."""
+    """The state of a node, as far as an observer can know. ``docs/commands.md`` has the table."""
 
     JOINING = "joining"
     """It asks for the round that forms, or has not confirmed its rank yet."""
@@ -77,7 +77,7 @@ def state_of(
     lost: bool,
     now: float,
 ) -> State:
-    """What the node does.
+    """The state of the node.
 
     Args:
         document: of the run; None: there is none.

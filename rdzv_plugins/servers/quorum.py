@@ -46,7 +46,7 @@ def settings_of(
         "server_name": name,
         "listen": at(*listens),
         "jetstream": {"store_dir": str(folder / "data"), "max_memory_store": _MEMORY_BYTES},
-        # Who lost its power sends no reset: known after 9 s, and not for 4 minutes as by default.
+        # A host that lost its power sends no reset: found after 9 s, by default after 4 minutes.
         "ping_interval": "3s",
         "ping_max": 2,
         # One line in the log for so many attempts at a member that is away.
@@ -108,7 +108,7 @@ class Quorum(Nats):
 
 
 def server_name(cluster: str, host: str) -> str:
-    """What a member calls itself: the same after each start, or it would count as another."""
+    """The name of a member: the same after each start, or it would count as another."""
     return f"{quote(cluster)}@{host}"
 
 

@@ -1,4 +1,4 @@
-"""What ``rdzv check`` tells of the members of a quorum, which mostly run only while a job does."""
+"""Findings of ``rdzv check`` on the members of a quorum, which mostly run only while a job does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node does for the store ``quorum``: it sees to the member of its host, if that has one.
+"""The work of a node for the store ``quorum``: it sees to the member of its host, if that has one.
 
 A thread starts nats-server beside the agent, starts it again where it has ended, and leaves it to
 another agent of the run on this host that was faster. The member ends with its agent, also where

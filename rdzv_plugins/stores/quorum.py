@@ -110,7 +110,7 @@ class Options(StoreOptions):
         return range(int(first), int(last), 2)
 
     def password(self) -> str | None:
-        """What members and nodes of this cluster log in with; None: nobody needs to.
+        """The password of members and nodes of this cluster; None: nobody needs one.
 
         Raises:
             UnreadableFileError: the file of the secret has none.
@@ -318,7 +318,7 @@ class Client(store.Client):
 
     @property
     def _replicas(self) -> tuple[int, ...]:
-        # Those that are there, if they are a majority; members see to the rest.
+        # The members that are there, if they are a majority; they see to the rest.
         size = len(self._members.hosts)
         return tuple(range(size, size // 2, -1))
 

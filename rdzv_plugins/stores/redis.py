@@ -69,7 +69,7 @@ __all__ = ["Client", "Options"]
 
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
-# What redis-py takes in a URL, and what to write here.
+# Parameters of redis-py's URLs, and what to write here.
 _ELSEWHERE = {
     "username": "write user=, or user@ in front of the host",
     "password": "set $RDZV_PLUGINS_PASSWORD",
@@ -116,7 +116,7 @@ _REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPer
 # How Redis 6.2 and later answer a longer command of who has not logged in.
 _NO_LOG_IN = re.compile("^Protocol error: unauthenticated ")
 _RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello"
-# What stands at the key is not of this package.
+# The value at the key is not of this package.
 _OTHERS_DATA = re.compile("WRONGTYPE|NOTANUMBER")
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
@@ -806,7 +806,7 @@ class _Sentinels(redis.Sentinel):
         failure = MasterNotFoundError
         if any(refusals[place] == number for place, number in ways.items()):
             failure = _SentinelRefusalError
-        # Who was let in one way tells more by that than by the refusal of another.
+        # A login that was accepted tells more than the refusal of another.
         told = failures | answers
         said = ", ".join(f"{place}: {answer}" for place, answer in told.items())
         raise failure(said)
@@ -844,7 +844,7 @@ def _space(info: Mapping[str, str]) -> Finding:
 
 
 class _Target(NamedTuple):
-    """What the endpoint and the options name; ``path`` of a socket of this host, or hosts."""
+    """The servers that endpoint and options name; ``path`` of a socket of this host, or hosts."""
 
     path: str | None
     hosts: Sequence[tuple[str, int]]
@@ -887,7 +887,7 @@ def _target(endpoint: str, options: Options) -> _Target:
 
 
 def _grant(target: _Target, options: Options) -> str:
-    """What gives the user its rights, for redis-cli."""
+    """The command that gives the user its rights, for redis-cli."""
     rights = _RIGHTS
     if target.database:
         rights += " +select"

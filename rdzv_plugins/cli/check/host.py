@@ -85,7 +85,7 @@ def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
 
 
 def _of_several_hosts(job: Job, address: str, elsewhere: bool) -> Iterator[Finding]:
-    """What keeps nodes of several hosts apart, if the job is to have some."""
+    """Findings that keep nodes of several hosts apart, if the job is to have some."""
     if job.nnodes is None and not elsewhere:
         return
     if job.nnodes is not None and job.nnodes[1] == 1:
@@ -158,7 +158,7 @@ def _dial(host: str, port: int | None) -> Finding:
 
 
 def _meaning(error: Exception) -> tuple[str, str]:
-    """What happened, and what to do."""
+    """The event, and advice."""
     if isinstance(error, socket.gaierror | UnicodeError):
         return "cannot be resolved", "check its spelling, and this host's DNS or /etc/hosts"
     if isinstance(error, ConnectionRefusedError):

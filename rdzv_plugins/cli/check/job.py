@@ -199,11 +199,11 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
 
 
 def _torch() -> Finding | None:
-    """What is wrong with this host's torch; nothing of it is imported."""
+    """The fault of this host's torch; nothing of it is imported."""
     try:
         refuse_without_torch("an agent")
     except ValueError as error:
-        # Whoever checks from a host that only looks has none.
+        # A host that only looks has none.
         mark = Mark.UNKNOWN if find_spec("torch") is None else Mark.FAILED
         return Finding(mark, "torch", str(error))
     return None

@@ -342,7 +342,7 @@ def _wake_ups(writer: KeyValueClient, waiter: KeyValueClient) -> Iterator[float]
 
 
 class _Listener(Enum):
-    """What there is at an address."""
+    """The server at an address."""
 
     NOBODY = auto()
     SILENT = auto()
@@ -351,7 +351,7 @@ class _Listener(Enum):
 
 
 def _reason(job: Job, chosen: Chosen) -> str:
-    """What to say besides that the store could not be reached; "": nothing is known."""
+    """Advice where the store could not be reached; "": nothing is known."""
     scheme = job.endpoint.partition("://")[0] if "://" in job.endpoint else ""
     default = _PORTS.get(job.backend, 443 if scheme == "https" else 80)
     # Without these the endpoint is a socket's path, libpq's own choice, or a region of AWS.
