@@ -15,7 +15,7 @@ from shlex import quote
 
 import msgspec
 
-from rdzv_plugins.kv import Entry, KeyValueClient
+from rdzv_plugins.kv import UNREADABLE, Entry, KeyValueClient
 from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.run_ids import RESERVED
@@ -160,7 +160,7 @@ class Archive:
         for entry in entries.values():
             try:
                 found.append(_ROWS.decode(entry.value))
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue  # For display only: another version's.
         return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
 
@@ -333,7 +333,7 @@ def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:
     for run, entry in entries.items():
         try:
             runs[run] = _LISTED.decode(entry.value)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             continue
     return runs
 
@@ -341,7 +341,7 @@ def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:
 def _excluded(entry: Entry | None) -> tuple[Exclusion, ...]:
     try:
         return _EXCLUSIONS.decode(entry.value) if entry is not None else ()
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return ()  # Another version's, or damaged.
 
 
@@ -359,8 +359,8 @@ def _keep_newest(client: KeyValueClient, prefix: str, most: int) -> None:
 
 def _fields(value: bytes) -> dict[str, object]:
     try:
-        story = json.loads(value)
-    except ValueError:
+        story = msgspec.json.decode(value)
+    except UNREADABLE:
         return {}
     return story if isinstance(story, dict) else {}
 

@@ -1,6 +1,7 @@
 """The key-value contract (`contract`), in memory (`memory`), and as a base for stores (`base`)."""
 
 from rdzv_plugins.kv.contract import (
+    UNREADABLE,
     AccessDeniedError,
     Attendance,
     Capabilities,
@@ -26,6 +27,7 @@ from rdzv_plugins.kv.exhaustion import (
 from rdzv_plugins.kv.memory import MemoryClient, MemoryServer
 
 __all__ = [
+    "UNREADABLE",
     "AccessDeniedError",
     "Attempts",
     "Attendance",

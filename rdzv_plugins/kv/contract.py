@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rdzv_plugins.kv.findings import Finding
 
 __all__ = [
+    "UNREADABLE",
     "AccessDeniedError",
     "Attendance",
     "Capabilities",
@@ -43,6 +44,10 @@ __all__ = [
 
 Version = Hashable
 """Opaque. Equal versions of a key mean equal bytes, also across deletes and restarts."""
+
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The errors of a JSON decoder for bytes that this package did not write: damaged, or another's."""
 
 
 class RendezvousError(Exception):

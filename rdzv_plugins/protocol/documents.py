@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import msgspec
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.kv import UNREADABLE, RendezvousStateError
 
 __all__ = [
     "BELL_KEY",
@@ -509,7 +509,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         try:
             document = _DOCUMENTS.decode(data)
             problem = document._problem()
-        except (msgspec.DecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             problem = str(error)
         if problem is None:
             return document._without_ranks()
@@ -646,7 +646,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         """Raises `RendezvousStateError` for anything that `encode` did not write."""
         try:
             record = _RECORDS.decode(data)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise RendezvousStateError(f"a node's record is unreadable: {error}") from error
         if not 0 < record.interval <= record.lease < _LONGEST_LEASE:
             raise RendezvousStateError(
@@ -682,6 +682,6 @@ def _schema_of(data: bytes) -> object:
     """The schema of what may be another version's document; None: it is no document."""
     try:
         fields: Any = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return None
     return fields.get("schema") if isinstance(fields, dict) else None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from rdzv_plugins.kv import UNREADABLE
 from rdzv_plugins.protocol.documents import (
     NodeRecord,
     Phase,
@@ -135,7 +136,7 @@ def ranks_in(entry: Entry | None) -> dict[str, int] | None:
         return None
     try:
         return _SHARDS.decode(entry.value)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 

@@ -20,6 +20,7 @@ import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 
 from rdzv_plugins.kv import (
+    UNREADABLE,
     Entry,
     KeyValueClient,
     RendezvousConnectionError,
@@ -288,7 +289,7 @@ def _queued(entry: Entry | None) -> list[bytes]:
         return []
     try:
         return _QUEUES.decode(entry.value[len(_QUEUE) :])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise DistStoreError(f"a queue is unreadable: {error}") from error
 
 

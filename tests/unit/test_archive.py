@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from rdzv_plugins.archive import Archive, archive_run_id, list_runs
+from rdzv_plugins.archive import EXCLUDED, LIST, Archive, archive_run_id, list_runs
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.protocol.documents import (
     Cause,
@@ -213,3 +213,31 @@ def test_when_the_id_of_an_ended_run_is_free(archive: Archive) -> None:
     assert archive.free_in(CLOSED, now) == unknown
     assert archive.free_in(ended, now - timedelta(seconds=20)) == unknown
     assert archive.free_in(ended, now + timedelta(seconds=100)) == unknown
+
+
+DAMAGED = [
+    b"",
+    b"\xff",
+    b"[" * 5000,
+    b'{"x":' * 5000,
+    b'{"incarnation":"\xff"}',
+    b'[["\xff"]]',
+    b"[1]",
+]
+
+
+@pytest.mark.parametrize("value", DAMAGED, ids=[repr(it[:12]) for it in DAMAGED])
+def test_a_damaged_value_costs_no_other_run_anything(
+    server: MemoryServer, archive: Archive, value: bytes
+) -> None:
+    """Anybody who may write to the store may write such a value."""
+    note(archive, FOUNDED, RUNNING)
+    for run_id, key in (
+        (archive_run_id("job"), "rounds/another/1"), (LIST, "another"), (EXCLUDED, "job"),
+    ):  # fmt: skip
+        MemoryClient(server, run_id).put(key, value)
+    assert {row.round for row in archive.rows()} == {1}
+    assert [*list_runs(partial(MemoryClient, server))] == ["job"]
+    assert archive.exclusions(0.0) == ()
+    note(archive, CLOSED)
+    assert archive.rows()[-1].phase is Phase.CLOSED

@@ -151,7 +151,13 @@ def garbage() -> st.SearchStrategy[bytes]:
         st.binary(),
         JSON.map(lambda value: json.dumps(value).encode()),
         st.builds(lambda data, cut: data[:cut], ours, st.integers(0, 200)),
-    )
+        # A byte that is another, and something nested deeper than a decoder goes.
+        st.builds(
+            lambda data, at, byte: data[: at % len(data)] + byte + data[at % len(data) + 1 :],
+            ours, st.integers(0, 1000), st.binary(min_size=1, max_size=1),
+        ),
+        st.sampled_from([b"[" * 5000, b'{"a":' * 5000]),
+    )  # fmt: skip
 
 
 @given(garbage())
