@@ -511,7 +511,7 @@ def test_commands_reach_it_from_any_host(submit: Submit) -> None:
     for without in (["list"], ["excluded", "--all-runs"]):
         refused = CliRunner().invoke(app, [*without, *at])
         assert isinstance(refused.exception, ValueError)
-        assert "for a command that takes none, with cluster=<its id>" in str(refused.exception)
+        assert "takes no run, with --rdzv-conf=cluster=<its id>" in str(refused.exception)
         shown = CliRunner().invoke(app, [*without, *at, "-c", f"cluster={job.run_id}"])
         assert shown.exit_code == 0, shown.output
         assert without != ["list"] or job.run_id in shown.output
