@@ -15,7 +15,8 @@ from shlex import quote
 
 import msgspec
 
-from rdzv_plugins.kv import UNREADABLE, Entry, KeyValueClient
+from rdzv_plugins.kv import Entry, KeyValueClient
+from rdzv_plugins.kv.contract import UNREADABLE
 from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.run_ids import RESERVED

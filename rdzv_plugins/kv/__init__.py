@@ -1,7 +1,6 @@
 """The key-value contract (`contract`), in memory (`memory`), and as a base for stores (`base`)."""
 
 from rdzv_plugins.kv.contract import (
-    UNREADABLE,
     AccessDeniedError,
     Attendance,
     Capabilities,
@@ -27,7 +26,6 @@ from rdzv_plugins.kv.exhaustion import (
 from rdzv_plugins.kv.memory import MemoryClient, MemoryServer
 
 __all__ = [
-    "UNREADABLE",
     "AccessDeniedError",
     "Attempts",
     "Attendance",

@@ -14,7 +14,8 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import msgspec
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import UNREADABLE, RendezvousStateError
+from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.kv.contract import UNREADABLE
 
 __all__ = [
     "BELL_KEY",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import UNREADABLE
+from rdzv_plugins.kv.contract import UNREADABLE
 from rdzv_plugins.protocol.documents import (
     NodeRecord,
     Phase,

@@ -20,12 +20,12 @@ import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 
 from rdzv_plugins.kv import (
-    UNREADABLE,
     Entry,
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
 )
+from rdzv_plugins.kv.contract import UNREADABLE
 from rdzv_plugins.kv.retry import retry, store_is_away
 
 __all__ = ["KeyValueStore"]
