@@ -206,6 +206,11 @@ def test_who_comes_back_from_a_silent_store_stops_at_once_and_tells(
 ) -> None:
     """Meanwhile its workers run on, and a fence keeps them from the checkpoint."""
     fence = tmp_path / "checkpoint.fence"
+
+    def tokens() -> list[int]:
+        log = fence.with_suffix(".log")
+        return [int(line) for line in log.read_text().split()] if log.exists() else []
+
     with store.proxy() as proxy, jobs(tmp_path) as submit:
         away = submit(replace(store, endpoint=store.endpoint_at(proxy.address)))
         there = submit(store)
@@ -213,6 +218,7 @@ def test_who_comes_back_from_a_silent_store_stops_at_once_and_tells(
         there.start_at("b", training={"fence": fence})
         away.agents = there.agents = {**away.agents, **there.agents}
         away.await_begun("ab")
+        away.await_that(tokens, "the first token", 60)
         proxy.black_hole()
         cut = time.monotonic()
         began = max(there.await_begun("b", after=cut).began.values())
@@ -231,11 +237,8 @@ def test_who_comes_back_from_a_silent_store_stops_at_once_and_tells(
         seconds = float(told.partition("for at most ")[2].partition(" s")[0])
         assert stopped - began <= seconds + SOON
         away.await_begun("ab", after=began)
-
-        def tokens() -> list[int]:
-            return [int(line) for line in fence.with_suffix(".log").read_text().split()]
-
-        away.await_that(lambda: len({*tokens()}) == 3, "a token of each round", 30)
+        # One that came first may have trained alone before.
+        away.await_that(lambda: len({*tokens()}) >= 3, "a token of each round", 60)
     assert tokens() == sorted(tokens())
 
 
