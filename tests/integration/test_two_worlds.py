@@ -41,7 +41,7 @@ CONFIG: dict[str, object] = {
 }
 
 # torch's agents look ten times a second; they share two cores with all that a test runs.
-SOON = 1.0
+SOON = 3.0
 
 
 class Doorkeeper:
