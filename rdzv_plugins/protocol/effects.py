@@ -134,7 +134,8 @@ class Begin(Effect[None], frozen=True):
 class OpenMaster(Begin, frozen=True):
     """Open a fresh TCPStore for the round of this world_id; its result is ``address:port``.
 
-    Name resolution may hang.
+    Name resolution may hang. The driver ends the node's wait for it also where ``seconds`` was 0: a
+    node begins it before it writes the round, however long that takes.
     """
 
 
