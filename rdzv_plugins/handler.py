@@ -45,7 +45,7 @@ from rdzv_plugins.archive import Archive, free_now
 from rdzv_plugins.config import Settings, idle_options, option_names, without_effect
 from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.endpoint import redact
-from rdzv_plugins.exchange import Answering, dial, exchange
+from rdzv_plugins.exchange import answer, dial, exchange
 from rdzv_plugins.health import gate_of, refuse_unknown_checks
 from rdzv_plugins.kv import (
     Attempts,
@@ -59,6 +59,7 @@ from rdzv_plugins.kv import (
     missing_for_workers,
 )
 from rdzv_plugins.kv.retry import retry, store_is_away
+from rdzv_plugins.listener import Listener
 from rdzv_plugins.logs import RunLog, set_up, told
 from rdzv_plugins.metrics import Report, refuse_unless_installed
 from rdzv_plugins.protocol import effects
@@ -178,11 +179,12 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._moments: Moments | None = None
         self._pid = os.getpid()
         node_id = secrets.token_hex(8)
-        self._answering: Answering | None = None
+        self._listener: Listener | None = None
         if rules.network_check and rules.max_nodes > 1:
             name = f"rdzv-{run_id}-answers"
             try:
-                self._answering = Answering(node_id, address, name, ports=settings.ports)
+                self._listener = Listener(address, name, settings.ports)
+                answer(self._listener, node_id)
             except OSError as error:
                 raise RendezvousStateError(
                     f"no port of master_port={settings.master_port or 'any'} is free at "
@@ -204,7 +206,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             hint=settings.rank,
             policy=settings.policy,
             domain=settings.domain if rules.minds_domains else None,
-            port=self._answering.port if self._answering is not None else 0,
+            port=self._listener.port if self._listener is not None else 0,
         )
         self._node = Node(
             node_id,
@@ -763,8 +765,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._client.close()
             if self._attendance is not None:
                 self._attendance.close()
-            if self._answering is not None:
-                self._answering.close(_STOP_SECONDS)
+            if self._listener is not None:
+                self._listener.close(_STOP_SECONDS)
             self._reach.close()
             self._driver.await_masters(_STOP_SECONDS)
             self._servers.clear()

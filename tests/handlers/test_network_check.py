@@ -38,7 +38,7 @@ def test_a_round_runs_and_its_threads_end(site: Site) -> None:
 
 def test_without_the_option_nobody_listens(site: Site) -> None:
     handler = site.handler(1, 1)
-    assert (handler._answering, handler._node.record.port) == (None, 0)
+    assert (handler._listener, handler._node.record.port) == (None, 0)
 
 
 def test_without_a_shared_store_a_port_that_nobody_has_opened_yet_counts(
@@ -53,8 +53,8 @@ def cut_off(site: Site, **options: Any) -> tuple[list[Background[object]], Node]
     """Three of which one answers nobody, and dials in vain; the joins, and its node."""
     handlers = [site.handler(2, 3, network_check=True, **options) for _ in range(3)]
     out = handlers[-1]
-    assert out._answering is not None
-    out._answering.close()
+    assert out._listener is not None
+    out._listener.close()
 
     def in_vain(request: effects.DialPeer) -> float:
         raise TimeoutError("timed out")

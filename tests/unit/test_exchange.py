@@ -10,7 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from rdzv_plugins import exchange as exchanges
-from rdzv_plugins.exchange import Answering, dial, exchange
+from rdzv_plugins import listener as listeners
+from rdzv_plugins.exchange import answer, dial, exchange
+from rdzv_plugins.listener import Listener
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 
@@ -19,18 +21,24 @@ NAME = "rdzv-test-answers"
 
 
 @pytest.fixture
-def answering() -> Iterator[Answering]:
-    server = Answering("the-node", "127.0.0.1", NAME, SIZE)
+def answering() -> Iterator[Listener]:
+    server = answers("127.0.0.1")
     yield server
     server.close()
     assert NAME not in {thread.name for thread in threading.enumerate()}
 
 
-def endpoint(server: Answering) -> str:
+def answers(address: str) -> Listener:
+    server = Listener(address, NAME)
+    answer(server, "the-node", SIZE)
+    return server
+
+
+def endpoint(server: Listener) -> str:
     return f"127.0.0.1:{server.port}"
 
 
-def stranger(server: Answering) -> socket.socket:
+def stranger(server: Listener) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), 5)
 
 
@@ -42,31 +50,31 @@ def is_dropped(line: socket.socket) -> bool:
         return True
 
 
-def test_data_pass_both_ways(answering: Answering) -> None:
+def test_data_pass_both_ways(answering: Listener) -> None:
     took = [exchange("the-node", endpoint(answering), 5, SIZE) for _ in range(3)]
     assert all(0 < seconds < 5 for seconds in took)
 
 
-def test_many_at_once(answering: Answering) -> None:
+def test_many_at_once(answering: Listener) -> None:
     others = [
         Background(lambda: exchange("the-node", endpoint(answering), 10, SIZE)) for _ in range(8)
     ]
     assert all(other.result(10) > 0 for other in others)
 
 
-def test_it_listens_on_its_own_address_only(answering: Answering) -> None:
+def test_it_listens_on_its_own_address_only(answering: Listener) -> None:
     with pytest.raises(ConnectionRefusedError):
         dial(f"127.0.0.2:{answering.port}", 5)
 
 
 def test_of_a_name_or_an_address_of_a_router_it_listens_on_all() -> None:
     for address in ("localhost", "192.0.2.7"):
-        server = Answering("the-node", address, NAME, SIZE)
+        server = answers(address)
         assert exchange("the-node", endpoint(server), 5, SIZE) > 0
         server.close()
 
 
-def test_who_does_not_know_the_node_gets_nothing(answering: Answering) -> None:
+def test_who_does_not_know_the_node_gets_nothing(answering: Listener) -> None:
     with pytest.raises(ConnectionError):
         exchange("another-node", endpoint(answering), 5, SIZE)
     with stranger(answering) as line:
@@ -75,10 +83,10 @@ def test_who_does_not_know_the_node_gets_nothing(answering: Answering) -> None:
 
 
 def test_strangers_who_say_nothing_keep_nobody_out(
-    answering: Answering, monkeypatch: pytest.MonkeyPatch
+    answering: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchanges, "_GREETING_SECONDS", 0.5)
-    lines = [stranger(answering) for _ in range(3 * exchanges._MOST_CLIENTS)]
+    monkeypatch.setattr(listeners, "_GREETING_SECONDS", 0.5)
+    lines = [stranger(answering) for _ in range(3 * listeners._MOST_CLIENTS)]
     assert exchange("the-node", endpoint(answering), 5, SIZE) > 0
     assert all(map(is_dropped, lines))
     for line in lines:
@@ -86,16 +94,16 @@ def test_strangers_who_say_nothing_keep_nobody_out(
 
 
 def test_a_client_that_stops_half_way_is_dropped_in_time(
-    answering: Answering, monkeypatch: pytest.MonkeyPatch
+    answering: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchanges, "_CLIENT_SECONDS", 0.3)
     with stranger(answering) as line:
         line.sendall(exchanges._greeting("the-node") + b"x" * 1000)
         assert is_dropped(line)
-    assert until(lambda: not answering._clients, 5)
+    assert until(lambda: not answering._lines, 5)
 
 
-def test_a_greeting_may_come_in_pieces(answering: Answering) -> None:
+def test_a_greeting_may_come_in_pieces(answering: Listener) -> None:
     with stranger(answering) as line:
         line.settimeout(5)
         for byte in exchanges._greeting("the-node"):
@@ -125,9 +133,8 @@ def test_nobody_listens() -> None:
         exchange("the-node", f"127.0.0.1:{port}", 5)
 
 
-def test_it_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanges, "_LOOK_SECONDS", 60.0)
-    server = Answering("the-node", "127.0.0.1", NAME, SIZE)
+def test_it_ends_at_once() -> None:
+    server = answers("127.0.0.1")
     until(lambda: NAME in {thread.name for thread in threading.enumerate()}, 10.0)
     server.close(seconds=10.0)
     assert NAME not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,350 @@
+"""Connections to the next nodes of a round, which tell at once that the process of one has ended.
+
+The kernel ends the connections of a process that dies, within a millisecond. A link that ends
+without a farewell is dialled again: where nobody listens any more, or somebody else answers, the
+process is gone, as far as this host can tell. Silence tells nothing, nor does a link that ends and
+is answered again. That is evidence, and no verdict: a proxy or a firewall may refuse for a node
+that lives.
+
+A greeting names the node by a digest, and a stranger is told nothing; the answer proves, by what
+only the nodes of the run know, that this very process gives it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
+from ipaddress import ip_address
+from typing import Any
+
+from rdzv_plugins.listener import Line, Listener
+
+__all__ = ["Links"]
+
+_OPENING = b"rdzv-plugins link "
+_NONCE = 16  # Characters.
+_FAREWELL = b"bye\n"
+
+# For a connection, and the answer to its greeting.
+_DIAL_SECONDS = 2.0
+# A link that is closed where it was just made: what is dialled may be ending. Once more.
+_AT_ONCE_SECONDS = 0.05
+# Between two dials of what is silent, or was never reached: twice as long each time.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+# A process that is gone is dialled again as often: it may be a proxy that refuses for it.
+_AGAIN_SECONDS, _MOST_TIMES = 0.2, 50
+# Without traffic a firewall forgets a connection; the kernel sees to this, and wakes no process.
+_KEEP_ALIVE_SECONDS = 60
+_MOST_LINKS = 256
+# A link that breaks so soon, so often in a row, is made again after pauses.
+_SHORT_SECONDS, _MOST_SHORT = 1.0, 3
+
+_Address = tuple[int, Any]
+
+
+def _digest(*parts: str) -> bytes:
+    # Each part is of fixed length, or the last one.
+    return blake2b(" ".join(parts).encode(), digest_size=16).hexdigest().encode()
+
+
+class Links:
+    """The links of one node, both those that it has begun and those that others have.
+
+    Args:
+        listener: serves them in its thread.
+        run_id: of the run.
+        node: the id of this node, which only the nodes of its run know.
+        gone: called with the id of a node whose process is gone, in the listener's thread.
+        back: called with its id where it answers after all.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        run_id: str,
+        node: str,
+        gone: Callable[[str], None],
+        back: Callable[[str], None],
+    ) -> None:
+        self._listener = listener
+        self._run_id = run_id
+        self._node = node
+        self._gone = gone
+        self._back = back
+        self._peers: dict[str, _Peer] = {}
+        self._accepted: list[_Accepted] = []
+        # A dial that is refused tells nothing where none was ever answered: a firewall may be why.
+        self._reaches = False
+        listener.answer(_OPENING + _digest(node, run_id) + b" ", _NONCE + 1, self._accept)
+
+    def hold(self, peers: Mapping[str, str]) -> None:
+        """Have links to these nodes and to no others: ``address:port`` by id. From any thread."""
+        self._listener.call(partial(self._hold, dict(peers)))
+
+    def _hold(self, peers: dict[str, str]) -> None:
+        for node in [*self._peers]:
+            if node not in peers:
+                self._peers.pop(node).end()
+        for node, endpoint in peers.items():
+            if node not in self._peers:
+                self._peers[node] = _Peer(self, self._listener, node, endpoint)
+
+    def greeting(self, node: str) -> tuple[bytes, bytes]:
+        """What to send to a node, and what only it answers."""
+        nonce = secrets.token_hex(_NONCE // 2)
+        greeting = _OPENING + _digest(node, self._run_id) + b" " + nonce.encode() + b"\n"
+        return greeting, self._answer(nonce, node)
+
+    def _answer(self, nonce: str, node: str) -> bytes:
+        return _digest(nonce, node, self._run_id) + b"\n"
+
+    def _accept(self, line: socket.socket, rest: bytes) -> Line:
+        self._accepted = [it for it in self._accepted if it.socket.fileno() >= 0]
+        if len(self._accepted) >= _MOST_LINKS:
+            self._listener.drop(self._accepted.pop(0))
+        answer = self._answer(rest[:-1].decode("ascii", "replace"), self._node)
+        accepted = _Accepted(line, answer)
+        self._accepted.append(accepted)
+        return accepted
+
+    # What a peer tells.
+
+    def held(self, node: str) -> None:
+        self._reaches = True
+
+    def found_gone(self, node: str) -> bool:
+        """Whether it counts as evidence."""
+        if self._reaches:
+            self._gone(node)
+        return self._reaches
+
+    def found_back(self, node: str) -> None:
+        self._back(node)
+
+
+class _Accepted(Line):
+    """A link that another node has begun: it hears a farewell, or that the connection ends."""
+
+    counts = False
+
+    def __init__(self, line: socket.socket, answer: bytes) -> None:
+        super().__init__(line)
+        self.writes = True
+        self._answer = answer
+        with suppress(OSError):
+            _keep_alive(line)
+
+    def go_on(self) -> Line | None:
+        if self.writes:
+            self._answer = self._answer[self.socket.send(self._answer) :]
+            self.writes = bool(self._answer)
+            return self
+        # Nothing is expected but its end.
+        return self if self.socket.recv(64) == _FAREWELL else None
+
+    def part(self) -> None:
+        self.socket.send(_FAREWELL)
+        self.socket.shutdown(socket.SHUT_WR)
+
+
+class _Dialled(Line):
+    """A link that this node begins."""
+
+    counts = False
+
+    def __init__(
+        self,
+        address: _Address,
+        greeting: tuple[bytes, bytes],
+        is_held: Callable[[], None],
+        over: Callable[[_Dialled], None],
+    ) -> None:
+        family, target = address
+        super().__init__(socket.socket(family, socket.SOCK_STREAM), _DIAL_SECONDS)
+        self.writes = True
+        self.error: OSError | None = None
+        self.held = self.said_farewell = self.connected = False
+        self._greeting, self._expected = greeting
+        self._read = b""
+        self._is_held = is_held
+        self._over = over
+        self.socket.setblocking(False)
+        result = self.socket.connect_ex(target)
+        if result not in (0, errno.EINPROGRESS):
+            self.socket.close()
+            raise OSError(result, "cannot connect")
+
+    def go_on(self) -> Line | None:
+        if self.writes:
+            return self._send()
+        if self.held:
+            data = self.socket.recv(64)
+            self.said_farewell = data.startswith(_FAREWELL)
+            return None
+        data = self.socket.recv(len(self._expected) - len(self._read))
+        self._read += data
+        if not data or not self._expected.startswith(self._read):
+            return None
+        if hmac.compare_digest(self._read, self._expected):
+            self.held, self.expires = True, math.inf
+            with suppress(OSError):
+                _keep_alive(self.socket)
+            self._is_held()
+        return self
+
+    def _send(self) -> Line | None:
+        result = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if result:
+            raise OSError(result, "cannot connect")
+        # A port that is free may be this socket's own, and TCP connects it to itself.
+        if self.socket.getsockname() == self.socket.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+        self.connected = True
+        self._greeting = self._greeting[self.socket.send(self._greeting) :]
+        self.writes = bool(self._greeting)
+        return self
+
+    def part(self) -> None:
+        if self.held:
+            self.socket.send(_FAREWELL)
+
+    def over(self, error: OSError | None) -> None:
+        self.error = error
+        self._over(self)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether nobody listens there."""
+        return isinstance(self.error, ConnectionRefusedError) and not self.connected
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether somebody else has answered, or has closed the connection without an answer."""
+        reset = isinstance(self.error, ConnectionResetError | BrokenPipeError)
+        return self.connected and not self.held and (self.error is None or reset)
+
+
+class _Peer:
+    """A node to which a link is held, and dialled again as long as that is asked for."""
+
+    def __init__(self, links: Links, listener: Listener, node: str, endpoint: str) -> None:
+        self._links = links
+        self._listener = listener
+        self._node = node
+        self._addresses: list[_Address] = []
+        self._at = 0
+        self._line: _Dialled | None = None
+        self._ended = False
+        # So many dials in a row were refused, or somebody else answered.
+        self._noes = 0
+        self._was_held = False
+        # So many links in a row lasted for a moment only.
+        self._short = 0
+        # It was found gone, and since then it was dialled so often.
+        self._times: int | None = None
+        self._pause = _FIRST_PAUSE
+        self._resolve(endpoint)
+
+    def end(self) -> None:
+        """Hold no link to it any more."""
+        self._ended = True
+        if self._line is not None:
+            self._listener.drop(self._line)
+
+    def _resolve(self, endpoint: str) -> None:
+        host, _, port = endpoint.rpartition(":")
+        host = host.strip("[]")
+
+        def look_up() -> None:
+            # One that cannot be resolved has no link: nothing is known of it.
+            with suppress(OSError, UnicodeError, ValueError):
+                found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+                addresses: list[_Address] = [(it[0], it[4]) for it in found]
+                self._listener.call(partial(self._begin, addresses))
+
+        try:
+            ip_address(host.partition("%")[0])
+        except ValueError:
+            # A resolver may hang. Where no thread can start now, it has no link.
+            with suppress(RuntimeError, MemoryError):
+                threading.Thread(target=look_up, daemon=True).start()
+        else:
+            look_up()
+
+    def _begin(self, addresses: list[_Address]) -> None:
+        self._addresses = addresses
+        if addresses:
+            self._dial()
+
+    def _dial(self) -> None:
+        if self._ended or self._line is not None:
+            return
+        greeting = self._links.greeting(self._node)
+        try:
+            line = _Dialled(self._addresses[self._at], greeting, self._held, self._over)
+        except OSError as error:
+            # A fault of this host, or an answer at once.
+            self._failed(isinstance(error, ConnectionRefusedError), strange=False)
+            return
+        self._line = line
+        self._listener.serve(line)
+
+    def _held(self) -> None:
+        self._noes, self._pause, self._was_held = 0, _FIRST_PAUSE, True
+        self._links.held(self._node)
+        if self._times is not None:
+            self._times = None
+            self._links.found_back(self._node)
+
+    def _over(self, line: _Dialled) -> None:
+        self._line = None
+        if self._ended:
+            return
+        if not line.held:
+            self._failed(line.is_refused, line.is_strange)
+        elif line.said_farewell:
+            self._ended = True
+        else:
+            lasted = time.monotonic() - line.since
+            self._short = self._short + 1 if lasted < _SHORT_SECONDS else 0
+            if self._short < _MOST_SHORT:
+                self._dial()
+            else:
+                self._dial_later()
+
+    def _failed(self, refused: bool, strange: bool) -> None:
+        if not self._was_held:
+            self._at = (self._at + 1) % len(self._addresses)
+        if not (refused or strange):
+            self._noes = 0
+            self._dial_later()
+            return
+        self._noes += 1
+        addresses = 1 if self._was_held else len(self._addresses)
+        if self._noes < (addresses if refused else 2 * addresses):
+            self._listener.later(_AT_ONCE_SECONDS, self._dial)
+        elif self._times is None and not self._links.found_gone(self._node):
+            self._dial_later()
+        else:
+            self._times = (self._times or 0) + 1
+            if self._times <= _MOST_TIMES:
+                self._listener.later(_AGAIN_SECONDS, self._dial)
+
+    def _dial_later(self) -> None:
+        self._listener.later(self._pause, self._dial)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+def _keep_alive(line: socket.socket) -> None:
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)

@@ -1,0 +1,266 @@
+"""The links between processes: what tells that one has ended, and what does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from rdzv_plugins import links as module
+from rdzv_plugins.links import Links
+from rdzv_plugins.listener import Listener
+from rdzv_plugins.testing.harness import until
+from rdzv_plugins.testing.proxy import Proxy
+
+RUN, PEER = "a-run", "the-peer"
+PATIENCE = 30.0
+
+# A node of its own, in a process without torch; it ends in good order when its standard input does.
+CHILD = f"""
+import sys
+from rdzv_plugins.links import Links
+from rdzv_plugins.listener import Listener
+
+listener = Listener("127.0.0.1", "child")
+Links(listener, {RUN!r}, {PEER!r}, print, print)
+print(listener.port, flush=True)
+sys.stdin.read()
+listener.close()
+"""
+
+
+class Peer:
+    """Another node."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", CHILD]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """In good order."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Watcher:
+    """This node, which has links to others."""
+
+    def __init__(self) -> None:
+        self.told: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self.listener = Listener("127.0.0.1", "watcher")
+        self.links = Links(
+            self.listener,
+            RUN,
+            "this-node",
+            lambda node: self.told.put(("gone", node)),
+            lambda node: self.told.put(("back", node)),
+        )
+
+    def hold(self, **ports: int) -> None:
+        self.links.hold({node.replace("_", "-"): f"127.0.0.1:{it}" for node, it in ports.items()})
+
+    def has_link(self, node: str = PEER) -> bool:
+        peer = self.links._peers.get(node)
+        return peer is not None and peer._line is not None and peer._line.held
+
+    def loses(self, proxy: Proxy) -> None:
+        """Its link, which the proxy cuts."""
+        peer = self.links._peers[PEER]
+        line = peer._line
+        proxy.cut()
+        assert until(lambda: peer._line is not line, PATIENCE)
+
+    def renews(self, proxy: Proxy) -> None:
+        self.loses(proxy)
+        assert until(self.has_link, PATIENCE)
+
+    def hears(self) -> tuple[str, str]:
+        return self.told.get(timeout=PATIENCE)
+
+    @property
+    def heard_nothing(self) -> bool:
+        try:
+            self.told.get_nowait()
+        except Empty:
+            return True
+        return False
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def watcher() -> Iterator[Watcher]:
+    watcher = Watcher()
+    yield watcher
+    watcher.listener.close()
+
+
+@pytest.fixture
+def proxy(peer: Peer) -> Iterator[Proxy]:
+    with Proxy(peer.address) as proxy:
+        yield proxy
+
+
+def linked(watcher: Watcher, port: int) -> None:
+    watcher.hold(the_peer=port)
+    assert until(watcher.has_link, PATIENCE)
+
+
+def test_a_killed_process_is_gone(watcher: Watcher, peer: Peer) -> None:
+    linked(watcher, peer.port)
+    peer.kill()
+    assert watcher.hears() == ("gone", PEER)
+
+
+def test_one_that_ends_in_good_order_says_so(watcher: Watcher, peer: Peer) -> None:
+    linked(watcher, peer.port)
+    peer.end()
+    assert until(lambda: watcher.links._peers[PEER]._ended, PATIENCE)
+    assert watcher.heard_nothing
+
+
+def test_a_connection_that_breaks_is_made_again(
+    watcher: Watcher, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SHORT_SECONDS", 0.0)
+    linked(watcher, proxy.address[1])
+    for _ in range(10):
+        watcher.renews(proxy)
+    assert watcher.heard_nothing
+
+
+def test_one_that_keeps_breaking_is_made_again_after_pauses(watcher: Watcher, proxy: Proxy) -> None:
+    linked(watcher, proxy.address[1])
+    peer = watcher.links._peers[PEER]
+    for _ in range(module._MOST_SHORT):
+        assert until(watcher.has_link, PATIENCE)
+        watcher.loses(proxy)
+    assert until(lambda: peer._pause > module._FIRST_PAUSE, PATIENCE)
+    assert watcher.heard_nothing
+
+
+def test_who_refuses_for_a_while_is_back(watcher: Watcher, proxy: Proxy) -> None:
+    linked(watcher, proxy.address[1])
+    proxy.refuse()
+    assert watcher.hears() == ("gone", PEER)
+    proxy.accept()
+    assert watcher.hears() == ("back", PEER)
+    assert until(watcher.has_link, PATIENCE)
+
+
+def test_a_process_that_stands_still_is_not_gone(
+    watcher: Watcher, peer: Peer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_DIAL_SECONDS", 0.3)
+    linked(watcher, proxy.address[1])
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    proxy.cut()
+    # The kernel accepts connections for it; nobody answers.
+    assert until(lambda: watcher.links._peers[PEER]._pause > module._FIRST_PAUSE, PATIENCE)
+    assert watcher.heard_nothing
+    os.kill(peer.process.pid, signal.SIGCONT)
+    assert until(watcher.has_link, PATIENCE)
+    assert watcher.heard_nothing
+
+
+def test_somebody_else_at_its_port_is_not_it(watcher: Watcher, peer: Peer) -> None:
+    with Proxy(peer.address) as proxy:
+        linked(watcher, proxy.address[1])
+        another = Listener("127.0.0.1", "another")
+        Links(another, RUN, "another-node", print, print)
+        proxy.lead_to(("127.0.0.1", another.port))
+        proxy.cut()
+        assert watcher.hears() == ("gone", PEER)
+        another.close()
+
+
+def test_who_was_never_reached_is_not_gone(watcher: Watcher, peer: Peer) -> None:
+    """A firewall may refuse all."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    watcher.hold(the_peer=port)
+    assert until(
+        lambda: (
+            PEER in watcher.links._peers and watcher.links._peers[PEER]._pause > module._FIRST_PAUSE
+        ),
+        PATIENCE,
+    )
+    assert watcher.heard_nothing
+    # One that is reached shows that the others could be.
+    watcher.links.hold({PEER: f"127.0.0.1:{peer.port}", "gone": f"127.0.0.1:{port}"})
+    # It keeps the endpoint that it knows of a node: it is one process.
+    assert watcher.links._peers[PEER]._line is None
+
+
+def test_the_next_that_is_dialled_in_vain_is_gone_where_others_are_reached(
+    watcher: Watcher, peer: Peer
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    linked(watcher, peer.port)
+    watcher.hold(the_peer=peer.port, another=port)
+    assert watcher.hears() == ("gone", "another")
+
+
+def test_a_link_that_is_not_held_any_more_tells_nothing(watcher: Watcher, peer: Peer) -> None:
+    linked(watcher, peer.port)
+    watcher.hold()
+    assert until(lambda: not watcher.links._peers, PATIENCE)
+    peer.kill()
+    assert watcher.heard_nothing
+
+
+def test_a_name_is_looked_up(watcher: Watcher, peer: Peer) -> None:
+    watcher.links.hold({PEER: f"localhost:{peer.port}"})
+    assert until(watcher.has_link, PATIENCE)
+    peer.kill()
+    assert watcher.hears() == ("gone", PEER)
+
+
+def test_nobody_who_does_not_know_the_node_is_told_anything(watcher: Watcher) -> None:
+    strangers = [
+        b"rdzv-plugins link " + b"0" * 32 + b" " + b"0" * 16 + b"\n",
+        b"rdzv-plugins link this-node ",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ]
+    for greeting in strangers:
+        with socket.create_connection(("127.0.0.1", watcher.listener.port), 5) as line:
+            line.settimeout(PATIENCE)
+            line.sendall(greeting)
+            with suppress(ConnectionResetError):
+                assert line.recv(1) == b""
+
+
+def test_at_rest_the_thread_sleeps(watcher: Watcher, peer: Peer) -> None:
+    linked(watcher, peer.port)
+    assert until(lambda: watcher.listener._patience() is None, PATIENCE)
