@@ -178,10 +178,12 @@ class _Dialled(Line):
         self._is_held = is_held
         self._over = over
         self.socket.setblocking(False)
-        result = self.socket.connect_ex(target)
-        if result not in (0, errno.EINPROGRESS):
-            self.socket.close()
-            raise OSError(result, "cannot connect")
+        self._result = self.socket.connect_ex(target)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it may come to something; else it has failed at once."""
+        return self._result in (0, errno.EINPROGRESS)
 
     def go_on(self) -> Line | None:
         if self.writes:
@@ -202,12 +204,13 @@ class _Dialled(Line):
         return self
 
     def _send(self) -> Line | None:
-        result = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if result:
-            raise OSError(result, "cannot connect")
+        self._result = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if self._result:
+            return None
         # A port that is free may be this socket's own, and TCP connects it to itself.
         if self.socket.getsockname() == self.socket.getpeername():
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+            self._result = errno.ECONNREFUSED
+            return None
         self.connected = True
         self._greeting = self._greeting[self.socket.send(self._greeting) :]
         self.writes = bool(self._greeting)
@@ -224,7 +227,7 @@ class _Dialled(Line):
     @property
     def is_refused(self) -> bool:
         """Whether nobody listens there."""
-        return isinstance(self.error, ConnectionRefusedError) and not self.connected
+        return self._result == errno.ECONNREFUSED and not self.connected
 
     @property
     def is_strange(self) -> bool:
@@ -291,9 +294,13 @@ class _Peer:
         greeting = self._links.greeting(self._node)
         try:
             line = _Dialled(self._addresses[self._at], greeting, self._held, self._over)
-        except OSError as error:
-            # A fault of this host, or an answer at once.
-            self._failed(isinstance(error, ConnectionRefusedError), strange=False)
+        except OSError:
+            # This process has no descriptor left.
+            self._failed(refused=False, strange=False)
+            return
+        if not line.has_begun:
+            line.socket.close()
+            self._failed(line.is_refused, strange=False)
             return
         self._line = line
         self._listener.serve(line)
