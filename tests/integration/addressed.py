@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ import pytest
 from rdzv_plugins import servers
 from rdzv_plugins.demo.agents import Fleet, World
 from rdzv_plugins.endpoint import parse_endpoint
+from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument
 from rdzv_plugins.servers.process import find_file
+from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
 from tests.integration.hosts import PROGRAM, Host, Network
@@ -86,6 +89,20 @@ class Job(Fleet):
             return next((it for it in whole if min(it.began.values()) > after), None)
 
         return self.await_that(found, f"a world of {size}", PATIENCE)
+
+    def await_phase(self, phase: Phase) -> None:
+        """Wait until the run's round, of a quorum, is in this phase."""
+        hosts = ",".join(f"10.1.0.{ord(name) - ord('a') + 1}" for name in self.endpoint.split(","))
+        options = {"cluster": self.run_id}
+        with closing(
+            open_client("quorum", hosts, self.run_id, options, request_timeout=PATIENCE)
+        ) as client:
+
+            def found() -> bool:
+                entry = client.get(STATE_KEY)
+                return entry is not None and RoundDocument.decode(entry.value).phase is phase
+
+            self.await_that(found, f"a round that is {phase}", PATIENCE)
 
     def await_line(self, name: str, words: str, timeout: float = PATIENCE) -> str:
         """Wait until a line of an agent's log has these words."""
@@ -219,33 +236,53 @@ def members(scene: Scene, *endpoint: str) -> dict[str, Any]:
     }
 
 
-def parted(scene: Scene, name: str, how: str) -> dict[str, Any]:
-    """Three hosts run the store; one is parted from the others, loses its power or stays away."""
-    known = "127.0.0.1 localhost\n10.1.0.1 a\n10.1.0.2 b\n10.1.0.3 c\n"
-    hosts = scene.network("a", "b", "c", hosts_file=known)
+def parted(scene: Scene, name: str, how: str, phase: str = "running") -> dict[str, Any]:
+    """Three hosts run the store; in this phase of a round one is parted from the others, loses its
+    power or stays away."""
+    known = "127.0.0.1 localhost\n" + "".join(
+        f"10.1.0.{n} {it}\n" for n, it in enumerate("abcd", 1)
+    )
+    hosts = scene.network("a", "b", "c", "d", hosts_file=known)
     (host,) = (it for it in hosts if it.name == name)
-    job = scene.job("quorum", "a,b,c", nodes="2:3")
-    job.start_on(hosts)
-    job.await_begun(3)
+    # Of five, a round of four waits for the fifth until the last call ends.
+    nodes = "2:5" if phase == "last call" else "2:4"
+    job = scene.job("quorum", "a,b,c", nodes=nodes, keep_alive_interval=1, last_call_timeout=3)
+    *three, newcomer = hosts
+    job.start_on(three)
+    if phase == "store":
+        job.await_line(name, "this host runs a member of the store")
+    else:
+        job.await_begun(3)
+    if phase in ("last call", "confirming"):
+        job.start_on([newcomer])
+        job.await_phase(Phase.FORMING)
+    if phase == "confirming":
+        # It is in the round, and does not confirm it.
+        job.agents["d"].signal(signal.SIGSTOP)
+        job.await_phase(Phase.CONFIRMING)
+    if phase == "ending":
+        job.finish()
     at = time.monotonic()
     host.cut()
     if how != "parted":
+        # The member ends with its agent.
         job.agents[name].kill()
-    others = job.await_begun(2, at)
-    went_on = max(others.began.values()) - at
-    back = 0.0
+    seen = {}
+    if how != "lost" and phase != "ending":
+        others = job.await_begun(2, at)
+        seen["others"] = sorted(others.nodes.values())
+        seen["went on, s"] = max(others.began.values()) - at
     if how != "gone":
         at = time.monotonic()
         host.mend()
         if how == "lost":
             job.start_on([host])
-        back = max(job.await_begun(3, at).began.values()) - at
+        if phase == "confirming":
+            job.agents["d"].signal(signal.SIGCONT)
+        seen["whole again, s"] = max(job.await_begun(len(job.agents), at).began.values()) - at
     job.finish()
     at = time.monotonic()
-    return {
-        "others": sorted(others.nodes.values()), "statuses": job.ends(),
-        "went on, s": went_on, "whole again, s": back, "ended, s": time.monotonic() - at,
-    }  # fmt: skip
+    return {**seen, "statuses": job.ends(), "ended, s": time.monotonic() - at}
 
 
 def at_ipv6(scene: Scene) -> dict[str, Any]:
