@@ -1,4 +1,4 @@
-"""A TorchX component: rdzv run on a store of your own, on any TorchX scheduler."""
+"""A TorchX component: rdzv run on any store, on any TorchX scheduler."""
 
 from torchx import specs
 
@@ -6,7 +6,7 @@ from torchx import specs
 def elastic(
     script: str,
     endpoint: str,
-    backend: str = "redis",
+    backend: str = "quorum",
     nodes: str = "1:2",
     processes: int = 1,
     image: str = "train",
