@@ -24,6 +24,7 @@ __all__ = [
     "ANY_PORT",
     "Candidate",
     "OwnAddress",
+    "address_on",
     "candidates",
     "dial_self",
     "dialled_here",
@@ -119,8 +120,8 @@ def node_address(
     if local_addr:
         overrides = f", which overrides {asked}" if asked else ""
         return OwnAddress(local_addr, f"--local-addr{overrides}")
-    if asked:
-        return OwnAddress(str(_on_network(interface, network)), asked)
+    if (chosen := address_on(interface, network)) is not None:
+        return OwnAddress(chosen, asked)
     route = _route_in_time(store_hosts)
     if route is not None and (alone or not route.is_loopback):
         return OwnAddress(str(route), "from it this host reaches the store")
@@ -136,12 +137,18 @@ def node_address(
     return OwnAddress(str(route or "127.0.0.1"), f"this host has no other address, and {store}")
 
 
-def _on_network(interface: str | None, network: str | None) -> Address:
+def address_on(interface: str | None, network: str | None) -> str | None:
+    """The first address of this host on the interface and in the network; None: neither is given.
+
+    Raises `ValueError` where it has none, and OSError where this host can open no socket.
+    """
+    if interface is None and network is None:
+        return None
     every = candidates()
     inside = ip_network(network, strict=False) if network is not None else None
     for it in every:
         if interface in (None, it.interface) and (inside is None or it.address in inside):
-            return it.address
+            return str(it.address)
     where = [f"on interface '{interface}'"] if interface is not None else []
     where += [f"in network '{network}'"] if network is not None else []
     names = ", ".join(str(it) for it in every)

@@ -1000,14 +1000,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
                 params.run_id,
                 why,
             )
-        attendance = attend(store, params)
-        try:
-            return _make_patiently(connect, attendance, params, settings)
-        except BaseException:
-            if attendance is not None:
-                attendance.hurry()
-                attendance.close()
-            raise
+        return _make_patiently(store, connect, params, settings)
     except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
         set_up("INFO")
         # First the line that counts: torchrun prints its own frames before the error.
@@ -1017,30 +1010,38 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _make_patiently(
+    store: type[KeyValueClient],
     connect: Callable[[str], KeyValueClient],
-    attendance: Attendance | None,
     params: RendezvousParameters,
     settings: Settings,
 ) -> RendezvousHandler:
     """Make the handler, within ``join_timeout`` where this host lacks what it may get yet."""
     deadline, attempts = time.monotonic() + settings.join_timeout, Attempts()
-    while True:
-        try:
-            return _make(connect, attendance, params, settings)
-        except Exception as error:
-            late = error if isinstance(error, LateCredentialsError) else None
-            if (missing := late or as_outage(error)) is None:
-                raise
-            if time.monotonic() >= deadline:
-                raise missing from None
-            if attempts.fail():
-                log.warning(
-                    "run '%s': this node cannot join yet: %s; it tries again for %g s",
-                    params.run_id,
-                    missing,
-                    settings.join_timeout,
-                )
-        time.sleep(attempts.seconds_left)
+    attendance: Attendance | None = None
+    try:
+        while True:
+            try:
+                attendance = attendance or attend(store, params, settings)
+                return _make(connect, attendance, params, settings)
+            except Exception as error:
+                late = error if isinstance(error, LateCredentialsError) else None
+                if (missing := late or as_outage(error)) is None:
+                    raise
+                if time.monotonic() >= deadline:
+                    raise missing from None
+                if attempts.fail():
+                    log.warning(
+                        "run '%s': this node cannot join yet: %s; it tries again for %g s",
+                        params.run_id,
+                        missing,
+                        settings.join_timeout,
+                    )
+            time.sleep(attempts.seconds_left)
+    except BaseException:
+        if attendance is not None:
+            attendance.hurry()
+            attendance.close()
+        raise
 
 
 def _make(

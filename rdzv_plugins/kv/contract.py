@@ -239,8 +239,10 @@ class KeyValueClient(ABC):
         """Begin a node's part in a store that the nodes of a run keep up; None: a server is there.
 
         Args:
-            endpoint, local_addr, run_id: as given to torchrun.
+            endpoint, run_id: as given to torchrun.
             options: of the class `options`.
+            local_addr: as given to torchrun, else this host's address as ``interface`` and
+                ``network`` say; None: none of them is given.
         """
         return None
 

@@ -117,17 +117,21 @@ def _no_descriptor() -> str | None:
 
 
 class Attempts:
-    """When to try again what has failed: after pauses that grow up to 2 s.
+    """When to try again what has failed: after pauses that grow.
 
     Args:
         clock: monotonic, in seconds; None: this host's.
+        longest: pause, in seconds.
 
     Attributes:
         failures: since one succeeded.
     """
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float] | None = None, longest: float = _LONGEST_PAUSE
+    ) -> None:
         self._clock = clock or (lambda: time.monotonic())
+        self._longest = longest
         self.failures = 0
         self._due = 0.0
 
@@ -138,7 +142,7 @@ class Attempts:
 
     def fail(self) -> bool:
         """One has failed; returns whether it is the first since one succeeded, which is told."""
-        self._due = self._clock() + min(_FIRST_PAUSE * 2.0**self.failures, _LONGEST_PAUSE)
+        self._due = self._clock() + min(_FIRST_PAUSE * 2.0**self.failures, self._longest)
         self.failures = min(self.failures + 1, 16)
         return self.failures == 1
 

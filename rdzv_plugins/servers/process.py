@@ -37,7 +37,8 @@ HOST = "127.0.0.1"
 
 # Below Linux's ephemeral range: otherwise a client that retries a stopped server's port could get
 # that port as its own, and the server could not start again.
-_PORTS = range(20000, 32768)
+# Below those of a quorum's members too, which a job on this host may need.
+_PORTS = range(20000, 29600)
 
 
 class ServerError(RuntimeError):

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from rdzv_plugins.addresses import address_on
 from rdzv_plugins.config import (
     ENVIRONMENT_PREFIX,
     Settings,
@@ -186,15 +187,19 @@ def opener(
     )
 
 
-def attend(client: type[KeyValueClient], params: RendezvousParameters) -> Attendance | None:
+def attend(
+    client: type[KeyValueClient], params: RendezvousParameters, settings: Settings
+) -> Attendance | None:
     """The work of a node for a store that the nodes keep up; None: a server is there.
 
     Raises:
-        ValueError: a bad endpoint or option, or a missing package.
+        ValueError: a bad endpoint or option, a missing package, or no address as the settings say.
+        OSError: this host can open no socket.
     """
     options = parse_options(client.options, _own_options(params), os.environ)
     options = client.of_run(options, params.run_id)
-    return client.attend(params.endpoint, options, params.local_addr, params.run_id)
+    local_addr = params.local_addr or address_on(settings.interface, settings.network)
+    return client.attend(params.endpoint, options, local_addr, params.run_id)
 
 
 def _own_options(params: RendezvousParameters) -> dict[str, object]:

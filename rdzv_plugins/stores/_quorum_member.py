@@ -30,6 +30,7 @@ from nats.js.errors import APIError
 
 from rdzv_plugins.addresses import is_loopback, is_own_ip, node_address, own_names, resolved
 from rdzv_plugins.endpoint import Endpoint
+from rdzv_plugins.kv import Attempts
 from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.kv.contract import (
     AccessDeniedError,
@@ -54,6 +55,8 @@ _OWN_GREETING_SECONDS = 2.0
 _ASKED_SECONDS = 0.25
 # How long a member may take until it listens.
 _START_SECONDS = 10.0
+# How long a member that has ended must have run to be started at once; else after pauses that grow.
+_STEADY_SECONDS, _LONGEST_PAUSE = 60.0, 10.0
 # Between two looks at the member of this host, at the others, and at who still takes part.
 _LOOK_SECONDS, _PEERS_SECONDS, _PRESENCE_SECONDS = 0.5, 3.0, 0.1
 # Between two lines that say who is waited for.
@@ -190,7 +193,8 @@ class _Keeper(threading.Thread):
         self._folder: Path | None = None
         self._lock: int | None = None
         self._taken: set[int] = set()
-        self._told = ""
+        self._told: set[str] = set()
+        self._attempts, self._steady_at = Attempts(longest=_LONGEST_PAUSE), 0.0
         self._is_seen = self._runs = False
         self._peers_at = 0.0
         self._stuck_until: float | None = None
@@ -213,8 +217,11 @@ class _Keeper(threading.Thread):
                     self._look()
                 # Also what a host has run out of, such as threads.
                 except (OSError, RuntimeError, MemoryError, ValueError) as error:
+                    if not self.has_member:
+                        self._attempts.fail()
                     self._tell(f"the member of the store on this host cannot start: {error}")
-                self._ending.wait(_LOOK_SECONDS)
+                pause = 0.0 if self.has_member else self._attempts.seconds_left
+                self._ending.wait(max(_LOOK_SECONDS, pause))
         finally:
             self._end()
 
@@ -234,7 +241,7 @@ class _Keeper(threading.Thread):
             self._link = None
         if self._node is not None:
             self._node.end()
-            self._node = None
+            self._node, self._runs = None, False
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -243,9 +250,9 @@ class _Keeper(threading.Thread):
             self._lock = None
 
     def _tell(self, text: str) -> None:
-        """Warn, once for each text."""
-        if text != self._told:
-            self._told = text
+        """Warn, once for each text until a member runs steadily."""
+        if text not in self._told:
+            self._told.add(text)
             log.warning("run '%s': %s", self._run, text)
 
     def _look(self) -> None:
@@ -256,16 +263,29 @@ class _Keeper(threading.Thread):
                     self._ending.set()
                 return
             self._kind = _Member(self._members, self._place.host, self._place.address)
+        is_due = self._attempts.seconds_left == 0
         if self._node is not None and not self._node.directory.exists():
+            self._attempts.fail()
             self._tell(
                 f"somebody has deleted {self._node.directory}, the folder of the member of the "
                 "store on this host, which is started again"
             )
             self._end()
         if not self.has_member:
-            self._start_member()
+            if self._runs:
+                self._runs = False
+                self._attempts.fail()
+                self._tell(
+                    "the member of the store on this host has ended and is started again; its log "
+                    f"ends with: {self._last_words()}"
+                )
+            if is_due:
+                self._start_member()
         elif self._node is not None and not self._runs:
             self._await_start(self._node)
+        elif self._told and time.monotonic() >= self._steady_at:
+            self._told.clear()
+            self._attempts.succeed()
         elif len(self._members.hosts) > 1 and time.monotonic() >= self._peers_at:
             self._see_to_the_others()
             self._peers_at = time.monotonic() + _PEERS_SECONDS
@@ -273,12 +293,6 @@ class _Keeper(threading.Thread):
     def _start_member(self) -> None:
         assert self._place is not None
         assert self._kind is not None
-        if self._node is not None and self._runs:
-            self._runs = False
-            self._tell(
-                "the member of the store on this host has ended and is started again; its log ends "
-                f"with: {self._last_words()}"
-            )
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -312,7 +326,7 @@ class _Keeper(threading.Thread):
             self._end()
             return
         self._is_seen = self._runs = True
-        self._told = ""
+        self._steady_at = time.monotonic() + _STEADY_SECONDS
         log.info(
             "run '%s': this host runs a member of the store, at %s; its log is %s",
             self._run, at(self._place.address, node.port), node.directory / "log",

@@ -14,7 +14,7 @@ what trains then trains on. Restarts wait until a majority is back, and begin a 
 
 A member listens at its host's address in the endpoint. A host whose own name is at loopback, as
 Debian sets it up, does not know that address: its member listens at the one given as
-``--local-addr``, or from which the host reaches the other members.
+``--local-addr``, ``interface`` or ``network``, or from which the host reaches the other members.
 
 Limits: as those of the nats backend. After the death of a member the store takes no write for up to
 10 s if that member led it; one that ends with its agent hands over before. Nothing is encrypted.

@@ -214,18 +214,24 @@ def _trains(
     }
 
 
-def members(scene: Scene, *endpoint: str) -> dict[str, Any]:
-    """The hosts of the endpoint run the store; each one's own name is at loopback there."""
-    hosts = scene.network("a", "b", "c")
+def members(scene: Scene, endpoint: str, interface: str = "") -> dict[str, Any]:
+    """The hosts of the endpoint run the store; each one's own name is at loopback there.
+
+    With an interface, such as "eth2", they know each other by the addresses of the second network.
+    """
+    hosts = scene.network("a", "b", "c", networks=(1, 2) if interface else (1,))
+    known = 2 if interface else 1
     for host in hosts:
-        others = "".join(f"10.1.0.{it.number} {it.name}\n" for it in hosts if it is not host)
+        others = "".join(f"10.{known}.0.{it.number} {it.name}\n" for it in hosts if it is not host)
         host.run("sh", "-c", 'printf %s "$1" >> /etc/hosts', "sh", others)
-    named = ("--nnodes", str(len(hosts)), "-i", "job")
-    before = {host.name: check(host, "quorum", *endpoint, *named) for host in hosts}
-    job = scene.job("quorum", *endpoint, nodes="3")
+    options = {"interface": interface} if interface else {}
+    conf = ",".join(f"{name}={value}" for name, value in options.items())
+    named = ("--nnodes", str(len(hosts)), "-i", "job", "--rdzv-conf", conf)
+    before = {host.name: check(host, "quorum", endpoint, *named) for host in hosts}
+    job = scene.job("quorum", endpoint, nodes="3", **options)
     job.start_on(hosts)
     world = job.await_begun(3)
-    while_it_runs = check(hosts[1], "quorum", *endpoint, *named)
+    while_it_runs = check(hosts[1], "quorum", endpoint, *named)
     job.finish()
     return {
         "master": world.master,
@@ -267,7 +273,7 @@ def parted(scene: Scene, name: str, how: str, phase: str = "running") -> dict[st
     if how != "parted":
         # The member ends with its agent.
         job.agents[name].kill()
-    seen = {}
+    seen: dict[str, Any] = {}
     if how != "lost" and phase != "ending":
         others = job.await_begun(2, at)
         seen["others"] = sorted(others.nodes.values())

@@ -94,20 +94,26 @@ def test_hosts_at_ipv6_run_the_store() -> None:
     only(seen["checked"], "ok", "rights: ")
 
 
-@pytest.mark.parametrize("endpoint", ["a,b,c", pytest.param("c", marks=soak)])
-def test_hosts_whose_own_names_are_at_loopback_run_the_store(endpoint: str) -> None:
-    seen = play("members", endpoint)
+@pytest.mark.parametrize(
+    ("endpoint", "interface"),
+    [
+        ("a,b,c", ""),
+        *(pytest.param(*it, marks=soak) for it in [("c", ""), ("c", "eth2"), ("a,b,c", "eth2")]),
+    ],
+)
+def test_hosts_whose_own_names_are_at_loopback_run_the_store(endpoint: str, interface: str) -> None:
+    seen = play("members", endpoint, interface)
+    network = "10.2.0" if interface else "10.1.0"
     # Of the first agent, which is at a, b or c.
-    assert re.fullmatch(r"10\.1\.0\.[123]:\d+", seen["master"])
+    assert re.fullmatch(rf"{network}\.[123]:\d+", seen["master"])
     assert seen["statuses"] == [0, 0, 0]
     for name, lines in seen["before"].items():
         assert not [line for line in lines if "store's host" in line]
         other = "c" if endpoint == "c" else "ab"[name == "a"]
         if name != other:
-            why = "(from it this host reaches the store; this host has"
-            assert f"address: other nodes dial '10.1.0.{'abc'.index(name) + 1}' {why}" in only(
-                lines, "address: "
-            )
+            why = "interface=eth2" if interface else "from it this host reaches the store"
+            says = f"address: other nodes dial '{network}.{'abc'.index(name) + 1}' ({why}; this "
+            assert says in only(lines, "address: ")
             assert only(lines, f"member: '{other}' runs none yet").startswith("unknown")
         assert only(lines, "store: not tried: 0 of ").startswith("unknown")
         only(lines, "verdict: a job works")
@@ -115,7 +121,7 @@ def test_hosts_whose_own_names_are_at_loopback_run_the_store(endpoint: str) -> N
     for name, lines in seen["logs"].items():
         assert not [line for line in lines if "at loopback" in line and "gloo" not in line]
         if name in endpoint:
-            at = f"this host runs a member of the store, at 10.1.0.{'abc'.index(name) + 1}:"
+            at = f"this host runs a member of the store, at {network}.{'abc'.index(name) + 1}:"
             only(lines, at)
 
 

@@ -29,7 +29,7 @@ from rdzv_plugins.kv import AccessDeniedError, Entry, KeyValueClient, Rendezvous
 from rdzv_plugins.kv.contract import Attendance
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.protocol.documents import Phase
-from rdzv_plugins.servers.quorum import probe
+from rdzv_plugins.servers.quorum import find_binary, probe
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.quorum import Client, Members, Options
 from rdzv_plugins.testing.harness import until
@@ -322,6 +322,25 @@ def test_all_are_killed_and_started_again(submit: Submit, tmp_path: Path) -> Non
         job.start_at(name)
     job.await_begun("abc", after=killed)
     assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+
+
+@soak
+@pytest.mark.parametrize("name", ["a", "d"])
+def test_a_node_that_comes_after_the_end(submit: Submit, tmp_path: Path, name: str) -> None:
+    """With a member or without, it waits for the others, as that of a new job would."""
+    job = submit()
+    job.begin("abc")
+    assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+    assert_nothing_is_left(job, tmp_path, quorum())
+    job.start_at(name, join_timeout=10)
+    own = "answers" if name == "a" else "runs none yet"
+    others = "127.0.0.2 runs none yet, 127.0.0.3 runs none yet"
+    job.await_line(
+        name, f"waiting for a majority of the store's members: 127.0.0.1 {own}, {others}"
+    )
+    assert job.await_ends(name) == {name: 1}
+    job.await_line(name, f"had no majority of its members within 10 s: 127.0.0.1 {own}, {others}")
     assert_nothing_is_left(job, tmp_path, quorum())
 
 
@@ -711,6 +730,37 @@ def test_members_whose_ports_are_taken_find_each_other(hosts: Hosts, tmp_path: P
         hosts.end(3)
         longest_gap(client, 2)
         client.close()
+
+
+@pytest.mark.parametrize(
+    "dies",
+    ["exec false", pytest.param('exec timeout 1 "{real}" "$@"', marks=soak)],
+    ids=["as it starts", "again and again"],
+)
+def test_a_member_that_does_not_stay_is_started_ever_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dies: str
+) -> None:
+    starts, binary = tmp_path / "starts", tmp_path / "nats-server"
+    dies = dies.format(real=find_binary())
+    binary.write_text(f"#!/bin/sh\necho >> {starts}\n{dies}\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv("RDZV_NATS_BINARY", str(binary))
+    run_id = f"run-{secrets.token_hex(4)}"
+    options = Client.of_run(Options(), run_id)
+    attendance = Client.attend("127.0.0.1", options, "127.0.0.1", run_id)
+    assert attendance is not None
+    began = time.monotonic()
+    try:
+        attendance.member_runs()
+        assert until(lambda: starts.exists() and len(starts.read_text()) >= 8, 90)
+    finally:
+        attendance.hurry()
+        attendance.close()
+    # Each half a second, they would be after 4 s.
+    assert time.monotonic() - began > 6
+    told = [it.getMessage() for it in caplog.records if "the member of the store" in it.message]
+    assert len(told) == len({*told})
+    assert len(told) <= 2
 
 
 def test_serving_a_member_ends_where_it_cannot_start(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
 from enum import Enum, auto
 
+from rdzv_plugins.addresses import address_on
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.cli.check.job import Chosen, Job
 from rdzv_plugins.config import Settings
@@ -79,9 +80,12 @@ def check_store(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None
     ``open`` connects to the namespace of a run id.
     """
     options = chosen.client.of_run(chosen.options, job.run_id)
-    there = yield from chosen.client.inspect_attendance(
-        job.endpoint, options, job.local_addr or None
-    )
+    local_addr: str | None = job.local_addr or None
+    if local_addr is None:
+        # The check of the address has told where there is none.
+        with suppress(ValueError):
+            local_addr = address_on(chosen.settings.interface, chosen.settings.network)
+    there = yield from chosen.client.inspect_attendance(job.endpoint, options, local_addr)
     if not there:
         return False
     run_id = f"check-{uuid.uuid4().hex[:12]}"
