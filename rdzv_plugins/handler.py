@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -63,7 +64,6 @@ from rdzv_plugins.listener import Listener
 from rdzv_plugins.logs import RunLog, set_up, told
 from rdzv_plugins.metrics import Report, refuse_unless_installed
 from rdzv_plugins.protocol import effects
-from rdzv_plugins.protocol.choice import Sizes
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -87,6 +87,7 @@ from rdzv_plugins.protocol.parting import (
 )
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
+from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.reach import Reach
 from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.signals import SignalWatch
@@ -1163,30 +1164,20 @@ def _own_address(params: RendezvousParameters, settings: Settings) -> str:
 
 
 def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
-    """The handler's options as the protocol needs them."""
+    """The handler's options as the protocol needs them; those of a run by the same names."""
+    of_run = {it.name for it in fields(settings) if it.metadata["of_run"]}
     return Rules(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         lease=settings.lease,
         interval=settings.keep_alive_interval,
         last_call=settings.last_call_timeout,
-        restart_on_loss=settings.restart_on_loss,
         replacement=settings.replacement_timeout,
-        grow=settings.grow,
-        min_uptime=settings.min_uptime,
-        resize_interval=settings.resize_interval,
-        no_progress_rounds=settings.no_progress_rounds,
-        no_progress_uptime=settings.no_progress_uptime,
-        quarantine_after=settings.quarantine_after,
-        quarantine_window=settings.quarantine_window,
-        rank_order=settings.rank_order,
-        node_unit=settings.node_unit,
-        segment=settings.segment,
-        network_check=settings.network_check,
         request=settings.heartbeat_timeout,
         # Sooner than the nodes that wait for it time out.
         rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
         outage_limit=settings.patience_in_an_outage,
         sweep_after=settings.sweep_after,
         abandoned=max(settings.abandoned_ttl, 4 * settings.lease),
+        **{name: getattr(settings, name) for name in of_run & {it.name for it in fields(Rules)}},
     )

@@ -29,7 +29,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.failure_detector import FailureDetector
-from rdzv_plugins.protocol.kept_out import as_data, in_force, why_kept_out
+from rdzv_plugins.protocol.policies.kept_out import as_data, in_force, why_kept_out
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
 from rdzv_plugins.protocol.situation import Situation, assess_from_outside

@@ -218,7 +218,7 @@ def exclude(
     from rdzv_plugins.inspection import NOTHING_STORED, Condition
     from rdzv_plugins.protocol import orders
     from rdzv_plugins.protocol.documents import Exclusion
-    from rdzv_plugins.protocol.kept_out import describe
+    from rdzv_plugins.protocol.policies.kept_out import describe
 
     run_id, host = _run_and_host(run_id, words, all_runs)
     access, now = Access(backend, endpoint, conf), time.time()
@@ -331,7 +331,7 @@ def excluded(
     from rich.table import Table
 
     from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
-    from rdzv_plugins.protocol.kept_out import as_data, in_force
+    from rdzv_plugins.protocol.policies.kept_out import as_data, in_force
 
     run_id = one_run(run_id, run, needed=False)
     if not run_id and not all_runs:

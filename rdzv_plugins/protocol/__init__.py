@@ -85,8 +85,8 @@ Words:
 
 Where a rule is: `decide` has the tables by which every node decides, and the node that leads, as
 pure functions of a `rules.View`. `situation` derives from a view who lives, is awaited, ready or
-gone, and how large a round would be; `rounds` makes one round document of another. `kept_out`,
-`quarantine`, `growth`, `choice`, `ranks` and `links` are policies. `observer` keeps what a node has
+gone, and how large a round would be; `rounds` makes one round document of another; `sizes` says
+how many nodes it may have. `policies` has a file for each policy. `observer` keeps what a node has
 read and since when, `failure_detector` judges by it who is alive, `record_cache` holds the records
 of all nodes, `roster` keeps those of a large round in shards, `cleanup` ends a run and tidies up,
 `contact` tells when a node that is not heard stops its workers, `parting` has a node that gives up

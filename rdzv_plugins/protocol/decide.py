@@ -20,18 +20,9 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from rdzv_plugins.protocol.choice import Sizes
+from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Status
-from rdzv_plugins.protocol.growth import Hold, hold, holds_newcomers, last_call
-from rdzv_plugins.protocol.kept_out import (
-    carried_over,
-    exclusion_of,
-    naming,
-    until_the_first_ends,
-    with_orders_of,
-)
-from rdzv_plugins.protocol.links import judge, naming_links, pause
-from rdzv_plugins.protocol.quarantine import counted, let_in, quarantined
+from rdzv_plugins.protocol.policies.policy import Again, Moment
 from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rounds import (
     amended,
@@ -39,8 +30,10 @@ from rdzv_plugins.protocol.rounds import (
     evicting,
     founded,
     leaving_out,
+    naming,
     naming_participants,
     next_round,
+    with_orders_of,
     without_roster,
     without_the_gone,
 )
@@ -48,7 +41,6 @@ from rdzv_plugins.protocol.rules import (
     Abdicate,
     Action,
     AskTombstone,
-    AwaitExclusions,
     Close,
     Confirm,
     Doubt,
@@ -71,8 +63,9 @@ from rdzv_plugins.protocol.situation import (
     unconfirmed,
     without,
 )
+from rdzv_plugins.protocol.sizes import Sizes
 
-__all__ = ["decide", "lead", "rejoin_patience", "what_holds"]
+__all__ = ["decide", "lead", "rejoin_patience"]
 
 # How long each heir of the leader waits for the heir before it: many times a compare-and-set.
 _TURN_SECONDS = 0.05
@@ -114,12 +107,20 @@ def lead(view: View, document: RoundDocument) -> Action:
     at = assess(view, document)
     answers = (row(view, at) for row in (*_IN_ANY_PHASE, *_IN_PHASE[document.phase]))
     action = next(it for it in answers if it is not None)
-    if isinstance(action, Wait) and document.is_whole:
-        # Wake up when an exclusion ends: no node rings the bell then.
-        ends = until_the_first_ends(document, at.records, view.wall)
+    if isinstance(action, Write):
+        return Write(policies.noted(view, at, action.document))
+    if isinstance(action, Wait) and document.is_whole and at.kept_out:
+        # Wake up when a node that asks is kept out no more: no node rings the bell then.
+        asking = (it for node, it in at.kept_out.items() if _asks(at, node))
+        ends = min((it.seconds for it in asking if it.seconds is not None), default=None)
         if ends is not None and (action.seconds is None or ends < action.seconds):
-            return Wait(ends, action.enough)
+            return Wait(max(0.0, ends), action.enough)
     return action
+
+
+def _asks(at: Situation, node: str) -> bool:
+    record = at.records.get(node)
+    return record is not None and record.asks
 
 
 # Rows for every node: by what it remembers, whatever stands in the store.
@@ -235,12 +236,11 @@ _BY_ITS_MEMORY: tuple[_Decides, ...] = (
 # Rows for every node: by the document of its run.
 
 
-def _leave_drained(view: View, document: RoundDocument) -> Action | None:
-    """Drain: leave, but not while others may count on a rank of this node."""
-    counts = document.phase is Phase.CONFIRMING and view.me in document.ranks
-    if view.joining and view.me in document.drained and not counts:
-        return Fail(Failure.DRAINED)
-    return None
+def _give_up(view: View, document: RoundDocument) -> Action | None:
+    """Drain and links: end the join of a node that policies have no place for."""
+    if not view.joining or (why := policies.leaves(view, document)) is None:
+        return None
+    return Fail(why)
 
 
 def _give_up_the_lead(view: View, document: RoundDocument) -> Action | None:
@@ -270,7 +270,7 @@ def _look_after_the_run(view: View, document: RoundDocument) -> Action:
     return _watch_leader(view, document)
 
 
-_BY_THE_DOCUMENT: tuple[_Follows, ...] = (_leave_drained, _give_up_the_lead, _take_part)
+_BY_THE_DOCUMENT: tuple[_Follows, ...] = (_give_up, _give_up_the_lead, _take_part)
 
 
 def _stay_out_of_another_size(view: View, document: RoundDocument) -> Action | None:
@@ -320,15 +320,6 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
     return SetRecord(Status.JOIN, document.incarnation, document.round)
 
 
-def _end_cut_off(view: View, document: RoundDocument) -> Action | None:
-    """Links: a node that the network check found at fault is unfit."""
-    record = view.record
-    judged = record.status is Status.RUN and round_in(document, record) == document.round - 1
-    if document.phase is Phase.FORMING and judged and document.faults.why_out(view.me):
-        return Fail(Failure.CUT_OFF)
-    return None
-
-
 def _ask_for_a_round(view: View, document: RoundDocument) -> Action | None:
     """Exclusivity: say that this node is in no round, if it had a rank or its record says so."""
     record, last = view.record, round_in(document, view.record)
@@ -348,9 +339,8 @@ def _wait_as_a_spare(view: View, document: RoundDocument) -> Action | None:
     waits = record.status is Status.JOIN and document.phase is Phase.RUNNING
     if not waits or view.me in document.ranks:
         return None
-    no_room = is_full(document, Sizes.of(view.rules)) or document.finishing or record.suspect
-    excluded = exclusion_of(document, record.address, view.wall) is not None
-    if no_room or excluded or holds_newcomers(view.rules):
+    no_room = is_full(document, Sizes.of(view.rules)) or document.finishing
+    if no_room or policies.delays(view, document):
         return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
     return None
 
@@ -367,7 +357,6 @@ def _has_confirmed(view: View, document: RoundDocument) -> bool:
 _JOINING: tuple[_Follows, ...] = (
     _stay_out_of_another_size,  # One size.
     _confirm_its_rank,  # Consistency.
-    _end_cut_off,  # Links.
     _ask_for_a_round,  # Exclusivity.
     _wait_as_a_spare,  # Spares.
 )
@@ -447,7 +436,8 @@ def _replacing_the_dead(view: View, document: RoundDocument, leader: str) -> Rou
         return led
     ran = document.phase is Phase.RUNNING
     cause = (Cause() if ran else document.cause).plus(lost=[label])
-    return next_round(view, document, [leader], 0, cause)
+    after = next_round(view, document, [leader], 0, cause)
+    return policies.noted(view, assess(view, document), after)
 
 
 # Rows for the leader in any phase.
@@ -513,32 +503,28 @@ def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
     return view.confirmed_silence(node) >= least
 
 
-def _carry_exclusions_over(view: View, at: Situation) -> Action | None:
-    """Exclusions: exclude the hosts that people excluded from earlier runs of the id."""
-    if not view.carried or (after := carried_over(at.document, view.carried)) == at.document:
-        return None
-    return Write(after)
+def _judge_before_all(view: View, at: Situation) -> Action | None:
+    return _judge(view, at, Moment.BEFORE_ALL)
+
+
+def _judge(view: View, at: Situation, moment: Moment) -> Action | None:
+    """The verdict of policies at this moment; None: they have none."""
+    verdict = policies.judged(view, at, moment)
+    if not isinstance(verdict, Again):
+        return verdict
+    if (left := verdict.seconds - view.document_age) > 0:
+        return Wait(left)
+    return Write(next_round(view, verdict.document, (), 0, verdict.document.cause))
 
 
 _IN_ANY_PHASE: tuple[_Leads, ...] = (
     _form_without_the_roster,
     _doubt,
-    _carry_exclusions_over,  # Exclusions.
+    _judge_before_all,  # Exclusions and no progress.
 )
 
 
 # Rows for the leader while a round forms.
-
-
-def _close_without_progress(view: View, at: Situation) -> Action | None:
-    rules, document = view.rules, at.document
-    if not 0 < rules.no_progress_rounds <= document.short_rounds:
-        return None
-    why = (
-        f"no progress: {document.short_rounds} rounds in a row ran for less than "
-        f"{rules.no_progress_uptime:g} s, the last one ended so: {document.reason}"
-    )
-    return Close(document, Outcome.NO_PROGRESS, why)
 
 
 def _catch_up(view: View, at: Situation) -> Action | None:
@@ -584,45 +570,37 @@ def _name_the_gone(view: View, at: Situation) -> Action | None:
     return Write(without_the_gone(at, at.gone)) if at.gone and not at.is_full else None
 
 
-def _let_hosts_in(view: View, at: Situation) -> Action | None:
-    """Quarantine: let hosts in that are in quarantine, where the others are too few."""
-    if at.has_enough:
-        return None
-    after = let_in(at.document, at.records, at.asking, at.ready, view.rules, view.wall)
-    return Write(after) if after is not None else None
+def _judge_too_few(view: View, at: Situation) -> Action | None:
+    return None if at.has_enough else _judge(view, at, Moment.TOO_FEW)
 
 
 def _await_more(view: View, at: Situation) -> Action | None:
-    """Last call and growth: wait for enough nodes, and then for the last call."""
+    """Wait for enough nodes, and then for as long as policies hold the round."""
     if at.is_full:
         return None
     if not at.has_enough:
         return Wait(None)
-    left = last_call(view.rules, at.document, at.size) - (view.enough_for or 0.0)
-    return Wait(left, enough=True) if left > 0 else None
+    held = policies.held(view, at)
+    return Wait(held.seconds, enough=True) if held is not None else None
 
 
-def _await_exclusions(view: View, at: Situation) -> Action | None:
-    return AwaitExclusions() if at.document.round == 0 and view.fetches else None
+def _judge_the_names(view: View, at: Situation) -> Action | None:
+    return _judge(view, at, Moment.NAMES)
 
 
 def _name_participants(view: View, at: Situation) -> Action | None:
-    """Give ranks, unless a host is to be in quarantine: then decide again without its nodes."""
-    document, named = at.document, naming_participants(at, view.rules)
-    after = quarantined(document, named.cause, at.records, at.ready, view.rules, view.wall)
-    return Write(named if after == document else after)
+    return Write(naming_participants(at))
 
 
 _FORMING: tuple[_Leads, ...] = (
-    _close_without_progress,  # No progress.
     _catch_up,  # A store that forgets.
     _leave_out_the_kept_out,  # Drain and exclusions.
     _await_the_last_round,  # Exclusivity.
     _await_the_doubted,  # Doubt.
     _name_the_gone,
-    _let_hosts_in,  # Quarantine.
+    _judge_too_few,  # Quarantine.
     _await_more,  # Last call and growth.
-    _await_exclusions,  # Exclusions.
+    _judge_the_names,  # Exclusions.
     _name_participants,  # Rank order, units and segments, quarantine and fencing token.
 )
 
@@ -641,7 +619,7 @@ def _form_anew(view: View, at: Situation) -> Action | None:
         return None
     # This round never ran: keep the cause of the round before it.
     cause = amended(at.document.cause, at.records, at.newly_gone)
-    cause = naming(cause, at.document, at.records, at.taken_out, view.wall)
+    cause = naming(cause, at, at.taken_out)
     return Write(next_round(view, at.document, at.newly_gone, 0, cause, at.taken_out))
 
 
@@ -651,32 +629,21 @@ def _await_confirmations(view: View, at: Situation) -> Action | None:
     return Wait(_until_lease(view, at.document.participants))
 
 
-def _run_if_the_network_permits(view: View, at: Situation) -> Action | None:
-    """Let the round run, or form another one where nodes do not reach each other. Rule: links."""
-    document, records = at.document, at.records
-    judged = judge(document, records, view.rules)
-    if judged.runs:
-        master = records[document.participants[0]].master
-        document = counted(document, view.rules, view.wall)
-        return Write(
-            replace(
-                document,
-                phase=Phase.RUNNING,
-                ran=document.world_id,
-                master=master,
-                faults=judged.faults,
-            )
-        )
-    if (left := pause(judged.faults, view.rules) - view.document_age) > 0:
-        return Wait(left)
-    cause = naming_links(document.cause, judged.failed, records)
-    return Write(replace(next_round(view, document, (), 0, cause), faults=judged.faults))
+def _judge_the_round(view: View, at: Situation) -> Action | None:
+    return _judge(view, at, Moment.RUNS)
+
+
+def _run(view: View, at: Situation) -> Action | None:
+    document = at.document
+    master = at.records[document.participants[0]].master
+    return Write(replace(document, phase=Phase.RUNNING, ran=document.world_id, master=master))
 
 
 _CONFIRMING: tuple[_Leads, ...] = (
     _form_anew,  # Leases, leave and drain.
     _await_confirmations,
-    _run_if_the_network_permits,  # Links.
+    _judge_the_round,  # Links.
+    _run,
 )
 
 
@@ -689,7 +656,7 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
     # Ignore `rdzv restart` once a node's workers succeeded: that node never joins again.
     ordered = bool(at.taken_out or (document.restart and not at.done))
     lost = bool(at.newly_gone) and view.rules.restart_on_loss
-    grows = at.growth > 0 and what_holds(view, at) is None
+    grows = at.growth > 0 and policies.held(view, at) is None
     if not (at.rejoined or ordered or lost or grows):
         return None
     failed = [node for node in at.rejoined if records[node].failed]
@@ -699,7 +666,7 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
         failed=[records[node].label for node in failed],
         joined=[records[node].label for node in joined],
     )
-    cause = naming(cause, document, records, at.taken_out, view.wall)
+    cause = naming(cause, at, at.taken_out)
     gone = at.missing | at.done
     return Write(next_round(view, document, gone, len(at.newcomers), cause, at.taken_out))
 
@@ -740,7 +707,7 @@ def _await_a_change(view: View, at: Situation) -> Action | None:
 
     Skip the leases of nodes whose workers succeeded: nothing follows from their silence.
     """
-    held = what_holds(view, at) if at.growth else None
+    held = policies.held(view, at) if at.growth else None
     until = (
         _until_lease(view, without(at.present, at.done)),
         held.seconds if held is not None else None,
@@ -763,11 +730,6 @@ _IN_PHASE: dict[Phase, tuple[_Leads, ...]] = {
     Phase.CONFIRMING: _CONFIRMING,
     Phase.RUNNING: _RUNNING,
 }
-
-
-def what_holds(view: View, at: Situation) -> Hold | None:
-    """The reason why newcomers wait by which the running round would grow; None: there is none."""
-    return hold(view, at.growth, at.room, at.may_grow, lost=len(at.missing))
 
 
 def _until_lease(view: View, nodes: Iterable[str]) -> float | None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rdzv_plugins.kv import Attempts, Entry, ExhaustedError, Version
 from rdzv_plugins.protocol.documents import NODES_PREFIX, Found, NodeRecord, RoundDocument
 from rdzv_plugins.protocol.effects import DialPeer, Effects, Read, Tell
-from rdzv_plugins.protocol.links import partner_in
+from rdzv_plugins.protocol.policies.network import partner_in
 from rdzv_plugins.protocol.roster import ranks_in, shard_key
 
 __all__ = ["NetworkCheck"]

@@ -59,9 +59,9 @@ from rdzv_plugins.protocol.effects import (
     Ring,
     Tell,
 )
-from rdzv_plugins.protocol.growth import last_call
 from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.policies.growth import last_call
 from rdzv_plugins.protocol.roster import apart, shards_of
 from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import Failure

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import Entry
-from rdzv_plugins.protocol.choice import Sizes, needed, world_size
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -24,9 +23,11 @@ from rdzv_plugins.protocol.documents import (
     labels,
 )
 from rdzv_plugins.protocol.effects import CompareAndSet, Effects, List, Read, Ring
-from rdzv_plugins.protocol.kept_out import kept_out, without_hosts
+from rdzv_plugins.protocol.policies import keeps_out
+from rdzv_plugins.protocol.policies.kept_out import without_hosts
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.situation import is_done
+from rdzv_plugins.protocol.sizes import Sizes, needed, world_size
 
 __all__ = ["Given", "drain", "exclude", "give", "include", "nodes_named", "resize", "restart"]
 
@@ -253,7 +254,7 @@ def _given(
     is_silent: Callable[[str], bool],
     now: float,
 ) -> Given:
-    out = kept_out(document, records, now)
+    out = keeps_out(document, records, now)
     left = [
         node
         for node, it in records.items()

@@ -7,7 +7,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from rdzv_plugins.kv import Entry
-from rdzv_plugins.protocol.choice import Sizes, world_size
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -19,10 +18,11 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.effects import Effects, List, Rest
-from rdzv_plugins.protocol.kept_out import kept_out
+from rdzv_plugins.protocol.policies import keeps_out
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.protocol.situation import fits
+from rdzv_plugins.protocol.sizes import Sizes, world_size
 
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.node import Node
@@ -143,7 +143,7 @@ def goes_on_without(
         size = shards.size if shards is not None else document.size
         lost = document.cause.lost.count if document.phase is Phase.FORMING else len(document.lost)
         return size - lost - max(1, newcomers.count) >= rules.min_nodes
-    out = {me, *document.lost, *kept_out(document, records, wall)}
+    out = {me, *document.lost, *keeps_out(document, records, wall)}
     others = [
         node
         for node, record in records.items()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from msgspec.structs import replace
 
-from rdzv_plugins.protocol.choice import choose
+from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.documents import (
     Cause,
     NodeRecord,
@@ -15,11 +15,10 @@ from rdzv_plugins.protocol.documents import (
     Status,
     labels,
 )
-from rdzv_plugins.protocol.kept_out import naming, pruned
-from rdzv_plugins.protocol.links import able_to_host, still_not_to_host
-from rdzv_plugins.protocol.ranks import old_places, order_ranks
+from rdzv_plugins.protocol.policies.kept_out import carried_over
+from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.roster import members_by_their_records
-from rdzv_plugins.protocol.rules import Rules, View
+from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import Situation, round_in, without
 
 __all__ = [
@@ -28,8 +27,10 @@ __all__ = [
     "evicting",
     "founded",
     "leaving_out",
+    "naming",
     "naming_participants",
     "next_round",
+    "with_orders_of",
     "without_roster",
     "without_the_gone",
 ]
@@ -57,16 +58,8 @@ def next_round(
     out: Collection[str] = (),
 ) -> RoundDocument:
     """The round after ``document``, without those that are gone, or that people took ``out``."""
-    short_rounds = document.short_rounds
-    ordered = bool(out or document.restart)
-    if document.phase is Phase.RUNNING and view.rules.no_progress_rounds and not ordered:
-        short = view.longest_uptime < view.rules.no_progress_uptime
-        # A round that ended for newcomers alone counts neither against the run nor for it.
-        only_grows = cause == Cause(joined=cause.joined)
-        short_rounds = short_rounds + (not only_grows) if short else 0
     if document.restart:
         cause = replace(cause, note="; ".join(filter(None, (cause.note, document.restart))))
-    confirms = document.phase is Phase.CONFIRMING
     return replace(
         document,
         round=document.round + 1,
@@ -80,9 +73,7 @@ def next_round(
         finishing=False,
         cause=cause,
         resize=False,
-        short_rounds=short_rounds,
         restart="",
-        faults=document.faults if confirms else still_not_to_host(document.faults),
     )
 
 
@@ -133,7 +124,7 @@ def leaving_out(at: Situation, out: Collection[str]) -> RoundDocument:
         document,
         previous=without(document.previous, out),
         evicted=_evicted_with(document, records, out),
-        cause=naming(document.cause, document, records, out, at.wall),
+        cause=naming(document.cause, at, out),
     )
 
 
@@ -162,15 +153,13 @@ def without_roster(view: View, at: Situation) -> RoundDocument:
     return replace(after, previous=known, roster=None)
 
 
-def naming_participants(at: Situation, rules: Rules) -> RoundDocument:
+def naming_participants(at: Situation) -> RoundDocument:
     """The round with its ranks, of those that are chosen; at most ``max_nodes``."""
     document, records, ready = at.document, at.records, at.ready
     old = {*document.previous}
     survivors = [node for node in document.previous if node in ready]
-    newcomers = order_ranks(
-        (node for node in ready if node not in old), records, (), rules.rank_order
-    )
-    chosen = choose(document, survivors, newcomers, records, rules)
+    newcomers = [node for node in ready if node not in old]
+    chosen = tuple(policies.chosen(at))
     taken = {*chosen}
     failed = [records[node].label for node in survivors if records[node].failed]
     # `Situation.gone` has nodes that had asked for this round, and were lost since.
@@ -186,13 +175,10 @@ def naming_participants(at: Situation, rules: Rules) -> RoundDocument:
     still_run = tuple(
         node for node in document.evicted if node in at.live and records[node].status is Status.RUN
     )
-    document = pruned(document, records, at.wall)
-    hosts = able_to_host(document, records, chosen)
-    places = old_places(document, records) if rules.rank_order == "topology" else None
     return replace(
         document,
         phase=Phase.CONFIRMING,
-        participants=order_ranks(chosen, hosts, document.previous, rules.rank_order, places),
+        participants=chosen,
         previous=(),
         evicted=still_run,
         waiting=len(ready) - len(chosen),
@@ -200,9 +186,32 @@ def naming_participants(at: Situation, rules: Rules) -> RoundDocument:
         grew=document.round if taken - old else document.grew,
         ran=None,
         master=None,
-        faults=replace(document.faults, out=()) if document.faults.out else document.faults,
         # Fencing token: milliseconds, so that it grows also where the store forgot the last one.
         fencing_token=max(document.fencing_token + 1, int(at.wall * 1000)),
+    )
+
+
+def naming(cause: Cause, at: Situation, nodes: Collection[str]) -> Cause:
+    """The cause with these nodes, which are kept out, and why."""
+    reasons: dict[str, Reason] = {node: at.kept_out[node] for node in nodes}
+    if not reasons:
+        return cause
+    why = sorted({it.why for it in reasons.values()})
+    cause = replace(cause, why=", ".join(dict.fromkeys(filter(None, (cause.why, *why)))))
+    for field in dict.fromkeys(filter(None, (it.cause for it in reasons.values()))):
+        of_it = [node for node, it in reasons.items() if it.cause == field]
+        cause = cause.plus(**{field: labels(at.records, of_it)})
+    return cause
+
+
+def with_orders_of(document: RoundDocument, stored: RoundDocument) -> RoundDocument:
+    """A document that is written back over an older one, with the orders that stand in that."""
+    fresh = (node for node in stored.drained if node not in document.drained)
+    return replace(
+        carried_over(replace(document, excluded=stored.excluded), document.excluded),
+        drained=(*document.drained, *fresh),
+        restart=document.restart or stored.restart,
+        resize=document.resize or stored.resize,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -41,6 +42,8 @@ __all__ = [
 
 INLINE = 128
 """See `Rules.inline`."""
+
+_IN_POLICY = re.compile(r"(?:^|,)(\w+)=([\w.]{1,20})(?=,|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,30 @@ class Rules:
     outage_limit: float = math.inf
     probation: float = 60.0
 
+    @classmethod
+    def told(cls, document: RoundDocument, leader: NodeRecord | None) -> Rules:
+        """As somebody knows them who has the document and the leader's record only.
+
+        The record tells the options that are not at their defaults; those count here that have the
+        same name as a setting, and a possible value.
+        """
+        known = cls(
+            min_nodes=document.min_nodes,
+            max_nodes=document.max_nodes,
+            lease=leader.lease if leader is not None else 0.0,
+            interval=leader.interval if leader is not None else 0.0,
+            last_call=0.0,
+        )
+        for name, text in _IN_POLICY.findall(leader.policy if leader is not None else ""):
+            if name not in _OPTIONS:
+                continue
+            try:
+                value = msgspec.convert(text, type(getattr(known, name)), strict=False)
+            except msgspec.ValidationError:
+                continue  # It stands in the store, and is not ours to trust.
+            known = replace(known, **{name: value})
+        return known
+
     @property
     def minds_domains(self) -> bool:
         """Whether it counts in which domain a node is."""
@@ -105,6 +132,9 @@ class Rules:
     def outage(self) -> float:
         """A store that has not answered for longer has been away; slow ones answer sooner."""
         return max(self.interval, self.lease / 3)
+
+
+_OPTIONS = {it.name for it in fields(Rules) if isinstance(it.default, bool | int | float | str)}
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,14 +5,15 @@ Each of these questions is answered here and nowhere else: `decide` decides by a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from rdzv_plugins.protocol.choice import Sizes, world_size
+from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status, derived
-from rdzv_plugins.protocol.kept_out import kept_out
-from rdzv_plugins.protocol.rules import View
+from rdzv_plugins.protocol.policies.policy import Reason
+from rdzv_plugins.protocol.rules import Rules, View
+from rdzv_plugins.protocol.sizes import Sizes, world_size
 
 __all__ = [
     "Situation",
@@ -40,7 +41,7 @@ def assess(view: View, document: RoundDocument) -> Situation:
     return Situation(
         document=document,
         records=records,
-        sizes=Sizes.of(view.rules),
+        rules=view.rules,
         wall=view.wall,
         lost=lost_nodes(view, document, records),
         silent=_silent_nodes(view, document, records),
@@ -66,7 +67,7 @@ def assess_from_outside(
     return Situation(
         document=document,
         records=records,
-        sizes=Sizes.told(document, records.get(document.leader or "")),
+        rules=Rules.told(document, records.get(document.leader or "")),
         wall=wall,
         lost=lost,
         silent=lost.union(filter(is_silent, nodes)),
@@ -102,7 +103,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     Attributes:
         document: the round document, with all its nodes.
         records: of all nodes, as last read.
-        sizes: how many nodes a round may have.
+        rules: the settings of the run, as far as who judges knows them.
         wall: the time on the wall clock of who judges, in seconds since the epoch.
         lost: nodes whose leases have run out, and what is forgiven of their silence.
         silent: as a node knows it: those whose leases have run out, also if they have one more. As
@@ -112,7 +113,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     document: RoundDocument
     records: Mapping[str, NodeRecord]
-    sizes: Sizes
+    rules: Rules
     wall: float
     lost: frozenset[str] = _NOBODY
     silent: frozenset[str] = _NOBODY
@@ -142,9 +143,20 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         ]
 
     @derived
-    def kept_out(self) -> Collection[str]:
-        """Nodes that no round may name: people or the leader keep them, or their hosts, out."""
-        return kept_out(self.document, self.records, self.wall)
+    def sizes(self) -> Sizes:
+        """How many nodes a round may have."""
+        return Sizes.of(self.rules)
+
+    @derived
+    def kept_out(self) -> Mapping[str, Reason]:
+        """Nodes that no round may name, and why."""
+        return policies.keeps_out(self.document, self.records, self.wall)
+
+    @derived
+    def refused(self) -> Mapping[str, Reason]:
+        """Nodes that ask for a round, and that policies do not admit to the next one, and why."""
+        runs = self.document.phase is Phase.RUNNING
+        return policies.refused(self, self.waiting if runs else self._eligible)
 
     # While a round forms.
 
@@ -184,17 +196,13 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         }
 
     @derived
-    def ready(self) -> set[str]:
-        """Nodes that the round may take.
+    def _eligible(self) -> set[str]:
+        return self.asking.difference(self.kept_out) if self.kept_out else self.asking
 
-        A node that failed the network check is tried again once a round has run, or where the
-        others are too few.
-        """
-        ready = self.asking.difference(self.kept_out)
-        if self.document.faults.rounds:
-            well = {node for node in ready if not self.records[node].suspect}
-            return well if world_size(well, self.records, self.sizes) else ready
-        return ready
+    @derived
+    def ready(self) -> set[str]:
+        """Nodes that the round may take."""
+        return self._eligible.difference(self.refused) if self.refused else self._eligible
 
     @derived
     def size(self) -> int:
@@ -289,13 +297,10 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def newcomers(self) -> list[str]:
-        """Nodes that wait, and for which the round may be ended.
-
-        A node that failed the network check comes in when a round forms anyway.
-        """
-        if self.present and not self.document.resize:
-            return [node for node in self.waiting if not self.records[node].suspect]
-        return self.waiting
+        """Nodes that wait, and for which the round may be ended."""
+        if not self.refused:
+            return self.waiting
+        return [node for node in self.waiting if node not in self.refused]
 
     @derived
     def growth(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
-from rdzv_plugins.protocol.kept_out import exclusion_of
+from rdzv_plugins.protocol.policies.kept_out import exclusion_of
 from rdzv_plugins.protocol.situation import fits
 
 __all__ = ["State", "is_due", "state_of"]

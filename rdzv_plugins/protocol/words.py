@@ -6,11 +6,12 @@ what that says. An observer that is no node sees all records, and whose heartbea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rdzv_plugins.protocol.choice import Sizes, needed
-from rdzv_plugins.protocol.decide import rejoin_patience, what_holds
+from rdzv_plugins.protocol import policies
+from rdzv_plugins.protocol.decide import rejoin_patience
 from rdzv_plugins.protocol.documents import (
     Names,
     NodeRecord,
@@ -19,9 +20,10 @@ from rdzv_plugins.protocol.documents import (
     Status,
     labels,
 )
-from rdzv_plugins.protocol.growth import GROWTH, Hold, last_call
-from rdzv_plugins.protocol.kept_out import describe_held, exclusion_of, summary
-from rdzv_plugins.protocol.links import judge, own_findings, remark, slow, told
+from rdzv_plugins.protocol.policies.growth import GROWTH
+from rdzv_plugins.protocol.policies.kept_out import describe_held, exclusion_of, summary
+from rdzv_plugins.protocol.policies.network import judge, own_findings, remark, slow, told
+from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import (
     Situation,
@@ -31,6 +33,7 @@ from rdzv_plugins.protocol.situation import (
     unconfirmed,
     waits_for_a_living_round,
 )
+from rdzv_plugins.protocol.sizes import Sizes, needed
 from rdzv_plugins.protocol.wall_clock import shown
 
 __all__ = ["Diagnosis", "Pace", "call_ends", "diagnose", "of_node", "of_run", "remarks"]
@@ -57,6 +60,7 @@ class Diagnosis:
         doubted: how many are late all at once, so that each has one more lease.
         unfit: nodes that ask for no round since their check failed, each with the reason.
         excluded: which hosts are kept out, until when and why.
+        refused: how many of those that ask are not admitted to the next round, and why.
         network: between whom no data pass, or pass slowly; or that this node finds that out.
         since: since when the round forms.
         seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
@@ -73,6 +77,7 @@ class Diagnosis:
     doubted: int = 0
     unfit: Names = _NOBODY
     excluded: str = ""
+    refused: str = ""
     network: str = ""
     since: str = ""
     seconds: float | None = None
@@ -99,6 +104,7 @@ class Diagnosis:
             else "",
             f"unfit: {self.unfit}" if self.unfit else "",
             self.excluded,
+            self.refused,
             self.network,
             f"forming since {self.since}" if self.since else "",
         ]
@@ -120,6 +126,7 @@ class Diagnosis:
             silent=self.silent,
             unfit=self.unfit,
             excluded=self.excluded,
+            refused=self.refused,
             network=self.network,
             since=self.since,
         )
@@ -168,7 +175,7 @@ class _Known:
     call_ends: str = ""
     since: str = ""
     quiet: float | None = None
-    hold: Hold | None = None
+    hold: Reason | None = None
     leads: bool = False
 
 
@@ -250,11 +257,13 @@ def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Di
         return _without_records(document, view.leader, join_left, view.wall)
 
     at = assess(view, document)
+    waits = document.phase is Phase.FORMING or at.growth > 0
+    held = policies.held(view, at) if waits else None
     known = _Known(
         join=join_left,
-        last_call=last_call(rules, document, at.size) - (view.enough_for or 0.0),
+        last_call=0.0 if held is None else held.seconds,
         rejoin=rejoin_patience(rules, at.size) - view.round_age,
-        hold=what_holds(view, at) if at.growth else None,
+        hold=held,
         leads=True,
     )
     return _with_records(at, known)
@@ -293,6 +302,7 @@ def _with_records(at: Situation, known: _Known) -> Diagnosis:
     return replace(
         _of_the_round(at, known, bool(unfit)),
         unfit=_reasons(unfit),
+        refused=_refused(at) if document.phase is not Phase.CONFIRMING else "",
         network="; ".join(filter(None, (told(document, records), late))),
         doubted=len(at.overdue) if known.leads else 0,
     )
@@ -300,6 +310,11 @@ def _with_records(at: Situation, known: _Known) -> Diagnosis:
 
 def _reasons(unfit: Iterable[NodeRecord]) -> Names:
     return Names().plus(f"{record.label} ({record.unfit})" for record in unfit)
+
+
+def _refused(at: Situation) -> str:
+    found = Counter(it.why for it in at.refused.values() if it.why)
+    return "; ".join(f"{_count(nodes)} waiting: {why}" for why, nodes in found.items())
 
 
 def _of_the_round(at: Situation, known: _Known, has_unfit: bool) -> Diagnosis:
@@ -423,11 +438,11 @@ def _running(at: Situation, known: _Known) -> Diagnosis:
     return Diagnosis(does=does, seconds=held.seconds, limit=held.limit)
 
 
-def _held(at: Situation) -> Hold:
+def _held(at: Situation) -> Reason:
     """The options that may hold newcomers back, as the first node of the round has them."""
     policies = (at.records[node].policy for node in at.document.ranks if node in at.records)
     options = next(policies, "").split(",")
-    return Hold(", ".join(it for it in options if it.partition("=")[0] in GROWTH))
+    return Reason(", ".join(it for it in options if it.partition("=")[0] in GROWTH))
 
 
 def _closed(document: RoundDocument) -> Diagnosis:

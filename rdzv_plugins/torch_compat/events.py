@@ -32,10 +32,10 @@ from torch.distributed.elastic.metrics.api import NullMetricHandler, getStream, 
 
 from rdzv_plugins.kv import Attempts
 from rdzv_plugins.protocol import effects
-from rdzv_plugins.protocol.choice import Sizes
 from rdzv_plugins.protocol.documents import STATE_KEY, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.situation import is_full
+from rdzv_plugins.protocol.sizes import Sizes
 
 __all__ = ["Events", "record_failed_creation"]
 

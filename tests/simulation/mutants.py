@@ -24,19 +24,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins import protocol
 from rdzv_plugins.kv import Attempts, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.protocol import (
-    choice,
-    cleanup,
-    growth,
-    kept_out,
-    links,
-    parting,
-    quarantine,
-    ranks,
-    roster,
-    rounds,
-    situation,
-)
+from rdzv_plugins.protocol import cleanup, parting, roster, situation, sizes
 from rdzv_plugins.protocol import decide as decisions
 from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.documents import (
@@ -65,11 +53,14 @@ from rdzv_plugins.protocol.effects import (
     PutTombstone,
 )
 from rdzv_plugins.protocol.failure_detector import FailureDetector
-from rdzv_plugins.protocol.growth import Hold
-from rdzv_plugins.protocol.links import Judgement, still_not_to_host
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.parting import Service
+from rdzv_plugins.protocol.policies import growth, kept_out, network, quarantine, ranks, selection
+from rdzv_plugins.protocol.policies.kept_out import KeptOut
+from rdzv_plugins.protocol.policies.network import Judgement, still_not_to_host
+from rdzv_plugins.protocol.policies.no_progress import NoProgress
+from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
 from rdzv_plugins.protocol.rules import (
@@ -485,7 +476,7 @@ def own_ranks(patch: Patch) -> None:
 @_mutant("last call: one node is enough for a round", seed=9)
 def below_minimum(patch: Patch) -> None:
     patch(
-        choice,
+        sizes,
         "world_size",
         lambda world_size, nodes, records, sizes: world_size(
             nodes, records, dataclasses.replace(sizes, min_nodes=1)
@@ -496,7 +487,7 @@ def below_minimum(patch: Patch) -> None:
 @_mutant("last call: a round takes all nodes", seed=4)
 def above_maximum(patch: Patch) -> None:
     patch(
-        choice,
+        selection,
         "choose",
         lambda _, document, survivors, newcomers, *rest: [*survivors, *newcomers],
     )
@@ -518,7 +509,7 @@ def spares_disturb(patch: Patch) -> None:
 
 @_mutant("spares: a waiting node is not admitted although there is room", seed=7)
 def newcomers_wait(patch: Patch) -> None:
-    patch(growth, "hold", lambda *_, **__: Hold("grow=never"))
+    patch(growth, "hold", lambda *_, **__: Reason("grow=never"))
 
 
 @_mutant("loss: the loss of a participant does not restart the round", seed=331)
@@ -1030,29 +1021,41 @@ def evicted_at_once(patch: Patch) -> None:
 
 @_mutant("a leader names a drained node that asks for a round", seed=34, focus=_DRAINS)
 def drained_joins_again(patch: Patch) -> None:
-    def kept_out_(original: Any, document: RoundDocument, records: Any, now: float) -> Any:
-        out = original(document, records, now)
+    def keep_out(
+        original: Any, policy: KeptOut, document: RoundDocument, records: Any, now: float
+    ) -> Any:
+        out = original(policy, document, records, now)
         if document.phase is not Phase.FORMING:
             return out
-        return {node for node in out if node not in records or not records[node].asks}
+        return {it: why for it, why in out.items() if it not in records or not records[it].asks}
 
-    patch(kept_out, "kept_out", kept_out_)
+    patch(KeptOut, "keep_out", keep_out)
 
 
 @_mutant("a leader takes no drained node out of the round that runs", seed=4, focus=_DRAINS)
 def drained_stays(patch: Patch) -> None:
     patch(
-        kept_out,
-        "kept_out",
-        lambda kept_out, document, records, now: {
-            node for node in kept_out(document, records, now) if node not in document.ranks
+        KeptOut,
+        "keep_out",
+        lambda keep_out, policy, document, *of: {
+            node: why
+            for node, why in keep_out(policy, document, *of).items()
+            if node not in document.ranks
         },
     )
 
 
 @_mutant("a leader names the nodes of excluded hosts", focus=_EXCLUDES)
 def excluded_is_named(patch: Patch) -> None:
-    patch(kept_out, "kept_out", lambda _, document, records, now: {*document.drained})
+    patch(
+        KeptOut,
+        "keep_out",
+        lambda keep_out, policy, document, *of: {
+            node: why
+            for node, why in keep_out(policy, document, *of).items()
+            if node in document.drained
+        },
+    )
 
 
 @_mutant("a leader takes an exclusion that has ended for one that holds", seed=4, focus=_EXCLUDES)
@@ -1498,7 +1501,7 @@ def heirs_doubt_again(patch: Patch) -> None:
 @_mutant("node_unit: a round takes all nodes that are ready", focus=_UNITS)
 def odd_worlds(patch: Patch) -> None:
     patch(
-        choice,
+        sizes,
         "world_size",
         lambda world_size, nodes, records, sizes: world_size(
             nodes, records, dataclasses.replace(sizes, node_unit=1)
@@ -1521,12 +1524,12 @@ def torn_segments(patch: Patch) -> None:
         return dataclasses.replace(of, segment=1, node_unit=of.node_unit * of.segment)
 
     patch(
-        choice,
+        sizes,
         "world_size",
         lambda world_size, nodes, records, sizes: world_size(nodes, records, whole(sizes)),
     )
     patch(
-        choice,
+        selection,
         "choose",
         lambda choose, document, survivors, newcomers, records, rules: choose(
             document, survivors, newcomers, records, whole(rules)
@@ -1539,7 +1542,7 @@ def torn_segments(patch: Patch) -> None:
 )
 def survivors_torn(patch: Patch) -> None:
     patch(
-        choice,
+        selection,
         "choose",
         lambda choose, document, survivors, newcomers, records, rules: [*survivors, *newcomers][
             : len(choose(document, survivors, newcomers, records, rules))
@@ -1634,7 +1637,7 @@ def no_rest(patch: Patch) -> None:
 )
 def links_ignored(patch: Patch) -> None:
     patch(
-        links,
+        network,
         "judge",
         lambda _, document, *of: Judgement(True, still_not_to_host(document.faults)),
     )
@@ -1660,7 +1663,7 @@ def rank_0_undialled(patch: Patch) -> None:
     focus=_parted("hidden"),
 )
 def rank_0_for_ever(patch: Patch) -> None:
-    patch(links, "able_to_host", lambda _, document, records, chosen: records)
+    patch(network, "able_to_host", lambda _, document, records, chosen: records)
 
 
 @_mutant(
@@ -1676,7 +1679,7 @@ def one_failure_is_enough(patch: Patch) -> None:
         out = ((judged.failed[0][0], "network: no data passed"),)
         return Judgement(False, replace(judged.faults, out=out), judged.failed)
 
-    patch(links, "judge", judge)
+    patch(network, "judge", judge)
 
 
 @_mutant(
@@ -1691,12 +1694,12 @@ def nobody_at_fault(patch: Patch) -> None:
             return judged
         return Judgement(True, replace(judged.faults, out=(), rounds=0), judged.failed)
 
-    patch(links, "judge", judge)
+    patch(network, "judge", judge)
 
 
 @_mutant("network_check: the next round pairs the same nodes", seed=10, focus=_parted("bad link"))
 def always_the_same_partner(patch: Patch) -> None:
-    patch(links, "partner_in", lambda partner_in, ranks, me, round_: partner_in(ranks, me, 0))
+    patch(network, "partner_in", lambda partner_in, ranks, me, round_: partner_in(ranks, me, 0))
 
 
 @_mutant(
@@ -1712,7 +1715,7 @@ def one_way_speaks_for_both(patch: Patch) -> None:
         faults = replace(document.faults, links=kept)
         return original(replace(document, faults=faults), records, rules)
 
-    patch(links, "judge", judge)
+    patch(network, "judge", judge)
 
 
 @_mutant(
@@ -1774,7 +1777,7 @@ def one_bad_link_for_ever(patch: Patch) -> None:
         faults = replace(judged.faults, rounds=document.faults.rounds + 1)
         return Judgement(False, faults, judged.failed)
 
-    patch(links, "judge", judge)
+    patch(network, "judge", judge)
 
 
 @_mutant(
@@ -2060,9 +2063,10 @@ def new_for_ever(patch: Patch) -> None:
     focus=_grows(no_progress_rounds=2, no_progress_uptime=0.5),
 )
 def gives_up_too_soon(patch: Patch) -> None:
-    def next_round(original: Any, view: View, document: RoundDocument, *of: Any) -> RoundDocument:
-        after: RoundDocument = original(view, document, *of)
-        ran = document.phase is Phase.RUNNING
-        return replace(after, short_rounds=document.short_rounds + 1) if ran else after
+    def note(original: Any, policy: NoProgress, view: View, at: Any, after: RoundDocument) -> Any:
+        was = at.document
+        if (was.phase, after.phase) == (Phase.RUNNING, Phase.FORMING):
+            return replace(after, short_rounds=was.short_rounds + 1)
+        return original(policy, view, at, after)
 
-    patch(rounds, "next_round", next_round)
+    patch(NoProgress, "note", note)

@@ -15,8 +15,9 @@ import pytest
 
 from rdzv_plugins import protocol
 from rdzv_plugins.protocol import decide as decisions
-from rdzv_plugins.protocol import growth, node
+from rdzv_plugins.protocol import node
 from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.policies import growth
 from tests import Measure
 
 from .campaign import Totals, failure_report, run_seeds

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv_plugins.protocol.choice import Sizes, choose, needed, world_size
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     Cause,
@@ -22,8 +21,10 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
-from rdzv_plugins.protocol.ranks import natural_key
+from rdzv_plugins.protocol.policies.ranks import natural_key
+from rdzv_plugins.protocol.policies.selection import choose
 from rdzv_plugins.protocol.rules import Action, Rules, SetRecord, Wait, Write
+from rdzv_plugins.protocol.sizes import Sizes, needed, world_size
 from rdzv_plugins.protocol.words import remarks
 from tests import replace
 

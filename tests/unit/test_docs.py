@@ -89,6 +89,8 @@ def test_the_code_in_the_pages_imports_only_what_is_public() -> None:
     modules = {module for module, _ in PUBLIC}
     others, seen = [], 0
     for page, code in python_in_the_pages():
+        if page == "writing-a-policy.md":
+            continue  # Its file becomes a part of this package.
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rdzv_plugins"):
                 seen += 1
@@ -303,7 +305,7 @@ def test_the_rules_that_the_protocol_names_are_in_the_design() -> None:
     rules = {rule.lower() for rule in re.findall(r"^### (.*)$", design, re.MULTILINE)}
     named = {
         rule.lower()
-        for file in (ROOT / "rdzv_plugins" / "protocol").glob("*.py")
+        for file in (ROOT / "rdzv_plugins" / "protocol").rglob("*.py")
         for rule in re.findall(r"\bRule: ([^.]+)\.", file.read_text())
     }
     assert len(named) > 5

@@ -9,9 +9,11 @@ import pytest
 
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import Cause, Names, Outcome, Phase, RoundDocument, Status
-from rdzv_plugins.protocol.growth import hold, last_call
+from rdzv_plugins.protocol.policies import noted
+from rdzv_plugins.protocol.policies.growth import hold, last_call
 from rdzv_plugins.protocol.rounds import next_round
 from rdzv_plugins.protocol.rules import Close, Rules, View
+from rdzv_plugins.protocol.situation import assess
 from rdzv_plugins.protocol.words import diagnose, of_node
 from tests import replace
 from tests.unit.crowd import Crowd
@@ -162,7 +164,9 @@ class TestProgress:
 
     def after(self, cause: Cause, uptime: float, short: int = 1) -> int:
         here = leads(no_progress_rounds=3, no_progress_uptime=60.0, longest_uptime=uptime)
-        return next_round(here, replace(NOW, short_rounds=short), (), 0, cause).short_rounds
+        now = replace(NOW, short_rounds=short)
+        after = next_round(here, now, (), 0, cause)
+        return noted(here, assess(here, now), after).short_rounds
 
     def test_short_rounds_are_counted(self) -> None:
         assert self.after(self.CAUSE, 59.0) == 2

@@ -51,7 +51,7 @@ def test_the_protocol_does_nothing_itself() -> None:
         "ipaddress", "math", "msgspec", "random", "re", "types", "typing", "zlib",
         "rdzv_plugins.kv", "rdzv_plugins.protocol",
     }  # fmt: skip
-    for path in (PACKAGE / "protocol").glob("*.py"):
+    for path in (PACKAGE / "protocol").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):

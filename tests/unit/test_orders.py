@@ -25,8 +25,8 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
-from rdzv_plugins.protocol.kept_out import describe
 from rdzv_plugins.protocol.orders import Given, drain, exclude, include, resize, restart
+from rdzv_plugins.protocol.policies.kept_out import describe
 from rdzv_plugins.protocol.rules import (
     Action,
     AwaitExclusions,

@@ -17,7 +17,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
     Strikes,
 )
-from rdzv_plugins.protocol.quarantine import blamed
+from rdzv_plugins.protocol.policies.quarantine import blamed
 from rdzv_plugins.protocol.rules import Action, Wait
 from tests import replace
 

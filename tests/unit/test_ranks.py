@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, Status
-from rdzv_plugins.protocol.ranks import old_places, order_ranks
+from rdzv_plugins.protocol.policies.ranks import old_places, order_ranks
 from tests import replace
 
 from . import views

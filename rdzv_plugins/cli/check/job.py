@@ -29,7 +29,7 @@ from rdzv_plugins.entry_points import refuse_without_torch
 from rdzv_plugins.health import refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.kv.findings import Finding, Mark
-from rdzv_plugins.protocol.choice import Sizes
+from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import client_class, strange_variables
 

@@ -1,17 +1,33 @@
-"""The order of ranks: node2 before node10, survivors in place, by domain, or as hinted."""
+"""Rank order: node2 before node10, survivors in place, by domain, or as hinted."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
+from rdzv_plugins.protocol.policies.network import able_to_host
+from rdzv_plugins.protocol.policies.policy import Policy
 
-__all__ = ["by_domain", "domain_key", "old_places", "order_ranks"]
+if TYPE_CHECKING:
+    from rdzv_plugins.protocol.situation import Situation
+
+__all__ = ["Ranks", "by_domain", "domain_key", "old_places", "order_ranks"]
 
 _NUMBER = re.compile(r"(\d+)")
 
 _Key = tuple[str | tuple[int, str], ...]
+
+
+class Ranks(Policy):
+    """Rule: rank order."""
+
+    def choose(self, at: Situation, nodes: Sequence[str]) -> Sequence[str]:
+        document, records, rank_order = at.document, at.records, at.rules.rank_order
+        hosts = able_to_host(document, records, nodes)
+        places = old_places(document, records) if rank_order == "topology" else None
+        return order_ranks(nodes, hosts, document.previous, rank_order, places)
 
 
 def natural_key(record: NodeRecord) -> tuple[_Key, int]:

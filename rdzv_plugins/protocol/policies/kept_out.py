@@ -1,38 +1,34 @@
-"""Nodes that a run keeps out of its rounds: drained ones, and those of excluded hosts."""
+"""Drain and exclusions: nodes that people keep out of a run, and what to tell of them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from rdzv_plugins.protocol.documents import (
-    Cause,
-    Exclusion,
-    NodeRecord,
-    RoundDocument,
-    labels,
-)
+from rdzv_plugins.protocol.documents import Exclusion, NodeRecord, Phase, RoundDocument
+from rdzv_plugins.protocol.policies.policy import NOTHING, Moment, Policy, Reason
+from rdzv_plugins.protocol.rules import Action, AwaitExclusions, Failure, View, Write
+
+if TYPE_CHECKING:
+    from rdzv_plugins.protocol.situation import Situation
 
 __all__ = [
+    "KeptOut",
     "as_data",
     "carried_over",
     "describe",
     "describe_held",
     "exclusion_of",
     "in_force",
-    "kept_out",
-    "naming",
     "pruned",
     "summary",
-    "until_the_first_ends",
     "why_kept_out",
-    "with_orders_of",
     "without_hosts",
 ]
 
-_NOBODY: frozenset[str] = frozenset()
 _DAY = 24 * 3600.0
 
 # A sentence tells of so many exclusions.
@@ -40,6 +36,50 @@ _SHOWN = 2
 
 # A document names so many drained nodes that have ended; each may be away and come back.
 _DRAINED_KEPT = 64
+
+
+class KeptOut(Policy):
+    """Rule: drain. Rule: exclusions. Hosts in quarantine are kept out as people's are."""
+
+    def keep_out(
+        self, document: RoundDocument, records: Mapping[str, NodeRecord], now: float
+    ) -> Mapping[str, Reason]:
+        hosts = in_force(document, now)
+        if not hosts and not document.drained:
+            return NOTHING
+        reasons = {host: _reason(document, it, now) for host, it in hosts.items()}
+        excluded = {
+            node: reasons[record.address]
+            for node, record in records.items()
+            if record.address in reasons
+        }
+        return {**excluded, **dict.fromkeys(document.drained, Reason(cause="drained"))}
+
+    def judge(self, view: View, at: Situation, moment: Moment) -> Action | None:
+        if moment is Moment.BEFORE_ALL and view.carried:
+            after = carried_over(at.document, view.carried)
+            return Write(after) if after != at.document else None
+        if moment is Moment.NAMES and at.document.round == 0 and view.fetches:
+            return AwaitExclusions()
+        return None
+
+    def note(self, view: View, at: Situation, after: RoundDocument) -> RoundDocument:
+        named = at.document.phase is Phase.FORMING and after.phase is Phase.CONFIRMING
+        return pruned(after, at.records, view.wall) if named else after
+
+    def delays(self, view: View, document: RoundDocument) -> bool:
+        return exclusion_of(document, view.record.address, view.wall) is not None
+
+    def leave(self, view: View, document: RoundDocument) -> Failure | None:
+        """A drained node leaves, but not while others may count on a rank of it."""
+        counts = document.phase is Phase.CONFIRMING and view.me in document.ranks
+        return Failure.DRAINED if view.me in document.drained and not counts else None
+
+
+def _reason(document: RoundDocument, exclusion: Exclusion, now: float) -> Reason:
+    why = f"quarantined, {exclusion.why}" if exclusion in document.quarantined else exclusion.why
+    left = None if exclusion.until is None else exclusion.until - now
+    return Reason(why, left, cause="excluded")
 
 
 def in_force(document: RoundDocument, now: float) -> dict[str, Exclusion]:
@@ -60,57 +100,11 @@ def exclusion_of(document: RoundDocument, host: str, now: float) -> Exclusion | 
     return in_force(document, now).get(host)
 
 
-def kept_out(
-    document: RoundDocument, records: Mapping[str, NodeRecord], now: float
-) -> Collection[str]:
-    """The nodes that no round may name."""
-    hosts = in_force(document, now)
-    if not hosts and not document.drained:
-        return _NOBODY
-    excluded = (node for node, record in records.items() if record.address in hosts)
-    return {*document.drained, *excluded}
-
-
 def carried_over(document: RoundDocument, carried: Iterable[Exclusion]) -> RoundDocument:
     """The document with the exclusions of earlier runs; its own are newer."""
     hosts = {it.host for it in document.excluded}
     fresh = tuple(it for it in carried if it.host not in hosts)
     return replace(document, excluded=(*document.excluded, *fresh))
-
-
-def with_orders_of(document: RoundDocument, stored: RoundDocument) -> RoundDocument:
-    """A document that is written back over an older one, with the orders that stand in that."""
-    fresh = (node for node in stored.drained if node not in document.drained)
-    return replace(
-        carried_over(replace(document, excluded=stored.excluded), document.excluded),
-        drained=(*document.drained, *fresh),
-        restart=document.restart or stored.restart,
-        resize=document.resize or stored.resize,
-    )
-
-
-def naming(
-    cause: Cause,
-    document: RoundDocument,
-    records: Mapping[str, NodeRecord],
-    nodes: Collection[str],
-    now: float,
-) -> Cause:
-    """The cause with these nodes that are kept out: each as drained, or as excluded and why."""
-    if not nodes:
-        return cause
-    drained = [node for node in nodes if node in document.drained]
-    excluded = [node for node in nodes if node not in document.drained]
-    hosts = in_force(document, now)
-    held = [hosts[records[node].address] for node in excluded if node in records]
-    found = {f"quarantined, {it.why}" if it in document.quarantined else it.why for it in held}
-    reasons = [cause.why, *sorted(found)]
-    cause = cause.plus(drained=labels(records, drained), excluded=labels(records, excluded))
-    return _because(cause, reasons)
-
-
-def _because(cause: Cause, reasons: Iterable[str]) -> Cause:
-    return replace(cause, why=", ".join(dict.fromkeys(filter(None, reasons))))
 
 
 def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: float) -> RoundDocument:
@@ -126,25 +120,6 @@ def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: floa
         excluded=tuple(it for it in document.excluded if it.holds(now)),
         quarantined=tuple(it for it in document.quarantined if it.holds(now)),
     )
-
-
-def until_the_first_ends(
-    document: RoundDocument, records: Mapping[str, NodeRecord], now: float
-) -> float | None:
-    """Seconds until the first exclusion ends for which a node waits; None: there is none."""
-    if not (document.excluded or document.quarantined):
-        return None
-    hosts = {
-        record.address
-        for node, record in records.items()
-        if record.asks and node not in document.drained
-    }
-    ends = [
-        it.until - now
-        for host, it in in_force(document, now).items()
-        if host in hosts and it.until is not None
-    ]
-    return max(0.0, min(ends)) if ends else None
 
 
 def describe(exclusion: Exclusion, now: float, done: str = "excluded") -> str:

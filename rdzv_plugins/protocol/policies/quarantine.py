@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from rdzv_plugins.protocol.choice import Sizes, world_size
 from rdzv_plugins.protocol.documents import (
     Cause,
     Exclusion,
     Names,
     NodeRecord,
+    Phase,
     RoundDocument,
     Strikes,
 )
-from rdzv_plugins.protocol.kept_out import in_force, without_hosts
-from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.protocol.policies.kept_out import in_force, without_hosts
+from rdzv_plugins.protocol.policies.policy import Moment, Policy
+from rdzv_plugins.protocol.rules import Rules, View, Write
+from rdzv_plugins.protocol.sizes import Sizes, world_size
 
-__all__ = ["counted", "let_in", "quarantined"]
+if TYPE_CHECKING:
+    from rdzv_plugins.protocol.situation import Situation
+
+__all__ = ["Quarantine", "counted", "let_in", "quarantined"]
 
 # The first quarantine of a host is this share of the window, each further one twice as long.
 _FIRST_SHARE = 0.1
@@ -26,6 +32,26 @@ _MOST_DOUBLINGS = 10
 
 # A document keeps the strikes of so many hosts, the last ones.
 _HOSTS_KEPT = 32
+
+
+class Quarantine(Policy):
+    """Rule: quarantine. `kept_out.KeptOut` keeps out the hosts that it puts into the document."""
+
+    def judge(self, view: View, at: Situation, moment: Moment) -> Write | None:
+        if moment is not Moment.TOO_FEW:
+            return None
+        after = let_in(at.document, at.records, at.asking, at.ready, view.rules, view.wall)
+        return Write(after) if after is not None else None
+
+    def note(self, view: View, at: Situation, after: RoundDocument) -> RoundDocument:
+        was, rules = at.document.phase, view.rules
+        if was is Phase.CONFIRMING and after.phase is Phase.RUNNING:
+            return counted(after, rules, view.wall)
+        if was is Phase.FORMING and after.phase is Phase.CONFIRMING:
+            # Decide again without the nodes of a host that is to be in quarantine.
+            judged = quarantined(at.document, after.cause, at.records, at.ready, rules, view.wall)
+            return after if judged == at.document else judged
+        return after
 
 
 def blamed(cause: Cause) -> list[str]:

@@ -1,34 +1,37 @@
-"""When a running round is ended for newcomers, and how long a round waits for more nodes."""
+"""Growth: when a running round ends for newcomers, and how long one waits for more nodes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rdzv_plugins.protocol.documents import RoundDocument
+from rdzv_plugins.protocol.documents import Phase, RoundDocument
+from rdzv_plugins.protocol.policies.policy import Policy, Reason
 from rdzv_plugins.protocol.rules import Rules, View
 
-__all__ = ["GROWTH", "Hold", "hold", "holds_newcomers", "last_call"]
+if TYPE_CHECKING:
+    from rdzv_plugins.protocol.situation import Situation
+
+__all__ = ["GROWTH", "Growth", "hold", "last_call"]
 
 GROWTH = ("grow", "min_uptime", "resize_interval")
 """The options that may keep newcomers waiting, as in ``--rdzv-conf``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Why newcomers wait though a running round has room for them.
+class Growth(Policy):
+    """Rule: last call. Rule: growth."""
 
-    Attributes:
-        why: the option that holds them, where no time ends it.
-        seconds: until it lets them in; None: until somebody says so.
-        limit: what ends then, as in `words.Diagnosis`.
-    """
+    def hold(self, view: View, at: Situation) -> Reason | None:
+        if at.document.phase is Phase.FORMING:
+            left = last_call(view.rules, at.document, at.size) - (view.enough_for or 0.0)
+            return Reason(seconds=left) if left > 0 else None
+        return hold(view, at.growth, at.room, at.may_grow, lost=len(at.missing))
 
-    why: str = ""
-    seconds: float | None = None
-    limit: str = ""
+    def delays(self, view: View, document: RoundDocument) -> bool:
+        rules = view.rules
+        return rules.grow != "now" or rules.min_uptime > 0 or rules.resize_interval > 0
 
 
-def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) -> Hold | None:
+def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) -> Reason | None:
     """The reason not to end the round for newcomers; None: there is none. Rule: growth.
 
     Args:
@@ -43,7 +46,7 @@ def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) 
         return None
     held = rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)
     if held and not lost:
-        return Hold(f"grow={rules.grow}")
+        return Reason(f"grow={rules.grow}")
     limits = [
         (rules.min_uptime - view.uptime, "to min_uptime"),
         (rules.resize_interval - view.grown_for, "to resize_interval"),
@@ -52,13 +55,7 @@ def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) 
         # The last call, while the others train.
         limits.append((rules.last_call - (view.enough_for or 0.0), "of last call left"))
     seconds, limit = max(limits)
-    return Hold(seconds=seconds, limit=limit) if seconds > 0 else None
-
-
-def holds_newcomers(rules: Rules) -> bool:
-    """Whether newcomers may have to wait for longer than a last call, as spares do."""
-    paced = rules.grow != "now" or rules.min_uptime > 0 or rules.resize_interval > 0
-    return paced or rules.node_unit > 1 or rules.segment > 1
+    return Reason(seconds=seconds, limit=limit) if seconds > 0 else None
 
 
 def last_call(rules: Rules, document: RoundDocument, size: int = 0) -> float:

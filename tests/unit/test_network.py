@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv_plugins.protocol import links
 from rdzv_plugins.protocol.documents import Faults, Found, NodeRecord, Phase, RoundDocument
-from rdzv_plugins.protocol.links import Judgement, judge, partner_in, pause, slow
+from rdzv_plugins.protocol.policies import network
+from rdzv_plugins.protocol.policies.network import Judgement, judge, partner_in, pause, slow
 from tests import replace
 
 from .views import RULES, document, running
@@ -149,7 +149,7 @@ class TestJudgement:
         assert (judged.runs, judged.faults.links) == (False, (("n0", "n1"),))
 
     def test_new_links_that_fail_in_each_round_do_not_hold_it_up_for_ever(self) -> None:
-        for rounds, runs in ((links._MOST_ROUNDS - 1, False), (links._MOST_ROUNDS, True)):
+        for rounds, runs in ((network._MOST_ROUNDS - 1, False), (network._MOST_ROUNDS, True)):
             of = a_round(9, Faults(links=(("n7", "n8"),), rounds=rounds))
             partner = str(partner_in(of.ranks, "n5", of.round))
             assert judge(of, records_of(of, ("n5", partner)), CHECKS).runs is runs
@@ -198,11 +198,11 @@ class TestRankZero:
         judged = judge(of, self.hidden(of, "n1"), CHECKS)
         assert (judged.runs, judged.faults.hosts) == (False, ("n0",))
         found = records_of(of)
-        able = links.able_to_host(after(of, judged), found, of.participants)
+        able = network.able_to_host(after(of, judged), found, of.participants)
         assert [able[node].hosts for node in of.participants] == [False, True]
         # The other one could not open a TCPStore before; now it is to try again.
         found["n1"] = replace(found["n1"], hosts=False)
-        able = links.able_to_host(after(of, judged), found, of.participants)
+        able = network.able_to_host(after(of, judged), found, of.participants)
         assert [able[node].hosts for node in of.participants] == [False, True]
 
     def test_one_that_some_cannot_dial_gives_way_to_one_that_all_may(self) -> None:
@@ -257,7 +257,7 @@ class TestSlow:
 
 def test_the_remark_says_what_failed_where_and_what_to_do() -> None:
     of = a_round(5)
-    said = links.remark(of, records_of(of, cut="n2"), runs=False)
+    said = network.remark(of, records_of(of, cut="n2"), runs=False)
     assert said.startswith(
         "round 4 does not run: n1[1] could not exchange data with n2[1] at h:1 ("
     )

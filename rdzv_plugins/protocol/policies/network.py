@@ -1,4 +1,4 @@
-"""The network check: who exchanges data with whom, which links failed, and whose fault it is.
+"""Network: who exchanges data with whom, which links failed, and which node is at fault.
 
 While a round confirms, each node dials one other node, and all dial rank 0. A node finds out what
 failed, and its record says so with its confirmation; the leader decides by the records of all.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -17,13 +18,21 @@ from rdzv_plugins.protocol.documents import (
     Faults,
     Found,
     NodeRecord,
+    Phase,
     RoundDocument,
+    Status,
     labels,
 )
-from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.protocol.policies.policy import NOTHING, Again, Moment, Policy, Reason
+from rdzv_plugins.protocol.rules import Failure, Rules, View
+from rdzv_plugins.protocol.sizes import world_size
+
+if TYPE_CHECKING:
+    from rdzv_plugins.protocol.situation import Situation
 
 __all__ = [
     "Judgement",
+    "Network",
     "able_to_host",
     "judge",
     "naming_links",
@@ -51,6 +60,55 @@ _SHOWN = 3
 _MOST_DOUBLINGS = 10
 
 Link = tuple[str, str]
+
+
+class Network(Policy):
+    """Rule: network check. Rule: links."""
+
+    def admit(self, at: Situation, nodes: Collection[str]) -> Mapping[str, Reason]:
+        document = at.document
+        if document.phase is Phase.FORMING:
+            if not document.faults.rounds:
+                return NOTHING
+            # A node that failed is tried again once a round has run, or where the others are few.
+            well = {node for node in nodes if not at.records[node].suspect}
+            if not world_size(well, at.records, at.sizes):
+                return NOTHING
+        elif document.resize or not at.present:
+            return NOTHING
+        # No running round is ended for it: it comes in when one forms anyway.
+        return {node: Reason() for node in nodes if at.records[node].suspect}
+
+    def judge(self, view: View, at: Situation, moment: Moment) -> Again | None:
+        if moment is not Moment.RUNS:
+            return None
+        judged = judge(at.document, at.records, view.rules)
+        if judged.runs:
+            return None
+        cause = naming_links(at.document.cause, judged.failed, at.records)
+        found = replace(at.document, cause=cause, faults=judged.faults)
+        return Again(found, pause(judged.faults, view.rules))
+
+    def note(self, view: View, at: Situation, after: RoundDocument) -> RoundDocument:
+        was, faults = at.document.phase, after.faults
+        if was is Phase.CONFIRMING and after.phase is Phase.RUNNING:
+            faults = judge(at.document, at.records, view.rules).faults
+        elif was is Phase.RUNNING and after.phase is Phase.FORMING:
+            faults = still_not_to_host(faults)
+        elif was is Phase.FORMING and after.phase is Phase.CONFIRMING and faults.out:
+            faults = replace(faults, out=())
+        return after if faults is after.faults else replace(after, faults=faults)
+
+    def delays(self, view: View, document: RoundDocument) -> bool:
+        return view.record.suspect
+
+    def leave(self, view: View, document: RoundDocument) -> Failure | None:
+        """A node that the check found at fault is unfit."""
+        record = view.record
+        if document.phase is not Phase.FORMING or record.status is not Status.RUN:
+            return None
+        judged = (record.incarnation, record.round) == (document.incarnation, document.round - 1)
+        return Failure.CUT_OFF if judged and document.faults.why_out(view.me) else None
 
 
 def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:

@@ -1,0 +1,107 @@
+"""Policies: who is in a round, and when a run changes its size. Each is one file.
+
+A policy answers some of the questions of `policy.Policy`. `situation` and `decide` know none of
+them: they ask all, in the order of `POLICIES`, by the functions of this module. docs/policies.md is
+what people read of them, and docs/writing-a-policy.md tells how to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
+from rdzv_plugins.protocol.policies.growth import Growth
+from rdzv_plugins.protocol.policies.kept_out import KeptOut
+from rdzv_plugins.protocol.policies.network import Network
+from rdzv_plugins.protocol.policies.no_progress import NoProgress
+from rdzv_plugins.protocol.policies.policy import NOTHING, Again, Moment, Policy, Reason
+from rdzv_plugins.protocol.policies.quarantine import Quarantine
+from rdzv_plugins.protocol.policies.ranks import Ranks
+from rdzv_plugins.protocol.policies.selection import Selection
+from rdzv_plugins.protocol.rules import Action, Failure, View
+
+if TYPE_CHECKING:
+    from rdzv_plugins.protocol.situation import Situation
+
+__all__ = [
+    "POLICIES",
+    "chosen",
+    "delays",
+    "held",
+    "judged",
+    "keeps_out",
+    "leaves",
+    "noted",
+    "refused",
+]
+
+POLICIES: tuple[Policy, ...] = (
+    KeptOut(),
+    NoProgress(),
+    Quarantine(),
+    Network(),
+    Growth(),
+    Selection(),
+    Ranks(),
+)
+"""Of several answers the first counts; the nodes that one chooses are those for the next."""
+
+
+def keeps_out(
+    document: RoundDocument, records: Mapping[str, NodeRecord], now: float
+) -> Mapping[str, Reason]:
+    """The nodes that no round may name."""
+    found = NOTHING
+    for policy in POLICIES:
+        if more := policy.keep_out(document, records, now):
+            found = {**more, **found}
+    return found
+
+
+def refused(at: Situation, nodes: Collection[str]) -> Mapping[str, Reason]:
+    """Those of the nodes that the next round does not take."""
+    found = NOTHING
+    for policy in POLICIES:
+        if nodes and (more := policy.admit(at, nodes)):
+            found = {**found, **more}
+            nodes = [node for node in nodes if node not in more]
+    return found
+
+
+def chosen(at: Situation) -> Sequence[str]:
+    """The participants of the round that forms, in rank order."""
+    nodes: Sequence[str] = [*at.ready]
+    for policy in POLICIES:
+        nodes = policy.choose(at, nodes)
+    return nodes
+
+
+def held(view: View, at: Situation) -> Reason | None:
+    """Why the round waits for nodes, or nodes for a round; None: they wait for nothing."""
+    answers = (policy.hold(view, at) for policy in POLICIES)
+    return next((it for it in answers if it is not None), None)
+
+
+def judged(view: View, at: Situation, moment: Moment) -> Action | Again | None:
+    """The action that is to be done first; None: there is none."""
+    answers = (policy.judge(view, at, moment) for policy in POLICIES)
+    return next((it for it in answers if it is not None), None)
+
+
+def noted(view: View, at: Situation, after: RoundDocument) -> RoundDocument:
+    """The document to write, with what policies keep in it."""
+    for policy in POLICIES:
+        after = policy.note(view, at, after)
+    return after
+
+
+def delays(view: View, document: RoundDocument) -> bool:
+    """Whether this node, which came while a round runs, may wait for long."""
+    return any(policy.delays(view, document) for policy in POLICIES)
+
+
+def leaves(view: View, document: RoundDocument) -> Failure | None:
+    """Why this node, which asks for a round, is to give up; None: it is not."""
+    answers = (policy.leave(view, document) for policy in POLICIES)
+    return next((it for it in answers if it is not None), None)
