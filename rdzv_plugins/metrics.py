@@ -30,7 +30,6 @@ from rdzv_plugins.kv import (
     Version,
     exhausted,
 )
-from rdzv_plugins.kv.base import StoreClient
 from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.logs import RunLog
@@ -540,8 +539,7 @@ class Measured(KeyValueClient):
         # Of the class elsewhere: here they are those of the client.
         self.name = client.name  # type: ignore[misc]
         self.capabilities = client.capabilities  # type: ignore[misc]
-        if isinstance(client, StoreClient):
-            client.on_retry = retried
+        client.on_retry = retried
 
     def _timed(self, kind: str, request: Callable[[], T]) -> T:
         began = time.monotonic()
@@ -596,6 +594,9 @@ class Measured(KeyValueClient):
 
     def inspect(self) -> Iterable[Finding]:
         return self._client.inspect()
+
+    def why_absent(self, key: str) -> str:
+        return self._client.why_absent(key)
 
     def check_size(self, key: str, value: bytes) -> None:
         self._client.check_size(key, value)

@@ -271,7 +271,6 @@ class StoreClient(KeyValueClient):
     Attributes:
         where: names the store in errors: "<store> at <endpoint>", without secrets.
         timeout: seconds that a request may take with its retries.
-        on_retry: called before each attempt after a request's first.
     """
 
     batch: ClassVar[tuple[int, int]] = (100, 1 << 20)
@@ -280,7 +279,6 @@ class StoreClient(KeyValueClient):
     def __init__(self, where: str, request_timeout: float) -> None:
         self.where = where
         self.timeout = request_timeout
-        self.on_retry: Callable[[], object] | None = None
         self._closed = False
         self._wakes: set[Wake] = set()
         self._spare_wakes: list[Wake] = []

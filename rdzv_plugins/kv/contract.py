@@ -130,6 +130,9 @@ class KeyValueClient(ABC):
     """Milliseconds of the server's processor time that a node's heartbeat takes, with what it reads
     then; None: not measured. ``rdzv check`` tells by it which interval fits how many nodes."""
 
+    on_retry: Callable[[], object] | None = None
+    """Called before each attempt after a request's first, by a client that makes several."""
+
     @abstractmethod
     def get(self, key: str) -> Entry | None:
         """Read a key; linearizable. None: it does not exist."""
@@ -226,6 +229,10 @@ class KeyValueClient(ABC):
         `Mark.UNKNOWN`. Raises `RendezvousConnectionError`.
         """
         return ()
+
+    def why_absent(self, key: str) -> str:
+        """Why what stands at a key counts as absent, for people; "": it does not."""
+        return ""
 
     @classmethod
     def of_run(cls, options: Any, run_id: str) -> Any:
