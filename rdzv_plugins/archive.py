@@ -15,8 +15,9 @@ from shlex import quote
 
 import msgspec
 
-from rdzv_plugins.kv import Entry, KeyValueClient
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError
 from rdzv_plugins.kv.contract import UNREADABLE
+from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.run_ids import RESERVED
@@ -258,6 +259,8 @@ class Archive:
         with closing(self._open(EXCLUDED)) as client:
             entry, written = client.get(key), False
             while not written:
+                if entry is not None and is_sealed(entry.value):
+                    raise RendezvousStateError(f"the list of excluded hosts {NO_SECRET_HERE}")
                 held = _hold(change(_hold(_excluded(entry), now)), now)
                 value, expected = msgspec.json.encode(held), entry.version if entry else None
                 entry, written = client.compare_and_set(key, value, expected)
@@ -314,8 +317,16 @@ def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
 
 
 def read_list(client: KeyValueClient) -> dict[str, Listed]:
-    """The same, for those who read it again and again; ``client`` is that of `LIST`."""
-    runs = _decode(client.list(""))
+    """The same, for those who read it again and again; ``client`` is that of `LIST`.
+
+    Raises `RendezvousStateError` where this client has not the secret of all that stands there.
+    """
+    entries = client.list("")
+    runs = _decode(entries)
+    if not runs:
+        sealed = any(is_sealed(entry.value) for entry in entries.values())
+        if said := f"the list of runs {NO_SECRET_HERE}" if sealed else client.why_absent(""):
+            raise RendezvousStateError(said)
     # An earlier version took what stands here for runs: `rdzv clean --dead` would delete it.
     return {run: it for run, it in runs.items() if not run.startswith(RESERVED)}
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
+import threading
 import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -24,13 +26,16 @@ __all__ = [
     "StoreOptions",
     "UnreadableFileError",
     "alternatives",
+    "environment",
     "faults",
     "first_line",
+    "give_back",
     "idle_options",
     "option_names",
     "parse_options",
     "unknown_options",
     "unknown_variables",
+    "withhold",
     "without_effect",
 ]
 
@@ -66,6 +71,16 @@ _OF_A_WORLD_THAT_VARIES = (
 )  # fmt: skip
 
 _LARGEST_PORT = 65535
+
+# One, and the one that replaces it.
+_MOST_SECRETS = 2
+
+# The variables of this package, and of stores elsewhere, that hold a password or the like.
+_SECRET_VARIABLE = re.compile(rf"{ENVIRONMENT_PREFIX}(\w+_)?(PASSWORD|SECRET|TOKEN)")
+# Those that `withhold` has taken out of the environment, and how many hold them back.
+_withheld: dict[str, str] = {}
+_withholders = 0
+_withholding = threading.Lock()
 
 Options = TypeVar("Options")
 
@@ -321,18 +336,40 @@ class StoreOptions:
     option                  default meaning
     ======================= ======= ===============================================================
     prefix                  rdzv    first part of every key: ``<prefix>/<run id>/``
+    secret                  none    keeps strangers out: every value is sealed with it, and what has
+                                    no such seal counts as absent; the same for all nodes and
+                                    commands. Set it in $RDZV_PLUGINS_SECRET
+    secret_file             none    file whose first line is the secret; a second one is accepted
+                                    too, while one is replaced
     ======================= ======= ===============================================================
     """
 
     prefix: str = option("rdzv")
+    secret: str | None = option(None, secret=True)
+    secret_file: str | None = option(None)
 
     def __post_init__(self) -> None:
+        if self.secret is not None and self.secret_file is not None:
+            raise ValueError(
+                "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out"
+            )
         # ZooKeeper refuses an empty path segment; refuse it for every store alike.
         if not all(self.prefix.split("/")):
             raise ValueError(
                 f"option 'prefix': '{self.prefix}' must not be empty, start or end with '/', or "
                 "contain '//'"
             )
+
+    def secrets(self) -> tuple[str, ...]:
+        """The secrets as they are now: the first seals, all are accepted; empty: none is set.
+
+        Raises:
+            UnreadableFileError: the file has none.
+        """
+        if self.secret_file is None:
+            return () if self.secret is None else (self.secret,)
+        lines = _lines("secret_file", self.secret_file)
+        return (lines[0], *filter(None, lines[1:_MOST_SECRETS]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +406,7 @@ class ServerOptions(StoreOptions):
                 "password_file and $RDZV_PLUGINS_PASSWORD are both set: leave one of them out"
             )
 
-    def secret(self) -> str | None:
+    def current_password(self) -> str | None:
         """The password, or what is now the first line of ``password_file``; None: neither is set.
 
         Raises:
@@ -393,6 +430,11 @@ def first_line(name: str, path: str) -> str:
     Raises:
         UnreadableFileError: there is none.
     """
+    return _lines(name, path)[0]
+
+
+def _lines(name: str, path: str) -> list[str]:
+    """All lines; raises as `first_line`."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -401,13 +443,43 @@ def first_line(name: str, path: str) -> str:
         raise UnreadableFileError(f"{name} '{path}' cannot be read ({why})") from error
     if not lines or not lines[0]:
         raise UnreadableFileError(f"{name} '{path}' has no first line: write the secret there")
-    return lines[0]
+    return lines
 
 
 def _port_range(text: str) -> tuple[int, int]:
     """The first and the last port of ``N`` or ``N-M``; -1 where it is neither."""
     match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
     return (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
+
+
+def environment() -> dict[str, str]:
+    """The environment, with what is withheld from the processes that this one starts."""
+    with _withholding:
+        return {**_withheld, **os.environ}
+
+
+def withhold() -> None:
+    """Take passwords and the like out of the environment, until `give_back` is called as often.
+
+    torch starts workers with a copy of the agent's environment, and they need none of them.
+    """
+    global _withholders
+    with _withholding:
+        _withholders += 1
+        for name in [*os.environ]:
+            if _SECRET_VARIABLE.fullmatch(name):
+                _withheld[name] = os.environ.pop(name)
+
+
+def give_back() -> None:
+    """Undo one `withhold`."""
+    global _withholders
+    with _withholding:
+        _withholders -= 1
+        if _withholders == 0:
+            for name, value in _withheld.items():
+                os.environ.setdefault(name, value)
+            _withheld.clear()
 
 
 def option_names(*classes: type) -> list[str]:

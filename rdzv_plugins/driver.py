@@ -48,8 +48,8 @@ Watcher: TypeAlias = Callable[[effects.Effect[Any], Any, Exception | None], obje
 # After an unforeseen error the node starts over; the pause prevents a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
 
-# Findings of `KeyValueClient.inspect` that may lose a run.
-_MAY_LOSE_THE_RUN = ("persistence", "eviction")
+# Findings of `KeyValueClient.inspect` that may lose a run, or the password.
+_TOLD_OF_THE_STORE = ("persistence", "eviction", "TLS")
 
 # Not while agents wait for the round and start their workers.
 _NOTED_AFTER_SECONDS = 1.0
@@ -367,10 +367,13 @@ class Driver:
         self._begins_to_note.succeed()
 
     def _warn_of_the_store(self) -> None:
-        """Log what may lose the run; a store that does not answer now is told of elsewhere."""
+        """Log what may lose the run, or its password.
+
+        A store that does not answer now is told of elsewhere.
+        """
         with suppress(RendezvousConnectionError, RendezvousStateError):
             for finding in self._client.inspect():
-                if finding.mark is Mark.WARNING and finding.what in _MAY_LOSE_THE_RUN:
+                if finding.mark is Mark.WARNING and finding.what in _TOLD_OF_THE_STORE:
                     self._log.warning(f"{self._client.name}: {finding.line}")
 
     def _beside(self, begun: effects.Begin) -> None:

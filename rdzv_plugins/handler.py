@@ -43,7 +43,15 @@ from rdzv_plugins.addresses import (
     store_is_at_loopback,
 )
 from rdzv_plugins.archive import Archive, free_now
-from rdzv_plugins.config import Settings, idle_options, option_names, without_effect
+from rdzv_plugins.config import (
+    Settings,
+    environment,
+    give_back,
+    idle_options,
+    option_names,
+    withhold,
+    without_effect,
+)
 from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.exchange import answer, dial, exchange
@@ -176,6 +184,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._store: AgentStore | None = None
         self._was_told = False
         self._handed_down: str | None = None
+        # Its workers, which may start from then on, are not given the store's password.
+        self._withholds = False
         # Where workers say that newcomers may come, one file a round.
         self._moments: Moments | None = None
         self._pid = os.getpid()
@@ -311,6 +321,9 @@ class StoreRendezvousHandler(RendezvousHandler):
                 agent=self._pid,
             )
         )
+        if not self._withholds:
+            self._withholds = True
+            withhold()
         address, _, port = (document.master or "").rpartition(":")
         if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
             self._name_the_others(document)
@@ -772,6 +785,9 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._driver.await_masters(_STOP_SECONDS)
             self._servers.clear()
             take_back(self._handed_down)
+            if self._withholds:
+                self._withholds = False
+                give_back()
             if self._moments is not None:
                 self._moments.close()
             self._signals.release()
@@ -1072,12 +1088,12 @@ def _tell_what_is_idle(
     known, nnodes = option_names(Settings, store.options), (params.min_nodes, params.max_nodes)
     idle = [
         *without_effect(params.config, known),
-        *idle_options(params.config, os.environ, settings, nnodes),
+        *idle_options(params.config, environment(), settings, nnodes),
         *idle_arguments(),
     ]
     for line in idle:
         log.info("run '%s': %s", params.run_id, line)
-    for found, advice in strange_variables(os.environ, known, store.name):
+    for found, advice in strange_variables(environment(), known, store.name):
         if advice:
             log.warning("run '%s': %s; %s", params.run_id, found, advice)
         else:

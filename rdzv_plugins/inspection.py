@@ -18,7 +18,8 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from rdzv_plugins.archive import Archive, Listed, Row
-from rdzv_plugins.kv import Entry, KeyValueClient, Version
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError, Version
+from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -48,6 +49,7 @@ __all__ = [
     "is_torchs",
     "settle",
     "what_it_was",
+    "why_unreadable",
 ]
 
 NOTHING_STORED = "nothing is stored under this id: check the id and the prefix"
@@ -119,7 +121,7 @@ class Inspection:
     """One run as it stands in the store, and since when each heartbeat stands still.
 
     Its methods raise `RendezvousConnectionError` if the store is away, and
-    `RendezvousStateError` if the round document is unreadable.
+    `RendezvousStateError` if the round document is unreadable, or this client has not its secret.
 
     Args:
         client: the run's namespace.
@@ -167,6 +169,8 @@ class Inspection:
         if self.document is not None:
             self.last, self._asked_archive = None, False
         elif not self._asked_archive:
+            if said := self.client.why_absent(STATE_KEY):
+                raise RendezvousStateError(said)
             self._asked_archive = True
             self.is_torchs = is_torchs(self.client)
             self.last = self.archive.last()
@@ -512,6 +516,14 @@ def settle(inspections: Iterable[Inspection], surely: bool = False) -> None:
 def is_torchs(client: KeyValueClient) -> bool:
     """Whether the run has handler=torch, whose state is a pickle, which is never loaded here."""
     return client.get(TORCH_STATE_KEY) is not None
+
+
+def why_unreadable(client: KeyValueClient) -> str:
+    """Why what stands in the client's run is not its to read, for people; "": it is."""
+    entry = client.get(STATE_KEY)
+    if entry is None:
+        return client.why_absent("")
+    return f"the run {NO_SECRET_HERE}" if is_sealed(entry.value) else ""
 
 
 def delete_run(client: KeyValueClient) -> int:

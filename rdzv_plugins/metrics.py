@@ -595,8 +595,8 @@ class Measured(KeyValueClient):
     def inspect(self) -> Iterable[Finding]:
         return self._client.inspect()
 
-    def why_absent(self, key: str) -> str:
-        return self._client.why_absent(key)
+    def why_absent(self, prefix: str) -> str:
+        return self._client.why_absent(prefix)
 
     def check_size(self, key: str, value: bytes) -> None:
         self._client.check_size(key, value)

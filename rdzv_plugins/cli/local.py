@@ -126,7 +126,7 @@ def _password(kind: str, host: str) -> tuple[str | None, bool]:
         # Mode 0600; a file that is there stays as it is.
         with suppress(FileExistsError), open(os.open(file, _NEW_FILE, 0o600), "w") as made:
             made.write(new + "\n")
-    given = options.secret()
+    given = options.current_password()
     return (given, False) if given else (new, True)
 
 

@@ -251,8 +251,10 @@ def parse_conf(conf: str) -> dict[str, str]:
 
 def no_run(client: KeyValueClient, run_id: str) -> ValueError:
     """The error where no run of this package's handler stands under the id."""
-    from rdzv_plugins.inspection import NOTHING_STORED, is_torchs
+    from rdzv_plugins.inspection import NOTHING_STORED, is_torchs, why_unreadable
 
+    if said := why_unreadable(client):
+        return ValueError(said)
     if is_torchs(client):
         return ValueError(
             f"run '{run_id}' is of handler=torch: no order reaches it, and no history"

@@ -368,9 +368,11 @@ def clean(
         return
     if not run_id:
         raise typer.BadParameter("name a run, or all dead runs with --dead", param_hint="RUN")
-    from rdzv_plugins.inspection import is_torchs
+    from rdzv_plugins.inspection import is_torchs, why_unreadable
 
     with access.connect(run_id) as client:
+        if not force and (why := why_unreadable(client)):
+            raise ValueError(f"{why}; --force deletes it all the same")
         torchs = is_torchs(client)
         if torchs and not force:
             raise ValueError(f"run '{run_id}' is of handler=torch and may be live: use --force")

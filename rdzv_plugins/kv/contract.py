@@ -230,8 +230,8 @@ class KeyValueClient(ABC):
         """
         return ()
 
-    def why_absent(self, key: str) -> str:
-        """Why what stands at a key counts as absent, for people; "": it does not."""
+    def why_absent(self, prefix: str) -> str:
+        """Why all that stands under a prefix counts as absent, for people; "": it does not."""
         return ""
 
     @classmethod

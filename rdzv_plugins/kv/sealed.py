@@ -35,7 +35,7 @@ from rdzv_plugins.kv.contract import (
 from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import longest_pause
 
-__all__ = ["MARK", "OVERHEAD", "UNSEALED_HERE", "ForeignValueError", "SealedClient", "is_sealed"]
+__all__ = ["MARK", "NO_SECRET_HERE", "OVERHEAD", "ForeignValueError", "SealedClient", "is_sealed"]
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ _TAG_BYTES = 32
 OVERHEAD = len(MARK) + _TAG_BYTES
 """Bytes by which a value grows."""
 
-UNSEALED_HERE = (
+NO_SECRET_HERE = (
     "is sealed with a secret, and none is set here: set that of its nodes, in $RDZV_PLUGINS_SECRET "
     "or secret_file"
 )
-"""Continues "run '<id>' ..."."""
+"""Continues "the run ..."."""
 
 # The keys that stand for a living run: a client that has read no value of the run does not write
 # over another's before it has stood still, with all others there, for a lease.
@@ -67,6 +67,8 @@ _ADD_SECONDS = 60.0
 # How often, in seconds, it is looked whether the file of the secret has changed.
 _LOOK_SECONDS = 1.0
 _KEY_SHOWN = 80
+# What the ids begin with under which records of several runs stand.
+_BESIDE_RUNS = "!"
 
 
 class ForeignValueError(RendezvousStateError):
@@ -277,11 +279,13 @@ class SealedClient(KeyValueClient):
     def inspect(self) -> Iterable[Finding]:
         return self.client.inspect()
 
-    def why_absent(self, key: str) -> str:
-        entry = self.client.get(key)
-        if entry is None or self._opened(key, entry) is not None:
+    def why_absent(self, prefix: str) -> str:
+        entries = self.client.list(prefix)
+        if not entries or any(
+            self._verified(key, it.value) is not None for key, it in entries.items()
+        ):
             return ""
-        return self._whose(entry)
+        return self._whose(next(iter(entries.values())))
 
     def _sealed(self, key: str, value: bytes) -> bytes:
         self._renew()
@@ -324,36 +328,33 @@ class SealedClient(KeyValueClient):
         """Raise `ForeignValueError` unless what stands at the key may be written over."""
         if self._belongs or key not in CLAIMS:
             return
-        now, whose = time.monotonic(), self._whose(entry)
-        if self._others is not None and now - self._others[0] < self._patience:
-            raise ForeignValueError(self._says_when(whose))
-        found = {
-            it: stands.version
-            for it, stands in self.client.list("").items()
-            if self._verified(it, stands.value) is None
-        }
-        before, self._others = self._others, (now, found)
-        if before is None:
-            raise ForeignValueError(self._says_when(whose))
+        now, whose, before = time.monotonic(), self._whose(entry), self._others
+        found: dict[str, Version] = {}
+        if before is None or now - before[0] >= self._patience:
+            for it, stands in self.client.list("").items():
+                if self._verified(it, stands.value) is None:
+                    found[it] = stands.version
+            self._others = now, found
+        if before is None or now - before[0] < self._patience:
+            raise ForeignValueError(
+                f"{whose}; this node begins another in its place if nothing of it changes for "
+                f"{self._patience:g} s"
+            )
         if any(version != before[1].get(it) for it, version in found.items()):
             raise ForeignValueError(f"{whose}; its nodes live, so this one does not begin another")
 
-    def _says_when(self, whose: str) -> str:
-        return (
-            f"{whose}; this node begins another in its place if nothing of it changes for "
-            f"{self._patience:g} s"
-        )
-
     def _whose(self, entry: Entry) -> str:
-        run = f"{self._where}: run '{self._scope[1]}'"
+        prefix, run_id = self._scope
+        of_runs = run_id.startswith(_BESIDE_RUNS)
+        named = f"what stands under '{prefix}/{run_id}'" if of_runs else f"run '{run_id}'"
         if is_sealed(entry.value):
             return (
-                f"{run} is sealed with another secret than this one's: give all its nodes and "
-                "commands the same, in $RDZV_PLUGINS_SECRET or secret_file"
+                f"{named} in {self._where} is sealed with another secret than this one's: give all "
+                "nodes and commands the same, in $RDZV_PLUGINS_SECRET or secret_file"
             )
         return (
-            f"{run} is not sealed, as its nodes have no secret, and one is set here: set it for "
-            "all nodes and commands of a run, or for none"
+            f"{named} in {self._where} is not sealed, for its nodes have no secret, and one is set "
+            "here: set it for all nodes and commands of a run, or for none"
         )
 
     def _note_retry(self) -> None:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.kv.contract import UNREADABLE
+from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 
 __all__ = [
     "BELL_KEY",
@@ -514,6 +515,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             problem = str(error)
         if problem is None:
             return document._without_ranks()
+        if is_sealed(data):
+            raise CorruptDocumentError(f"the run {NO_SECRET_HERE}")
         schema = _schema_of(data)
         if schema not in (None, SCHEMA):
             raise RendezvousStateError(

@@ -21,6 +21,7 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
     Version,
 )
+from rdzv_plugins.kv.sealed import ForeignValueError
 from rdzv_plugins.protocol import rules, words
 from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
 from rdzv_plugins.protocol.contact import Contact
@@ -1052,7 +1053,8 @@ class Node:
         yield from Rest(pause)
 
     def _is_hopeless(self, error: Exception) -> bool:
-        if isinstance(error, CorruptDocumentError):
-            # The nodes of the run, if any live, write the document again.
+        if isinstance(error, CorruptDocumentError | ForeignValueError):
+            # The nodes of the run, if any live, write the document again; if none of another
+            # secret's lives, this node begins a run in its place.
             return self._clock() >= self._joined_at + self._rules.lease + self._rules.interval
         return isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline

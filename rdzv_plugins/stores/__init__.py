@@ -6,7 +6,6 @@ an extra in ``pyproject.toml``; see ``docs/writing-a-backend.md``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,7 @@ from rdzv_plugins.config import (
     Settings,
     UnreadableFileError,
     alternatives,
+    environment,
     option_names,
     parse_options,
     unknown_variables,
@@ -33,6 +33,7 @@ from rdzv_plugins.kv import (
     RendezvousError,
     exhausted,
 )
+from rdzv_plugins.kv.sealed import SealedClient
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -163,7 +164,7 @@ def open_client(
             host has run out of threads, descriptors or memory.
     """
     client = client_class(name)
-    options = parse_options(client.options, config or {}, os.environ)
+    options = parse_options(client.options, config or {}, environment())
     return open_run(client, endpoint, run_id, options, request_timeout=request_timeout, job=job)
 
 
@@ -176,13 +177,14 @@ def opener(
         ValueError: a bad option; the message names the option and what is allowed.
     """
     also_allowed = option_names(client.options)
-    settings = parse_options(Settings, params.config, os.environ, also_allowed=also_allowed)
+    settings = parse_options(Settings, params.config, environment(), also_allowed=also_allowed)
     return settings, partial(
         open_run,
         client,
         params.endpoint,
-        options=parse_options(client.options, _own_options(params), os.environ),
+        options=parse_options(client.options, _own_options(params), environment()),
         request_timeout=settings.heartbeat_timeout,
+        patience=settings.lease,
         job=params.run_id,
     )
 
@@ -196,7 +198,7 @@ def attend(
         ValueError: a bad endpoint or option, a missing package, or no address as the settings say.
         OSError: this host can open no socket.
     """
-    options = parse_options(client.options, _own_options(params), os.environ)
+    options = parse_options(client.options, _own_options(params), environment())
     options = client.of_run(options, params.run_id)
     local_addr = params.local_addr or address_on(settings.interface, settings.network)
     return client.attend(params.endpoint, options, local_addr, params.run_id)
@@ -216,19 +218,26 @@ def open_run(
     *,
     request_timeout: float,
     job: str | None = None,
+    patience: float = Settings().lease,
 ) -> KeyValueClient:
     """As `open_client`, with the client class instead of its name, and its options parsed.
 
-    ``job`` is the run's id where ``run_id`` is of what is kept beside that run.
+    ``job`` is the run's id where ``run_id`` is of what is kept beside that run. Where a secret is
+    set, it is a `SealedClient`, which has ``patience``.
 
     A file that cannot be read is an outage to whoever has reached the store with it before.
     """
     options = client.of_run(options, job or run_id)
     connect: Any = client
     try:
+        secrets = options.secrets()
         opened: KeyValueClient = connect(
             endpoint, f"{options.prefix}/{run_id}", options, request_timeout
         )
+        if secrets:
+            opened = SealedClient(
+                opened, options.prefix, run_id, options.secrets, options.secret_file, patience
+            )
     except Exception as error:
         if not isinstance(error, RendezvousError) and (missing := exhausted(error)) is not None:
             # Some of a client is made before its first request, such as threads.

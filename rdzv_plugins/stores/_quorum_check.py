@@ -31,7 +31,7 @@ def check(
     named = options.cluster is not None
     try:
         members = Members.of(endpoint, options if named else replace(options, cluster="?"))
-        password = members.options.password()
+        members.options.password()
     except ValueError as error:
         yield Finding(Mark.FAILED, "store", str(error))
         return False
@@ -39,12 +39,6 @@ def check(
     if len(members.hosts) == 1:
         found = "there is one: its death costs the run a restart"
         yield Finding(Mark.WARNING, "members", found, "name three hosts in --rdzv-endpoint")
-    if password is not None:
-        yield Finding(Mark.OK, "secret", "set: all nodes and commands need the same")
-    else:
-        found = "none: whoever reaches the ports of the members may join, as with c10d"
-        advice = "$RDZV_PLUGINS_SECRET on all nodes keeps strangers out"
-        yield Finding(Mark.OK, "secret", found, advice)
     place, unknown = None, False
     try:
         place, unknown = own_place(members, local_addr)

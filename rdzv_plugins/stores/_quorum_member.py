@@ -38,6 +38,7 @@ from rdzv_plugins.kv.contract import (
     KeyValueClient,
     RendezvousConnectionError,
 )
+from rdzv_plugins.kv.sealed import SealedClient
 from rdzv_plugins.servers.process import Kind, Node, NotInstalledError, Security, ServerError
 from rdzv_plugins.servers.quorum import USER, at, find_binary, probe, route, settings_of, write
 from rdzv_plugins.stores import nats as store
@@ -550,8 +551,9 @@ class QuorumAttendance(Attendance):
                 if not why:
                     try:
                         opened = connect()
-                        assert isinstance(opened, Client)
-                        opened.take_part()
+                        client = opened.client if isinstance(opened, SealedClient) else opened
+                        assert isinstance(client, Client)
+                        client.take_part()
                         return opened
                     except AccessDeniedError:
                         raise

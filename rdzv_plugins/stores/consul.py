@@ -398,7 +398,7 @@ class _Transport:
 
 def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
     """Of each request; raises `ValueError` for credentials that are incomplete or too many."""
-    user, password = target.user or options.user, target.password or options.secret()
+    user, password = target.user or options.user, target.password or options.current_password()
     token = options.token
     if token is None and options.token_file is not None:
         token = first_line("token_file", options.token_file)

@@ -124,7 +124,7 @@ class Client(StoreClient):
         self._user = target.user or options.user
         password = target.password
         # A password in a file may have changed before the next log-in.
-        self._secret = (lambda: password) if password is not None else options.secret
+        self._secret = (lambda: password) if password is not None else options.current_password
         if self._user is None and self._secret() is not None:
             raise ValueError(
                 "the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user="

@@ -798,7 +798,7 @@ def is_refusal(error: Exception) -> bool:
 
 def _login(target: Endpoint, options: Options) -> dict[str, Any]:
     """nats-py's arguments; raises `ValueError` for credentials that are incomplete or too many."""
-    user, password = target.user or options.user, target.password or options.secret()
+    user, password = target.user or options.user, target.password or options.current_password()
     token = options.token
     if token is None and options.token_file is not None:
         token = first_line("token_file", options.token_file)

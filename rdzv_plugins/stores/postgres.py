@@ -650,7 +650,7 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
         "sslcert": options.cert_file,
         "sslkey": options.key_file,
         "user": options.user,
-        "password": options.secret(),
+        "password": options.current_password(),
         "dbname": options.database,
         "target_session_attrs": "read-write",
         # A request to a host that has vanished must leave time for another host.

@@ -37,7 +37,7 @@ import nats.errors
 from nats.js.errors import APIError
 
 from rdzv_plugins.addresses import dialled_here
-from rdzv_plugins.config import StoreOptions, first_line, option
+from rdzv_plugins.config import StoreOptions, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint
 from rdzv_plugins.kv.base import Problem, refused
 from rdzv_plugins.kv.contract import Attendance, Capabilities
@@ -81,27 +81,18 @@ class Options(StoreOptions):
                                         overrides it: the member takes that one and the next
     linger                  30          seconds that a member outlives its own node at most, while
                                         other nodes of the run are there; 5 after a signal
-    secret                  none        keeps strangers out: members and nodes derive a password
-                                        from it; set it in $RDZV_PLUGINS_SECRET
-    secret_file             none        file whose first line is the secret
     ======================= =========== ===========================================================
     """
 
     cluster: str | None = option(None)
     ports: str = option("29600-29699")
     linger: float = option(30.0, least=0)
-    secret: str | None = option(None, secret=True)
-    secret_file: str | None = option(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         first, _, last = self.ports.partition("-")
         if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 1 << 16):
             raise ValueError(f"option 'ports': '{self.ports}' is no range such as 29600-29699")
-        if self.secret is not None and self.secret_file is not None:
-            raise ValueError(
-                "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out"
-            )
 
     @property
     def port_pairs(self) -> range:
@@ -115,13 +106,10 @@ class Options(StoreOptions):
         Raises:
             UnreadableFileError: the file of the secret has none.
         """
-        secret = self.secret
-        if secret is None and self.secret_file is not None:
-            secret = first_line("secret_file", self.secret_file)
-        if secret is None:
+        if not (secrets := self.secrets()):
             return None
         said = f"rdzv-plugins quorum {self.cluster}".encode()
-        return hmac.new(secret.encode(), said, hashlib.sha256).hexdigest()
+        return hmac.new(secrets[0].encode(), said, hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True)

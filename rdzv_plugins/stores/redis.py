@@ -174,8 +174,8 @@ class Options(ServerOptions):
                 if getattr(self, f"sentinel_{name}") is not None:
                     raise ValueError(f"option 'sentinel_{name}' needs sentinel=<name>")
 
-    def sentinel_secret(self) -> str | None:
-        """As `secret`, of the Sentinels' own password."""
+    def current_sentinel_password(self) -> str | None:
+        """As `current_password`, of the Sentinels' own password."""
         if self.sentinel_password is not None or self.sentinel_password_file is None:
             return self.sentinel_password
         return first_line("sentinel_password_file", self.sentinel_password_file)
@@ -881,7 +881,7 @@ def _target(endpoint: str, options: Options) -> _Target:
             if getattr(options, name):
                 raise ValueError(f"option '{name}' is not for a unix:// endpoint: leave it out")
     user, password = found.user or options.user, found.password
-    log_in = _log_in(user, (lambda: password) if password is not None else options.secret)
+    log_in = _log_in(user, (lambda: password) if password is not None else options.current_password)
     path = found.path if on_socket else None
     return _Target(path, found.hosts, user, log_in, database, tls)
 
@@ -937,7 +937,7 @@ def _maker(
 def _clients_of_sentinels(
     target: _Target, options: Options, common: Mapping[str, Any], timeout: float
 ) -> list[Any]:
-    own = _log_in(options.sentinel_user, options.sentinel_secret)
+    own = _log_in(options.sentinel_user, options.current_sentinel_password)
     ways: list[_LogIn | None] = [own]
     if own is None and target.log_in is not None:
         # Sentinels often have no password although their servers do, and then refuse one.

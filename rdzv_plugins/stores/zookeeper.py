@@ -473,7 +473,7 @@ def _settings(target: Endpoint, options: Options, request_timeout: float) -> dic
     if options.tls:
         settings |= {"use_ssl": True, "check_hostname": True, "ca": options.ca_file}
         settings |= {"certfile": options.cert_file, "keyfile": options.key_file}
-    user, password = target.user or options.user, target.password or options.secret()
+    user, password = target.user or options.user, target.password or options.current_password()
     if (user is None) != (password is None):
         raise ValueError("user and password ($RDZV_PLUGINS_PASSWORD) must be set together")
     if options.sasl and user is None:
@@ -497,7 +497,7 @@ def _settings(target: Endpoint, options: Options, request_timeout: float) -> dic
 def _secret_or_none(options: Options) -> str:
     """The password; "" while it cannot be read: kazoo would take an exception for a refusal."""
     with contextlib.suppress(UnreadableFileError):
-        return options.secret() or ""
+        return options.current_password() or ""
     return ""
 
 
@@ -505,6 +505,6 @@ def _read_files(options: Options, tls: FromFiles[ssl.SSLContext] | None) -> None
     """Raise UnreadableFileError if a file that the next connection needs cannot be read."""
     if options.sasl:
         # The other scheme's password is read once.
-        options.secret()
+        options.current_password()
     if tls is not None:
         tls.get()

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from rdzv_plugins.config import Settings, option_names
+from rdzv_plugins.config import Settings, give_back, option_names, withhold
 from rdzv_plugins.kv import (
     Attendance,
     KeyValueClient,
@@ -52,6 +52,8 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
     _client: KeyValueClient
     _attendance: Attendance | None = None
     _closed_ttl: float
+    # Its workers, which may start from then on, are not given the store's password.
+    _withholds = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         # Private, and the fault itself: torch makes them anew only where they are None, and has
@@ -59,6 +61,9 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
         info = super().next_rendezvous()
+        if not self._withholds:
+            self._withholds = True
+            withhold()
         if info.rank == 0:
             self._delete_past_rounds()
         return info
@@ -77,6 +82,9 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
                     self._client.expire(self._closed_ttl)
             return closed
         finally:
+            if self._withholds:
+                self._withholds = False
+                give_back()
             self._client.close()
             if self._attendance is not None:
                 self._attendance.close()

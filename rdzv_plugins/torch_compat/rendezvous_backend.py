@@ -8,6 +8,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError
+from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 from rdzv_plugins.protocol.documents import TORCH_STATE_KEY
 from rdzv_plugins.stores import client_class, opener
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
@@ -93,6 +94,8 @@ def create_backend(params: RendezvousParameters) -> tuple[KeyValueBackend, KeyVa
 
 
 def _decode(entry: Entry) -> bytes:
+    if is_sealed(entry.value):
+        raise RendezvousStateError(f"the run {NO_SECRET_HERE}")
     try:
         return zlib.decompress(entry.value)
     except zlib.error as error:

@@ -907,7 +907,7 @@ def test_quorum_before_the_job(run_id: str) -> None:
 
 
 def test_quorum_once_a_majority_runs(run_id: str, members: Members, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("RDZV_PLUGINS_SECRET", "of all")
+    monkeypatch.setenv("RDZV_PLUGINS_SECRET", "of all nodes and commands")
     members("127.0.0.31", "127.0.0.33")
     told = check_quorum(run_id, "--nnodes", "1:3")
     assert "the member of this host runs already" in told.of("ports")[1]

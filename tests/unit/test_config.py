@@ -202,12 +202,14 @@ def test_the_lease_is_the_interval_times_the_attempts() -> None:
 
 
 def test_option_names_are_in_order() -> None:
-    assert option_names(StoreOptions, Settings)[:2] == ["prefix", "join_timeout"]
+    assert option_names(StoreOptions, Settings)[:4] == [
+        "prefix", "secret", "secret_file", "join_timeout"
+    ]  # fmt: skip
 
 
 def test_the_password_comes_from_the_environment_and_is_never_shown() -> None:
     options = parse_options(ServerOptions, {}, {"RDZV_PLUGINS_PASSWORD": "hunter2"})
-    assert options.secret() == "hunter2"
+    assert options.current_password() == "hunter2"
     assert "hunter2" not in f"{options!r} {options!s}"
 
 
@@ -232,16 +234,16 @@ def test_the_password_is_the_first_line_of_its_file(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("hunter2\nnot this\n")
     options = ServerOptions(password_file=str(file))
-    assert options.secret() == "hunter2"
+    assert options.current_password() == "hunter2"
     assert "hunter2" not in repr(options)
     with pytest.raises(ValueError, match="are both set: leave one of them out"):
         ServerOptions(password_file=str(file), password="first")
     file.write_text("\n")
     with pytest.raises(ValueError, match="has no first line"):
-        options.secret()
+        options.current_password()
     file.unlink()
     with pytest.raises(ValueError, match="cannot be read"):
-        options.secret()
+        options.current_password()
 
 
 def shown(default: object) -> str:

@@ -98,8 +98,8 @@ class FileClient(DictClient):
     def __init__(
         self, endpoint: str, namespace: str, options: ServerOptions, request_timeout: float
     ) -> None:
-        self.log_in = options.secret
-        options.secret()
+        self.log_in = options.current_password
+        options.current_password()
         super().__init__(MemoryServer(), namespace, request_timeout)
 
     def _put(self, values: object, limit: Limit) -> None:

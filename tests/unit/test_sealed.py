@@ -267,7 +267,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (lambda server: raw(server), "is not sealed, as its nodes have no secret"),
+        (lambda server: raw(server), "is not sealed, for its nodes have no secret"),
         (
             lambda server: sealed_client(server, "run", "another"),
             "is sealed with another secret than this one's",

@@ -55,6 +55,7 @@ EXPLAINS_ITSELF = (
     "there is no page '…'; …",
     "run '…' is of handler=torch and may be live: use --force",
     "run '…' has live nodes: …; close it first, or use --force",
+    "…; --force deletes it all the same",
     "option '…' is one of torch's etcd backends; write here: …",
     "option '…' has no default: set it in --rdzv-conf",
     "option '…' is a secret: other users of the host can read --rdzv-conf. Set $… instead",
@@ -219,6 +220,9 @@ IS_PART_OF_ANOTHER = (
     "the connection ended after … bytes",
     "the member ended the watch",
     "the store is away",
+    # "is sealed with a secret, and none is set here: ..." follows.
+    "the run …",
+    "the list of excluded hosts …",
     "it logged this client in, and answered no query",
     "it gave this client's server to another one",
     "closed",

@@ -33,7 +33,10 @@ from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import client_class, strange_variables
 
-__all__ = ["Chosen", "Job", "check_options", "parse_nnodes", "parse_peers"]
+__all__ = ["Chosen", "Job", "check_options", "check_secret", "parse_nnodes", "parse_peers"]
+
+# Who reads the store can try secrets by the million.
+_SHORTEST_SECRET = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +199,23 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
     if client is None or wrong or malformed:
         return None
     return Chosen(client, options, settings)
+
+
+def check_secret(chosen: Chosen) -> Finding:
+    """Whether values are sealed, and whether the secret can be guessed."""
+    try:
+        secrets = chosen.options.secrets()
+    except ValueError as error:
+        return Finding(Mark.FAILED, "secret", str(error))
+    if not secrets:
+        found = "none: whoever can write to the store may join, and so run code on the nodes"
+        advice = "$RDZV_PLUGINS_SECRET on all nodes keeps strangers out"
+        return Finding(Mark.OK, "secret", found, advice)
+    if min(map(len, secrets)) < _SHORTEST_SECRET:
+        found = f"set, of less than {_SHORTEST_SECRET} characters: who reads the store may guess it"
+        return Finding(Mark.WARNING, "secret", found, "take one of `openssl rand -hex 32`")
+    found = "set: every value is sealed, and all nodes and commands need the same"
+    return Finding(Mark.OK, "secret", found)
 
 
 def _torch() -> Finding | None:
