@@ -285,7 +285,7 @@ def test_one_refused_request_among_others_is_told_once(caplog: pytest.LogCapture
     assert said == ["away", "the"]
 
 
-def test_a_store_that_may_lose_the_run_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_may_lose_the_run_or_the_password_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     class Evicting(MemoryClient):
         def inspect(self) -> list[Finding]:
             return [
@@ -302,7 +302,10 @@ def test_a_store_that_may_lose_the_run_is_told_of_once(caplog: pytest.LogCapture
         driver._note()
     assert driver._noting is not None
     driver._noting.join(5.0)
-    assert caplog.messages == ["run 'test': memory: eviction: allkeys-lru; set noeviction"]
+    assert caplog.messages == [
+        "run 'test': memory: eviction: allkeys-lru; set noeviction",
+        "run 'test': memory: TLS: plain",
+    ]
 
 
 @pytest.mark.parametrize(
