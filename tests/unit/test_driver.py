@@ -285,7 +285,9 @@ def test_one_refused_request_among_others_is_told_once(caplog: pytest.LogCapture
     assert said == ["away", "the"]
 
 
-def test_a_store_that_may_lose_the_run_or_the_password_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_may_lose_the_run_or_the_password_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Evicting(MemoryClient):
         def inspect(self) -> list[Finding]:
             return [
