@@ -166,6 +166,14 @@ class Archive:
                 continue  # For display only: another version's.
         return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
 
+    def why_unreadable(self) -> str:
+        """Why no round that is kept is this client's to read, for people; "": some are, or none."""
+        with closing(self._open(archive_run_id(self._run_id))) as client:
+            entries = client.list("")
+            if any(is_sealed(entry.value) for entry in entries.values()):
+                return f"the history of the run {NO_SECRET_HERE}"
+            return client.why_absent("") if not entries else ""
+
     def last(self) -> Row | Listed | None:
         """The last note of the id's runs; None: nothing, or it is forgotten.
 

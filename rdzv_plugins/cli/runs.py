@@ -242,6 +242,8 @@ def history(
     access = Access(backend, endpoint, conf)
     rows = access.archive(run_id).rows()[::-1][:limit]
     if not rows:
+        if said := access.archive(run_id).why_unreadable():
+            raise ValueError(said)
         with access.connect(run_id) as client:
             if client.get(STATE_KEY) is None and access.archive(run_id).last() is None:
                 raise no_run(client, run_id)
