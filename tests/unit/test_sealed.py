@@ -64,7 +64,7 @@ def test_what_is_stored_is_hmac_over_key_and_value(key: str, value: bytes, secre
     scope = b"rdzv-plugins seal 1\x003:pre,4:r/un,"
     derived = hmac.digest(secret.encode(), scope, "sha256")
     path = key.encode()
-    tag = hmac.digest(derived, b"%d:%s,%s" % (len(path), path, value), "sha256")
+    tag = hmac.digest(derived, b"%d:%s,%s" % (len(path), path, value), "sha256")[:16]
     assert stored is not None
     assert stored.value == MARK + tag + value
 
