@@ -68,6 +68,7 @@ from rdzv_plugins.kv import (
     missing_for_workers,
 )
 from rdzv_plugins.kv.retry import retry, store_is_away
+from rdzv_plugins.kv.sealed import SealedClient
 from rdzv_plugins.listener import Listener
 from rdzv_plugins.logs import RunLog, set_up, told
 from rdzv_plugins.metrics import Report, refuse_unless_installed
@@ -1128,6 +1129,13 @@ def _over(
     if settings.handler == "torch":
         from rdzv_plugins.torch_compat.dynamic_handler import create_torch_handler
 
+        if not isinstance(client, SealedClient):
+            log.warning(
+                "run '%s': handler=torch unpickles what stands in the store: whoever can write "
+                "there runs code on this node. A secret, in $RDZV_PLUGINS_SECRET on all nodes, "
+                "keeps strangers out",
+                params.run_id,
+            )
         return create_torch_handler(params, settings, client, address, attendance)
     rules = rules_of(settings, params.min_nodes, params.max_nodes)
     if settings.rank_order == "topology" and settings.domain is None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -13,10 +14,13 @@ from rdzv_plugins.config import (
     ServerOptions,
     Settings,
     StoreOptions,
+    environment,
+    give_back,
     idle_options,
     option,
     option_names,
     parse_options,
+    withhold,
     without_effect,
 )
 from rdzv_plugins.endpoint import parse_endpoint
@@ -199,6 +203,39 @@ def test_a_prefix_with_an_empty_part_is_refused(prefix: str) -> None:
 
 def test_the_lease_is_the_interval_times_the_attempts() -> None:
     assert Settings(keep_alive_interval=0.5, keep_alive_max_attempt=4).lease == 2.0
+
+
+def test_what_workers_do_not_need_is_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = ("PASSWORD", "SECRET", "TOKEN", "SENTINEL_PASSWORD")
+    others = ("PASSWORD_FILE", "SECRET_FILE", "PREFIX")
+    for name in (*secret, *others):
+        monkeypatch.setenv(f"RDZV_PLUGINS_{name}", "x")
+    withhold()
+    withhold()
+    try:
+        here = {name.removeprefix("RDZV_PLUGINS_") for name in os.environ}
+        assert not here & {*secret}
+        assert here >= {*others}
+        # Another handler of this process, and a check of this node's health, still have them.
+        assert {f"RDZV_PLUGINS_{name}" for name in secret} <= environment().keys()
+    finally:
+        give_back()
+        assert "RDZV_PLUGINS_SECRET" not in os.environ
+        give_back()
+    assert os.environ["RDZV_PLUGINS_SECRET"] == "x"
+
+
+def test_a_file_of_secrets_has_two_at_most(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("one\ntwo\nthree\n")
+    assert StoreOptions(secret_file=str(file)).secrets() == ("one", "two")
+    file.write_text("one\n\n")
+    assert StoreOptions(secret_file=str(file)).secrets() == ("one",)
+    assert StoreOptions(secret="one").secrets() == ("one",)
+    assert StoreOptions().secrets() == ()
+    assert "one" not in repr(StoreOptions(secret="one"))
+    with pytest.raises(ValueError, match="both set"):
+        StoreOptions(secret="one", secret_file=str(file))
 
 
 def test_option_names_are_in_order() -> None:

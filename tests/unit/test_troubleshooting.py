@@ -100,6 +100,7 @@ EXPLAINS_ITSELF = (
     "cert_file '…' with key_file '…' cannot be used: …",
     "handler=torch has no …; leave out, or use handler=rdzv",
     "need a later torch, or handler=rdzv",
+    "handler=torch unpickles what stands in the store: whoever can write there runs code on this",
     "cannot listen at …:… (…); choose another --port",
     "is loopback, but the store is on another host: other hosts cannot reach this one. Name an",
     "has no members among the nodes: leave it out",

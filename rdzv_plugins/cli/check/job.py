@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +24,7 @@ from rdzv_plugins.config import (
     unknown_options,
     without_effect,
 )
-from rdzv_plugins.endpoint import parse_endpoint
+from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.entry_points import refuse_without_torch
 from rdzv_plugins.health import refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient
@@ -33,7 +33,7 @@ from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import client_class, strange_variables
 
-__all__ = ["Chosen", "Job", "check_options", "check_secret", "parse_nnodes", "parse_peers"]
+__all__ = ["Chosen", "Job", "check_options", "check_secrets", "parse_nnodes", "parse_peers"]
 
 # Who reads the store can try secrets by the million.
 _SHORTEST_SECRET = 16
@@ -201,8 +201,16 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
     return Chosen(client, options, settings)
 
 
-def check_secret(chosen: Chosen) -> Finding:
-    """Whether values are sealed, and whether the secret can be guessed."""
+def check_secrets(job: Job, chosen: Chosen) -> Iterator[Finding]:
+    """Who sees the password, whether values are sealed, and whether the secret can be guessed."""
+    if redact(job.endpoint) != job.endpoint:
+        found = "in the endpoint: other users of each host see it in its list of processes"
+        advice = "set $RDZV_PLUGINS_PASSWORD, or name a file with password_file=..."
+        yield Finding(Mark.WARNING, "password", found, advice)
+    yield _secret(chosen)
+
+
+def _secret(chosen: Chosen) -> Finding:
     try:
         secrets = chosen.options.secrets()
     except ValueError as error:

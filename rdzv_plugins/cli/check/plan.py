@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from rdzv_plugins.cli.check.host import check_address, check_health, check_peers
-from rdzv_plugins.cli.check.job import Job, check_options, check_secret
+from rdzv_plugins.cli.check.job import Job, check_options, check_secrets
 from rdzv_plugins.cli.check.store import check_run, check_store
 from rdzv_plugins.config import Settings
 from rdzv_plugins.kv.findings import Finding, Mark
@@ -44,7 +44,7 @@ def carry_out(job: Job) -> Iterator[Finding]:
         yield Finding(Mark.UNKNOWN, "store", "not checked, for its options are wrong", advice)
         return
     yield from check_health(chosen.settings)
-    yield check_secret(chosen)
+    yield from check_secrets(job, chosen)
     open = partial(
         open_run,
         chosen.client,
