@@ -35,10 +35,21 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.testing import NetworkConformance, Store, TorchConformance
 from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend, create_backend
 from tests.integration.agents import Agent, Run, one_world, until
-from tests.integration.stores import RunningStore, every_store
+from tests.integration.stores import KINDS, RunningStore
 
 SECRET, ANOTHER = "a secret of all nodes and commands", "the secret of somebody else"
 PATIENCE = 60.0
+
+# The members of a quorum let nobody in who has another secret: nothing is left to be sealed out.
+OPEN = [kind for kind in KINDS if kind.name != "quorum"]
+every_open_store = pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(kind.name, marks=() if kind.name == "redis" else pytest.mark.soak)
+        for kind in OPEN
+    ],
+    indirect=True,
+)
 
 # The address of a MASTER that a stranger would like workers to dial.
 EVIL = "127.0.0.66:6666"
@@ -78,6 +89,7 @@ def member(sealed: RunningStore, run_id: str) -> Iterator[KeyValueClient]:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("running_store", OPEN, ids=lambda kind: kind.name, indirect=True)
 class TestSealedStore(NetworkConformance, TorchConformance):
     @pytest.fixture
     def store(self, running_store: RunningStore, tmp_path: Path) -> Store:
@@ -116,7 +128,7 @@ SAID = {
 }
 
 
-@every_store
+@every_open_store
 @pytest.mark.parametrize("case", SAID)
 def test_a_node_with_another_secret_does_not_join(
     case: str,
@@ -153,7 +165,7 @@ def test_a_node_with_another_secret_does_not_join(
             agent.end()
 
 
-@every_store
+@every_open_store
 @pytest.mark.parametrize("secret", [None, ANOTHER])
 def test_a_forged_round_moves_no_node(
     secret: str | None,
@@ -183,7 +195,7 @@ def test_a_forged_round_moves_no_node(
     goes_on(run, agents, member, true.incarnation)
 
 
-@every_store
+@every_open_store
 def test_no_forged_value_counts(run: Run, member: KeyValueClient, stranger: KeyValueClient) -> None:
     """Those of the records of nodes: a lease of 3,000 years, a beat that jumps, what is no JSON."""
     agents = two_agents(run)
@@ -212,7 +224,7 @@ def test_no_forged_value_counts(run: Run, member: KeyValueClient, stranger: KeyV
     until(lambda: member.get(NODES_PREFIX + node) is not None, PATIENCE)
 
 
-@every_store
+@every_open_store
 def test_what_nobody_else_uses_is_no_obstacle(
     run: Run, member: KeyValueClient, stranger: KeyValueClient
 ) -> None:
@@ -233,7 +245,7 @@ class Bomb:
         return open, (str(self.file), "w")
 
 
-@every_store
+@every_open_store
 def test_no_pickle_of_a_stranger_is_read_with_torchs_handler(
     store: RunningStore, sealed: RunningStore, run_id: str, tmp_path: Path
 ) -> None:
