@@ -23,6 +23,7 @@ from rdzv_plugins.addresses import is_loopback
 from rdzv_plugins.servers.consul import Consul
 from rdzv_plugins.servers.dynamodb import DynamoDB
 from rdzv_plugins.servers.etcd import Etcd
+from rdzv_plugins.servers.kubernetes import Kubernetes
 from rdzv_plugins.servers.nats import Nats
 from rdzv_plugins.servers.postgres import Postgres
 from rdzv_plugins.servers.process import (
@@ -44,7 +45,18 @@ __all__ = ["KINDS", "LocalServer", "Node", "NotInstalledError", "Security", "Ser
 
 KINDS: dict[str, type[Kind]] = {
     kind.name: kind
-    for kind in (Redis, Valkey, ZooKeeper, DynamoDB, Consul, Etcd, Postgres, Nats, Quorum)
+    for kind in (
+        Redis,
+        Valkey,
+        ZooKeeper,
+        DynamoDB,
+        Consul,
+        Etcd,
+        Postgres,
+        Nats,
+        Quorum,
+        Kubernetes,
+    )
 }
 """The kinds of server, by the name that `start` takes."""
 
@@ -110,7 +122,8 @@ def start(
 
     Args:
         kind: a key of `KINDS`.
-        nodes: servers in the ensemble: 1, or 3 for zookeeper, consul, etcd and nats.
+        nodes: servers in the ensemble: 1, or 3 for zookeeper, consul, etcd and nats, or 2 for
+            kubernetes.
         port: the clients' port of the first server; None: any free one.
         host: this host's name or address for clients on other hosts, for redis and valkey; the
             server listens at its addresses and at 127.0.0.1. Then ``security`` needs a password.

@@ -59,6 +59,7 @@ STORES = {
     "postgres": "rdzv_plugins.stores.postgres:Client",
     "nats": "rdzv_plugins.stores.nats:Client",
     "quorum": "rdzv_plugins.stores.quorum:Client",
+    "kubernetes": "rdzv_plugins.stores.kubernetes:Client",
 }
 """The stores of this package, by ``--rdzv-backend``."""
 

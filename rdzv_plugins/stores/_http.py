@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.message import Message
+from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from math import inf
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +29,7 @@ from rdzv_plugins.kv.findings import Finding, of_connection
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, tls_problem, unheard_alert
 
-__all__ = ["Answer", "Http", "Request", "http_of", "http_problem"]
+__all__ = ["Answer", "Http", "Request", "Stream", "http_of", "http_problem", "time_of"]
 
 T = TypeVar("T")
 
@@ -99,6 +100,12 @@ class Http:
         """An answer whose lines arrive one by one until the limit, and its server's index."""
         with self._exchange(request, limit, inf) as (connection, response):
             yield response, connection.server
+
+    def follow(self, request: Request, limit: Limit) -> Stream:
+        """Send a request whose answer goes on; the caller closes it."""
+        with contextlib.ExitStack() as stack:
+            connection, response = stack.enter_context(self._exchange(request, limit, inf))
+            return Stream(connection, response, stack.pop_all())
 
     def leave(self, server: int) -> None:
         """Use the next server from now on, if ``server`` is still in use."""
@@ -174,6 +181,54 @@ class Http:
                 self._idle.append(connection)
                 return
         connection.hang_up()
+
+
+class Stream:
+    """An answer that goes on. One that waits for it may be given up, and loses nothing.
+
+    Attributes:
+        status, headers: of the answer.
+    """
+
+    def __init__(
+        self, connection: _Connection, response: HTTPResponse, exchange: contextlib.ExitStack
+    ) -> None:
+        self.status, self.headers = response.status, response.headers
+        self._connection, self._response, self._exchange = connection, response, exchange
+        self._chunks, self._text, self._ended = b"", b"", False
+
+    def lines(self, limit: Limit) -> list[bytes]:
+        """Those that have come; waits for the first. An empty list: the answer has ended.
+
+        Raises TimeoutError and `WokenError`, after which it can be called again, and OSError.
+        """
+        self._connection.limit = limit
+        while True:
+            *lines, self._text = self._text.split(b"\n")
+            if self._ended and self._text:
+                lines, self._text = [*lines, self._text], b""
+            if lines or self._ended:
+                return lines
+            # http.client would lose its place in a chunk.
+            self._take(self._response.fp.read1(1 << 16))
+
+    def _take(self, data: bytes) -> None:
+        if not data:
+            self._ended = True
+        if not self._response.chunked:
+            self._text += data
+            return
+        self._chunks += data
+        while True:
+            size, mark, rest = self._chunks.partition(b"\r\n")
+            if not mark or len(rest) < (length := int(size.split(b";")[0], 16)) + 2:
+                return
+            self._text, self._chunks = self._text + rest[:length], rest[length + 2 :]
+            self._ended = self._ended or not length
+
+    def close(self) -> None:
+        """End the connection; idempotent."""
+        self._exchange.close()
 
 
 class _Connection(io.RawIOBase):
@@ -287,3 +342,13 @@ def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Probl
         undone = isinstance(error, ConnectionRefusedError | socket.gaierror)
         return client._unreachable(error, undone=undone, hint=hint)
     return None
+
+
+def time_of(headers: Message) -> float:
+    """The server's time in seconds: this host's clock, clamped to the second in its Date."""
+    now = time.time()
+    date = headers.get("Date")
+    if date is None:
+        return now
+    second = parsedate_to_datetime(date).timestamp()
+    return min(max(now, second), second + 0.999)

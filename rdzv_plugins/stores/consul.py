@@ -28,11 +28,8 @@ from __future__ import annotations
 import base64
 import re
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from email.message import Message
-from email.utils import parsedate_to_datetime
 from functools import partial
 from math import ceil
 from typing import Any, ClassVar, NamedTuple
@@ -47,7 +44,7 @@ from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, refused, s
 from rdzv_plugins.kv.contract import Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.stores._files import FromFiles
-from rdzv_plugins.stores._http import Request, http_of, http_problem
+from rdzv_plugins.stores._http import Request, http_of, http_problem, time_of
 
 __all__ = ["Client", "Options"]
 
@@ -369,7 +366,7 @@ class _Transport:
     @property
     def agents_time(self) -> float:
         """The time, in seconds, of the agent that answered this thread's last request."""
-        return _time_of(self._thread.headers)
+        return time_of(self._thread.headers)
 
     # The methods that py-consul calls.
 
@@ -414,16 +411,6 @@ def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
     if token := token or password:
         headers["X-Consul-Token"] = token
     return headers
-
-
-def _time_of(headers: Message) -> float:
-    """The agent's time in seconds: this host's clock, clamped to the second in its Date."""
-    now = time.time()
-    date = headers.get("Date")
-    if date is None:
-        return now
-    second = parsedate_to_datetime(date).timestamp()
-    return min(max(now, second), second + 0.999)
 
 
 def _line(text: str) -> str:

@@ -17,11 +17,12 @@ from tests.integration.torchrun import Begin, runs
 @pytest.fixture(
     scope="session",
     params=[
-        # Their clients are those of nats and redis; what is their own has tests of its own.
+        # The clients of quorum and valkey are those of nats and redis; what is their own has tests of
+        # its own. The server of kubernetes takes five minutes of processor time to build.
         pytest.param(
             kind,
             id=kind.name,
-            marks=pytest.mark.soak if kind.name in ("quorum", "valkey") else (),
+            marks=pytest.mark.soak if kind.name in ("kubernetes", "quorum", "valkey") else (),
         )
         for kind in KINDS
     ],

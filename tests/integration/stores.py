@@ -146,10 +146,11 @@ KINDS = [
         config={"cluster": "local"},
         keeps=False,  # A majority does, in its memory.
     ),
+    Kind(name="kubernetes", backend="kubernetes", server="kubernetes", port=0, image=""),
 ]
 
 # Those with users and TLS; Valkey's are Redis'.
-GUARDED = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb", "quorum")]
+GUARDED = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb", "quorum", "kubernetes")]
 
 # Redis in every run; the others, which only another module serves, in the long one.
 every_store = pytest.mark.parametrize(

@@ -1,0 +1,872 @@
+"""The Kubernetes API, 1.20 and later: a run's keys are ConfigMaps of one namespace.
+
+In a pod the endpoint is empty: the address, the certificate authority, the namespace and the token,
+which Kubernetes renews, are those of the pod's service account. Elsewhere an empty endpoint means
+the kubeconfig, which the package ``kubernetes`` reads; nothing else needs it. The module sends the
+requests itself, because that package's watches can neither be woken nor ended at a deadline.
+
+A key of a run is a ConfigMap ``rdzv-<hash of prefix and run>-<hash of the key>``, with labels for
+people: ``kubectl get configmaps -l rdzv-plugins/run=<run id>``. A compare-and-set is an update with
+the resourceVersion and uid that were read. A waiter keeps its watch of the key from one wait to the
+next. ConfigMaps, not Leases: the API server finds the watches of a ConfigMap by its name, and
+compares a Lease with every watch of a Lease there is; and a Lease has no room for a value.
+
+`Client.expire` writes a mark, the ConfigMap ``rdzv-<hash of prefix and run>``, with the time from
+which the run reads as empty, on the API server's clock, which is in the Date of each answer. A
+client reads the mark again once what it knows of it is a second old, so an expiry takes two seconds
+or more. Whoever finds that the time has come replaces the mark; from then on, what is older than
+the mark's new version reads as absent, and is deleted. The next `Client.expire` under the prefix
+does so for other runs. In a pod that has a controller, such as a Job, the ConfigMaps of a run
+belong to it (option ``owner``), and Kubernetes deletes them with it.
+
+Limits: linearizable. Values up to 1,000,000 bytes. `Client.put_many` writes one key after the
+other; it is not atomic. Highly available as the cluster's API server and etcd are. For a list, the
+API server reads all ConfigMaps of the namespace: give jobs one without thousands of others.
+The user needs the verbs get, list, watch, create, update and delete on ConfigMaps in the namespace;
+for ``owner=auto`` also get on pods, and on the controllers of a Job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import re
+import socket
+import threading
+import time
+from base64 import b32encode
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from email.message import Message
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, NoReturn
+from urllib.parse import quote, unquote, urlencode
+
+import msgspec
+
+from rdzv_plugins.config import ServerOptions, first_line, option
+from rdzv_plugins.endpoint import parse_endpoint, redact
+from rdzv_plugins.kv.base import (
+    Limit,
+    Problem,
+    StoreClient,
+    Stored,
+    refused,
+    segments,
+    version_of,
+)
+from rdzv_plugins.kv.contract import UNREADABLE, Capabilities, Version
+from rdzv_plugins.kv.findings import Finding, Mark, of_version
+from rdzv_plugins.run_ids import RESERVED
+from rdzv_plugins.stores._files import FromFiles
+from rdzv_plugins.stores._http import Answer, Http, Request, Stream, http_of, http_problem, time_of
+
+__all__ = ["Client", "Options"]
+
+_LARGEST_VALUE = 1_000_000
+
+# What a client knows of the mark is good for so long; a deadline is never nearer than twice that.
+_MARK_SECONDS = 1.0
+_LEAST_EXPIRY = 2 * _MARK_SECONDS
+
+# A watch is renewed this often, in seconds, in case its server hangs.
+_WATCH_SECONDS = 30
+# The most watches that a client keeps between waits: waits come back to the same few keys.
+_WATCHES = 4
+
+_PAGE = 500
+
+# The most expired runs that one `expire` removes.
+_SWEEP = 20
+
+# Of each pod, by Kubernetes.
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+_RUN, _PREFIX, _PART = "rdzv-plugins/run", "rdzv-plugins/prefix", "rdzv-plugins/part"
+_KEY = "rdzv-plugins/key"
+_OF_MARK = "mark"
+_VALUE = "value"
+
+_VERBS = "get, list, watch, create, update, delete"
+
+_HEADERS = {"Accept": "application/json", "User-Agent": "rdzv-plugins"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ServerOptions):
+    """Options of the kubernetes backend. The endpoint is empty: in a pod its service account,
+    elsewhere the kubeconfig. Or it is ``https://host:port``, with several hosts for several API
+    servers of one cluster, or ``http://`` for ``kubectl proxy``.
+
+    ======================= ======= ===============================================================
+    option                  default meaning
+    ======================= ======= ===============================================================
+    namespace               none    namespace of the ConfigMaps; none: the pod's, the context's, or
+                                    ``default``
+    context                 none    context of the kubeconfig; none: the service account in a pod,
+                                    elsewhere the current context
+    kubeconfig              none    path of the kubeconfig; none: $KUBECONFIG or ~/.kube/config
+    token                   none    bearer token for an endpoint; set it in $RDZV_PLUGINS_TOKEN;
+                                    none: the password
+    token_file              none    file whose first line is the token
+    owner                   auto    what the ConfigMaps belong to, and are deleted with: auto (in a
+                                    pod, its controller), none, or
+                                    ``<apiVersion>/<kind>/<name>/<uid>``
+    ======================= ======= ===============================================================
+    """
+
+    namespace: str | None = option(None)
+    context: str | None = option(None)
+    kubeconfig: str | None = option(None)
+    token: str | None = option(None, secret=True)
+    token_file: str | None = option(None)
+    owner: str = option("auto")
+
+
+class Client(StoreClient):
+    """One run in a namespace; requests reuse connections, and each parked waiter has its own."""
+
+    name = "kubernetes"
+    options = Options
+    capabilities = Capabilities(
+        push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=_LARGEST_VALUE
+    )
+    # Each key is a request of its own.
+    batch = (20, 1 << 20)
+    least_version: ClassVar[tuple[int, ...]] = (1, 20)
+
+    def __init__(
+        self, endpoint: str, namespace: str, options: Options, request_timeout: float
+    ) -> None:
+        self._login = login = _log_in(endpoint, options, request_timeout)
+        super().__init__(f"kubernetes at {login.where}", request_timeout)
+        self._maps = f"{login.base}/api/v1/namespaces/{login.namespace}/configmaps"
+        *prefix, run = segments(namespace, options.prefix)
+        joined = "/".join(prefix)
+        self._run = f"rdzv-{_hash(f'{joined}/{run}')}"
+        self._labels = {
+            "app.kubernetes.io/managed-by": "rdzv-plugins",
+            _PREFIX: _label(joined),
+            _RUN: _label(run),
+        }
+        self._owners: list[dict[str, Any]] = []
+        # What is known of the mark, and when it was asked for.
+        self._mark = _Mark(self._run, _label(run))
+        self._mark_asked = -math.inf
+        # The server's clock less this host's monotonic one.
+        self._offset = time.time() - time.monotonic()
+        self._watches: dict[str, _Watch] = {}
+        self._watches_lock = threading.Lock()
+        self._connect(self._read_mark)
+        if not run.startswith(quote(RESERVED)):
+            try:
+                self._owners = self._call(partial(self._find_owners, options.owner))
+            except BaseException:
+                self.close()
+                raise
+
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        mark = self._living(limit)
+        read = ((key, self._get(self._name_of(key), limit)) for key in keys)
+        return {key: it.stored for key, it in read if it is not None and it.is_of(mark)}
+
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        part, slash, _ = prefix.partition("/")
+        selected = f"{_RUN}={self._labels[_RUN]}"
+        if slash:
+            selected += f",{_PART} in ({_OF_MARK},{_part(part)})"
+        while True:
+            asked = time.monotonic()
+            found = [it for it in self._list(selected, limit) if it.name.startswith(self._run)]
+            marks = [_Mark.of(it) for it in found if it.name == self._run]
+            mark = self._note(marks[0] if marks else None, asked)
+            if not self._is_over(mark):
+                break
+            self._clear(mark, limit)
+        keys = [it for it in found if it.name != self._run and it.is_of(mark)]
+        return {it.key: it.stored for it in keys if it.key.startswith(prefix)}
+
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        mark = self._living(limit)
+        guard = seen.guard if seen is not None else None
+        if seen is None:
+            if self._create(self._object(key, data), limit) is not None:
+                return True
+            there = self._get(self._name_of(key), limit)
+            if there is None or there.is_of(mark):
+                return False
+            guard = there.guard  # An expired run has left it.
+        return self._update(self._object(key, data, guard), limit) is not None
+
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        self._living(limit)
+        for key, data in values.items():
+            made = self._object(key, data)
+            # Somebody may create or delete it in between.
+            while self._update(made, limit) is None and self._create(made, limit) is None:
+                pass
+
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        for key in keys:
+            self._remove(self._name_of(key), None, limit)
+
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        if seconds <= 0:
+            while not self._clear(self._read_mark(limit), limit):
+                pass
+            if self._mark.guard is not None:
+                # There was no time to delete all: until then others may know an older mark.
+                limit.sleep(_MARK_SECONDS)
+            return
+        written = None
+        while written is None:
+            mark = self._living(limit, fresh=True)  # A later deadline must not bring a run back.
+            ends = self._server_time() + max(seconds, _LEAST_EXPIRY)
+            written = self._write_mark(replace(mark, ends=ends), limit)
+        marks = self._list(f"{_PREFIX}={self._labels[_PREFIX]},{_PART}={_OF_MARK}", limit)
+        others = [_Mark.of(it) for it in marks if it.name != self._run]
+        for mark in [it for it in others if it.ends is None or self._is_over(it)][:_SWEEP]:
+            self._clear(mark, limit)
+
+    def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
+        with self._watches_lock:
+            watch = self._watches.get(key)
+        if watch is not None and version_of(watch.current) == version:
+            return watch.current  # What has changed since, the watch will tell.
+        return super()._look(key, version, limit)
+
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        with self._watches_lock:
+            watch = self._watches.pop(key, None)
+        if watch is not None and seen is None and watch.current is not None:
+            watch.stream.close()  # It does not know yet that the key was deleted.
+            watch = None
+        going_on = True
+        try:
+            if watch is None:
+                watch = self._watch(key, limit)
+            while not watch.is_past(seen):
+                going_on = watch.follow(limit)
+                if not going_on:
+                    return None  # As each does in time: look again.
+            return watch.current
+        except OSError as error:
+            going_on = isinstance(error, TimeoutError)
+            raise
+        finally:
+            if watch is not None:
+                self._keep(key, watch, going_on)
+
+    def _problem(self, error: Exception) -> Problem | None:
+        if isinstance(error, msgspec.DecodeError):
+            return Problem(
+                f"sent an answer that is not the Kubernetes API's ({error}); does --rdzv-endpoint "
+                "name the API server?",
+                state=True,
+            )
+        if not isinstance(error, RefusedError):
+            return http_problem(self, error)
+        text, status, space = str(error), error.status, self._login.namespace
+        if status == 401:
+            return Problem(
+                f"refused the token ({text}); set another in $RDZV_PLUGINS_TOKEN or token_file, or "
+                "log in to the kubeconfig's context anew",
+                retryable=error.renewed,
+                undone=error.renewed,
+                denied=True,
+            )
+        if status == 403 and "exceeded quota" in text:
+            return Problem(
+                f"is full: it took no write for {self.timeout:g} s ({text}); raise the quota of "
+                f"the namespace '{space}'",
+                retryable=True,
+                undone=True,
+            )
+        if status == 403:
+            return Problem(
+                f"denied a right ({text}); bind the user to a role with the verbs {_VERBS}: "
+                f"kubectl -n {space} create role rdzv --resource=configmaps "
+                f"--verb={_VERBS.replace(' ', '')}",
+                denied=True,
+            )
+        if status == 404 and "namespaces" in text:
+            return Problem(
+                f"has no namespace '{space}'; kubectl create namespace {space}, or set namespace=",
+                state=True,
+            )
+        if status == 429:
+            return Problem(
+                f"was too busy for {self.timeout:g} s ({text}); raise keep_alive_interval, or the "
+                "share of this user in its priority and fairness",
+                retryable=True,
+                undone=True,
+            )
+        if status == 400 and "HTTPS" in text:
+            return Problem("requires TLS; write https:// in front of the endpoint")
+        if status == 413 or "etcdserver: request is too large" in text:
+            return Problem(f"refused a value ({text}); its etcd takes less", state=True)
+        if "space exceeded" in text:
+            return Problem(
+                f"is full: it took no write for {self.timeout:g} s ({text}); compact and "
+                "defragment its etcd, then `etcdctl alarm disarm`",
+                retryable=True,
+                undone=True,
+            )
+        if status >= 500:
+            return Problem(
+                f"gave no answer within {self.timeout:g} s ({text}); is its etcd running?",
+                retryable=True,
+            )
+        return refused(
+            text,
+            f"a proxy in between must let /api/v1 through, and the user needs the verbs {_VERBS} "
+            f"on ConfigMaps of the namespace '{space}'",
+        )
+
+    def inspect(self) -> Iterable[Finding]:
+        yield self._login.http.inspect("Authorization" in self._login.headers())
+        version, why = self._learn(partial(self._ask_json, "GET", f"{self._login.base}/version"))
+        if version is None:
+            yield Finding(Mark.UNKNOWN, "version", f"not known: {why}")
+        else:
+            number = str(version.get("gitVersion", "")).removeprefix("v")
+            yield of_version("kube-apiserver", number, self.least_version)
+        review = {"spec": {"namespace": self._login.namespace}}
+        path = f"{self._login.base}/apis/authorization.k8s.io/v1/selfsubjectrulesreviews"
+        answer, why = self._learn(lambda limit: self._ask_json("POST", path, limit, review))
+        if answer is None:
+            yield Finding(Mark.UNKNOWN, "rights", f"not known: {why}")
+            return
+        allowed = _verbs(answer["status"].get("resourceRules") or ())
+        missing = [verb for verb in _VERBS.split(", ") if not {verb, "*"} & allowed]
+        where = f"on ConfigMaps of the namespace '{self._login.namespace}'"
+        if not missing:
+            yield Finding(Mark.OK, "rights", f"{_VERBS} {where}")
+        elif answer["status"].get("incomplete"):
+            yield Finding(Mark.UNKNOWN, "rights", "an authorizer of the server tells none")
+        else:
+            yield Finding(
+                Mark.FAILED, "rights", f"{', '.join(missing)} are missing {where}",
+                "bind the user to a role that has them", {"missing": missing},
+            )  # fmt: skip
+
+    def _disconnect(self) -> None:
+        with self._watches_lock:
+            watches, self._watches = self._watches, {}
+        for watch in watches.values():
+            watch.stream.close()
+        self._login.http.close()
+
+    # The mark.
+
+    def _living(self, limit: Limit, fresh: bool = False) -> _Mark:
+        """The mark of the run, which has not expired: an expired one is cleared first."""
+        mark = self._mark
+        if fresh or time.monotonic() >= self._mark_asked + _MARK_SECONDS or self._is_over(mark):
+            mark = self._read_mark(limit)
+        while self._is_over(mark):
+            self._clear(mark, limit)
+            mark = self._read_mark(limit)
+        return mark
+
+    def _read_mark(self, limit: Limit) -> _Mark:
+        asked = time.monotonic()
+        item = self._get(self._run, limit)
+        return self._note(_Mark.of(item) if item is not None else None, asked)
+
+    def _note(self, mark: _Mark | None, asked: float) -> _Mark:
+        """Remember the mark as the server has it (None: there is none)."""
+        mark = mark or _Mark(self._run, self._labels[_RUN])
+        # A thread whose answer came late must not make it look newer than it is.
+        if asked >= self._mark_asked:
+            self._mark, self._mark_asked = mark, asked
+        return mark
+
+    def _write_mark(self, mark: _Mark, limit: Limit) -> _Mark | None:
+        """Replace the mark, if it is unchanged since it was read."""
+        asked = time.monotonic()
+        labels = self._labels | {_RUN: mark.label, _PART: _OF_MARK}
+        metadata: dict[str, Any] = {"name": mark.name, "labels": labels}
+        if mark.name == self._run:
+            metadata["ownerReferences"] = self._owners
+        made = {"metadata": metadata, "data": mark.data}
+        if mark.guard is None:
+            item = self._create(made, limit)
+        else:
+            metadata |= mark.guard.fields
+            item = self._update(made, limit)
+        if item is None:
+            return None
+        written = _Mark.of(item)
+        return self._note(written, asked) if mark.name == self._run else written
+
+    def _clear(self, mark: _Mark, limit: Limit) -> bool:
+        """Make all that its run has read as absent; False: the mark has changed meanwhile."""
+        cleared = self._write_mark(replace(mark, ends=None, base=None), limit)
+        if cleared is None or cleared.guard is None:
+            return False
+        with suppress(TimeoutError):
+            # Readers wait for this: the rest is deleted when the next run sets its deadline.
+            brief = limit.within(limit.seconds / 2)
+            for it in self._list(f"{_RUN}={mark.label}", brief):
+                if it.name.startswith(f"{mark.name}-") and not it.is_of(cleared):
+                    self._remove(it.name, it.guard, brief)
+            self._remove(mark.name, cleared.guard, brief)
+            if mark.name == self._run:
+                self._note(None, time.monotonic())
+        return True
+
+    def _is_over(self, mark: _Mark) -> bool:
+        return mark.ends is not None and self._server_time() >= mark.ends
+
+    def _server_time(self) -> float:
+        return self._offset + time.monotonic()
+
+    # Watches.
+
+    def _watch(self, key: str, limit: Limit) -> _Watch:
+        """Watch from what the key holds now."""
+        opening = limit.within(self.timeout)
+        mark = self._living(opening)
+        field = {"fieldSelector": f"metadata.name={self._name_of(key)}"}
+        page = self._ask("GET", f"{self._maps}?{urlencode(field)}", opening)
+        listed = _pages.decode(page.body)
+        here = [it.stored for it in listed.items or () if it.is_of(mark)]
+        since = {"watch": "1", "resourceVersion": listed.metadata.resourceVersion}
+        query = urlencode(field | since | {"timeoutSeconds": str(_WATCH_SECONDS)})
+        headers = self._login.headers()
+        stream = self._login.http.follow(Request("GET", f"{self._maps}?{query}", headers), opening)
+        try:
+            if stream.status != 200:
+                body = b"".join(stream.lines(opening))
+                self._refuse(stream.status, stream.headers, body, headers, opening)
+        except BaseException:
+            stream.close()
+            raise
+        return _Watch(stream, here[0] if here else None)
+
+    def _keep(self, key: str, watch: _Watch, going_on: bool) -> None:
+        """Keep a watch that goes on for the next wait."""
+        ended = [watch]
+        with self._watches_lock:
+            if going_on and not self._closed and key not in self._watches:
+                self._watches[key] = ended.pop()
+                if len(self._watches) > _WATCHES:
+                    ended.append(self._watches.pop(next(iter(self._watches))))
+        for it in ended:
+            it.stream.close()
+
+    # Requests.
+
+    def _name_of(self, key: str) -> str:
+        return f"{self._run}-{_hash(key)}"
+
+    def _object(self, key: str, data: bytes, guard: _Guard | None = None) -> dict[str, Any]:
+        metadata: dict[str, Any] = {
+            "name": self._name_of(key),
+            "labels": self._labels | {_PART: _part(key.partition("/")[0])},
+            "annotations": {_KEY: key},
+            "ownerReferences": self._owners,
+        }
+        if guard is not None:
+            metadata |= guard.fields
+        return {"metadata": metadata, "binaryData": {_VALUE: data}}
+
+    def _get(self, name: str, limit: Limit) -> _Item | None:
+        answer = self._ask("GET", f"{self._maps}/{name}", limit, passing=(404,))
+        return _items.decode(answer.body) if answer.status == 200 else None
+
+    def _create(self, made: dict[str, Any], limit: Limit) -> _Item | None:
+        """Create an object; None: there is one of its name."""
+        answer = self._ask("POST", self._maps, limit, made, passing=(409,))
+        return _items.decode(answer.body) if answer.status != 409 else None
+
+    def _update(self, made: dict[str, Any], limit: Limit) -> _Item | None:
+        """Replace an object; None: it is not the one that it names, or is gone."""
+        path = f"{self._maps}/{made['metadata']['name']}"
+        answer = self._ask("PUT", path, limit, made, passing=(404, 409))
+        return _items.decode(answer.body) if answer.status == 200 else None
+
+    def _remove(self, name: str, guard: _Guard | None, limit: Limit) -> None:
+        """Delete an object, if it is unchanged (None: in any case)."""
+        body = {"preconditions": guard.fields} if guard is not None else None
+        self._ask("DELETE", f"{self._maps}/{name}", limit, body, passing=(404, 409))
+
+    def _list(self, selector: str, limit: Limit) -> list[_Item]:
+        found: list[_Item] = []
+        more = ""
+        while True:
+            asked = {"labelSelector": selector, "limit": str(_PAGE), "continue": more}
+            answer = self._ask("GET", f"{self._maps}?{urlencode(asked)}", limit, passing=(410,))
+            if answer.status == 410:
+                found, more = [], ""  # The server has forgotten the state of which it told a page.
+                continue
+            page = _pages.decode(answer.body)
+            found += page.items or ()
+            more = page.metadata.more
+            if not more:
+                return found
+
+    def _find_owners(self, said: str, limit: Limit) -> list[dict[str, Any]]:
+        """The object that the run's ConfigMaps belong to, or none."""
+        if said == "none" or (said == "auto" and not self._login.in_pod):
+            return []
+        if said != "auto":
+            version, *rest = said.rsplit("/", 3)
+            if not all((version, *rest)) or len(rest) != 3:
+                raise ValueError(
+                    f"option 'owner': '{said}' is neither auto, none nor "
+                    "<apiVersion>/<kind>/<name>/<uid>"
+                )
+            named = dict(zip(("kind", "name", "uid"), rest, strict=True))
+            return [{"apiVersion": version, **named}]
+        spaces = f"namespaces/{self._login.namespace}"
+        name = os.environ.get("POD_NAME") or socket.gethostname()
+        path, owners = f"/api/v1/{spaces}/pods/{name}", []
+        while path:
+            answer = self._ask("GET", self._login.base + path, limit, passing=(403, 404))
+            path = ""
+            if answer.status == 200:
+                for it in msgspec.json.decode(answer.body)["metadata"].get("ownerReferences", ()):
+                    if it.get("controller"):
+                        names = ("apiVersion", "kind", "name", "uid")
+                        owners = [{name: it[name] for name in names}]
+                        kind = f"{it['kind'].lower()}s"
+                        path = f"/apis/{it['apiVersion']}/{spaces}/{kind}/{it['name']}"
+        return owners
+
+    def _ask_json(self, method: str, path: str, limit: Limit, body: Any = None) -> Any:
+        return msgspec.json.decode(self._ask(method, path, limit, body).body)
+
+    def _ask(
+        self, method: str, path: str, limit: Limit, body: Any = None, passing: tuple[int, ...] = ()
+    ) -> Answer:
+        """The answer; raises `RefusedError` for an error whose status is not in ``passing``."""
+        headers = self._login.headers()
+        data = None
+        if body is not None:
+            headers, data = (
+                headers | {"Content-Type": "application/json"},
+                msgspec.json.encode(body),
+            )
+        answer = self._login.http.ask(Request(method, path, headers, data), limit)
+        self._offset = time_of(answer.headers) - time.monotonic()
+        if answer.status >= 400 and answer.status not in passing:
+            self._refuse(answer.status, answer.headers, answer.body, headers, limit)
+        return answer
+
+    def _refuse(
+        self, status: int, headers: Message, body: bytes, sent: Mapping[str, str], limit: Limit
+    ) -> NoReturn:
+        error = RefusedError(status, body)
+        if status == 401:
+            error.renewed = self._login.renew(sent)
+        pause = headers.get("Retry-After", "")
+        if error.status in (429, 503) and pause.isdecimal() and 0 < int(pause) < limit.seconds:
+            # Not all at the same moment.
+            limit.sleep(min(limit.seconds, int(pause) * random.uniform(1, 1.25)))
+        raise error
+
+
+class RefusedError(Exception):
+    """The server refused a request.
+
+    Attributes:
+        status: the HTTP status.
+        renewed: by now there is another token than the one that was refused.
+    """
+
+    renewed = False
+
+    def __init__(self, status: int, body: bytes) -> None:
+        try:
+            text = str(msgspec.json.decode(body)["message"])
+        except (*UNREADABLE, KeyError, TypeError):
+            text = body.decode(errors="replace")
+        super().__init__(f"HTTP {status}: {' '.join(text[:300].split())}")
+        self.status = status
+
+
+class _Guard(NamedTuple):
+    """What an object must still have to be replaced or deleted."""
+
+    revision: int
+    uid: str
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return {"resourceVersion": str(self.revision), "uid": self.uid}
+
+
+class _Metadata(msgspec.Struct):
+    name: str = ""
+    resourceVersion: str = ""  # noqa: N815 - the API's name
+    uid: str = ""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    more: str = msgspec.field(name="continue", default="")
+
+
+class _Item(msgspec.Struct):
+    """A ConfigMap."""
+
+    metadata: _Metadata
+    binaryData: dict[str, bytes] = {}  # noqa: N815 - the API's name
+    data: dict[str, str] = {}
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    @property
+    def key(self) -> str:
+        return self.metadata.annotations.get(_KEY, "")
+
+    @property
+    def guard(self) -> _Guard:
+        return _Guard(int(self.metadata.resourceVersion), self.metadata.uid)
+
+    @property
+    def stored(self) -> Stored:
+        return Stored.parse(self.binaryData.get(_VALUE, b""), self.guard)
+
+    def is_of(self, mark: _Mark) -> bool:
+        """Whether it is younger than the run's last expiry."""
+        return self.guard.revision > (mark.base or 0)
+
+
+class _Page(msgspec.Struct):
+    metadata: _Metadata
+    items: list[_Item] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+_items, _pages = msgspec.json.Decoder(_Item), msgspec.json.Decoder(_Page)
+_events = msgspec.json.Decoder(_Event)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The mark of a run.
+
+    Attributes:
+        name, label: of the run's ConfigMaps.
+        ends: seconds since 1970 on the server's clock, from which on the run reads as empty.
+        base: what the run has of this revision, or an older one, reads as absent.
+        guard: None: there is no mark.
+    """
+
+    name: str
+    label: str
+    ends: float | None = None
+    base: int | None = None
+    guard: _Guard | None = None
+
+    @classmethod
+    def of(cls, item: _Item) -> _Mark:
+        ends, base = item.data.get("ends"), item.data.get("base")
+        return cls(
+            item.name,
+            item.metadata.labels.get(_RUN, ""),
+            float(ends) if ends else None,
+            int(base) if base else item.guard.revision,
+            item.guard,
+        )
+
+    @property
+    def data(self) -> dict[str, str]:
+        """As the ConfigMap has it; one without a base begins at itself."""
+        base = {"base": str(self.base or 0)} if self.ends is not None else {}
+        return base | ({"ends": f"{self.ends:.3f}"} if self.ends is not None else {})
+
+
+class _Watch:
+    """A watch of a key, and what the key held at the last event."""
+
+    def __init__(self, stream: Stream, current: Stored | None) -> None:
+        self.stream, self.current = stream, current
+        self._until = time.monotonic() + _WATCH_SECONDS
+
+    def is_past(self, seen: Stored | None) -> bool:
+        """Whether the key holds something later than ``seen``."""
+        if self.current is None or seen is None:
+            return self.current is not None
+        later = self.current.guard.revision > seen.guard.revision
+        return later and self.current.version != seen.version
+
+    def follow(self, limit: Limit) -> bool:
+        """Take the next events; False: the watch has ended."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            return False
+        try:
+            lines = self.stream.lines(limit.within(left))
+        except TimeoutError:
+            if time.monotonic() >= limit.deadline:
+                raise
+            return False
+        for line in lines:
+            event = _events.decode(line)
+            if event.type == "ERROR":
+                return False  # Such as 410, Gone: the server has forgotten where the watch was.
+            self.current = None if event.type == "DELETED" else _items.decode(event.object).stored
+        return bool(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Login:
+    """Where the API server is, and how to log in.
+
+    Attributes:
+        where: for people.
+        base: precedes each path.
+        headers: of each request, with the token as of now.
+        renew: whether there is by now another token than in the headers that were refused.
+    """
+
+    where: str
+    namespace: str
+    http: Http
+    base: str = ""
+    headers: Callable[[], dict[str, str]]
+    renew: Callable[[Mapping[str, str]], bool]
+    in_pod: bool = False
+
+
+def _log_in(endpoint: str, options: Options, timeout: float) -> _Login:
+    """By the endpoint, the pod's service account, or the kubeconfig; raises `ValueError`."""
+    if options.user is not None:
+        raise ValueError("the Kubernetes API takes no user: leave it out, and set a token")
+    ways = (options.token, options.token_file, options.password or options.password_file)
+    if sum(it is not None for it in ways) > 1:
+        raise ValueError("of token, token_file and password leave all but one out")
+    by_file = options.context is not None or options.kubeconfig is not None
+    if by_file and endpoint.strip():
+        raise ValueError("with an endpoint, context and kubeconfig have no effect: leave them out")
+    if endpoint.strip():
+        return _of_endpoint(endpoint, options, timeout)
+    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{it}", "") for it in ("HOST", "PORT"))
+    if by_file or not host:
+        return _of_kubeconfig(options, timeout)
+    options = replace(
+        options,
+        namespace=options.namespace or first_line("the namespace", str(_ACCOUNT / "namespace")),
+        ca_file=options.ca_file or str(_ACCOUNT / "ca.crt"),
+        token_file=options.token_file if any(ways) else str(_ACCOUNT / "token"),
+    )
+    host = f"[{host}]" if ":" in host else host
+    login = _of_endpoint(f"https://{host}:{port or 443}", options, timeout)
+    return replace(login, in_pod=True)
+
+
+def _of_endpoint(endpoint: str, options: Options, timeout: float) -> _Login:
+    port = 80 if endpoint.lower().startswith("http://") else 443
+    target = parse_endpoint(endpoint, default_port=port, schemes=("https", "http"))
+    target.refuse_all_but(path=True)
+    if target.user or target.password:
+        raise ValueError("the endpoint has a user: leave it out, and set a token")
+    target = replace(target, scheme=target.scheme or "https")
+
+    def headers() -> dict[str, str]:
+        token = options.token or options.secret()
+        if token is None and options.token_file is not None:
+            token = first_line("token_file", options.token_file)
+        return _HEADERS | ({"Authorization": f"Bearer {token}"} if token else {})
+
+    kept = FromFiles(headers, options.token_file, options.password_file)
+    return _Login(
+        where=redact(endpoint),
+        namespace=options.namespace or "default",
+        http=http_of(target, options, timeout),
+        base=target.path.rstrip("/"),
+        headers=kept.get,
+        renew=lambda sent: sent.get("Authorization") != kept.get().get("Authorization"),
+    )
+
+
+def _of_kubeconfig(options: Options, timeout: float) -> _Login:
+    try:
+        from kubernetes import client, config
+        from kubernetes.config.config_exception import ConfigException
+    except ImportError as error:
+        raise ValueError(
+            f"a kubeconfig needs the package 'kubernetes', which cannot be imported ({error}). "
+            'Install it with: pip install "rdzv-plugins[kubernetes]"'
+        ) from error
+    name, lock = options.context, threading.Lock()
+
+    def load() -> Any:
+        made = client.Configuration()
+        config.load_kube_config(options.kubeconfig, name, made, persist_config=False)
+        return made
+
+    try:
+        known = load()
+        contexts, current = config.list_kube_config_contexts(options.kubeconfig)
+    except ConfigException as error:
+        raise ValueError(
+            f"there is no endpoint, no service account of a pod, and no kubeconfig ({error})"
+        ) from error
+    if not known.verify_ssl:
+        raise ValueError("the kubeconfig verifies no certificate: give it a certificate authority")
+    if getattr(known, "tls_server_name", None):
+        raise ValueError("the kubeconfig has a tls-server-name, which this backend cannot check")
+    used = next((it for it in contexts if it["name"] == name), current)
+
+    def token() -> dict[str, str]:
+        with lock:
+            said = known.get_api_key_with_prefix("BearerToken", "authorization")
+        return _HEADERS | ({"Authorization": said} if said else {})
+
+    def renew(sent: Mapping[str, str]) -> bool:
+        nonlocal known
+        with lock:
+            known = load()
+        return token().get("Authorization") != sent.get("Authorization")
+
+    own = replace(
+        options,
+        namespace=options.namespace or used["context"].get("namespace"),
+        ca_file=options.ca_file or known.ssl_ca_cert,
+        cert_file=options.cert_file or known.cert_file,
+        key_file=options.key_file or known.key_file,
+    )
+    made = _of_endpoint(known.host, own, timeout)
+    if options.token or options.token_file or options.secret():
+        return made
+    return replace(made, headers=token, renew=renew)
+
+
+def _verbs(rules: Iterable[Mapping[str, Any]]) -> set[str]:
+    """What the rules allow on all ConfigMaps."""
+    return {
+        verb
+        for rule in rules
+        if {"", "*"} & {*(rule.get("apiGroups") or ())}
+        and {"configmaps", "*"} & {*(rule.get("resources") or ())}
+        and not rule.get("resourceNames")
+        for verb in rule.get("verbs") or ()
+    }
+
+
+def _hash(text: str) -> str:
+    """In 26 of the characters that a name may have."""
+    return b32encode(hashlib.sha256(text.encode()).digest()[:16]).decode().rstrip("=").lower()
+
+
+def _label(text: str) -> str:
+    """As a label's value, for people and selectors; two texts may have the same."""
+    return re.sub("[^A-Za-z0-9._-]", "_", unquote(text))[:60].strip("._-")
+
+
+def _part(folder: str) -> str:
+    """As a label's value: the first segment of a key."""
+    return f"of.{_label(folder)}".rstrip(".")
