@@ -48,6 +48,7 @@ simulate: .venv/installed ## Simulate the protocol under faults on virtual time 
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED)
 
 soak: .venv/installed servers ## Run every torchrun scenario on every store, with repetitions
+	@scripts/install-servers kubernetes
 	@$(PYTEST) -m "soak or not soak" tests/integration
 
 test-recipes: .venv/installed ## Run the recipes of docs/recipes on real launchers, and kill a node in each

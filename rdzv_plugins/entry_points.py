@@ -83,11 +83,8 @@ def refuse_without_torch(who: str) -> None:
     )
 
 
-redis = handler_factory("redis")
-zookeeper = handler_factory("zookeeper")
-dynamodb = handler_factory("dynamodb")
-consul = handler_factory("consul")
-etcd_v3 = handler_factory("etcd-v3")
-postgres = handler_factory("postgres")
-nats = handler_factory("nats")
-quorum = handler_factory("quorum")
+def __getattr__(name: str) -> HandlerFactory:
+    """The entry point of a store of this package; which there are, ``pyproject.toml`` says."""
+    if name.startswith("_"):
+        raise AttributeError
+    return handler_factory(name.replace("_", "-"))

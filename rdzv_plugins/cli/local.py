@@ -10,6 +10,7 @@ import typer
 
 from rdzv_plugins.cli.interrupt import Interrupt
 from rdzv_plugins.cli.options import ConfOption, RunOption, parse_conf
+from rdzv_plugins.servers import KINDS
 
 __all__ = ["demo", "serve"]
 
@@ -22,14 +23,12 @@ _BACKENDS = {"valkey": "redis", "etcd": "etcd-v3"}
 def serve(
     kind: Annotated[
         str,
-        typer.Argument(
-            help="one of: redis, valkey, zookeeper, dynamodb, consul, etcd, postgres, nats, quorum"
-        ),
+        typer.Argument(help=f"one of: {', '.join(KINDS)}"),
     ] = "valkey",
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="first server's port; default: a free one")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="number of servers, 1 or 3")] = 1,
+    nodes: Annotated[int, typer.Option(help="number of servers: 1, or 3 (kubernetes: 2)")] = 1,
     host: Annotated[
         str,
         typer.Option(help="this host's name or address for the others (redis, valkey)"),

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rdzv_plugins.stores import STORES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import ExitStack
@@ -58,8 +60,7 @@ BackendOption = Annotated[
         "--rdzv-backend",
         "-b",
         envvar="RDZV_BACKEND",
-        help="the store: redis, zookeeper, dynamodb, consul, etcd-v3, postgres, nats, quorum or "
-        "another package's",
+        help=f"the store: {', '.join(STORES)} or another package's",
     ),
 ]
 EndpointOption = Annotated[
@@ -68,8 +69,8 @@ EndpointOption = Annotated[
         "--rdzv-endpoint",
         "-e",
         envvar="RDZV_ENDPOINT",
-        help="where the store is, as for torchrun; empty: on this host (dynamodb: as AWS's own "
-        "configuration says)",
+        help="where the store is, as for torchrun; empty: on this host, or as the store's own "
+        "configuration says",
     ),
 ]
 

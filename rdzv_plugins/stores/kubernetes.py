@@ -42,6 +42,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.message import Message
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 from urllib.parse import quote, unquote, urlencode
@@ -135,6 +136,7 @@ class Client(StoreClient):
     capabilities = Capabilities(
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=_LARGEST_VALUE
     )
+    heartbeat_ms = 6.0
     # Each key is a request of its own.
     batch = (20, 1 << 20)
     least_version: ClassVar[tuple[int, ...]] = (1, 20)
@@ -794,8 +796,8 @@ def _of_endpoint(endpoint: str, options: Options, timeout: float) -> _Login:
 
 def _of_kubeconfig(options: Options, timeout: float) -> _Login:
     try:
-        from kubernetes import client, config
-        from kubernetes.config.config_exception import ConfigException
+        client: Any = import_module("kubernetes.client")
+        config: Any = import_module("kubernetes.config")
     except ImportError as error:
         raise ValueError(
             f"a kubeconfig needs the package 'kubernetes', which cannot be imported ({error}). "
@@ -811,7 +813,7 @@ def _of_kubeconfig(options: Options, timeout: float) -> _Login:
     try:
         known = load()
         contexts, current = config.list_kube_config_contexts(options.kubeconfig)
-    except ConfigException as error:
+    except config.ConfigException as error:
         raise ValueError(
             f"there is no endpoint, no service account of a pod, and no kubeconfig ({error})"
         ) from error

@@ -14,15 +14,24 @@ from tests.integration.stores import KINDS, Kind, RunningStore, running, started
 from tests.integration.torchrun import Begin, runs
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the kube-apiserver to the long run: to build it takes five minutes of a processor."""
+    for item in items:
+        given = getattr(item, "callspec", None)
+        values = given.params.values() if given is not None else ()
+        if any(isinstance(it, Kind) and it.name == "kubernetes" for it in values):
+            item.add_marker(pytest.mark.soak)
+
+
 @pytest.fixture(
     scope="session",
     params=[
-        # The clients of quorum and valkey are those of nats and redis; what is their own has tests of
-        # its own. The server of kubernetes takes five minutes of processor time to build.
+        # Their clients are those of nats and redis; what is their own has tests of its own.
         pytest.param(
             kind,
             id=kind.name,
-            marks=pytest.mark.soak if kind.name in ("kubernetes", "quorum", "valkey") else (),
+            marks=pytest.mark.soak if kind.name in ("quorum", "valkey") else (),
         )
         for kind in KINDS
     ],

@@ -150,7 +150,9 @@ KINDS = [
 ]
 
 # Those with users and TLS; Valkey's are Redis'.
-GUARDED = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb", "quorum", "kubernetes")]
+GUARDED = [
+    kind for kind in KINDS if kind.name not in ("valkey", "dynamodb", "quorum", "kubernetes")
+]
 
 # Redis in every run; the others, which only another module serves, in the long one.
 every_store = pytest.mark.parametrize(

@@ -46,8 +46,9 @@ from tests.integration.stores import GUARDED, KINDS, Kind, RunningStore, started
 Patch = pytest.MonkeyPatch
 
 BY_NAME = {kind.name: kind for kind in KINDS}
-# Valkey is told from Redis by its version alone; quorum is tested by itself, below.
-STORES = [kind for kind in KINDS if kind.name not in ("valkey", "quorum")]
+# Valkey is told from Redis by its version alone; quorum is tested by itself, below, and kubernetes
+# with its rights.
+STORES = [kind for kind in KINDS if kind.name not in ("valkey", "quorum", "kubernetes")]
 
 # What is down is retried for as long.
 QUICK = "heartbeat_timeout=0.3"

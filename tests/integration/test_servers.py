@@ -18,7 +18,7 @@ from rdzv_plugins.servers.process import free_ports, release
 from rdzv_plugins.testing.harness import present, until
 from tests.integration.stores import KINDS, RunningStore, started
 
-ENSEMBLES = [kind for kind in KINDS if servers.KINDS[kind.server].largest > 1]
+ENSEMBLES = [kind for kind in KINDS if servers.KINDS[kind.server].largest == 3]
 
 DIES = """
 import os, signal, sys, threading

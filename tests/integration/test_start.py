@@ -22,7 +22,11 @@ from tests.integration.namespaces import in_namespaces
 from tests.integration.start import FOLDER, TRAIN, blocks, path
 from tests.integration.stores import absent
 
-PAGES = ["quorum", "redis", "zookeeper", "dynamodb", "consul", "etcd", "postgres", "nats"]
+PAGES = [
+    "quorum", "redis", "zookeeper", "dynamodb", "consul", "etcd", "postgres", "nats",
+    # A recipe has the shorter name.
+    "kubernetes-api",
+]  # fmt: skip
 TOOLS = {
     "redis": "redis-cli", "zookeeper": "zkCli.sh", "consul": "consul", "etcd": "etcdctl",
     "postgres": "psql", "nats": "nats-server",
@@ -54,7 +58,7 @@ def test_the_page_leads_to_a_job_that_survives(
     if tool is not None and which(tool, path=path()) is None:
         absent(f"{tool} is not installed: scripts/install-servers {name}")
     try:
-        servers.KINDS[name](servers.Security())
+        servers.KINDS[name.removesuffix("-api")](servers.Security())
     except servers.NotInstalledError as error:
         absent(str(error))
     began = time.monotonic()
@@ -79,8 +83,10 @@ def test_all_pages_have_the_same_shape() -> None:
 
 
 def test_each_store_has_a_page() -> None:
-    assert {name.removesuffix("-v3") for name in STORES} == set(PAGES)
-    listed = re.findall(r"^- \[.*\]\((\w+)\.md\)$", page("index").read_text(), re.MULTILINE)
+    assert {name.removesuffix("-v3") for name in STORES} == {
+        it.removesuffix("-api") for it in PAGES
+    }
+    listed = re.findall(r"^- \[.*\]\(([\w-]+)\.md\)$", page("index").read_text(), re.MULTILINE)
     assert listed == PAGES
 
 
@@ -89,7 +95,8 @@ def test_only_what_cannot_run_here_is_left_out(name: str) -> None:
     left_out = [text for purpose, text in blocks(page(name)) if purpose == "sh elsewhere"]
     assert left_out
     for text in left_out:
-        assert text.startswith(("docker compose ", "aws ", "nats kv ", "rdzv serve quorum ")), text
+        begins = ("docker compose ", "aws ", "nats kv ", "rdzv serve quorum ", "kubectl ")
+        assert text.startswith(begins), text
 
 
 @every_page

@@ -70,6 +70,15 @@ PARTS: Mapping[str, Mapping[str, str | None]] = {
         "{at},{at}": None,
         "unix:///run/none.sock": "starts with 'unix://'",
     },
+    "kubernetes": {
+        "https://{at}/path": None,
+        "http://{at}?a=b": "unknown parameter 'a'; there are none",
+        "joe:secret@{at}": "the endpoint has a user: leave it out, and set a token",
+        "joe@{at}": "the endpoint has a user: leave it out, and set a token",
+        ":secret@{at}": "the endpoint has a user: leave it out, and set a token",
+        "{at},{at}": None,
+        "unix:///run/none.sock": "starts with 'unix://'",
+    },
     "postgres": {
         "postgresql://{at}/base": None,
         "postgresql://{at}/base?application_name=a": None,
@@ -115,6 +124,10 @@ TOGETHER: list[tuple[str, str, Mapping[str, str], str]] = [
         "postgres", "postgresql://{at}/?sslmode=verify-full&sslcert=b&sslkey=b&sslrootcert=c",
         {"ca_file": __file__}, "cannot be used",
     ),
+    ("kubernetes", "http://{at}", {"ca_file": "a"}, "option 'ca_file': nothing would be encrypted"),
+    ("kubernetes", "{at}", {"user": "joe"}, "the Kubernetes API takes no user: leave it out"),
+    ("kubernetes", "{at}", {"context": "a"}, "context and kubeconfig have no effect"),
+    ("kubernetes", "{at}", {"TOKEN": "a", "token_file": "b"}, "leave all but one out"),
     ("redis", "{at}", {"PASSWORD": "a", "password_file": "b"}, "are both set"),
 ]  # fmt: skip
 

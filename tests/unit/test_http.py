@@ -15,8 +15,7 @@ import pytest
 
 from rdzv_plugins.kv.base import Limit, Wake, WokenError
 from rdzv_plugins.stores._files import FromFiles
-from rdzv_plugins.stores._http import Http, Request
-from rdzv_plugins.stores.consul import _time_of
+from rdzv_plugins.stores._http import Http, Request, time_of
 from rdzv_plugins.testing.threads import Background
 
 Serve = Callable[[socket.socket], None]
@@ -160,4 +159,4 @@ def test_the_agents_clock_counts(ahead: float) -> None:
     headers = Message()
     agent = time.time() + ahead
     headers["Date"] = formatdate(agent, usegmt=True)
-    assert abs(_time_of(headers) - agent) <= 1.1
+    assert abs(time_of(headers) - agent) <= 1.1
