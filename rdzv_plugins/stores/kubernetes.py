@@ -778,7 +778,7 @@ def _of_endpoint(endpoint: str, options: Options, timeout: float) -> _Login:
     target = replace(target, scheme=target.scheme or "https")
 
     def headers() -> dict[str, str]:
-        token = options.token or options.secret()
+        token = options.token or options.current_password()
         if token is None and options.token_file is not None:
             token = first_line("token_file", options.token_file)
         return _HEADERS | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -842,7 +842,7 @@ def _of_kubeconfig(options: Options, timeout: float) -> _Login:
         key_file=options.key_file or known.key_file,
     )
     made = _of_endpoint(known.host, own, timeout)
-    if options.token or options.token_file or options.secret():
+    if options.token or options.token_file or options.current_password():
         return made
     return replace(made, headers=token, renew=renew)
 
