@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["FailureDetector"]
+__all__ = ["FailureDetector", "Watched"]
 
 
 @dataclass(slots=True)
-class _Seen:
+class Watched:
+    """What an observer knows of a node's heartbeats; times are seconds of its clock.
+
+    Attributes:
+        beat: as last seen; None: the node had no record.
+        since: when it was first seen as it is, or when the observer began to judge by it.
+        looked: when the observer last looked.
+        stale: not looked at since an outage: what is seen next may have been written before it.
+        forgiven: the silence that is not held against it, see `FailureDetector.doubt`; None: all
+            of it is.
+        moved: the beat has moved since its window began: the node surely lives.
+    """
+
     beat: int | None
     since: float
     looked: float
-    # Not looked at since an outage: what is seen next may have been written before it.
     stale: bool = False
-    # The silence that is not held against it, see `FailureDetector.doubt`; None: all of it is.
     forgiven: float | None = None
+    moved: bool = False
+
+    @property
+    def silence(self) -> float:
+        """Seconds that the beat is known to have stood still: up to the last look, not to now."""
+        return max(0.0, self.looked - self.since)
 
 
 class FailureDetector:
@@ -30,9 +46,13 @@ class FailureDetector:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
-        self._moved: set[str] = set()
+        self._seen: dict[str, Watched] = {}
         self.grace_ends = float("-inf")
+
+    @property
+    def watched(self) -> Mapping[str, Watched]:
+        """All that it watches, by node, as it is kept up to date: of thousands no copy is made."""
+        return self._seen
 
     def observe(self, node: str, beat: int | None, asked: float, now: float) -> None:
         """Note a look at a node's beat; None: it has no record.
@@ -43,7 +63,7 @@ class FailureDetector:
         seen = self._seen.get(node)
         if seen is None:
             forgiven = 0.0 if now < self.grace_ends else None
-            self._seen[node] = _Seen(beat, max(now, self.grace_ends), now, forgiven=forgiven)
+            self._seen[node] = Watched(beat, max(now, self.grace_ends), now, forgiven=forgiven)
         elif beat == seen.beat or (beat is not None and beat < (seen.beat or 0)):
             # A lower one was written before the last one that was seen, and is no sign of life.
             seen.looked, seen.stale = asked, False
@@ -52,18 +72,17 @@ class FailureDetector:
             seen.beat, seen.looked, seen.stale = beat, asked, False
         else:
             # A record that is gone was forgotten by the store, perhaps with beats never seen here.
-            if beat is not None and seen.beat is not None:
-                self._moved.add(node)
+            moved = seen.moved or (beat is not None and seen.beat is not None)
             since = now if beat is not None else max(seen.since, now)  # No sign of life.
             forgiven = None if beat is not None else seen.forgiven
-            self._seen[node] = _Seen(beat, since, now, forgiven=forgiven)
+            self._seen[node] = Watched(beat, since, now, forgiven=forgiven, moved=moved)
 
     def heard(self, node: str, now: float) -> None:
         """Note something else that the node has written, as good as a beat.
 
         A store that forgets again and again may lose each beat before anybody looks.
         """
-        seen = self._seen.setdefault(node, _Seen(None, now, now))
+        seen = self._seen.setdefault(node, Watched(None, now, now))
         seen.since, seen.looked, seen.forgiven = max(seen.since, now), now, None
 
     def doubt(self, nodes: Iterable[str]) -> None:
@@ -81,9 +100,9 @@ class FailureDetector:
         return seen.forgiven if seen else None
 
     def confirmed_silence(self, node: str) -> float:
-        """Seconds that the beat is known to have stood still: up to the last look, not to now."""
+        """As `Watched.silence`."""
         seen = self._seen.get(node)
-        return max(0.0, seen.looked - seen.since) if seen else 0.0
+        return seen.silence if seen else 0.0
 
     def possible_silence(self, node: str, now: float) -> float:
         """Seconds since the beat was last seen to move; a look may end it."""
@@ -103,8 +122,9 @@ class FailureDetector:
         return confirmed, now - since
 
     def moved(self, node: str) -> bool:
-        """Whether the beat has moved since its window began: the node surely lives."""
-        return node in self._moved
+        """As `Watched.moved`."""
+        seen = self._seen.get(node)
+        return seen is not None and seen.moved
 
     def restart(self, now: float, grace: float = 0.0, unless: str | None = None) -> None:
         """Begin every window afresh but one: the observer was late, or could not reach the store.
@@ -116,11 +136,11 @@ class FailureDetector:
         if grace:
             self.grace_ends = now + grace
         for node, seen in self._seen.items():
+            seen.moved = False
             if node != unless:
                 seen.since, seen.looked = max(seen.since, now + grace), now
                 seen.stale = seen.stale or grace > 0
                 seen.forgiven = 0.0 if grace or seen.since > now else None
-        self._moved.clear()
 
     def discount(self, seconds: float, now: float) -> None:
         """Take out of every window the time in which the observer could not reach the store."""
@@ -130,4 +150,3 @@ class FailureDetector:
     def keep(self, nodes: set[str]) -> None:
         """Forget all nodes but these."""
         self._seen = {node: seen for node, seen in self._seen.items() if node in nodes}
-        self._moved &= nodes

@@ -230,7 +230,8 @@ def amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str]
                 unfit[record.label] = record.unfit
             if said_so and record is not None and record.failed:
                 failed.append(record.label)
-    return cause.plus(lost=silent, left=left, failed=failed).because(unfit)
+    # In one order, whoever is the leader: of many a cause keeps a few.
+    return cause.plus(lost=silent, left=left, failed=failed).because(dict(sorted(unfit.items())))
 
 
 def _evicted_with(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TypeAlias
@@ -18,6 +18,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
+from rdzv_plugins.protocol.failure_detector import Watched
 
 __all__ = [
     "INLINE",
@@ -138,7 +139,7 @@ _OPTIONS = {it.name for it in fields(Rules) if isinstance(it.default, bool | int
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a node knows when it decides; never changed.
+    """All that a node knows when it decides, as plain data: a log of views can be decided again.
 
     Attributes:
         me: this node's id.
@@ -157,14 +158,12 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         given: the last round that the agent was given, by incarnation.
         records: all nodes' records, read after ``document``; None: not read.
         leader: the leader's record as this node, which does not lead, last read it.
-        confirmed_silence: seconds for which a node's beat is known to have stood still, on this
-            node's clock.
-        forgiven: seconds of a node's silence that are not held against it, since this leader
-            doubted the store or the load first; None: it has not, since the node's last beat.
-        possible_silence: seconds since a node's beat was last seen to move; it may have moved
-            since.
-        moved: whether a node's beat has moved since this node began to watch it.
-        confirmed_idleness, possible_idleness: the same for the leader's listings of all records.
+        now: the time on this node's clock, in seconds.
+        watched: what this node knows of the beats of those that it watches. The observer keeps it
+            up to date: to keep a view for later, encode it.
+        confirmed_idleness: seconds for which the leader's count of listings is known to have stood
+            still.
+        possible_idleness: seconds since that was last seen to move.
         lag: seconds more that this node gives others, since its own beats came late.
         cannot_list: this node leads, and has not been able to list all records for a lease.
         abdicated: it gave up a lead for that reason once.
@@ -199,10 +198,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     given: Mapping[str, int]
     records: Mapping[str, NodeRecord] | None
     leader: NodeRecord | None
-    confirmed_silence: Callable[[str], float]
-    forgiven: Callable[[str], float | None]
-    possible_silence: Callable[[str], float]
-    moved: Callable[[str], bool]
+    now: float
+    watched: Mapping[str, Watched]
     confirmed_idleness: float
     possible_idleness: float
     lag: float
@@ -223,6 +220,27 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         """The incarnation in which this node confirmed a rank last."""
         return self.confirmed.incarnation if self.confirmed is not None else None
 
+    def confirmed_silence(self, node: str) -> float:
+        """Seconds for which a node's beat is known to have stood still, on this node's clock."""
+        seen = self.watched.get(node)
+        # Not `Watched.silence`: a leader asks this of thousands of nodes.
+        return max(0.0, seen.looked - seen.since) if seen is not None else 0.0
+
+    def possible_silence(self, node: str) -> float:
+        """Seconds since a node's beat was last seen to move; it may have moved since."""
+        seen = self.watched.get(node)
+        return self.now - seen.since if seen is not None else 0.0
+
+    def forgiven(self, node: str) -> float | None:
+        """Seconds of a node's silence that are not held against it; None: it was never doubted."""
+        seen = self.watched.get(node)
+        return seen.forgiven if seen is not None else None
+
+    def moved(self, node: str) -> bool:
+        """Whether a node's beat has moved since this node began to watch it."""
+        seen = self.watched.get(node)
+        return seen is not None and seen.moved
+
     def lease(self, node: str) -> float:
         """The lease of a node, by which it is judged, as its own record says; see `lag`."""
         record = self.records.get(node) if self.records is not None else None
@@ -238,7 +256,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         """Whether another node is lost, as far as its beats tell."""
         if node == self.me or self.until_first_lease is not None:
             return False
-        return self.confirmed_silence(node) >= self.patience(node)
+        seen = self.watched.get(node)
+        if seen is None:
+            return False
+        return seen.looked - seen.since >= self.lease(node) + (seen.forgiven or 0.0)
 
 
 class Failure(StrEnum):

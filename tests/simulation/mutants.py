@@ -52,7 +52,7 @@ from rdzv_plugins.protocol.effects import (
     PutShards,
     PutTombstone,
 )
-from rdzv_plugins.protocol.failure_detector import FailureDetector
+from rdzv_plugins.protocol.failure_detector import FailureDetector, Watched
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.parting import Service
@@ -354,6 +354,15 @@ def _with_records(view: View, concerned: Callable[[str, NodeRecord], bool], **fi
     return replace(view, records=records, record=records[view.me]) if changed else view
 
 
+def _watching(view: View, change: Callable[[str, Watched], Mapping[str, Any]]) -> View:
+    """The same, where the node has seen something else of those that it watches."""
+    nodes = {*(view.records or {}), *view.watched, MISSING}
+    nodes |= {*view.document.ranks, *view.document.old_ranks} if view.document else set()
+    known = {it: view.watched.get(it) or Watched(None, view.now, view.now) for it in nodes}
+    changed = {node: dataclasses.replace(it, **change(node, it)) for node, it in known.items()}
+    return replace(view, watched=changed)
+
+
 def _has_another_size(view: View) -> bool:
     """Whether the run has other ``--nnodes`` than this node."""
     document, rules = view.document, view.rules
@@ -430,8 +439,10 @@ def coup(patch: Patch) -> None:
         leads = view.document.leader if view.document is not None else None
         if leads in (None, view.me):
             return view
-        known, lease = view.confirmed_silence, view.lease(leads or "")
-        return replace(view, confirmed_silence=lambda node: known(node) + lease * (node == leads))
+        lease = view.lease(leads or "")
+        return _watching(
+            view, lambda node, it: {"looked": it.looked + lease} if node == leads else {}
+        )
 
     patch.view(impatient)
 
@@ -781,7 +792,7 @@ def confirming_blind(patch: Patch) -> None:
     def blind(view: View, document: RoundDocument) -> View:
         if document.phase is not Phase.CONFIRMING:
             return view
-        return replace(view, confirmed_silence=lambda node: 0.0, possible_silence=lambda node: 0.0)
+        return _watching(view, lambda node, it: {"since": view.now, "looked": view.now})
 
     patch.leaders_view(blind)
 
@@ -800,7 +811,7 @@ def mixed_nodes(patch: Patch) -> None:
 
 @_mutant("a participant that returns to a round that continued without it stays lost", seed=67)
 def lost_for_good(patch: Patch) -> None:
-    patch.leaders_view(lambda view, document: replace(view, moved=lambda node: False))
+    patch.leaders_view(lambda view, document: _watching(view, lambda node, it: {"moved": False}))
 
 
 # What an agent is told.
@@ -1004,7 +1015,7 @@ def beats_go_back(patch: Patch) -> None:
 def stray_founds_at_once(patch: Patch) -> None:
     patch.view(
         lambda view: (
-            replace(view, moved=lambda node: False, confirmed_silence=lambda node: 1e9)
+            _watching(view, lambda node, it: {"moved": False, "looked": it.since + 1e9})
             if _has_another_size(view)
             else view
         )
@@ -1368,9 +1379,11 @@ def no_digest(patch: Patch) -> None:
 )
 def missing_is_lost(patch: Patch) -> None:
     def impatient(view: View, document: RoundDocument) -> View:
-        known = view.confirmed_silence
-        silence = lambda node: 1e9 if node == MISSING else known(node)  # noqa: E731
-        return view if document.is_whole else replace(view, confirmed_silence=silence)
+        if document.is_whole:
+            return view
+        return _watching(
+            view, lambda node, it: {"looked": it.since + 1e9} if node == MISSING else {}
+        )
 
     patch.leaders_view(impatient)
 
@@ -1443,7 +1456,7 @@ def closes_without_its_rank(patch: Patch) -> None:
 )
 def no_doubt(patch: Patch) -> None:
     def sure(view: View, document: RoundDocument) -> View:
-        return replace(view, forgiven=lambda node: view.forgiven(node) or 0.0)
+        return _watching(view, lambda node, it: {"forgiven": it.forgiven or 0.0})
 
     patch.leaders_view(sure)
 

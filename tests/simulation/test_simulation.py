@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from rdzv_plugins import protocol
@@ -18,6 +19,8 @@ from rdzv_plugins.protocol import decide as decisions
 from rdzv_plugins.protocol import node
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.policies import growth
+from rdzv_plugins.protocol.rules import Action, View
+from rdzv_plugins.protocol.situation import Situation, assess
 from tests import Measure
 
 from .campaign import Totals, failure_report, run_seeds
@@ -271,6 +274,32 @@ def test_a_failure_says_what_happened_and_how_to_see_it_again() -> None:
     report = failure_report(result, 12)
     assert report.startswith(f"seed {result.seed}: {result.violation}")
     assert report.endswith(f"reproduce: python -m tests.simulation --seed {result.seed}")
+
+
+@pytest.mark.parametrize("name", ["coup", "excluded-is-named", "torn-segments", "links-ignored"])
+def test_a_log_of_what_nodes_knew_is_decided_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view and a situation are plain data. The plans are those of a mutant, without its fault."""
+    log: list[tuple[bytes, Action]] = []
+
+    def decide(view: View) -> Action:
+        action = decisions.decide(view)
+        log.append((msgspec.msgpack.encode(view), action))
+        assert "<function" not in repr(view)
+        return action
+
+    monkeypatch.setattr(node, "decide", decide)
+    mutant = MUTANTS[name]
+    assert simulate(mutant.seed, focus=mutant.plans).violation is None
+    for entry, action in log:
+        view = msgspec.msgpack.decode(entry, type=View)
+        assert decisions.decide(view) == action
+        if view.document is not None:
+            at = assess(view, view.document)
+            again = msgspec.msgpack.decode(msgspec.msgpack.encode(at), type=Situation)
+            assert again == at
+    assert len(log) > 50
 
 
 def test_no_decision_reads_when_anything_was_written(monkeypatch: pytest.MonkeyPatch) -> None:

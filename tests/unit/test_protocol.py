@@ -46,6 +46,7 @@ from .views import (
     record,
     running,
     view,
+    watching,
     written,
 )
 
@@ -245,7 +246,8 @@ class TestRunning:
         everybody = all_running(now)
         base = view(everybody["n1"], now, everybody, joining=False, rules=rules)
         assert isinstance(decide(base), Wait)
-        assert written(decide(replace(base, moved=lambda node: True))).lost == ()
+        back = replace(base, watched=watching({}, moved=("n1", "n2", "n3")))
+        assert written(decide(back)).lost == ()
 
     def test_a_leave_is_a_loss_at_once(self) -> None:
         following = written(self.lead({"n3": record("n3", Status.LEFT, 4)}))
@@ -366,7 +368,7 @@ class TestLeadership:
         patient = replace(patient, interval=10.0, lease=30.0)
         here = view(running("n2", now), now, joining=False, silent={"n1": 29.0}, leader=patient)
         assert decide(here) == Wait(1.0)
-        silent = replace(here, confirmed_silence=lambda _: 30.0, possible_silence=lambda _: 30.0)
+        silent = replace(here, watched=watching({"n1": 30.0}))
         assert written(decide(silent)).round == 5
 
     def test_a_leader_whose_workers_are_done_is_not_lost(self) -> None:
@@ -471,9 +473,7 @@ class TestEviction:
         assert written(self.lead(10.0, "n4")).evicted == ("n2",)
 
     def test_whoever_died_meanwhile_is_lost_and_not_left_out(self) -> None:
-        after = written(
-            self.lead(50.0, confirmed_silence=lambda node: 30.0 if node == "n2" else 0.0)
-        )
+        after = written(self.lead(50.0, watched=watching({"n2": 30.0})))
         assert after.cause.lost.first == ("n2[1]",)
         assert not after.evicted
 
@@ -596,12 +596,12 @@ class TestMismatch:
     OTHERS = replace(RULES, max_nodes=4)
 
     def test_it_is_refused_while_the_leader_lives(self) -> None:
-        here = self.look(moved=lambda node: node == "n1")
+        here = self.look(watched=watching({}, moved=("n1",)))
         assert decide(here) == Fail(Failure.MISMATCH)
 
     def test_it_is_refused_while_any_other_participant_lives(self) -> None:
         """A healthy run whose leader has just died is not there for the taking."""
-        assert decide(self.look(moved=lambda node: node == "n3")) == Fail(Failure.MISMATCH)
+        assert decide(self.look(watched=watching({}, moved=("n3",)))) == Fail(Failure.MISMATCH)
         assert decide(self.look(silent={"n1": 9.0, "n2": 9.0, "n3": 1.0})) == Wait(2.5)
 
     def test_it_needs_the_records_of_all(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rdzv_plugins.protocol.documents import NodeRecord, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.failure_detector import Watched
 from rdzv_plugins.protocol.rules import Action, Rules, View, Write
 from tests import replace
 
@@ -44,6 +45,21 @@ def running(name: str, of: RoundDocument) -> NodeRecord:
     return record(name, Status.RUN, of.round, world_id=of.world_id, master=f"{name}:1")
 
 
+def watching(
+    silent: Mapping[str, float],
+    forgiven: Mapping[str, float] | None = None,
+    moved: Collection[str] = (),
+) -> dict[str, Watched]:
+    """Nodes whose beats have stood still for so long, at the time 0, when they were looked at."""
+    excused = forgiven or {}
+    return {
+        node: Watched(
+            1, -silent.get(node, 0.0), 0.0, forgiven=excused.get(node), moved=node in moved
+        )
+        for node in {*silent, *excused, *moved}
+    }
+
+
 def view(
     me: NodeRecord,
     now: RoundDocument | None,
@@ -75,10 +91,8 @@ def view(
         given={},
         records=others,
         leader=None,
-        confirmed_silence=lambda node: ages.get(node, 0.0),
-        forgiven=(forgiven or {}).get,
-        possible_silence=lambda node: ages.get(node, 0.0),
-        moved=lambda node: False,
+        now=0.0,
+        watched=watching(ages, forgiven or {}),
         confirmed_idleness=idle,
         possible_idleness=idle,
         lag=0.0,
