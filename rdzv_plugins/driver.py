@@ -114,7 +114,7 @@ class Driver:
         self._stopping = threading.Event()
         # Queues, not conditions: a signal's exception in the main thread could leave a lock held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
-        self._outcomes: SimpleQueue[effects.Outcome] = SimpleQueue()
+        self._outcomes: SimpleQueue[effects.JoinOutcome] = SimpleQueue()
         self._outage_since: float | None = None
         self._told_of_outage = self._told_of_refusal = False
         # When each refusal was told last.
@@ -137,7 +137,7 @@ class Driver:
 
     def join(
         self, failed: bool = False, waited: float = 0.0, patience: float = 0.0
-    ) -> effects.Outcome:
+    ) -> effects.JoinOutcome:
         """Order a join and wait for its outcome, which is empty if `stop` came first.
 
         One caller at a time. The caller only waits and makes no request: at a signal torch raises
@@ -147,7 +147,7 @@ class Driver:
         """
         _empty(self._outcomes)
         if self._stopping.is_set():
-            return effects.Outcome()
+            return effects.JoinOutcome()
         try:
             # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
             self._node.order_join(failed, waited)
@@ -158,7 +158,7 @@ class Driver:
             self._nudge_until(self._has_taken_up, 1)
             raise
 
-    def stay_out(self, reason: str, seconds: float) -> effects.Outcome | None:
+    def stay_out(self, reason: str, seconds: float) -> effects.JoinOutcome | None:
         """Tell the others that this node is unfit, and wait for ``seconds``.
 
         Returns early where the run is closed, with the outcome, or once `stop` came, with an empty
@@ -166,7 +166,7 @@ class Driver:
         """
         _empty(self._outcomes)
         if self._stopping.is_set():
-            return effects.Outcome()
+            return effects.JoinOutcome()
         self._node.report_unfit(reason)
         with suppress(ExhaustedError):  # It is told with the next reason.
             self._have_it_taken_up(0.0)
@@ -208,7 +208,7 @@ class Driver:
     def stop(self, seconds: float) -> None:
         """End the thread, for good; after ``seconds`` it is left to end by itself."""
         self._stopping.set()
-        self._outcomes.put(effects.Outcome())
+        self._outcomes.put(effects.JoinOutcome())
         deadline = time.monotonic() + seconds
         self._nudge_until(lambda: not self.running, seconds)
         if self._to_note:
@@ -258,7 +258,7 @@ class Driver:
                         "this node's rendezvous met an unforeseen error, and starts over; please "
                         "report it"
                     )
-                    self._deliver(effects.Outcome(error=error))
+                    self._deliver(effects.JoinOutcome(error=error))
                 self._stopping.wait(_PAUSE_AFTER_A_BUG)
 
     def _drive(self, life: effects.Effects[None], failed: Exception | None = None) -> None:
@@ -426,7 +426,7 @@ class Driver:
             return self._node.record.world_id == begun.key
         return self._has_taken_up()
 
-    def _deliver(self, outcome: effects.Outcome) -> None:
+    def _deliver(self, outcome: effects.JoinOutcome) -> None:
         self._outcomes.put(outcome)
 
     def _note_failure(self, error: Exception) -> None:

@@ -407,7 +407,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         }
         return document
 
-    def _refuse(self, outcome: effects.Outcome) -> None:
+    def _refuse(self, outcome: effects.JoinOutcome) -> None:
         """Raise unless the join ended in a round."""
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
@@ -890,7 +890,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 "name an address of this host with --local-addr"
             ) from error
 
-    def _explain(self, outcome: effects.Outcome) -> BaseException:
+    def _explain(self, outcome: effects.JoinOutcome) -> BaseException:
         run = f"run '{self._run_id}'"
         latest = self._node.latest
         match outcome.failure:
@@ -945,7 +945,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 return self._archive.free_in(ended, datetime.now(UTC))[1]
         return free_now(self._run_id)
 
-    def _who_came(self, outcome: effects.Outcome) -> tuple[str, str]:
+    def _who_came(self, outcome: effects.JoinOutcome) -> tuple[str, str]:
         """How many came for a round that did not form, and the sentence as it was in the end."""
         said, ours = outcome.diagnosis, NODES_PREFIX + self._node.id
         came, left, gave_up = "an unknown number", set[str](), set[str]()

@@ -434,7 +434,7 @@ class Report:
         match request:
             case effects.PutRecord(_, record, _) if error is None:
                 self._note_record(record, now)
-            case effects.FinishJoin(effects.Outcome(document=RoundDocument() as document)):
+            case effects.FinishJoin(effects.JoinOutcome(document=RoundDocument() as document)):
                 self._note_round(document, now)
 
     def gauges(self) -> Iterator[Sample]:

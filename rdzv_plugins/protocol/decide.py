@@ -61,6 +61,7 @@ from rdzv_plugins.protocol.situation import (
     is_full,
     round_in,
     unconfirmed,
+    waits_for_a_living_round,
     without,
 )
 from rdzv_plugins.protocol.sizes import Sizes
@@ -89,6 +90,28 @@ _Leads: TypeAlias = Callable[[View, Situation], Action | None]
 
 def decide(view: View) -> Action:
     """The next thing that this node does."""
+    action = _decide(view)
+    # After all else: a round that runs by now is no failure.
+    if _is_over_time(view) and not isinstance(action, (Start, Fail)):
+        return Fail(Failure.TIMEOUT)
+    return action
+
+
+def _is_over_time(view: View) -> bool:
+    """Whether the node's time to join is over; a spare has as much as the round lasts.
+
+    A node already named gets one more lease: to time out now would abort a round about to run.
+    Among many nodes that have waited for long, one after the other would do that.
+    """
+    if not view.is_late or waits_for_a_living_round(view):
+        return False
+    document = view.document
+    if document is None or document.phase is not Phase.CONFIRMING or view.me not in document.ranks:
+        return True
+    return view.document_age >= view.rules.lease
+
+
+def _decide(view: View) -> Action:
     for row in _BY_ITS_MEMORY:
         if (action := row(view)) is not None:
             return action
@@ -315,6 +338,9 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
         # other.
         return SetRecord(Status.JOIN, document.incarnation, given)
     if document.phase is Phase.CONFIRMING:
+        if view.opening_for is not None and view.opening_for >= view.rules.lease:
+            # A fresh MASTER: this node asks for another round, in which another node is rank 0.
+            return SetRecord(Status.JOIN, document.incarnation, document.round, hosts=False)
         return Confirm(document, document.ranks[view.me] == 0)
     # The round ran without this node, in a store that forgot.
     return SetRecord(Status.JOIN, document.incarnation, document.round)
@@ -580,7 +606,7 @@ def _await_more(view: View, at: Situation) -> Action | None:
         return None
     if not at.has_enough:
         return Wait(None)
-    held = policies.held(view, at)
+    held = policies.holds(view, at)
     return Wait(held.seconds, enough=True) if held is not None else None
 
 
@@ -656,7 +682,7 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
     # Ignore `rdzv restart` once a node's workers succeeded: that node never joins again.
     ordered = bool(at.taken_out or (document.restart and not at.done))
     lost = bool(at.newly_gone) and view.rules.restart_on_loss
-    grows = at.growth > 0 and policies.held(view, at) is None
+    grows = at.growth > 0 and policies.holds(view, at) is None
     if not (at.rejoined or ordered or lost or grows):
         return None
     failed = [node for node in at.rejoined if records[node].failed]
@@ -707,7 +733,7 @@ def _await_a_change(view: View, at: Situation) -> Action | None:
 
     Skip the leases of nodes whose workers succeeded: nothing follows from their silence.
     """
-    held = policies.held(view, at) if at.growth else None
+    held = policies.holds(view, at) if at.growth else None
     until = (
         _until_lease(view, without(at.present, at.done)),
         held.seconds if held is not None else None,

@@ -8,8 +8,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from rdzv_plugins.kv import Entry, Version
-from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
-from rdzv_plugins.protocol.documents import Outcome as RunOutcome
+from rdzv_plugins.protocol.documents import NodeRecord, Outcome, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.words import Diagnosis
@@ -26,9 +25,9 @@ __all__ = [
     "Expire",
     "FetchExclusions",
     "FinishJoin",
+    "JoinOutcome",
     "List",
     "OpenMaster",
-    "Outcome",
     "Park",
     "PutRecord",
     "PutShards",
@@ -187,7 +186,7 @@ class PutTombstone(Effect[None], frozen=True):
     document: RoundDocument
 
 
-class ReadTombstone(Effect[RunOutcome | None], frozen=True):
+class ReadTombstone(Effect[Outcome | None], frozen=True):
     """Answered with the `documents.Outcome` of this incarnation; None: it has not ended."""
 
     incarnation: str
@@ -224,7 +223,7 @@ class Register(Effect[None], frozen=True):
     record: RoundRecord
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class JoinOutcome(msgspec.Struct, frozen=True):
     """How a join ended: in a round (``document``), by a `rules.Failure`, or by an error.
 
     ``diagnosis`` is what the node waited for when it failed.
@@ -239,7 +238,7 @@ class Outcome(msgspec.Struct, frozen=True):
 class FinishJoin(Effect[None], frozen=True):
     """Release the agent that waits in ``next_rendezvous()``."""
 
-    outcome: Outcome
+    outcome: JoinOutcome
 
 
 LOCAL = frozenset((Rest, OpenMaster, FetchExclusions, DialPeer, Register, Tell, FinishJoin))

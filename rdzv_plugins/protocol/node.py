@@ -48,8 +48,8 @@ from rdzv_plugins.protocol.effects import (
     Expire,
     FetchExclusions,
     FinishJoin,
+    JoinOutcome,
     OpenMaster,
-    Outcome,
     Park,
     PutRecord,
     PutShards,
@@ -129,15 +129,17 @@ class Node:
         chance: random.Random,
         wall: Callable[[], float],
     ) -> None:
+        # The arguments, and what the class tells of.
         self.id = node_id
         self.record = record
         self.closing = False
-        self._waiting = 0
         self._rules = rules
         self._join_timeout = join_timeout
         self._clock = clock
         self._chance = chance
         self._wall = wall
+        # The answer of ``num_nodes_waiting()`` while this node is heard.
+        self._waiting = 0
         # As `rules.View.share`.
         self._share = chance.random()
         # All that this node has read, and since when.
@@ -153,22 +155,28 @@ class Node:
         # The document by which the node last looked whether the round of its agent is over.
         self._judged: RoundDocument | None = None
 
-        # Orders and reports that have not been taken up yet, see the methods of these names.
+        # `order_join` was called, and has not been taken up yet.
         self._join_ordered = False
+        # As for `order_withdrawal`.
         self._withdraw_ordered = False
+        # As for `report_done`.
         self._done_reported = False
+        # As for `allow_growth`.
         self._growth_allowed = False
+        # The reason of a `report_unfit` that has not been taken up yet; None: there is none.
         self._unfit_reported: str | None = None
-        # The arguments of the last `order_join`.
+        # The workers failed, as the last `order_join` said.
         self._failed = False
+        # The seconds of its `join_timeout` that were over then.
         self._waited = 0.0
         # Why this node's workers or its agent failed, so that it leaves.
         self._failure = ""
 
         # An agent waits for a round.
         self._joining = False
-        # When that agent asked, and when its time is over.
+        # When that agent asked.
         self._joined_at = 0.0
+        # When its time is over.
         self._join_deadline = 0.0
         # As `rules.View.fresh`.
         self._fresh = ""
@@ -482,10 +490,9 @@ class Node:
         if waits_for_a_living_round(view):
             # A spare waits for as long as the round lasts, as torch's redundant nodes do.
             self._join_deadline = self._clock() + self._join_timeout
-        # Only now, after the store has answered: an outage is reported as such, and a round that
-        # runs by now is no failure.
-        if not isinstance(action, _ENDS) and self._is_late():
-            action = rules.Fail(Failure.TIMEOUT)
+        elif view.is_late and not isinstance(action, _ENDS):
+            # It has a rank: the round may be about to run.
+            self._join_deadline = self._seen.document_since + self._rules.lease
         if isinstance(action, _TELLS):
             yield from self._tell_what_it_asked_for()
         if self._joining and isinstance(action, rules.Wait):
@@ -571,19 +578,6 @@ class Node:
     def _new_incarnation(self) -> str:
         return f"{self._chance.getrandbits(64):016x}"
 
-    def _is_late(self) -> bool:
-        if not self._joining or self._clock() < self._join_deadline:
-            return False
-        # A node already named gets one more lease; timing out now would abort a round about to run.
-        # Among many nodes that have waited for long, one after the other would do that.
-        document, patience = self.document, self._seen.document_since + self._rules.lease
-        if document is None or document.phase is not Phase.CONFIRMING:
-            return True
-        if self.id not in document.ranks or self._clock() >= patience:
-            return True
-        self._join_deadline = patience
-        return False
-
     def _keep_alive(self) -> Effects[None]:
         """Once an interval, beat and look at the others; write a changed record at once."""
         interval_over = self._clock() >= self._next_beat
@@ -631,6 +625,7 @@ class Node:
             rules=self._rules,
             record=self.record,
             joining=self._joining,
+            join_left=self._join_deadline - now,
             document=document,
             document_age=now - seen.document_since,
             round_age=now - seen.round_since,
@@ -658,9 +653,17 @@ class Node:
             carried=self._carried if looks_back else None,
             fetches=looks_back and self._carried is None,
             checks=document is not None and self._network.is_of(document),
+            opening_for=self._opening_for(document, now),
             unheard=self._contact.unheard,
             until_first_lease=seen.until_first_lease(now),
         )
+
+    def _opening_for(self, document: RoundDocument | None, now: float) -> float | None:
+        """As `rules.View.opening_for`."""
+        opening = self._opening
+        if opening is None or self._opened is not None or document is None:
+            return None
+        return now - opening[1] if opening[0] == document.world_id else None
 
     def _act(self, action: rules.Action) -> Effects[None]:
         match action:
@@ -676,10 +679,18 @@ class Node:
                     if not (fails or self._expires):
                         # No other node may be left to set the deadline.
                         yield from Expire(self._rules.abandoned)
-            case rules.SetRecord(status, incarnation, round_, ring):
+            case rules.SetRecord(status, incarnation, round_, ring, hosts):
+                if not hosts:
+                    yield from Tell(
+                        "master",
+                        "this node, rank 0, opened no TCPStore within its lease: another node "
+                        "becomes rank 0",
+                    )
+                    self._opening = None
                 self.record = replace(
-                    self.record, status=status, incarnation=incarnation, round=round_, master=None
-                )
+                    self.record, status=status, incarnation=incarnation, round=round_, master=None,
+                    hosts=self.record.hosts and hosts,
+                )  # fmt: skip
                 self._record_due, self._ring = True, ring
             case rules.Confirm(document, is_master, seconds):
                 yield from self._confirm(document, is_master, seconds)
@@ -691,10 +702,10 @@ class Node:
                 text = f"round {document.round}: {place}, MASTER {document.master}"
                 # Before the agent goes on: it may fork its workers, while no thread is to log.
                 yield from Tell("round", f"{text} ({document.reason})")
-                yield from self._end_join(Outcome(document=document))
+                yield from self._end_join(JoinOutcome(document=document))
             case rules.Fail(failure):
                 missed = words.of_node(self.view())
-                yield from self._end_join(Outcome(failure=failure, diagnosis=missed))
+                yield from self._end_join(JoinOutcome(failure=failure, diagnosis=missed))
             case rules.Close(document, outcome, why):
                 # The same words as shutdown()'s, which finishes this if it is interrupted.
                 self.closing = True
@@ -732,7 +743,7 @@ class Node:
                     yield from Drop((NODES_PREFIX + self.id,))
                 self._seen.hear_of_the_end(incarnation, ended, asked)
             case rules.Wait(seconds, enough):
-                if self._seen.count_ready(enough):
+                if self._seen.note_enough(enough):
                     return  # Decide again: the last call may take no time.
                 self._opening = None
                 yield from self._wait(seconds)
@@ -858,22 +869,6 @@ class Node:
                 raise opened  # Trying again is of no use.
             if self._openings.fail():
                 yield from Tell("master", f"{opened}; rank 0 tries again")
-        if now - since >= self._rules.lease:
-            # This node asks for another round, in which another node is rank 0.
-            yield from Tell(
-                "master",
-                "this node, rank 0, opened no TCPStore within its lease: another node becomes "
-                "rank 0",
-            )
-            document = self.document
-            assert document is not None
-            self._opening = None
-            self.record = replace(
-                self.record, status=Status.JOIN, incarnation=document.incarnation,
-                round=document.round, hosts=False,
-            )  # fmt: skip
-            self._record_due = self._ring = True
-            return None
         if self._opened is None:
             left = since + self._rules.lease - now
             if self._reopens:
@@ -881,7 +876,7 @@ class Node:
             yield from self._wait(max(0.0, left))
         return None
 
-    def _end_join(self, outcome: Outcome) -> Effects[None]:
+    def _end_join(self, outcome: JoinOutcome) -> Effects[None]:
         self._joining = False
         if outcome.document is None:
             # The node is in no round and asks for none until its agent asks again.
@@ -1035,7 +1030,7 @@ class Node:
         if self._joining and not self._withdraw_ordered and self._is_hopeless(error):
             self._joining = False
             self.record = replace(self.record, status=Status.LEFT)
-            yield from FinishJoin(Outcome(error=error))
+            yield from FinishJoin(JoinOutcome(error=error))
         if self.is_cut_off:
             self._cut_off = self._contact.why
         if self._cut_off and not self._told_to_stop:

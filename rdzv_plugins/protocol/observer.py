@@ -57,9 +57,9 @@ def with_rank(
         ranks = known.get(shards.digest)
         if ranks is None:
             entry = yield from Read(shard_key(document.incarnation, shards, node))
-            held = ranks_in(entry)
-            if held is not None:
-                ranks = {node: held[node]} if node in held else {}
+            part = ranks_in(entry)
+            if part is not None:
+                ranks = {node: part[node]} if node in part else {}
         return replace(shards, ranks=ranks)
 
     roster = yield from ranked(document.roster)
@@ -171,7 +171,7 @@ class Observer:
         """Seconds since the leader has counted enough ready nodes; None: there are fewer."""
         return None if self._enough_since is None else self._clock() - self._enough_since
 
-    def count_ready(self, enough: bool) -> bool:
+    def note_enough(self, enough: bool) -> bool:
         """Note whether enough nodes are ready; returns whether the last call begins with this."""
         begins = enough and self._enough_since is None
         if begins:

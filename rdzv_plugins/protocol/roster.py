@@ -77,11 +77,11 @@ def _split(
 ) -> tuple[Shards, dict[str, bytes]]:
     count = -(-len(nodes) // max(1, inline))
     shards = Shards(digest=digest_of(incarnation, nodes), size=len(nodes), shards=count)
-    held: list[dict[str, int]] = [{} for _ in range(count)]
+    parts: list[dict[str, int]] = [{} for _ in range(count)]
     for rank, node in enumerate(nodes):
-        held[_number(shards, node)][node] = rank
+        parts[_number(shards, node)][node] = rank
     keys = _keys(incarnation, shards)
-    return shards, dict(zip(keys, map(msgspec.json.encode, held), strict=True))
+    return shards, dict(zip(keys, map(msgspec.json.encode, parts), strict=True))
 
 
 def shards_of(document: RoundDocument | None) -> dict[str, list[str]]:
@@ -169,10 +169,10 @@ def _from_shards(
 ) -> tuple[str, ...] | None:
     ranks: dict[str, int] = {}
     for key in _keys(incarnation, shards):
-        held = ranks_in(stored.get(key))
-        if held is None:
+        part = ranks_in(stored.get(key))
+        if part is None:
             return None
-        ranks |= held
+        ranks |= part
     nodes = tuple(sorted(ranks, key=ranks.__getitem__))
     return nodes if _are(incarnation, nodes, shards) else None
 

@@ -145,6 +145,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         me: this node's id.
         record: this node's record as it last wrote it.
         joining: an agent waits for a round; False: its workers run, or it has not asked yet.
+        join_left: seconds until its time is over.
         document: the document as last read; None: there is none, or it is unreadable.
         document_age: seconds since ``document`` was first seen as it is.
         round_age: seconds since its round was first seen.
@@ -174,6 +175,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         carried: the exclusions that outlive runs, for a leader; None: not read.
         fetches: they are being read.
         checks: this node checks its network, and has not confirmed its rank yet.
+        opening_for: of rank 0: seconds since it began to open the TCPStore of the round whose rank
+            it is to confirm; None: it does not, or that has come to an end.
         unheard: the most seconds in a row in which this node's workers ran, in the round that they
             were given last, and the store accepted no heartbeat of it.
         until_first_lease: seconds until the first of all leases could run out, the shortest after
@@ -212,6 +215,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     carried: tuple[Exclusion, ...] | None
     fetches: bool
     checks: bool = False
+    join_left: float = math.inf
+    opening_for: float | None = None
     unheard: float = 0.0
     until_first_lease: float | None = None
 
@@ -219,6 +224,11 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     def own(self) -> str | None:
         """The incarnation in which this node confirmed a rank last."""
         return self.confirmed.incarnation if self.confirmed is not None else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is over of the agent that waits for a round."""
+        return self.joining and self.join_left <= 0
 
     def confirmed_silence(self, node: str) -> float:
         """Seconds for which a node's beat is known to have stood still, on this node's clock."""
@@ -286,12 +296,16 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class SetRecord(msgspec.Struct, frozen=True):
-    """Write this node's record; ``ring`` tells the leader."""
+    """Write this node's record; ``ring`` tells the leader.
+
+    ``hosts``: False: this node opened no TCPStore in time, and is not to be rank 0 again.
+    """
 
     status: Status
     incarnation: str | None
     round: int
     ring: bool = True
+    hosts: bool = True
 
 
 class Confirm(msgspec.Struct, frozen=True):

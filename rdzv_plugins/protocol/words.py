@@ -258,7 +258,7 @@ def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Di
 
     at = assess(view, document)
     waits = document.phase is Phase.FORMING or at.growth > 0
-    held = policies.held(view, at) if waits else None
+    held = policies.holds(view, at) if waits else None
     known = _Known(
         join=join_left,
         last_call=0.0 if held is None else held.seconds,

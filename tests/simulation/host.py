@@ -31,7 +31,7 @@ from rdzv_plugins.protocol.documents import (
     store_prefix,
 )
 from rdzv_plugins.protocol.documents import Outcome as Ended
-from rdzv_plugins.protocol.effects import Effect, Effects, Outcome
+from rdzv_plugins.protocol.effects import Effect, Effects, JoinOutcome
 from rdzv_plugins.protocol.rules import Failure, Rules
 
 from .invariants import Evidence, show
@@ -396,7 +396,7 @@ class Host:
         self._shift += 1
         self.changed = self.world.kernel.now
 
-    def _ended(self, outcome: Outcome) -> None:
+    def _ended(self, outcome: JoinOutcome) -> None:
         world, document = self.world, outcome.document
         if self.agent is not Agent.JOINING:
             if self.agent is Agent.IDLE and not outcome.error:

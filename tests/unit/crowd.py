@@ -48,7 +48,7 @@ class Member(Life):
     ) -> None:
         self.slow: Callable[[effects.Effect[Any]], float] = lambda request: _REQUEST
         self.given: list[RoundDocument] = []
-        self.failed: list[tuple[float, effects.Outcome]] = []
+        self.failed: list[tuple[float, effects.JoinOutcome]] = []
         self.since = time.now
         self._asks_at: float | None = None
         super().__init__(name, server, time, rules, seed, domain)

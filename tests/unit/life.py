@@ -67,7 +67,7 @@ class Life:
         self.log: list[str] = []
         self.told: list[str] = []
         self.said: list[str] = []
-        self.outcomes: list[effects.Outcome] = []
+        self.outcomes: list[effects.JoinOutcome] = []
         record = NodeRecord(
             address=name, pid=1, beat=0, status=Status.JOIN, round=-1,
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,

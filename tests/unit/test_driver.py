@@ -130,7 +130,7 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     effects.RecordHistory: (effects.RecordHistory(record_of(RUNNING, {})), []),
     effects.Register: (effects.Register(record_of(RUNNING, {})), []),
     effects.Tell: (effects.Tell("found", "a line"), []),
-    effects.FinishJoin: (effects.FinishJoin(effects.Outcome(document=RUNNING)), []),
+    effects.FinishJoin: (effects.FinishJoin(effects.JoinOutcome(document=RUNNING)), []),
 }
 
 

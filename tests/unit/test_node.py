@@ -293,11 +293,11 @@ def test_the_driver_that_the_package_describes_forms_a_round(server: MemoryServe
     }  # fmt: skip
     exec(textwrap.dedent(loop), names)
 
-    def live(name: str) -> effects.Outcome:
+    def live(name: str) -> effects.JoinOutcome:
         mine = replace(record(name), min_nodes=RULES.min_nodes, max_nodes=RULES.max_nodes)
         chance, wall = random.Random(name), clock.time
         node = Node(name, mine, RULES, 60.0, clock.monotonic, chance, wall)
-        outcome: effects.Outcome = names["drive"](
+        outcome: effects.JoinOutcome = names["drive"](
             node, MemoryClient(server, NAMESPACE), archive(server)
         )
         return outcome

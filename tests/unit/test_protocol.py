@@ -722,3 +722,31 @@ def test_every_action_is_one_of_the_module() -> None:
         "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate",
         "AwaitExclusions", "Close", "Doubt", "Wait",
     }  # fmt: skip
+
+
+class TestTimes:
+    NAMED = document(Phase.CONFIRMING)
+
+    def named(self, **more: Any) -> Action:
+        others = joining("n1", "n2", "n3", round_=3)
+        return decide(view(others["n1"], self.NAMED, others, **more))
+
+    def test_a_join_ends_when_its_time_is_over(self) -> None:
+        here = view(record("n1"), document(Phase.FORMING, 0), joining("n1"))
+        assert decide(replace(here, join_left=0.1)) == Wait()
+        assert decide(replace(here, join_left=0.0)) == Fail(Failure.TIMEOUT)
+        assert not isinstance(decide(replace(here, join_left=0.0, joining=False)), Fail)
+
+    def test_a_node_that_is_named_has_one_more_lease(self) -> None:
+        assert isinstance(self.named(join_left=-1.0), Confirm)
+        late = self.named(join_left=-1.0, document_age=RULES.lease)
+        assert late == Fail(Failure.TIMEOUT)
+
+    def test_a_spare_has_as_much_as_the_round_lasts(self) -> None:
+        now = document(Phase.RUNNING)
+        assert decide(view(record("n9", Status.SPARE), now, join_left=-1.0)) == Wait(RULES.lease)
+
+    def test_rank_0_gives_up_a_tcpstore_that_does_not_open_within_a_lease(self) -> None:
+        assert isinstance(self.named(opening_for=RULES.lease - 0.1), Confirm)
+        given_up = SetRecord(Status.JOIN, RUN, 4, hosts=False)
+        assert self.named(opening_for=RULES.lease) == given_up

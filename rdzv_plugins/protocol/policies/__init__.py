@@ -28,7 +28,7 @@ __all__ = [
     "POLICIES",
     "chosen",
     "delays",
-    "held",
+    "holds",
     "judged",
     "keeps_out",
     "leaves",
@@ -77,7 +77,7 @@ def chosen(at: Situation) -> Sequence[str]:
     return nodes
 
 
-def held(view: View, at: Situation) -> Reason | None:
+def holds(view: View, at: Situation) -> Reason | None:
     """Why the round waits for nodes, or nodes for a round; None: they wait for nothing."""
     answers = (policy.hold(view, at) for policy in POLICIES)
     return next((it for it in answers if it is not None), None)
