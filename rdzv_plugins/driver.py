@@ -84,6 +84,8 @@ class Driver:
         watchers: of the node's effects.
         dial: carries out a dial of another node, and returns the seconds that it took; called in a
             thread of its own. None: no node asks for that.
+        hold_links: has links to these nodes and to no others, ``address:port`` by id; returns at
+            once. None: this node has none.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Driver:
         run_id: str,
         watchers: Sequence[Watcher] = (),
         dial: Callable[[effects.DialPeer], float] | None = None,
+        hold_links: Callable[[dict[str, str]], None] | None = None,
     ) -> None:
         self._node = node
         self._watchers = watchers
@@ -107,6 +110,7 @@ class Driver:
         # The last of each kind, and earlier ones that still hang, as in name resolution.
         self._asides: list[_Aside] = []
         self._dial = dial
+        self._hold_links = hold_links
         # For the archive: since when it is to be written, when it was so, and what.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._noting: threading.Thread | None = None
@@ -200,6 +204,16 @@ class Driver:
         self._node.report_done()
         self._nudge()
 
+    def report_gone(self, node: str) -> None:
+        """The process of this node has ended, as far as a link tells; from any thread."""
+        self._node.report_gone(node)
+        self._nudge()
+
+    def report_back(self, node: str) -> None:
+        """It answers after all; from any thread."""
+        self._node.report_back(node)
+        self._nudge()
+
     def allow_growth(self) -> None:
         """The workers of this node say that now is a good moment to let newcomers in."""
         self._node.allow_growth()
@@ -290,6 +304,10 @@ class Driver:
                 return self._deliver(outcome)
             case effects.Begin():
                 return self._beside(request)
+            case effects.HoldLinks(peers):
+                if self._hold_links is not None:
+                    self._hold_links(dict(peers))
+                return None
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import random
 import secrets
@@ -14,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -33,6 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins.addresses import (
+    ANY_PORT,
     dial_self,
     is_local,
     is_out_of_reach,
@@ -69,6 +71,7 @@ from rdzv_plugins.kv import (
 )
 from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.kv.sealed import SealedClient
+from rdzv_plugins.links import Links
 from rdzv_plugins.listener import Listener
 from rdzv_plugins.logs import RunLog, set_up, told
 from rdzv_plugins.metrics import Report, refuse_unless_installed
@@ -120,6 +123,9 @@ _STOP_SECONDS = 2.0
 _FAREWELL_SECONDS = 10.0
 # How many further signals may interrupt that wait before the process gives it up.
 _SIGNALS_BORNE = 5
+
+# In which a store that pushes wakes a node up, and the node writes its heartbeat.
+_ANSWER_SECONDS = 0.5
 
 # Between two runs of the checks of a node that is unfit: twice as long each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
@@ -191,18 +197,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._moments: Moments | None = None
         self._pid = os.getpid()
         node_id = secrets.token_hex(8)
-        self._listener: Listener | None = None
-        if rules.network_check and rules.max_nodes > 1:
-            name = f"rdzv-{run_id}-answers"
-            try:
-                self._listener = Listener(address, name, settings.ports)
-                answer(self._listener, node_id)
-            except OSError as error:
-                raise RendezvousStateError(
-                    f"no port of master_port={settings.master_port or 'any'} is free at "
-                    f"'{address}' for the network check ({error}): name more, or end what listens "
-                    "there"
-                ) from error
+        self._listener = self._listen(node_id)
+        has_links = self._listener is not None and rules.answer is not None
         # Seconds of pauses since it was last in a round, and the next, where it is cut off.
         self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
         record = NodeRecord(
@@ -218,7 +214,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             hint=settings.rank,
             policy=settings.policy,
             domain=settings.domain if rules.minds_domains else None,
-            port=self._listener.port if self._listener is not None else 0,
+            port=self._listener.port if self._listener and rules.network_check else 0,
+            link=self._listener.port if self._listener and has_links else 0,
         )
         self._node = Node(
             node_id,
@@ -243,8 +240,21 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._client = client = self._report.measured(client)
             self._watchers.append(self._report.watch)
         self._driver = Driver(
-            self._node, client, archive, self._open_master, run_id, self._watchers, self._dial
+            self._node,
+            client,
+            archive,
+            self._open_master,
+            run_id,
+            self._watchers,
+            self._dial,
+            self._hold_links if has_links else None,
         )
+        self._links: Links | None = None
+        if self._listener is not None and has_links:
+            driver = self._driver
+            self._links = Links(
+                self._listener, run_id, node_id, driver.report_gone, driver.report_back
+            )
         self._closed = False
         self._ending = threading.Lock()
         self._ended = False
@@ -857,6 +867,32 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._next_port = (port - self._settings.ports[0] + 1) % len(ports)
         return port
 
+    def _listen(self, node_id: str) -> Listener | None:
+        """Where others reach this node for the network check, and for links."""
+        rules, settings, name = self._rules, self._settings, f"rdzv-{self._run_id}-answers"
+        if rules.max_nodes == 1 or not (rules.network_check or rules.answer is not None):
+            return None
+        # Links alone take no port from those of rank 0's TCPStore.
+        ports = settings.ports if rules.network_check else ANY_PORT
+        try:
+            listener = Listener(self._address, name, ports)
+        except OSError as error:
+            if not rules.network_check:
+                log.debug("run '%s': this node has no links to others: %s", self._run_id, error)
+                return None
+            raise RendezvousStateError(
+                f"no port of master_port={settings.master_port or 'any'} is free at "
+                f"'{self._address}' for the network check ({error}): name more, or end what "
+                "listens there"
+            ) from error
+        if rules.network_check:
+            answer(listener, node_id)
+        return listener
+
+    def _hold_links(self, peers: dict[str, str]) -> None:
+        if self._links is not None:
+            self._links.hold(peers)
+
     def _dial(self, request: effects.DialPeer) -> float:
         """Dial another node for the network check; called in a thread, returns the seconds."""
         if request.exchanges:
@@ -1138,6 +1174,9 @@ def _over(
             )
         return create_torch_handler(params, settings, client, address, attendance)
     rules = rules_of(settings, params.min_nodes, params.max_nodes)
+    # With on_outage=stop no two worlds may train at once: leases alone decide.
+    if settings.links and params.max_nodes > 1 and rules.outage_limit == math.inf:
+        rules = replace(rules, answer=_answer_within(client))
     if settings.rank_order == "topology" and settings.domain is None:
         log.warning(
             "run '%s': rank_order=topology, but nobody knows the domain of this node; its rank "
@@ -1185,6 +1224,13 @@ def _own_address(params: RendezvousParameters, settings: Settings) -> str:
             own.address,
         )
     return own.address
+
+
+def _answer_within(client: KeyValueClient) -> float | None:
+    """As `Rules.answer`; None also of a store whose reads may be old: they prove no silence."""
+    if not client.capabilities.linearizable:
+        return None
+    return _ANSWER_SECONDS + (0.0 if client.capabilities.push else client.longest_poll)
 
 
 def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:

@@ -133,6 +133,9 @@ class KeyValueClient(ABC):
     on_retry: Callable[[], object] | None = None
     """Called before each attempt after a request's first, by a client that makes several."""
 
+    longest_poll: float = 0.1
+    """Seconds between two polls of `wait` at most, where the store cannot push."""
+
     @abstractmethod
     def get(self, key: str) -> Entry | None:
         """Read a key; linearizable. None: it does not exist."""

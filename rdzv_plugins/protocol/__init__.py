@@ -23,6 +23,8 @@ asks the store::
                         node.finished(effect, ())
                     case effects.DialPeer():
                         node.finished(effect, 0.0)
+                    case effects.HoldLinks():
+                        pass
                     case effects.Tell(about, text):
                         print(f"{about}: {text}")
                     case effects.Rest(seconds):
@@ -43,6 +45,9 @@ What each effect asks, and its answer:
   `RecordHistory` and `Register` (rounds and runs, for people): None, when it is done.
 - `OpenMaster`, `FetchExclusions`, `DialPeer`, each a `Begin`: None, at once or soon. The driver
   calls `Node.finished` when it is done, in any thread.
+- `HoldLinks` (connections to other nodes): None, at once. The driver calls `Node.report_gone` where
+  the process at the other end has ended, as far as it can tell, and `Node.report_back` where it
+  answers after all. A driver without links does nothing.
 - `Tell` (a line for people), `FinishJoin` (release the agent that waits for a round): None.
 
 What a driver owes a node:

@@ -21,7 +21,21 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from rdzv_plugins.protocol import policies
-from rdzv_plugins.protocol.documents import Cause, NodeRecord, Outcome, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.accusations import (
+    answered_within,
+    naming_the_accused,
+    still_accused,
+    until_a_verdict,
+)
+from rdzv_plugins.protocol.documents import (
+    Accusation,
+    Cause,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Status,
+)
 from rdzv_plugins.protocol.policies.policy import Again, Moment
 from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rounds import (
@@ -137,7 +151,11 @@ def lead(view: View, document: RoundDocument) -> Action:
         asking = (it for node, it in at.kept_out.items() if _asks(at, node))
         ends = min((it.seconds for it in asking if it.seconds is not None), default=None)
         if ends is not None and (action.seconds is None or ends < action.seconds):
-            return Wait(max(0.0, ends), action.enough)
+            action = Wait(max(0.0, ends), action.enough)
+    if isinstance(action, Wait):
+        ends = until_a_verdict(view, at.document, at.records)
+        if ends is not None and (action.seconds is None or ends < action.seconds):
+            action = Wait(ends, action.enough)
     return action
 
 
@@ -398,6 +416,8 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
         if view.document_age < (turn := _turn(view, document)):
             return Wait(turn - view.document_age)
         return Write(replace(document, leader=view.me))
+    if (action := _ask_the_leader(view, document, leader)) is not None:
+        return action
     lease = view.lease(leader)
     # The leader's next heartbeat carries its count of listings: an interval later than they happen.
     idle = lease + (view.leader.interval if view.leader else view.rules.interval)
@@ -412,6 +432,24 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
         return Write(replace(document, leader=view.me))
     until = (lease + turn - view.possible_silence(leader), idle + turn - view.possible_idleness)
     return Wait(max(0.0, min(until)))
+
+
+def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action | None:
+    """Accusations: who has found the leader gone asks it, and takes the lead if it is silent."""
+    patience, beat = answered_within(view), dict(view.record.accuses).get(leader)
+    record = view.leader
+    if patience is None or beat is None or record is None or record.beat > beat:
+        return None
+    if record.is_over or not record.link or view.has_answered(leader):
+        return None
+    others = tuple(it for it in document.accused if it.node != leader)
+    if Accusation(leader, beat) not in (replace(it, by="") for it in document.accused):
+        # In the document's own name: it is the leader's write that is a sign of life.
+        named = Accusation(leader, beat, view.record.label)
+        return Write(replace(document, accused=(*others, named)))
+    if (left := patience - view.unanswered(leader)) > 0:
+        return Wait(left)
+    return Write(replace(document, leader=view.me))
 
 
 def _turn(view: View, document: RoundDocument) -> float:
@@ -467,6 +505,12 @@ def _replacing_the_dead(view: View, document: RoundDocument, leader: str) -> Rou
 
 
 # Rows for the leader in any phase.
+
+
+def _ask_the_accused(view: View, at: Situation) -> Action | None:
+    """Accusations: name who is to show that it lives."""
+    after = naming_the_accused(view, at.document, at.records)
+    return Write(after) if after is not None else None
 
 
 def _form_without_the_roster(view: View, at: Situation) -> Action | None:
@@ -545,6 +589,7 @@ def _judge(view: View, at: Situation, moment: Moment) -> Action | None:
 
 _IN_ANY_PHASE: tuple[_Leads, ...] = (
     _form_without_the_roster,
+    _ask_the_accused,  # Accusations.
     _doubt,
     _judge_before_all,  # Exclusions and no progress.
 )
@@ -644,7 +689,7 @@ def _form_anew(view: View, at: Situation) -> Action | None:
     if not (at.newly_gone or at.rejoined or at.taken_out):
         return None
     # This round never ran: keep the cause of the round before it.
-    cause = amended(at.document.cause, at.records, at.newly_gone)
+    cause = amended(at.document.cause, at.records, at.newly_gone, at.gone_by)
     cause = naming(cause, at, at.taken_out)
     return Write(next_round(view, at.document, at.newly_gone, 0, cause, at.taken_out))
 
@@ -662,7 +707,8 @@ def _judge_the_round(view: View, at: Situation) -> Action | None:
 def _run(view: View, at: Situation) -> Action | None:
     document = at.document
     master = at.records[document.participants[0]].master
-    return Write(replace(document, phase=Phase.RUNNING, ran=document.world_id, master=master))
+    after = replace(document, phase=Phase.RUNNING, ran=document.world_id, master=master)
+    return Write(replace(after, accused=still_accused(document, at.records)))
 
 
 _CONFIRMING: tuple[_Leads, ...] = (
@@ -688,7 +734,7 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
     failed = [node for node in at.rejoined if records[node].failed]
     # A node without failed workers joins again where the store forgot its round.
     joined = [*at.newcomers, *without(at.rejoined, failed)]
-    cause = amended(Cause(), records, at.missing).plus(
+    cause = amended(Cause(), records, at.missing, at.gone_by).plus(
         failed=[records[node].label for node in failed],
         joined=[records[node].label for node in joined],
     )

@@ -25,6 +25,7 @@ __all__ = [
     "STATE_KEY",
     "STORE_PREFIX",
     "TORCH_STATE_KEY",
+    "Accusation",
     "Cause",
     "CorruptDocumentError",
     "Exclusion",
@@ -183,7 +184,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why a round: what became of which nodes. Amended while the round forms.
 
     Attributes:
-        lost: their leases ran out.
+        lost: their leases ran out, or they are ``gone``.
+        gone: those of them, of a few, whose processes have ended, each with who has found that; by
+            label.
         left: they said that they leave.
         failed: their workers failed, and their agents asked for another round; with those that left
             because their workers, or their agents, failed.
@@ -200,6 +203,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     lost: Names = Names()
+    gone: tuple[tuple[str, str], ...] = ()
     left: Names = Names()
     failed: Names = Names()
     joined: Names = Names()
@@ -216,7 +220,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         failed = self.failed.without(self.left.first)
         whose = "its" if failed.count == 1 else "their"
         parts = [
-            f"lost {self.lost}: lease ran out" if self.lost else "",
+            self._why_lost,
             f"{self.left} left{self._reasons}" if self.left else "",
             f"{failed} joined again ({whose} workers failed)" if failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
@@ -240,6 +244,23 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if not unfit:
             return self
         return replace(self, unfit=tuple({**dict(self.unfit), **unfit}.items())[:_NAMES_SHOWN])
+
+    def found(self, gone: Mapping[str, str]) -> Cause:
+        """This cause with those whose processes are gone, and who has found it: by label."""
+        if not gone:
+            return self
+        return replace(self, gone=tuple({**dict(self.gone), **gone}.items())[:_NAMES_KEPT])
+
+    @property
+    def _why_lost(self) -> str:
+        gone = {label: by for label, by in self.gone if label in self.lost}
+        silent = self.lost.without(gone)
+        parts = [f"lost {silent}: lease ran out"] if silent else []
+        for by in dict.fromkeys(gone.values()):
+            names = Names().plus(label for label in gone if gone[label] == by)
+            whose = "its process is" if names.count == 1 else "their processes are"
+            parts.append(f"lost {names}: {whose} gone, as {by} found")
+        return "; ".join(parts)
 
     @property
     def _reasons(self) -> str:
@@ -265,6 +286,22 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
     def holds(self, now: float) -> bool:
         """Whether it is in force at this time, in seconds since the epoch."""
         return self.until is None or now < self.until
+
+
+class Accusation(msgspec.Struct, frozen=True, array_like=True):
+    """A node that is asked whether it lives.
+
+    Attributes:
+        node: its id.
+        beat: of its record then: a later one is its answer.
+        by: the label of who accuses it.
+        lost: it has not answered in time.
+    """
+
+    node: str
+    beat: int
+    by: str = ""
+    lost: bool = False
 
 
 class Strikes(msgspec.Struct, frozen=True, array_like=True):
@@ -399,6 +436,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         strikes: what counts against hosts, where quarantine is on.
         restart: a person asks for a new round, for this reason; empty: nobody does.
         faults: what the network check has found.
+        accused: nodes that are to show that they live, or have not shown it.
         fencing_token: of the round that was named last; larger than that of each round before it.
         since: when its phase began, in seconds since the epoch on the wall clock of who wrote that;
             for people alone. 0: not known, or it is closed.
@@ -434,6 +472,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     strikes: tuple[Strikes, ...] = ()
     restart: str = ""
     faults: Faults = NO_FAULTS
+    accused: tuple[Accusation, ...] = ()
     fencing_token: int = 0
     since: int = 0
 
@@ -578,6 +617,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         policy: the options of the run that are not at their defaults, as text.
         domain: where it is, by levels with "/" between them; only where the run minds that.
         port: where it answers the network checks of others; 0: nowhere.
+        link: where it answers the links of others, and then accusations too; 0: nowhere.
+        accuses: nodes that were gone when it dialled them again, each with its beat then.
         found: what its own network check came to in the round of ``world_id``.
         suspect: the last round that named it did not run because of its network: no running round
             is ended for it.
@@ -608,6 +649,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     policy: str = ""
     domain: str | None = None
     port: int = 0
+    link: int = 0
+    accuses: tuple[tuple[str, int], ...] = ()
     found: Found | None = None
     suspect: bool = False
     last_call: tuple[int, int] | None = None

@@ -25,6 +25,7 @@ __all__ = [
     "Expire",
     "FetchExclusions",
     "FinishJoin",
+    "HoldLinks",
     "JoinOutcome",
     "List",
     "OpenMaster",
@@ -192,6 +193,16 @@ class ReadTombstone(Effect[Outcome | None], frozen=True):
     incarnation: str
 
 
+class HoldLinks(Effect[None], frozen=True):
+    """Have links to these nodes, and to no others: each with its ``address:port``.
+
+    The driver calls `Node.report_gone` and `Node.report_back`, and ends the node's `Park` or `Rest`
+    then.
+    """
+
+    peers: tuple[tuple[str, str], ...]
+
+
 class Tell(Effect[None], frozen=True):
     """A line for people in this node's log.
 
@@ -241,5 +252,7 @@ class FinishJoin(Effect[None], frozen=True):
     outcome: JoinOutcome
 
 
-LOCAL = frozenset((Rest, OpenMaster, FetchExclusions, DialPeer, Register, Tell, FinishJoin))
+LOCAL = frozenset(
+    (Rest, OpenMaster, FetchExclusions, DialPeer, HoldLinks, Register, Tell, FinishJoin)
+)
 """The effects that ask nothing of the store: that they succeed says nothing of it."""

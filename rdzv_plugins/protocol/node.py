@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from rdzv_plugins.kv import (
 )
 from rdzv_plugins.kv.sealed import ForeignValueError
 from rdzv_plugins.protocol import rules, words
+from rdzv_plugins.protocol.accusations import found_gone
 from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
 from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.decide import decide
@@ -30,6 +32,7 @@ from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
     STATE_KEY,
+    Accusation,
     CorruptDocumentError,
     Exclusion,
     Found,
@@ -48,6 +51,7 @@ from rdzv_plugins.protocol.effects import (
     Expire,
     FetchExclusions,
     FinishJoin,
+    HoldLinks,
     JoinOutcome,
     OpenMaster,
     Park,
@@ -91,6 +95,11 @@ _PAUSES = (Rest, Park)
 _WRITES = (rules.Write, rules.Abdicate)
 _ENDS = (rules.Start, rules.Fail)
 _TELLS = (rules.Wait, *_ENDS)
+
+# A node has links to so many of the next ones in rank order, and so many more that were found gone.
+_LINKS, _MOST_ACCUSED = 2, 8
+# An accused node beats so often within the time that it has, and for so many times as long.
+_ANSWERS, _ANSWERS_FOR = 3, 4
 
 _LONGEST_OUTAGE_PAUSE = 0.5
 # A store may show a document before it shows the shards that were written before it.
@@ -231,6 +240,14 @@ class Node:
 
         # The check of the network for the round whose rank this node confirms.
         self._network = NetworkCheck(node_id, rules.lease, clock, self._seen.read_record)
+        # What the links to other nodes tell, and has not been taken up: of whom, and if it is gone.
+        self._evidence: deque[tuple[str, bool]] = deque()
+        # Links are due to other nodes; and where those that are known listen, None: nowhere.
+        self._links_due = False
+        self._endpoints: dict[str, str | None] = {}
+        # The accusation that this node answers, and until when it beats more often for that.
+        self._answers: tuple[str, Accusation] | None = None
+        self._answers_until = -math.inf
         # The remarks that the log has, by kind and key.
         self._told: set[tuple[str, object]] = set()
         # When the sentence of a join that waits is told.
@@ -266,7 +283,7 @@ class Node:
         """Whether an order or a report has not been taken up yet."""
         orders = self._join_ordered, self._withdraw_ordered
         reports = self._done_reported, self._growth_allowed, self._unfit_reported is not None
-        found = self._fetched is not None or self._network.reported
+        found = self._fetched is not None or self._network.reported or bool(self._evidence)
         return any(orders) or any(reports) or found
 
     @property
@@ -360,6 +377,17 @@ class Node:
                     self._fetched = result
             case DialPeer(attempt):
                 self._network.report(attempt, result)
+
+    def report_gone(self, node: str) -> None:
+        """Say that the process of a node has ended, as far as a link to it tells.
+
+        Like `order_join`.
+        """
+        self._evidence.append((node, True))
+
+    def report_back(self, node: str) -> None:
+        """Say that a node of which `report_gone` was called answers. Like `order_join`."""
+        self._evidence.append((node, False))
 
     def run(self) -> Effects[None]:
         """Live until the driver stops driving."""
@@ -462,6 +490,9 @@ class Node:
         if self._fetched is not None:
             yield from self._take_exclusions()
         self._network.take_up()
+        while self._evidence:
+            yield from self._take_evidence()
+        self._answer_accusation()
         seen = self._seen
         if self._beats and not seen.closed:
             if self._reads_first:
@@ -593,6 +624,76 @@ class Node:
         if interval_over:
             self._seen.read_again(leader=True, records=True)
 
+    def _take_evidence(self) -> Effects[None]:
+        """Accusations: say in this node's record who is gone, or is not."""
+        node, gone = self._evidence[0]
+        accuses = dict(self.record.accuses)
+        accuses.pop(node, None)
+        if gone:
+            # Its last word first: it may have left, or be of a version that answers nobody.
+            _, record = yield from self._seen.read_record(node)
+            if record is not None and record.link and not record.is_over:
+                accuses[node] = record.beat
+        self._evidence.popleft()
+        accused = tuple(accuses.items())[-_MOST_ACCUSED:]
+        if accused == self.record.accuses:
+            return
+        self.record = replace(self.record, accuses=accused)
+        self._record_due = self._ring = self._links_due = True
+        document = self._seen.document
+        if document is not None and document.leader == node:
+            self._seen.read_again(document=True, leader=True)
+
+    def _accusation(self) -> tuple[str, Accusation] | None:
+        """The accusation against this node that the document has, and of which run."""
+        document = self._seen.document
+        if document is None or not document.accused or self._rules.answer is None:
+            return None
+        against = (it for it in document.accused if it.node == self.id and not it.lost)
+        accusation = next(against, None)
+        return (document.incarnation, accusation) if accusation is not None else None
+
+    def _answer_accusation(self) -> None:
+        """Accusations: beat at once, and again: a store may forget one heartbeat."""
+        now, accusation = self._clock(), self._accusation()
+        if accusation is not None and accusation != self._answers:
+            self._answers = accusation
+            self._answers_until = now + _ANSWERS_FOR * (self._rules.answer or 0.0)
+            self._record_due = self._ring = True
+        if now < self._answers_until:
+            soon = now + (self._rules.answer or 0.0) / _ANSWERS
+            self._next_beat = min(self._next_beat, soon)
+
+    def _hold_links(self) -> Effects[None]:
+        """Have links to the next nodes of the round, and go on to others past those that are gone.
+
+        Nobody waits for this: the round runs.
+        """
+        member, accused = self._member, dict(self.record.accuses)
+        ring: tuple[str, ...] = ()
+        if member is not None and self._rules.answer is not None:
+            ring = self._seen.ring(member)
+        here = ring.index(self.id) if self.id in ring else len(ring)
+        peers: dict[str, str] = {}
+        left = _LINKS
+        known, self._endpoints = self._endpoints, {}
+        for node in (*ring[here + 1 :], *ring[:here]):
+            if not left:
+                break
+            endpoint = known.get(node)
+            if node not in known:
+                record = (self._seen.records or {}).get(node)
+                if record is None:
+                    _, record = yield from self._seen.read_record(node)
+                if record is not None and record.link:
+                    endpoint = f"{record.address}:{record.link}"
+            self._endpoints[node] = endpoint
+            if endpoint is not None:
+                peers[node] = endpoint
+            left -= node not in accused
+        self._links_due = False
+        yield from HoldLinks(tuple(peers.items()))
+
     def _write_record(self) -> Effects[None]:
         self.record = replace(self.record, beat=self.record.beat + 1, looks=self._seen.looks)
         # For people alone.
@@ -656,6 +757,9 @@ class Node:
             opening_for=self._opening_for(document, now),
             unheard=self._contact.unheard,
             until_first_lease=seen.until_first_lease(now),
+            unanswered=seen.accused.confirmed_silence,
+            has_answered=seen.accused.moved,
+            latency=seen.latency,
         )
 
     def _opening_for(self, document: RoundDocument | None, now: float) -> float | None:
@@ -696,6 +800,9 @@ class Node:
                 yield from self._confirm(document, is_master, seconds)
             case rules.Start(document):
                 self._member, self._suspect = document, False
+                self._links_due = self._rules.answer is not None
+                named = (it for it in self.record.accuses if it[0] in document.ranks)
+                self.record = replace(self.record, accuses=tuple(named))
                 self._contact.workers_start()
                 self._given[document.incarnation] = document.round
                 place = f"rank {document.ranks[self.id]} of {document.size}"
@@ -946,8 +1053,10 @@ class Node:
             self._expires, self._expiry_due = False, self._clock() + self._rules.interval
         elif document.phase is Phase.RUNNING and not self._expires:
             self._expiry_due = self._clock()
-        if before is not None and before.leader not in (document.leader, None):
-            # The former leader waits for the bell, not for the document.
+        asks = before is not None and before.accused != document.accused
+        passes_on = before is not None and before.leader not in (document.leader, None)
+        if passes_on or (asks and document.leader != self.id):
+            # The former leader, or the accused, waits for the bell, not for the document.
             yield from Ring(self.id)
         if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
             took, gathered = self._clock() - seen.round_since, self._gathered
@@ -963,12 +1072,22 @@ class Node:
                 return  # Decide again.
         if self.ordered or (self._opening and self._opened):
             return  # The driver may have ended its waits for this before this wait began.
+        if self._accusation() not in (None, self._answers):
+            return  # Answer at once.
         if self._untidy is not None:
             (released, before, took), self._untidy = self._untidy, None
             # The round is released, to this node's agent too.
             records = self._seen.records or {}
             outdated = self._seen.take_outdated()
-            yield from tidy_up(released, before, took, records, self._seen.is_silent, outdated)
+            gone = found_gone(released, records)
+
+            def is_silent(node: str) -> bool:
+                return node in gone or self._seen.is_silent(node)
+
+            yield from tidy_up(released, before, took, records, is_silent, outdated)
+            return
+        if self._links_due:
+            yield from self._hold_links()
             return
         document = self.document
         leads = document is not None and document.leader == self.id and not document.closed

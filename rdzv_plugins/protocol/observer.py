@@ -27,6 +27,7 @@ from rdzv_plugins.protocol.roster import (
     prefixes,
     ranks_in,
     shard_key,
+    shard_mates,
     shards_of,
 )
 from rdzv_plugins.protocol.rules import Rules
@@ -43,12 +44,16 @@ _OUTDATED_KEPT = 16
 
 
 def with_rank(
-    document: RoundDocument, node: str, known: Mapping[str, dict[str, int]]
+    document: RoundDocument,
+    node: str,
+    known: Mapping[str, dict[str, int]],
+    held_with: dict[str, tuple[str, ...]] | None = None,
 ) -> Effects[RoundDocument]:
     """The document with the node's rank, where its nodes stand in shards that can be read.
 
     Args:
         known: ranks that need not be read, by digest.
+        held_with: is given the nodes of the shards that are read, in rank order, by digest.
     """
 
     def ranked(shards: Shards | None) -> Effects[Shards | None]:
@@ -60,6 +65,8 @@ def with_rank(
             part = ranks_in(entry)
             if part is not None:
                 ranks = {node: part[node]} if node in part else {}
+                if held_with is not None:
+                    held_with[shards.digest] = tuple(sorted(part, key=part.__getitem__))
         return replace(shards, ranks=ranks)
 
     roster = yield from ranked(document.roster)
@@ -98,6 +105,8 @@ class Observer:
         outages: how often all windows began again since the store was away.
         document_is_fresh: it was read or written since this node last paused.
         confirmed: the round whose rank this node confirmed last, as it stood then.
+        accused: since when those have not beaten whom the document names as accused.
+        latency: seconds that the last listing took.
     """
 
     def __init__(self, node_id: str, rules: Rules, clock: Callable[[], float]) -> None:
@@ -123,6 +132,10 @@ class Observer:
         self.outages = 0
         self.document_is_fresh = False
         self.confirmed: RoundDocument | None = None
+        self.accused = FailureDetector()
+        self.latency = 0.0
+        # With which beat each is accused.
+        self._accused_at: dict[str, int] = {}
         # The readings that are due before the next decision.
         self._document_due = True
         self._leader_due = False
@@ -135,6 +148,8 @@ class Observer:
         self._listing = RecordCache()
         # This node's rank by the digest of the shards that it has read, the last ones.
         self._ranks: dict[str, dict[str, int]] = {}
+        # The nodes of the same shards, in rank order.
+        self._held_with: dict[str, tuple[str, ...]] = {}
         # The keys of shards that documents named which it has read or written, by digest.
         self._outdated: dict[str, list[str]] = {}
         self._listed_at = float("-inf")
@@ -250,13 +265,20 @@ class Observer:
         self._document_due = False
 
     def _with_own_rank(self, document: RoundDocument) -> Effects[RoundDocument]:
-        document = yield from with_rank(document, self._me, self._ranks)
+        document = yield from with_rank(document, self._me, self._ranks, self._held_with)
         for shards in document.rosters:
             if shards.ranks is not None:
                 self._ranks[shards.digest] = shards.ranks
-        while len(self._ranks) > _RANKS_KEPT:
-            del self._ranks[next(iter(self._ranks))]
+        for kept in (self._ranks, self._held_with):
+            while len(kept) > _RANKS_KEPT:
+                del kept[next(iter(kept))]
         return document
+
+    def ring(self, document: RoundDocument) -> tuple[str, ...]:
+        """The participants among which this node has links, in rank order: all, or of its shard."""
+        if document.roster is not None:
+            return self._held_with.get(document.roster.digest, ())
+        return shard_mates(document, self._me, self._rules.inline)
 
     def take_outdated(self) -> list[str]:
         """The keys of shards that earlier documents named, and this one does not; each once."""
@@ -290,9 +312,21 @@ class Observer:
             self.round_since = self._clock()
         if was is None or was.place != document.place:
             self._enough_since = None
+        if document.accused or self._accused_at:
+            self._note_the_accused(document)
         if self._is_later(document):
             self.latest = document
             self._asked_tombstones.clear()
+
+    def _note_the_accused(self, document: RoundDocument) -> None:
+        """Note since when each is accused: what was seen of it before is no answer."""
+        now, beats = self._clock(), {it.node: it.beat for it in document.accused}
+        same = {node for node, beat in beats.items() if self._accused_at.get(node) == beat}
+        self.accused.keep(same)
+        for node, beat in beats.items():
+            if node not in same:
+                self.accused.observe(node, beat, now, now)
+        self._accused_at = beats
 
     def _note_uptime(
         self, was: RoundDocument | None, was_since: float, document: RoundDocument
@@ -378,6 +412,8 @@ class Observer:
         if entry is not None and record is not None:
             self._listing.remember(node, entry.version, record)
             self.liveness.observe(node, record.beat, asked, self._clock())
+            if node in self._accused_at:
+                self.accused.observe(node, record.beat, asked, self._clock())
         return entry, record
 
     def observe(self) -> Effects[None]:
@@ -434,6 +470,10 @@ class Observer:
         for node in watched:
             record = records.get(node)
             self.liveness.observe(node, record.beat if record else None, asked, now)
+        for node in self._accused_at:
+            if node in records:
+                self.accused.observe(node, records[node].beat, asked, now)
+        self.latency = now - asked
         if self._outlived is not None:
             # If this node is slow itself, that leader may be no more than slow either.
             self.doubt(watched - (set() if self.lag else {self._outlived}))
@@ -488,6 +528,7 @@ class Observer:
             self._reset_windows(now)
         elif trouble:
             self.liveness.discount(away, now)
+            self.accused.discount(away, now)
             self.progress.discount(away, now)
 
     def _reset_windows(self, now: float) -> None:
@@ -498,6 +539,7 @@ class Observer:
         """
         self.outages += 1
         self.liveness.restart(now, self._rules.lease)
+        self.accused.restart(now, self._rules.lease)
         self.progress.restart(now, self._rules.lease)
         self.listed_since = now
         self._enough_since = None

@@ -42,6 +42,7 @@ __all__ = [
     "prefixes",
     "ranks_in",
     "shard_key",
+    "shard_mates",
     "shards_of",
 ]
 
@@ -124,6 +125,15 @@ def known_ranks(document: RoundDocument | None) -> dict[str, dict[str, int]]:
 def shard_key(incarnation: str, shards: Shards, node: str) -> str:
     """Where the rank of a node stands, if it is one of them."""
     return f"{_prefix(incarnation, shards)}{_number(shards, node)}"
+
+
+def shard_mates(document: RoundDocument, node: str, inline: int) -> tuple[str, ...]:
+    """The participants whose ranks stand in one shard with that of ``node``, in rank order."""
+    if len(document.participants) <= inline:
+        return document.participants
+    shards, _ = _split(document.incarnation, document.participants, inline)
+    number = _number(shards, node)
+    return tuple(it for it in document.participants if _number(shards, it) == number)
 
 
 def _number(shards: Shards, node: str) -> int:

@@ -21,6 +21,8 @@ from rdzv_plugins.protocol.roster import members_by_their_records
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import Situation, round_in, without
 
+NOBODY: Mapping[str, str] = {}
+
 __all__ = [
     "amended",
     "caught_up",
@@ -108,7 +110,7 @@ def _may_run(document: RoundDocument, record: NodeRecord) -> bool:
 def evicting(at: Situation, gone: Iterable[str]) -> RoundDocument:
     """The forming round without those that did not ask for it in time, or are gone."""
     document, records = at.document, at.records
-    cause = amended(document.cause, records, gone)
+    cause = amended(document.cause, records, gone, at.gone_by)
     return replace(
         document,
         previous=without(document.previous, (*at.pending, *gone)),
@@ -131,7 +133,7 @@ def leaving_out(at: Situation, out: Collection[str]) -> RoundDocument:
 def without_the_gone(at: Situation, gone: Iterable[str]) -> RoundDocument:
     """The forming round without participants of the last one that are gone."""
     document = at.document
-    cause = amended(document.cause, at.records, gone)
+    cause = amended(document.cause, at.records, gone, at.gone_by)
     return replace(document, previous=without(document.previous, gone), cause=cause)
 
 
@@ -163,7 +165,7 @@ def naming_participants(at: Situation) -> RoundDocument:
     taken = {*chosen}
     failed = [records[node].label for node in survivors if records[node].failed]
     # `Situation.gone` has nodes that had asked for this round, and were lost since.
-    cause = amended(document.cause, records, at.gone).plus(failed=failed)
+    cause = amended(document.cause, records, at.gone, at.gone_by).plus(failed=failed)
     held = [records[node].label for node in survivors if node not in taken]
     if held or cause.held:  # Also of rounds since the last one that ran.
         cause = replace(cause, held=cause.held.without(set(labels(records, chosen))).plus(held))
@@ -215,8 +217,18 @@ def with_orders_of(document: RoundDocument, stored: RoundDocument) -> RoundDocum
     )
 
 
-def amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str]) -> Cause:
-    """The cause with the nodes that are gone: each as lost, or as left."""
+def amended(
+    cause: Cause,
+    records: Mapping[str, NodeRecord],
+    gone: Iterable[str],
+    found: Mapping[str, str] = NOBODY,
+) -> Cause:
+    """The cause with the nodes that are gone: each as lost, or as left.
+
+    Args:
+        found: those whose processes have ended, each with who has found that.
+    """
+    ended: dict[str, str] = {}
     left: list[str] = []
     silent: list[str] = []
     failed: list[str] = []
@@ -226,12 +238,15 @@ def amended(cause: Cause, records: Mapping[str, NodeRecord], gone: Iterable[str]
         if record is None or record.status is not Status.DONE:
             said_so = record is not None and record.status is Status.LEFT
             (left if said_so else silent).append(record.label if record else node)
+            if record is not None and node in found and not said_so:
+                ended[record.label] = found[node]
             if record is not None and record.is_unfit:
                 unfit[record.label] = record.unfit
             if said_so and record is not None and record.failed:
                 failed.append(record.label)
     # In one order, whoever is the leader: of many a cause keeps a few.
-    return cause.plus(lost=silent, left=left, failed=failed).because(dict(sorted(unfit.items())))
+    cause = cause.plus(lost=silent, left=left, failed=failed)
+    return cause.because(dict(sorted(unfit.items()))).found(dict(sorted(ended.items())))
 
 
 def _evicted_with(

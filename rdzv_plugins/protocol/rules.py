@@ -71,6 +71,8 @@ class Rules:
         network_check: a round runs once its nodes have exchanged data, and have reached rank 0.
         outage_limit: a node of which the store has accepted no heartbeat for so long stops its
             workers; infinite: only if the store refuses it, after its lease.
+        answer: seconds within which a wake-up reaches a node and its heartbeat the store; None: no
+            node has links, and nobody is accused.
         probation: for so long a node is new to a run, unless ``min_uptime`` says otherwise.
     """
 
@@ -99,6 +101,7 @@ class Rules:
     network_check: bool = False
     outage_limit: float = math.inf
     probation: float = 60.0
+    answer: float | None = None
 
     @classmethod
     def told(cls, document: RoundDocument, leader: NodeRecord | None) -> Rules:
@@ -179,6 +182,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
             it is to confirm; None: it does not, or that has come to an end.
         unheard: the most seconds in a row in which this node's workers ran, in the round that they
             were given last, and the store accepted no heartbeat of it.
+        unanswered: seconds for which a node is known not to have beaten since the document names
+            it as accused.
+        has_answered: whether it has, whatever stands in its record now.
+        latency: seconds that the last listing of all records took.
         until_first_lease: seconds until the first of all leases could run out, the shortest after
             the longest silence; None: one has, as far as is confirmed, or this is not known. A
             leader that knows it need not go through all nodes.
@@ -219,6 +226,9 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     opening_for: float | None = None
     unheard: float = 0.0
     until_first_lease: float | None = None
+    unanswered: Callable[[str], float] = lambda node: 0.0
+    has_answered: Callable[[str], bool] = lambda node: False
+    latency: float = 0.0
 
     @property
     def own(self) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from rdzv_plugins.protocol import policies
+from rdzv_plugins.protocol.accusations import found_gone, judged
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status, derived
 from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.rules import Rules, View
@@ -38,12 +39,15 @@ _NOBODY: frozenset[str] = frozenset()
 def assess(view: View, document: RoundDocument) -> Situation:
     """The situation as a node knows it that has listed all records."""
     records = {**(view.records or {}), view.me: view.record}
+    document = judged(view, document, records)
+    gone = found_gone(document, records) if document.accused else {}
     return Situation(
         document=document,
         records=records,
         rules=view.rules,
         wall=view.wall,
-        lost=lost_nodes(view, document, records),
+        lost=lost_nodes(view, document, records).union(gone),
+        gone_by=gone,
         silent=_silent_nodes(view, document, records),
         back=frozenset(node for node in document.lost if node == view.me or view.moved(node)),
     )
@@ -105,7 +109,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         records: of all nodes, as last read.
         rules: the settings of the run, as far as who judges knows them.
         wall: the time on the wall clock of who judges, in seconds since the epoch.
-        lost: nodes whose leases have run out, and what is forgiven of their silence.
+        lost: nodes whose leases have run out, and what is forgiven of their silence; or whose
+            processes are gone.
+        gone_by: of these, the latter, each with the label of who has found it.
         silent: as a node knows it: those whose leases have run out, also if they have one more. As
             an observer knows it: those of which a heartbeat was due and did not come.
         back: nodes that the document gives up as lost, and whose heartbeats move.
@@ -116,6 +122,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     rules: Rules
     wall: float
     lost: frozenset[str] = _NOBODY
+    gone_by: Mapping[str, str] = {}
     silent: frozenset[str] = _NOBODY
     back: frozenset[str] = _NOBODY
 
@@ -130,7 +137,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {
             node
             for node, record in self.records.items()
-            if record.status is not Status.LEFT and node not in self.silent
+            if record.status is not Status.LEFT
+            and node not in self.silent
+            and node not in self.gone_by
         }
 
     @derived

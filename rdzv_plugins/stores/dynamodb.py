@@ -82,6 +82,7 @@ class Client(StoreClient):
         where = f"dynamodb, table '{options.table}' at {redact(endpoint) or 'AWS'}"
         super().__init__(where, request_timeout)
         self._namespace = namespace
+        self.longest_poll = options.poll_interval_max
         self._shortest, self._longest = options.poll_interval_min, options.poll_interval_max
         # The latest known call of `expire`: the time of the call, and the deadline that it set.
         self._expiry: tuple[float, int] = (0.0, 0)

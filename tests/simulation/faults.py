@@ -397,6 +397,7 @@ def end_faults(world: World) -> None:
     world.note("-- the faults stop --")
     network = world.network
     network.down, network.slow, network.quiet = False, 0.0, True
+    world.connections.mend()
     stays = world.plan.one_stays_bad
     network.bad_links = {*sorted(network.bad_links, key=sorted)[:1]} if stays else set()
     low, high = world.plan.rates

@@ -48,6 +48,8 @@ _POLL = 0.1
 """Seconds between two looks of the agent at ``num_nodes_waiting()``."""
 _CLOSE_TIMEOUT = 10.0
 _EXACT = 1e-6
+_SLOW = 0.25
+"""Seconds after which a request is not answered as fast as a store does."""
 _STOPS_WITHIN = 2 * _POLL
 """Seconds on its clock, from the moment when its workers are to stop until its agent stops them."""
 _MOST_VAIN = 20
@@ -133,6 +135,7 @@ class Host:
             hint=chance.choice((None, chance.randrange(8))),
             domain=world.domain(address),
             port=1 if rules.network_check else 0,
+            link=1 if rules.answer is not None else 0,
         )
         self.domain = record.domain
         self.track = world.checker.host(
@@ -220,6 +223,7 @@ class Host:
     # What befalls it.
 
     def crash(self) -> None:
+        self.world.connections.ended(self)
         self._set(Agent.GONE)
         self.world.checker.stopped(self.id, self.node.record.beat)
         self._end_life()
@@ -252,6 +256,27 @@ class Host:
         held, self._held = self._held, []
         for call, arguments in held:
             self.world.kernel.at(now, call, *arguments)
+
+    def hear_of(self, node: str, gone: bool) -> None:
+        """What its links tell it of another node."""
+        if not self.alive or self._is_late(self.hear_of, node, gone):
+            return
+        self.world.note(f"{self.id} finds {node} {'gone' if gone else 'back'}")
+        self._did.clear()
+        (self.node.report_gone if gone else self.node.report_back)(node)
+        self._nudge()
+
+    def may_not_answer(self, since: float) -> bool:
+        """Whether something keeps it from reaching the store in time, or has since then."""
+        network, now = self.world.network, self.world.kernel.now
+        asks = not isinstance(self._request, effects.Park | effects.Rest)
+        waits = self._request is not None and asks and now - self._asked_at > _SLOW
+        return (
+            bool(self.stalls or self.cut_off or self.refused or self.grey or waits)
+            or bool(network.down or network.slow)
+            or max(self.last_stall, self.track.evidence.troubled) >= since - _SLOW
+            or self.stalled_until >= since
+        )
 
     def set_rate(self, rate: float) -> None:
         self.clock.set(rate)
@@ -869,6 +894,10 @@ class Host:
                 if request.warns:
                     self.world.inject(f"told: {request.about}")
                 continue
+            if isinstance(request, effects.HoldLinks):
+                answer = None
+                self.world.connections.hold(self, tuple(node for node, _ in request.peers))
+                continue
             if isinstance(request, effects.Register):
                 answer = None
                 continue
@@ -1220,4 +1249,11 @@ def _shows_no_news(
     return record is None or (was is not None and record.beat <= was.beat)
 
 
-_LOCAL = effects.Rest | effects.Begin | effects.Register | effects.Tell | effects.FinishJoin
+_LOCAL = (
+    effects.Rest
+    | effects.Begin
+    | effects.HoldLinks
+    | effects.Register
+    | effects.Tell
+    | effects.FinishJoin
+)

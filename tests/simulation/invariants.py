@@ -98,6 +98,12 @@ INVARIANTS = {
     "the deciding node took the lead; a done node is not declared lost or left; after a listing "
     "showed a node as left or done, an older record does not make it awaited or counted again; a "
     "node is evicted at the earliest after a tenth of `rejoin_timeout`",
+    "accused": "no node that lives and reaches the store is lost by an accusation: it has not "
+    "stood still, no request of it has failed, none takes a quarter of a second, and the store "
+    "has lost nothing, since a document first named it",
+    "at once": "where nothing else fails, a participant whose process dies a second after its "
+    "round began or later is out of the document within twice the time for an answer, and forty "
+    "times the longest time of a request besides",
     "doubt": "a leader that sees more than a third of the world, and at least eight nodes, late at "
     "once declares none of them lost that was silent for hardly more than its lease, unless"
     " it took the lead from a silent node, or the store was away, since that node's last "
@@ -748,8 +754,12 @@ class Checker:
         # Else it was written back after an amnesia, or only its leader changed.
         is_new = image not in self._stood
         if is_new and before is not None:
-            declared = _declared_lost(before, after, evidence.seen)
-            for lost in declared:
+            declared = set(_declared_lost(before, after, evidence.seen))
+            for gone in {it.node for it in after.accused if it.lost} & declared:
+                # `World` judges that.
+                self._tracks[gone].lease_lost = True
+                declared.discard(gone)
+            for lost in sorted(declared):
                 self._judge_evidence(node, track, evidence, lost, after)
             if before.leader == node:
                 self._judge_doubt(node, track, evidence, declared, before, after)
@@ -1500,6 +1510,7 @@ def _image(document: RoundDocument) -> RoundDocument:
         resize=False,
         quarantined=(),
         strikes=(),
+        accused=(),
     )
 
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins import protocol
 from rdzv_plugins.kv import Attempts, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.protocol import cleanup, parting, roster, situation, sizes
+from rdzv_plugins.protocol import accusations, cleanup, parting, roster, situation, sizes
 from rdzv_plugins.protocol import decide as decisions
 from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.documents import (
@@ -255,6 +255,24 @@ def broken(name: str) -> Iterator[Patch]:
         yield patch
 
 
+# Where links break with nodes that live, and are refused.
+_DIES = Focus(
+    kinds=("crash",),
+    settings={
+        "answer": 0.7, "staleness": 0.0, "poll": 0.0, "nodes": 4, "min_nodes": 2, "max_nodes": 4,
+        "unfit": 0.0, "lost": 0.0, "unacknowledged": 0.0, "late": 0.0, "ambush": None,
+        "latency": 0.01,
+    },
+)  # fmt: skip
+_LINKED = Focus(
+    kinds=("crash", "stall"),
+    settings={
+        "answer": 0.7,
+        "staleness": 0.0,
+        "poll": 0.0,
+        "breaks": tuple(Fault(2.0 * n, "refuse") for n in range(10)),
+    },
+)
 _UNFIT = Focus(settings={"unfit": 0.5, "checks_restarts": True})
 
 # Where hosts end round after round.
@@ -2083,3 +2101,49 @@ def gives_up_too_soon(patch: Patch) -> None:
         return original(policy, view, at, after)
 
     patch(NoProgress, "note", note)
+
+
+@_mutant("who is found gone is lost without having been asked", focus=_LINKED)
+def asks_nobody(patch: Patch) -> None:
+    patch(accusations, "answered_within", lambda answered_within, view: 0.0)
+
+
+@_mutant("an accused node that lives answers at once", focus=_LINKED)
+def does_not_answer(patch: Patch) -> None:
+    patch(Node, "_accusation", lambda *_: None)
+
+
+@_mutant("a heartbeat that comes after the accusation is an answer", focus=_LINKED)
+def hears_no_answer(patch: Patch) -> None:
+    def judged(original: Any, view: View, document: RoundDocument, records: Any) -> RoundDocument:
+        beats = {it.node: it.beat for it in document.accused}
+        old = {node: replace(it, beat=beats.get(node, it.beat)) for node, it in records.items()}
+        deaf = replace(view, has_answered=lambda node: False, unanswered=lambda node: 60.0)
+        after: RoundDocument = original(deaf, document, old)
+        return after
+
+    patch(accusations, "judged", judged)
+
+
+@_mutant("who has found the leader gone asks it, and leads where it is silent", 105, _DIES)
+def waits_for_a_gone_leader(patch: Patch) -> None:
+    patch(decisions, "_ask_the_leader", lambda *_: None)
+
+
+@_mutant("the leader asks whom others have found gone", 30, _DIES)
+def heeds_no_accusation(patch: Patch) -> None:
+    patch(accusations, "naming_the_accused", lambda *_: None)
+
+
+@_mutant("a node whose link broke says so in its record, and rings", 30, _DIES)
+def keeps_what_it_found(patch: Patch) -> None:
+    patch(Node, "report_gone", lambda *_: None)
+
+
+@_mutant("who was lost by an accusation does not count again in the next round", 30, _DIES)
+def takes_the_gone_for_strays(patch: Patch) -> None:
+    def found_gone(original: Any, document: RoundDocument, records: Any) -> dict[str, str]:
+        gone: dict[str, str] = original(document, records)
+        return gone if document.phase is Phase.RUNNING else {}
+
+    patch(accusations, "found_gone", found_gone)

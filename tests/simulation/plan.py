@@ -96,12 +96,17 @@ ORDERS = ("drain", "drain", "restart", "resize", "exclude", "exclude", "include"
 LINKS = ("cut off", "cut off", "unreachable", "hidden", "bad link", "bad link", "slow")
 """Kinds of faults between hosts, each as often as it is named."""
 
+BREAKS = ("refuse", "refuse", "refuse", "hang", "break")
+"""What befalls the links of hosts that live, each as often as it is named."""
+
 REFUSALS = ("one", "one", "some", "all", "blind")
 """Whom the store refuses for a time, each as often as it is named; "blind": one may write."""
 
 FAILURES = ("agent", "agent", "newcomer", "newcomer", "agents", "after a loss")
 """Who fails though its run may go on, each as often as it is named: see `faults.fail`."""
 
+_ANSWER = 0.5
+"""As of a store that pushes."""
 _MOST_KINDS = 6
 _AMBUSHES = (
     "crash",
@@ -162,7 +167,9 @@ UNSTEERED: Mapping[str, Any] = {
     "orders": (),
     "quarantine_after": 0,
     "network_check": False,
+    "answer": None,
     "links": (),
+    "breaks": (),
     "refusals": (),
     "outage_limit": math.inf,
     "failures": (),
@@ -205,6 +212,8 @@ class Plan:
         exits_unfit: a node whose check failed ends, and another is started in its place.
         orders: what people order, and when.
         links: what befalls the network between hosts, and when.
+        breaks: what befalls the links of nodes that live, and when.
+        without_links: chance that a host has no links in a run that has them.
         refusals: whom the store refuses, and when.
         one_stays_bad: one link stays bad when the faults stop.
         without_check: chance that a host has no network check in a run that has it.
@@ -252,6 +261,8 @@ class Plan:
     orders: tuple[Fault, ...] = ()
     links: tuple[Fault, ...] = ()
     refusals: tuple[Fault, ...] = ()
+    breaks: tuple[Fault, ...] = ()
+    without_links: float = 0.0
     one_stays_bad: bool = False
     without_check: float = 0.0
     failures: tuple[Fault, ...] = ()
@@ -344,7 +355,21 @@ class Plan:
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
     plan = _with_links(_with_quarantine(_with_orders(_with_checks(_placed(_paced(plan))))))
-    return _with_failures(_with_outage_limit(_with_refusals(plan)))
+    return _with_accusations(_with_failures(_with_outage_limit(_with_refusals(plan))))
+
+
+def _with_accusations(plan: Plan) -> Plan:
+    chance = random.Random(f"accusations of {plan.seed}")
+    if chance.random() < 0.5 or plan.staleness or plan.rules.outage_limit < math.inf:
+        return plan
+    breaks = _at_any_time(chance, BREAKS, 6) if chance.random() < 0.7 else ()
+    answer = _ANSWER + plan.poll + 4 * plan.latency
+    return replace(
+        plan,
+        rules=replace(plan.rules, answer=answer),
+        breaks=breaks,
+        without_links=chance.choice((0.0, 0.0, 0.2)),
+    )
 
 
 def _with_failures(plan: Plan) -> Plan:

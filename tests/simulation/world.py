@@ -22,6 +22,7 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.roster import complete
 from rdzv_plugins.protocol.rules import Failure, Rules
 
+from .connections import Connections
 from .faults import FAULTS, end_faults, fail, part, refuse
 from .host import Agent, Host
 from .invariants import Checker, Evidence, InvariantError, show, world_of
@@ -110,6 +111,11 @@ class World:
             lambda: self.kernel.now, self.kernel.at, plan.staleness > 0, _has(plan, "fail-over")
         )
         self.network = Network(self)
+        self.connections = Connections(self)
+        # When a document first named each accusation, and what the store had lost by then.
+        self._accused: dict[tuple[str, str, int], tuple[float, int]] = {}
+        # When each round began to run.
+        self._running_since: dict[str, float] = {}
         fastest = FASTEST if _has(plan, "clock changes its rate") else plan.rates[1]
         shortest = plan.rules.lease * (OTHER_SETTINGS[0] if plan.other_settings else 1.0)
         self.checker = Checker(
@@ -236,6 +242,8 @@ class World:
         if plan_without := self.plan.without_check:
             checks = self.links.random() >= plan_without
             own = replace(own, network_check=own.network_check and checks)
+        if self.plan.without_links > self.connections.draw():
+            own = replace(own, answer=None)
         foreign = " with other --nnodes" if rules else ""
         self.note(f"{name} starts{foreign}, a beat every {own.interval} s")
         self.hosts.append(Host(self, name, address or f"host{self.started}", own))
@@ -349,12 +357,60 @@ class World:
         self.rounds += after.phase is Phase.RUNNING
         if host.gives_up and after.outcome is Ended.FAILED and not (was and was.closed):
             self._judge_end(host)
+        if after.phase is Phase.RUNNING:
+            self._running_since.setdefault(after.world_id, self.kernel.now)
+        self._judge_accusations(was, after)
         self.checker.wrote(host.id, was, after, evidence, self.store.epoch)
         if self.plan.ambush and self._ambushes and self.chance.random() < _AMBUSHED:
             soon = self.kernel.now + self.chance.uniform(0, 4 * self.plan.latency)
             if soon < QUIET_AFTER:
                 self._ambushes -= 1
                 self.kernel.at(soon, self._befall, self.plan.ambush)
+
+    def process_died(self, host: Host) -> None:
+        """Have it checked that the others are soon done with it, unless more goes wrong."""
+        plan, document = self.plan, self.document
+        answer = plan.rules.answer
+        calm = not (plan.lost or plan.unacknowledged or plan.late or plan.ambush or plan.unfit)
+        calm = calm and not (plan.breaks or plan.links or plan.refusals or plan.without_links)
+        if self.network.quiet or not calm or answer is None:
+            return
+        if {fault.kind for fault in plan.faults} != {"crash"}:
+            return
+        if document is None or document.phase is not Phase.RUNNING or document.lost:
+            return
+        ran = self.kernel.now - self._running_since.get(document.world_id, self.kernel.now)
+        names = {*document.participants}
+        here = [it for it in self.hosts if it.id in names and it.alive]
+        if ran < 1.0 or len(here) < len(names) or host.id not in names:
+            return
+        within = 2 * answer / plan.rates[0] + 40 * plan.latency + 4 * plan.poll
+        now = self.kernel.now
+        if any(abs(fault.at - now) < within + 1.0 and fault.at != now for fault in plan.faults):
+            return
+
+        def check() -> None:
+            after = self.document
+            if after is None or not after.is_of(document) or after.closed:
+                return
+            if host.id in {*after.participants, *after.previous} - {*after.lost}:
+                self.violated("at once", f"{host.id} died {within:.1f} s ago, {show(after)}")
+
+        self.inject("died in a calm world")
+        self.kernel.after(within, check)
+
+    def _judge_accusations(self, before: RoundDocument | None, after: RoundDocument) -> None:
+        """Nobody is lost by them who lives, and whom nothing kept from answering."""
+        known = {it.node for it in before.accused if it.lost} if before is not None else set()
+        for it in after.accused:
+            accusation, now = (after.incarnation, it.node, it.beat), self.kernel.now
+            since, epoch = self._accused.setdefault(accusation, (now, self.store.epoch))
+            if not it.lost or it.node in known:
+                continue
+            host = next(each for each in self.hosts if each.id == it.node)
+            self.inject("lost by an accusation" + (", and lives" if host.alive else ""))
+            if host.alive and epoch == self.store.epoch and not host.may_not_answer(since):
+                self.violated("accused", f"{host.id} lives, and is lost in {show(after)}")
 
     def _judge_end(self, host: Host) -> None:
         """Whether a host that gives up ends what others can go on with."""
@@ -393,6 +449,8 @@ class World:
             kernel.at(order.at, give, self, order.kind)
         for fault in plan.links:
             kernel.at(fault.at, part, self, fault.kind)
+        for fault in plan.breaks:
+            kernel.at(fault.at, self.connections.befall, fault.kind)
         for fault in plan.refusals:
             kernel.at(fault.at, refuse, self, fault.kind)
         for fault in plan.failures:

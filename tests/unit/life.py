@@ -42,6 +42,7 @@ class Life:
         down: the store is away for this node, or fails with ``error``.
         fails: which requests fail besides.
         told, said: the lines of its log: warnings, and others.
+        links: where it has links to, by node.
         master: what opening a TCPStore comes to; None: it never ends.
         dials: what a dial of another node comes to: seconds, or why it failed; None: it never ends.
     """
@@ -64,6 +65,7 @@ class Life:
         self.last_word_fails: Exception | None = None
         self.master: str | Exception | None = "host:1"
         self.dials: Callable[[effects.DialPeer], float | Exception | None] = lambda request: 0.01
+        self.links: dict[str, str] = {}
         self.log: list[str] = []
         self.told: list[str] = []
         self.said: list[str] = []
@@ -73,6 +75,7 @@ class Life:
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
             interval=rules.interval, lease=rules.lease, domain=domain,
             port=4711 if rules.network_check else 0,
+            link=4711 if rules.answer is not None else 0,
         )  # fmt: skip
         self.node = Node(name, record, rules, 60.0, time, random.Random(seed), wall=time)
         self.node.order_join()
@@ -139,6 +142,9 @@ class Life:
             case effects.FinishJoin(outcome):
                 return self.outcomes.append(outcome)
             case effects.Register():
+                return None
+            case effects.HoldLinks(peers):
+                self.links = dict(peers)
                 return None
             case effects.Tell(_, text):
                 return (self.told if request.warns else self.said).append(text)

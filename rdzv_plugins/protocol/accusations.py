@@ -1,0 +1,154 @@
+"""Nodes that are accused of having ended: named, asked, and lost if they do not answer.
+
+Two signs are needed, which fail for different reasons. A participant that had a link to the node
+was refused when it dialled again, and says so in its record. And the node, named in the document,
+writes no heartbeat within the time that a wake-up takes on this store. A proxy, a firewall or a
+dead listener gives the first only, a node that stands still neither. Rule: accusations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from msgspec.structs import replace
+
+from rdzv_plugins.protocol.documents import Accusation, NodeRecord, RoundDocument
+from rdzv_plugins.protocol.rules import View
+
+__all__ = [
+    "answered_within",
+    "found_gone",
+    "judged",
+    "naming_the_accused",
+    "still_accused",
+    "until_a_verdict",
+]
+
+# Of more than one in so many nodes, and at least so many, nobody is lost by accusations: a mesh
+# that restarts refuses for all, and what slows all nodes down keeps them from answering.
+_LARGE_PART, _FEWEST = 3, 8
+# So many stand in a document, of very many; the others follow.
+_MOST_NAMED = 64
+# So many times what the store takes for a listing is given to the accused besides.
+_LISTINGS = 4.0
+
+
+def answered_within(view: View) -> float | None:
+    """Seconds within which an accused node that lives has answered; None: nobody is accused."""
+    if view.rules.answer is None:
+        return None
+    return view.rules.answer + view.lag + _LISTINGS * view.latency
+
+
+def naming_the_accused(
+    view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> RoundDocument | None:
+    """The document that asks those who are accused; None: it does already."""
+    if view.rules.answer is None:
+        return None
+    accused = _accused(document, records)
+    known = {(it.node, it.beat) for it in document.accused}
+    fresh = [it for it in accused.values() if (it.node, it.beat) not in known]
+    if not fresh or _too_many(document, accused):
+        return None
+    named = {it.node: it for it in still_accused(document, records)}
+    named |= {it.node: it for it in fresh[: max(0, _MOST_NAMED - len(named))]}
+    after = replace(document, accused=tuple(named.values()))
+    return after if after.accused != document.accused else None
+
+
+def judged(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> RoundDocument:
+    """The document with the verdict on those who have not answered in time."""
+    patience = answered_within(view)
+    if patience is None or not document.accused:
+        return document
+    accused = _accused(document, records)
+    if not accused or _too_many(document, accused):
+        return document
+
+    def is_lost(it: Accusation) -> bool:
+        against = accused.get(it.node)
+        if against is None or against.beat != it.beat or view.has_answered(it.node):
+            return False
+        return view.unanswered(it.node) >= patience
+
+    lost = {it.node for it in document.accused if not it.lost and is_lost(it)}
+    if not lost:
+        return document
+    named = (
+        Accusation(it.node, it.beat, accused[it.node].by, True) if it.node in lost else it
+        for it in document.accused
+    )
+    return replace(document, accused=tuple(named))
+
+
+def until_a_verdict(
+    view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> float | None:
+    """Seconds after which it is known of one more node whether it answers; None: of none."""
+    patience = answered_within(view)
+    if patience is None or not document.accused:
+        return None
+    accused = _accused(document, records)
+    left = [
+        patience - view.unanswered(it.node)
+        for it in document.accused
+        if not it.lost and it.node in accused and not view.has_answered(it.node)
+    ]
+    return max(0.0, min(left)) if left and not _too_many(document, accused) else None
+
+
+def found_gone(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, str]:
+    """Nodes that are lost by accusations, each with who has found it gone.
+
+    One that beats again was not gone: it comes in as others do.
+    """
+    found = {}
+    for it in document.accused:
+        record = records.get(it.node)
+        if it.lost and record is not None and record.beat <= it.beat and not record.is_over:
+            found[it.node] = it.by
+    return found
+
+
+def still_accused(
+    document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> tuple[Accusation, ...]:
+    """The accusations that no heartbeat has answered yet."""
+    if not document.accused:
+        return ()
+    return tuple(
+        it
+        for it in document.accused
+        if (record := records.get(it.node)) is not None
+        and record.beat <= it.beat
+        and not record.is_over
+    )
+
+
+def _accused(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, Accusation]:
+    """Those against whom there is the first sign, and who have not beaten since."""
+    found: dict[str, Accusation] = {}
+    for node, beat, by in _signs(document, records):
+        record = records.get(node)
+        if record is None or record.beat != beat or record.is_over or not record.link:
+            continue
+        if node != by and document.names(node):
+            found.setdefault(node, Accusation(node, beat, records[by].label))
+    return found
+
+
+def _signs(
+    document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> Iterator[tuple[str, int, str]]:
+    for by, record in records.items():
+        if record.accuses and record.incarnation == document.incarnation:
+            for node, beat in record.accuses:
+                yield node, beat, by
+
+
+def _too_many(document: RoundDocument, accused: Mapping[str, object]) -> bool:
+    gone = {*document.lost, *(it.node for it in document.accused if it.lost)}
+    many = len(accused.keys() - gone)
+    world = (document.ranks or document.old_ranks).keys() - gone
+    return many >= _FEWEST and many * _LARGE_PART > len(world)

@@ -1,0 +1,132 @@
+"""Real agents that are killed with the default keep-alive, and those that are not.
+
+The workers import no torch, so that what is measured is the rendezvous.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, NodeRecord
+from tests import Measure, replace
+from tests.integration.jobs import Job
+from tests.integration.stores import RunningStore, every_store
+
+pytestmark = pytest.mark.timeout(240)
+
+# Of the options: a lease of 15 s.
+DEFAULTS = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3, "last_call_timeout": 2}
+LEASE = 15.0
+
+soak = pytest.mark.soak
+
+
+@pytest.fixture
+def job(store: RunningStore, tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path, store, nodes="2:3", links="true", **DEFAULTS)
+    yield job
+    job.close()
+
+
+def await_links(job: Job, names: str) -> None:
+    """Wait until all say where they answer links: they begin theirs as soon as the round runs."""
+
+    def found() -> bool:
+        entries = job.client.list(NODES_PREFIX).values()
+        return sum(NodeRecord.decode(it.value).link > 0 for it in entries) >= len(names)
+
+    job.await_that(found, "links", 30)
+    time.sleep(0.5)
+
+
+def measured(job: Job, killed: str, *, workers: bool = True) -> float:
+    """Seconds from the kill of these until the last worker of the others runs again."""
+    job.begin("abc")
+    await_links(job, "abc")
+    names = "".join(sorted(set("abc") - set(killed)))
+    lost = [job.label(name) for name in killed]
+    began = time.monotonic()
+    for name in killed:
+        job.agents[name].signal(signal.SIGKILL, workers=workers)
+    world = job.await_begun(names, after=began)
+    document = job.document()
+    assert document is not None
+    assert all(label in document.reason for label in lost), document.reason
+    assert "gone, as" in document.reason
+    return max(world.began.values()) - began
+
+
+@every_store
+@pytest.mark.parametrize("killed", ["a", *(pytest.param(it, marks=soak) for it in "bc")])
+def test_a_killed_agent_is_noticed_at_once(job: Job, killed: str, record_property: Measure) -> None:
+    took = measured(job, killed)
+    record_property("last worker began again, s", round(took, 2))
+
+
+@soak
+@every_store
+@pytest.mark.parametrize("killed", ["ab", "bc", "ca"])
+def test_two_that_are_killed_at_once(
+    store: RunningStore, tmp_path: Path, killed: str, record_property: Measure
+) -> None:
+    job = Job(tmp_path, store, nodes="1:3", links="true", **DEFAULTS)
+    try:
+        took = measured(job, killed)
+    finally:
+        job.close()
+    record_property("last worker began again, s", round(took, 2))
+
+
+@soak
+@every_store
+@pytest.mark.parametrize("killed", ["a", "b"])
+def test_an_agent_that_is_killed_alone(job: Job, killed: str, record_property: Measure) -> None:
+    took = measured(job, killed, workers=False)
+    record_property("last worker began again, s", round(took, 2))
+
+
+def accuse(job: Job, by: str, whom: str) -> int:
+    """Have one node accuse another, whose process lives; returns that one's beat then."""
+    entries = job.client.list(NODES_PREFIX)
+    records = {key: NodeRecord.decode(it.value) for key, it in entries.items()}
+    keys = {record.pid: key for key, record in records.items()}
+    mine, theirs = (keys[job.agents[name].pid] for name in (by, whom))
+    against = (theirs.removeprefix(NODES_PREFIX), records[theirs].beat)
+    said = replace(records[mine], accuses=(against,), beat=records[mine].beat + 1)
+    job.client.put_many({mine: said.encode(), BELL_KEY: f"a test {time.monotonic_ns()}".encode()})
+    return records[theirs].beat
+
+
+@every_store
+def test_one_that_is_accused_and_lives_answers_and_nobody_restarts(job: Job) -> None:
+    """As where a proxy, or a firewall, refuses for it."""
+    world, number = job.begin("abc"), job.round()
+    await_links(job, "abc")
+    for by, whom in (("a", "b"), ("b", "c"), ("c", "a"), ("b", "a")):
+        before = accuse(job, by, whom)
+
+        def answered(whom: str = whom, before: int = before) -> bool:
+            pid = job.agents[whom].pid
+            return any(it.pid == pid and it.beat > before for it in job.records())
+
+        job.await_that(answered, f"an answer of {whom}", 30)
+    time.sleep(2.0)
+    assert job.round() == number, job.document()
+    assert all(len(job.noted(name, 0.0)) == 1 for name in "abc"), world
+
+
+@soak
+def test_one_that_stands_still_for_half_its_lease_is_not_lost(job: Job) -> None:
+    job.begin("abc")
+    number = job.round()
+    await_links(job, "abc")
+    job.agents["b"].signal(signal.SIGSTOP)
+    time.sleep(LEASE / 2)
+    job.agents["b"].signal(signal.SIGCONT)
+    time.sleep(LEASE)
+    assert job.round() == number, job.document()

@@ -1,0 +1,118 @@
+"""The links between hosts: what ends them, and what dials come to."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .host import Host
+    from .world import World
+
+__all__ = ["Connections"]
+
+_KERNEL = 0.01
+"""Longest time until a host learns that a connection has ended, or is refused."""
+_AGAIN = 0.2
+"""Longest time until it finds out that what refused does so no more."""
+_POWER = 0.25
+"""How many crashes are of the machine: no connection ends, and dials come to nothing."""
+
+
+class Connections:
+    """All links of a world.
+
+    Attributes:
+        refusing: hosts whose proxies refuse all connections.
+        silent: hosts that no dial reaches, and that refuse none.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # Of its own source, so that all else is as it would be without.
+        self._chance = random.Random(f"connections of {world.plan.seed}")
+        self.refusing: set[str] = set()
+        self.silent: set[str] = set()
+        # By who holds them: those that it holds links to, and whether it was told that one is gone.
+        self._held: dict[str, dict[str, bool]] = {}
+        self._reaches: set[str] = set()
+
+    def hold(self, host: Host, peers: tuple[str, ...]) -> None:
+        held = self._held.setdefault(host.id, {})
+        self._held[host.id] = {peer: held.get(peer, False) for peer in peers}
+        for peer in peers:
+            if peer not in held:
+                self._later(self._dial, host, peer)
+
+    def _later(self, call: object, *of: object) -> None:
+        self._world.kernel.after(self._chance.uniform(0.0005, _KERNEL), call, *of)  # type: ignore[arg-type]
+
+    def _dial(self, host: Host, node: str) -> None:
+        """What comes of it; where none was ever answered, it is not told."""
+        held = self._held.get(host.id, {})
+        if not host.alive or node not in held or held[node]:
+            return
+        peer = next(it for it in self._world.hosts if it.id == node)
+        if node in self.silent or (peer.alive and peer.stalls):
+            return
+        if peer.alive and node not in self.refusing:
+            self._reaches.add(host.id)
+        elif host.id in self._reaches:
+            held[node] = True
+            self._world.inject("a link tells that a process is gone")
+            host.hear_of(node, gone=True)
+
+    def ended(self, host: Host) -> None:
+        """A process has ended without a farewell, if it is not the whole machine."""
+        if self._chance.random() < _POWER:
+            self.silent.add(host.id)
+        else:
+            self._world.process_died(host)
+            self._break({host.id})
+
+    def _break(self, to: set[str]) -> None:
+        for holder in self._world.hosts:
+            for node in sorted(to.intersection(self._held.get(holder.id, ()))):
+                self._later(self._dial, holder, node)
+
+    def befall(self, kind: str) -> None:
+        """Something happens between hosts that live."""
+        chance, alive = self._chance, [it.id for it in self._world.hosts if it.alive]
+        if not alive:
+            return
+        some = {node for node in alive if chance.random() < 0.5}
+        whom = chance.choice(({chance.choice(alive)}, some, {*alive}))
+        seconds = chance.choice((0.05, 0.5, 3.0, 10.0)) * chance.uniform(0.5, 1.5)
+        world = self._world
+        world.inject(f"links: {kind}")
+        world.note(f"links {kind} for {seconds:.1f} s: {' '.join(sorted(whom))}")
+        if kind == "refuse":
+            self.refusing |= whom
+            world.kernel.after(seconds, self._end, whom)
+        elif kind == "hang":
+            self.silent |= whom
+            world.kernel.after(seconds, self._answer, whom)
+        self._break(whom)
+
+    def _answer(self, whom: set[str]) -> None:
+        self.silent -= {it.id for it in self._world.hosts if it.alive and it.id in whom}
+
+    def _end(self, whom: set[str]) -> None:
+        self.refusing -= whom
+        for holder in self._world.hosts:
+            for node in sorted(whom.intersection(self._held.get(holder.id, ()))):
+                self._world.kernel.after(self._chance.uniform(0, _AGAIN), self._again, holder, node)
+
+    def _again(self, host: Host, node: str) -> None:
+        held = self._held.get(host.id, {})
+        peer = next(it for it in self._world.hosts if it.id == node)
+        if host.alive and held.get(node) and peer.alive and node not in self.refusing:
+            held[node] = False
+            host.hear_of(node, gone=False)
+
+    def draw(self) -> float:
+        return self._chance.random()
+
+    def mend(self) -> None:
+        """The faults stop."""
+        self._end({*self.refusing})

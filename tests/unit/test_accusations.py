@@ -1,0 +1,176 @@
+"""Who is accused of having ended: those that have are lost at once, and those that live never."""
+
+from __future__ import annotations
+
+import pytest
+
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase, RoundDocument
+from rdzv_plugins.protocol.rules import Rules
+from tests import replace
+
+from .crowd import Crowd, Member
+
+RULES = Rules(min_nodes=2, max_nodes=4, lease=15.0, interval=5.0, last_call=0.2, answer=0.5)
+NAMES = ("n1", "n2", "n3", "n4")
+
+
+@pytest.fixture
+def crowd() -> Crowd:
+    return Crowd()
+
+
+def begin(crowd: Crowd, rules: Rules = RULES, names: tuple[str, ...] = NAMES) -> list[Member]:
+    members = crowd.begin(rules, *names)
+    crowd.play(1.0)
+    return members
+
+
+def dies(crowd: Crowd, *members: Member) -> None:
+    """The links of the others tell them, and their dials are refused."""
+    for member in members:
+        member.crash()
+    for other in crowd.members.values():
+        for member in members:
+            if other.alive and member.node.id in other.links:
+                other.node.report_gone(member.node.id)
+
+
+def document(crowd: Crowd) -> RoundDocument:
+    stored = crowd.stored
+    assert stored is not None
+    return stored
+
+
+def record(crowd: Crowd, name: str) -> NodeRecord:
+    entry = crowd.members[name].client.get(NODES_PREFIX + name)
+    assert entry is not None
+    return NodeRecord.decode(entry.value)
+
+
+def runs_without(crowd: Crowd, *names: str) -> bool:
+    now = document(crowd)
+    return now.phase is Phase.RUNNING and not {*names} & {*now.participants} and now.round > 0
+
+
+def test_each_has_links_to_the_next_two(crowd: Crowd) -> None:
+    begin(crowd)
+    assert [[*crowd.members[it].links] for it in NAMES] == [
+        ["n2", "n3"], ["n3", "n4"], ["n4", "n1"], ["n1", "n2"]
+    ]  # fmt: skip
+
+
+def test_in_a_round_of_shards_to_the_next_of_its_own(crowd: Crowd) -> None:
+    begin(crowd, replace(RULES, max_nodes=6, inline=2), ("n1", "n2", "n3", "n4", "n5", "n6"))
+    found = {name: [*member.links] for name, member in crowd.members.items()}
+    watched = [node for links in found.values() for node in links]
+    assert all(name not in links for name, links in found.items())
+    assert {watched.count(node) for node in crowd.members} <= {0, 1, 2}
+    assert len(watched) >= 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_is_killed_is_lost_at_once(crowd: Crowd, name: str) -> None:
+    begin(crowd)
+    dies(crowd, crowd.members[name])
+    crowd.play_until(lambda: runs_without(crowd, name), 2.0)
+    reason = document(crowd).reason
+    assert reason.startswith(f"lost {name}[1]: its process is gone, as n"), reason
+    # Nor does its record, which has asked for no round, keep anybody waiting.
+    settled = document(crowd).round
+    crowd.play(40.0)
+    assert document(crowd).round == settled
+
+
+@pytest.mark.parametrize("gone", [("n1", "n2"), ("n2", "n3"), ("n1", "n4")])
+def test_two_at_once(crowd: Crowd, gone: tuple[str, ...]) -> None:
+    begin(crowd)
+    dies(crowd, *(crowd.members[name] for name in gone))
+    took = crowd.play_until(lambda: runs_without(crowd, *gone), 3.0)
+    assert took < 3.0
+
+
+def test_who_walks_past_the_gone_finds_those_behind(crowd: Crowd) -> None:
+    names = tuple(f"n{number}" for number in range(1, 10))
+    begin(crowd, replace(RULES, max_nodes=9), names)
+    gone = ("n4", "n5", "n6")
+    dies(crowd, *(crowd.members[name] for name in gone))
+    crowd.play(0.05)
+    assert "n6" in crowd.members["n3"].links
+    crowd.members["n3"].node.report_gone("n6")
+    crowd.play_until(lambda: runs_without(crowd, *gone), 3.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_lives_answers_and_stays(crowd: Crowd, name: str) -> None:
+    """A proxy refuses for it."""
+    begin(crowd)
+    before = record(crowd, name).beat
+    for other in crowd.members.values():
+        if name in other.links:
+            other.node.report_gone(name)
+    crowd.play(0.2)
+    assert record(crowd, name).beat > before
+    crowd.play(40.0)
+    assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
+    assert all(len(member.given) == 1 for member in crowd.members.values())
+
+
+def test_who_is_accused_by_all_answers_all(crowd: Crowd) -> None:
+    """A mesh restarts."""
+    begin(crowd)
+    for _ in range(5):
+        for other in crowd.members.values():
+            for node in other.links:
+                other.node.report_gone(node)
+        crowd.play(1.0)
+        for other in crowd.members.values():
+            for node in other.links:
+                other.node.report_back(node)
+        crowd.play(7.0)
+    assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
+    assert all(not record(crowd, name).accuses for name in NAMES)
+
+
+def test_one_that_stands_still_is_not_lost_where_nobody_accuses_it(crowd: Crowd) -> None:
+    begin(crowd)
+    crowd.members["n2"].crash()
+    crowd.play(10.0)
+    assert document(crowd).round == 0
+    crowd.play_until(lambda: runs_without(crowd, "n2"), 15.0)
+    assert document(crowd).reason.startswith("lost n2[1]: lease ran out")
+
+
+def test_one_without_links_is_asked_nothing(crowd: Crowd) -> None:
+    """A node of an earlier version answers no accusation."""
+    crowd.join("n1", RULES)
+    crowd.play(0.01)
+    old = crowd.join("n2", replace(RULES, answer=None))
+    crowd.play(0.01)
+    third = crowd.join("n3", RULES)
+    crowd.play_until(lambda: bool(third.given), 30.0)
+    crowd.play(1.0)
+    assert "n2" not in third.links
+    assert not old.links
+    third.node.report_gone("n2")
+    crowd.play(40.0)
+    assert document(crowd).round == 0
+
+
+def test_who_leaves_is_not_accused(crowd: Crowd) -> None:
+    begin(crowd)
+    crowd.members["n3"].leave()
+    crowd.members["n2"].node.report_gone("n3")
+    crowd.play_until(lambda: runs_without(crowd, "n3"), 3.0)
+    assert document(crowd).reason == "n3[1] left"
+    assert record(crowd, "n2").accuses == ()
+
+
+def test_of_more_than_a_third_of_many_leases_decide(crowd: Crowd) -> None:
+    names = tuple(f"n{number}" for number in range(1, 25))
+    begin(crowd, replace(RULES, max_nodes=24), names)
+    many, before = names[2:24:2], document(crowd).round
+    dies(crowd, *(crowd.members[name] for name in many))
+    crowd.play(5.0)
+    # What refuses for so many at once may be the network.
+    assert document(crowd).round == before
+    crowd.play_until(lambda: runs_without(crowd, *many), 40.0)
