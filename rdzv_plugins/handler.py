@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -1173,10 +1173,8 @@ def _over(
                 params.run_id,
             )
         return create_torch_handler(params, settings, client, address, attendance)
-    rules = rules_of(settings, params.min_nodes, params.max_nodes)
-    # With on_outage=stop no two worlds may train at once: leases alone decide.
-    if settings.links and params.max_nodes > 1 and rules.outage_limit == math.inf:
-        rules = replace(rules, answer=_answer_within(client))
+    answer = _answer_within(client, settings) if params.max_nodes > 1 else None
+    rules = rules_of(settings, params.min_nodes, params.max_nodes, answer)
     if settings.rank_order == "topology" and settings.domain is None:
         log.warning(
             "run '%s': rank_order=topology, but nobody knows the domain of this node; its rank "
@@ -1226,14 +1224,20 @@ def _own_address(params: RendezvousParameters, settings: Settings) -> str:
     return own.address
 
 
-def _answer_within(client: KeyValueClient) -> float | None:
-    """As `Rules.answer`; None also of a store whose reads may be old: they prove no silence."""
-    if not client.capabilities.linearizable:
+def _answer_within(client: KeyValueClient, settings: Settings) -> float | None:
+    """As `Rules.answer`; None also of a store whose reads may be old: they prove no silence.
+
+    With on_outage=stop no two worlds may train at once: leases alone decide.
+    """
+    stops = settings.patience_in_an_outage < math.inf
+    if stops or not (settings.links and client.capabilities.linearizable):
         return None
     return _ANSWER_SECONDS + (0.0 if client.capabilities.push else client.longest_poll)
 
 
-def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
+def rules_of(
+    settings: Settings, min_nodes: int, max_nodes: int, answer: float | None = None
+) -> Rules:
     """The handler's options as the protocol needs them; those of a run by the same names."""
     of_run = {it.name for it in fields(settings) if it.metadata["of_run"]}
     return Rules(
@@ -1247,6 +1251,7 @@ def rules_of(settings: Settings, min_nodes: int, max_nodes: int) -> Rules:
         # Sooner than the nodes that wait for it time out.
         rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
         outage_limit=settings.patience_in_an_outage,
+        answer=answer,
         sweep_after=settings.sweep_after,
         abandoned=max(settings.abandoned_ttl, 4 * settings.lease),
         **{name: getattr(settings, name) for name in of_run & {it.name for it in fields(Rules)}},

@@ -102,6 +102,7 @@ def accuse(job: Job, by: str, whom: str) -> int:
     return records[theirs].beat
 
 
+@soak
 @every_store
 def test_one_that_is_accused_and_lives_answers_and_nobody_restarts(job: Job) -> None:
     """As where a proxy, or a firewall, refuses for it."""
