@@ -258,8 +258,10 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         parts = [f"lost {silent}: lease ran out"] if silent else []
         for by in dict.fromkeys(gone.values()):
             names = Names().plus(label for label in gone if gone[label] == by)
-            whose = "its process is" if names.count == 1 else "their processes are"
-            parts.append(f"lost {names}: {whose} gone, as {by} found")
+            if names.count == 1:
+                parts.append(f"lost {names}: its process is gone, as {by} found")
+            else:
+                parts.append(f"lost {names}: their processes are gone, as {by} found")
         return "; ".join(parts)
 
     @property
