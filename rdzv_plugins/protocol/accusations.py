@@ -16,12 +16,12 @@ from rdzv_plugins.protocol.documents import Accusation, NodeRecord, RoundDocumen
 from rdzv_plugins.protocol.rules import View
 
 __all__ = [
-    "answered_within",
     "found_gone",
     "judged",
     "naming_the_accused",
     "still_accused",
     "until_a_verdict",
+    "until_answered",
 ]
 
 # Of more than one in so many nodes, and at least so many, nobody is lost by accusations: a mesh
@@ -29,15 +29,26 @@ __all__ = [
 _LARGE_PART, _FEWEST = 3, 8
 # So many stand in a document, of very many; the others follow.
 _MOST_NAMED = 64
-# So many times what the store takes for a listing is given to the accused besides.
-_LISTINGS = 4.0
+# The accused is given so many times as much more as this node itself is held up by, on a busy host
+# or store.
+_TIMES = 4.0
 
 
 def answered_within(view: View) -> float | None:
     """Seconds within which an accused node that lives has answered; None: nobody is accused."""
     if view.rules.answer is None:
         return None
-    return view.rules.answer + view.lag + _LISTINGS * view.latency
+    return view.rules.answer + view.lag + _TIMES * view.latency
+
+
+def until_answered(view: View, node: str) -> float:
+    """Seconds after which to look whether it has; 0: it has not in time."""
+    patience = answered_within(view)
+    if patience is None:
+        return 0.0
+    silence, least = view.unanswered(node), (view.rules.answer or 0.0) + view.lag
+    # How late this node wakes is known best once it has waited.
+    return max(0.0, (least if silence < least else patience) - silence)
 
 
 def naming_the_accused(
@@ -86,16 +97,15 @@ def until_a_verdict(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> float | None:
     """Seconds after which it is known of one more node whether it answers; None: of none."""
-    patience = answered_within(view)
-    if patience is None or not document.accused:
+    if view.rules.answer is None or not document.accused:
         return None
     accused = _accused(document, records)
     left = [
-        patience - view.unanswered(it.node)
+        until_answered(view, it.node)
         for it in document.accused
         if not it.lost and it.node in accused and not view.has_answered(it.node)
     ]
-    return max(0.0, min(left)) if left and not _too_many(document, accused) else None
+    return min(left) if left and not _too_many(document, accused) else None
 
 
 def found_gone(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, str]:

@@ -22,10 +22,10 @@ from msgspec.structs import replace
 
 from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.accusations import (
-    answered_within,
     naming_the_accused,
     still_accused,
     until_a_verdict,
+    until_answered,
 )
 from rdzv_plugins.protocol.documents import (
     Accusation,
@@ -436,9 +436,8 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
 
 def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action | None:
     """Accusations: who has found the leader gone asks it, and takes the lead if it is silent."""
-    patience, beat = answered_within(view), dict(view.record.accuses).get(leader)
-    record = view.leader
-    if patience is None or beat is None or record is None or record.beat > beat:
+    beat, record = dict(view.record.accuses).get(leader), view.leader
+    if view.rules.answer is None or beat is None or record is None or record.beat > beat:
         return None
     if record.is_over or not record.link or view.has_answered(leader):
         return None
@@ -447,7 +446,7 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
         # In the document's own name: it is the leader's write that is a sign of life.
         named = Accusation(leader, beat, view.record.label)
         return Write(replace(document, accused=(*others, named)))
-    if (left := patience - view.unanswered(leader)) > 0:
+    if (left := until_answered(view, leader)) > 0:
         return Wait(left)
     return Write(replace(document, leader=view.me))
 

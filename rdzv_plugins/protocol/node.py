@@ -470,6 +470,8 @@ class Node:
             if isinstance(request, _PAUSES):
                 # When the store went away during a wait is unknown.
                 seen.paused(min(request.seconds, self._clock() - asked))
+                if self._clock() - asked > request.seconds:
+                    seen.woke_late(self._clock() - asked - request.seconds)
             if error is None:
                 if type(request) not in LOCAL:
                     seen.answered()
@@ -759,7 +761,7 @@ class Node:
             until_first_lease=seen.until_first_lease(now),
             unanswered=seen.accused.confirmed_silence,
             has_answered=seen.accused.moved,
-            latency=seen.latency,
+            latency=max(seen.latency, seen.overslept),
         )
 
     def _opening_for(self, document: RoundDocument | None, now: float) -> float | None:

@@ -107,6 +107,7 @@ class Observer:
         confirmed: the round whose rank this node confirmed last, as it stood then.
         accused: since when those have not beaten whom the document names as accused.
         latency: seconds that the last listing took.
+        overslept: seconds by which its last pause that ended by itself was too long.
     """
 
     def __init__(self, node_id: str, rules: Rules, clock: Callable[[], float]) -> None:
@@ -133,7 +134,7 @@ class Observer:
         self.document_is_fresh = False
         self.confirmed: RoundDocument | None = None
         self.accused = FailureDetector()
-        self.latency = 0.0
+        self.latency = self.overslept = 0.0
         # With which beat each is accused.
         self._accused_at: dict[str, int] = {}
         # The readings that are due before the next decision.
@@ -500,6 +501,10 @@ class Observer:
         self.liveness.observe(MISSING, None, asked, self._clock())
         self._improve(document)
         return document
+
+    def woke_late(self, seconds: float) -> None:
+        """Note by how much a pause was too long: a busy host holds the others up as well."""
+        self.overslept = seconds
 
     def paused(self, seconds: float) -> None:
         """Note that the node has paused on purpose; the document may have changed meanwhile."""

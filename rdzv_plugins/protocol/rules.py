@@ -185,7 +185,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         unanswered: seconds for which a node is known not to have beaten since the document names
             it as accused.
         has_answered: whether it has, whatever stands in its record now.
-        latency: seconds that the last listing of all records took.
+        latency: seconds that the last listing of all records took, or by which this node's last
+            pause was too long.
         until_first_lease: seconds until the first of all leases could run out, the shortest after
             the longest silence; None: one has, as far as is confirmed, or this is not known. A
             leader that knows it need not go through all nodes.
