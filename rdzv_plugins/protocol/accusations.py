@@ -46,7 +46,7 @@ def until_answered(view: View, node: str) -> float:
     patience = answered_within(view)
     if patience is None:
         return 0.0
-    silence, least = view.unanswered(node), (view.rules.answer or 0.0) + view.lag
+    silence, least = view.unanswered.get(node, 0.0), (view.rules.answer or 0.0) + view.lag
     # How late this node wakes is known best once it has waited.
     return max(0.0, (least if silence < least else patience) - silence)
 
@@ -79,9 +79,9 @@ def judged(view: View, document: RoundDocument, records: Mapping[str, NodeRecord
 
     def is_lost(it: Accusation) -> bool:
         against = accused.get(it.node)
-        if against is None or against.beat != it.beat or view.has_answered(it.node):
+        if against is None or against.beat != it.beat or it.node not in view.unanswered:
             return False
-        return view.unanswered(it.node) >= patience
+        return view.unanswered[it.node] >= patience
 
     lost = {it.node for it in document.accused if not it.lost and is_lost(it)}
     if not lost:
@@ -103,7 +103,7 @@ def until_a_verdict(
     left = [
         until_answered(view, it.node)
         for it in document.accused
-        if not it.lost and it.node in accused and not view.has_answered(it.node)
+        if not it.lost and it.node in accused and it.node in view.unanswered
     ]
     return min(left) if left and not _too_many(document, accused) else None
 

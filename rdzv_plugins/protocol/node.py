@@ -759,8 +759,7 @@ class Node:
             opening_for=self._opening_for(document, now),
             unheard=self._contact.unheard,
             until_first_lease=seen.until_first_lease(now),
-            unanswered=seen.accused.confirmed_silence,
-            has_answered=seen.accused.moved,
+            unanswered=seen.unanswered,
             latency=max(seen.latency, seen.overslept),
         )
 

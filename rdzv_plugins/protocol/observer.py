@@ -502,6 +502,12 @@ class Observer:
         self._improve(document)
         return document
 
+    @property
+    def unanswered(self) -> dict[str, float]:
+        """As `rules.View.unanswered`."""
+        accused = [it for it in self._accused_at if not self.accused.moved(it)]
+        return {node: self.accused.confirmed_silence(node) for node in accused}
+
     def woke_late(self, seconds: float) -> None:
         """Note by how much a pause was too long: a busy host holds the others up as well."""
         self.overslept = seconds

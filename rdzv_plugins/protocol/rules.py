@@ -182,9 +182,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
             it is to confirm; None: it does not, or that has come to an end.
         unheard: the most seconds in a row in which this node's workers ran, in the round that they
             were given last, and the store accepted no heartbeat of it.
-        unanswered: seconds for which a node is known not to have beaten since the document names
-            it as accused.
-        has_answered: whether it has, whatever stands in its record now.
+        unanswered: those that the document names as accused and that have not beaten since, each
+            with the seconds for which this is known.
         latency: seconds that the last listing of all records took, or by which this node's last
             pause was too long.
         until_first_lease: seconds until the first of all leases could run out, the shortest after
@@ -227,8 +226,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     opening_for: float | None = None
     unheard: float = 0.0
     until_first_lease: float | None = None
-    unanswered: Callable[[str], float] = lambda node: 0.0
-    has_answered: Callable[[str], bool] = lambda node: False
+    unanswered: Mapping[str, float] = {}
     latency: float = 0.0
 
     @property

@@ -2118,7 +2118,7 @@ def hears_no_answer(patch: Patch) -> None:
     def judged(original: Any, view: View, document: RoundDocument, records: Any) -> RoundDocument:
         beats = {it.node: it.beat for it in document.accused}
         old = {node: replace(it, beat=beats.get(node, it.beat)) for node, it in records.items()}
-        deaf = replace(view, has_answered=lambda node: False, unanswered=lambda node: 60.0)
+        deaf = replace(view, unanswered=dict.fromkeys(beats, 60.0))
         after: RoundDocument = original(deaf, document, old)
         return after
 
