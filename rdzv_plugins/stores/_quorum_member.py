@@ -76,6 +76,10 @@ _BUCKET = store.Options().bucket
 _OF_A_LEADER = (10037, 10059)
 # For how long a majority may run without a leader: twice NATS' longest election, and more.
 _STUCK_SECONDS = 20.0, 25.0
+# So many times as long where this host's member has nothing to forget, as far as is known.
+_UNLED_PATIENCE = 3.0
+# So many looks in a row must find no majority until it counts as gone: a busy member answers late.
+_LOOKS_WITHOUT_MAJORITY = 2
 
 
 class _Member(Kind):
@@ -199,6 +203,9 @@ class _Keeper(threading.Thread):
         self._is_seen = self._runs = False
         self._peers_at = 0.0
         self._stuck_until: float | None = None
+        self._looks_without_majority = 0
+        # Whether the member has been led since it was empty.
+        self._remembers = False
         self._link: store.Transport | None = None
 
     @property
@@ -242,7 +249,7 @@ class _Keeper(threading.Thread):
             self._link = None
         if self._node is not None:
             self._node.end()
-            self._node, self._runs = None, False
+            self._node, self._runs, self._remembers = None, False, False
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -387,11 +394,18 @@ class _Keeper(threading.Thread):
         if moved:
             self._kind.configure(self._node)
             os.kill(self._node.pid, signal.SIGHUP)
-        if self._is_led() or 2 * running <= len(self._members.hosts):
-            self._stuck_until = None
+        few = 2 * running <= len(self._members.hosts)
+        self._looks_without_majority = self._looks_without_majority + 1 if few else 0
+        if self._is_led():
+            self._stuck_until, self._remembers = None, True
+        elif few:
+            if self._looks_without_majority >= _LOOKS_WITHOUT_MAJORITY:
+                self._stuck_until = None
         elif self._stuck_until is None:
             # They differ: one that forgets may be enough.
-            self._stuck_until = time.monotonic() + random.uniform(*_STUCK_SECONDS)
+            patience = random.uniform(*_STUCK_SECONDS)
+            patience *= 1.0 if self._remembers else _UNLED_PATIENCE
+            self._stuck_until = time.monotonic() + patience
         elif time.monotonic() >= self._stuck_until:
             self._forget()
             return
