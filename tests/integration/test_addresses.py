@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rdzv_plugins.torch_compat.master_store import TAKES_SOCKETS
 from tests import Measure
 from tests.integration.namespaces import in_namespaces
 from tests.integration.stores import KINDS, absent
@@ -205,8 +206,8 @@ def test_ports_of_master() -> None:
     seen = play("ports")
     # The first was taken; the second was of the round before.
     assert seen["masters"] == ["10.1.0.1:30001", "10.1.0.1:30002"]
-    # The host has 10.2.0.1 as well.
-    assert seen["reached"] == ["10.1.0.1"]
+    # The host has 10.2.0.1 as well, where a TCPStore of an older torch listens, too.
+    assert seen["reached"] == (["10.1.0.1"] if TAKES_SOCKETS else ["10.1.0.1", "10.2.0.1"])
     assert seen["statuses"] == [1]
     says = "no port of master_port=30000-30002 is free at '10.1.0.1'"
     assert [line for line in seen["full"] if says in line] != []
