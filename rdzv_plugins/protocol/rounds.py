@@ -183,7 +183,7 @@ def naming_participants(at: Situation) -> RoundDocument:
         participants=chosen,
         previous=(),
         evicted=still_run,
-        waiting=len(ready) - len(chosen),
+        waiting=len(ready) + len(at.refused) - len(chosen),
         cause=cause,
         grew=document.round if taken - old else document.grew,
         ran=None,

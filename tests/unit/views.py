@@ -24,6 +24,7 @@ def record(name: str, status: Status = Status.JOIN, round_: int = -1, **more: ob
 def document(
     phase: Phase, round_: int = 4, leader: str | None = "n1", **more: object
 ) -> RoundDocument:
+    """A round; one that forms after those of the records has the number above theirs: 5."""
     base = RoundDocument(
         incarnation=RUN, round=round_, phase=phase, leader=leader, min_nodes=2, max_nodes=3
     )
