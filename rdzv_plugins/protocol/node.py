@@ -623,6 +623,9 @@ class Node:
             # Never sooner than an interval. The random part keeps thousands of nodes out of step.
             interval = self._rules.interval
             self._next_beat = self._clock() + interval * (1 + 0.1 * self._chance.random())
+            if self._clock() < self._answers_until:
+                soon = self._clock() + (self._rules.answer or 0.0) / _ANSWERS
+                self._next_beat = min(self._next_beat, soon)
         if interval_over:
             self._seen.read_again(leader=True, records=True)
 
@@ -662,9 +665,6 @@ class Node:
             self._answers = accusation
             self._answers_until = now + _ANSWERS_FOR * (self._rules.answer or 0.0)
             self._record_due = self._ring = True
-        if now < self._answers_until:
-            soon = now + (self._rules.answer or 0.0) / _ANSWERS
-            self._next_beat = min(self._next_beat, soon)
 
     def _hold_links(self) -> Effects[None]:
         """Have links to the next nodes of the round, and go on to others past those that are gone.

@@ -115,6 +115,13 @@ def test_one_that_lives_answers_and_stays(crowd: Crowd, name: str) -> None:
     assert all(len(member.given) == 1 for member in crowd.members.values())
 
 
+def test_an_answer_that_is_lost_is_repeated_in_time(crowd: Crowd) -> None:
+    begin(crowd)
+    before = record(crowd, "n3").beat
+    crowd.members["n2"].node.report_gone("n3")
+    crowd.play_until(lambda: record(crowd, "n3").beat >= before + 3, RULES.answer or 0.0)
+
+
 def test_who_is_accused_by_all_answers_all(crowd: Crowd) -> None:
     """A mesh restarts."""
     begin(crowd)
