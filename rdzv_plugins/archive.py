@@ -8,6 +8,8 @@ for each run id, and ``!excluded`` has the hosts that each run id excludes.
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -15,12 +17,28 @@ from shlex import quote
 
 import msgspec
 
-from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError
-from rdzv_plugins.kv.contract import UNREADABLE
+from rdzv_plugins.kv import (
+    Entry,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
+from rdzv_plugins.kv.gate import (
+    SMALL_BYTES,
+    Count,
+    Id,
+    Key,
+    Nodes,
+    RefusedValueError,
+    Text,
+    decode,
+    plain,
+)
+from rdzv_plugins.kv.retry import longest_pause
 from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
-from rdzv_plugins.run_ids import RESERVED
+from rdzv_plugins.run_ids import is_possible
 
 __all__ = [
     "EXCLUDED",
@@ -48,6 +66,7 @@ _AFTER_THE_LAST = 60.0
 
 # A node that was away for less finds the tombstone of its run.
 _TOMBSTONE_SECONDS = 7 * 24 * 3600.0
+_MOST_REFUSALS = 60
 # The most tombstones and rounds of one run id, however often the id is used again.
 _MOST_TOMBSTONES = 64
 _MOST_ROUNDS = 50
@@ -60,7 +79,7 @@ class Row(RoundRecord, frozen=True, kw_only=True, omit_defaults=True):
         at: when, on the wall clock of its leader, ISO 8601 in UTC.
     """
 
-    at: str
+    at: Id
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -75,20 +94,30 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         outcome: how the run ended; None: its end was not noted.
     """
 
-    run: str
-    incarnation: str
-    began: str
-    at: str
-    until: str
+    run: Id
+    incarnation: Key
+    began: Id
+    at: Id
+    until: Id
     phase: Phase
-    round: int
-    nodes: int
-    reason: str = ""
+    round: Count
+    nodes: Nodes
+    reason: Text = ""
     outcome: Outcome | None = None
 
 
+class _Tombstone(msgspec.Struct):
+    """What is read of one: how a run ended, and when."""
+
+    outcome: Id = ""
+    at: Id = ""
+
+
+_ENDS = msgspec.json.Decoder(_Tombstone)
 _ROWS = msgspec.json.Decoder(Row)
 _LISTED = msgspec.json.Decoder(Listed)
+# Of thousands of hosts.
+_EXCLUSIONS_BYTES = 4 * SMALL_BYTES
 _EXCLUSIONS = msgspec.json.Decoder(tuple[Exclusion, ...])
 
 
@@ -114,7 +143,7 @@ class Archive:
     def put_tombstone(self, ended: RoundDocument) -> None:
         """Record that this incarnation ended; all records expire a week after the last one."""
         outcome = ended.outcome or Outcome.CLOSED
-        story = {"outcome": outcome.value, "round": ended.round, "reason": ended.reason}
+        story = {"outcome": outcome.value, "round": ended.round, "reason": plain(ended.reason)}
         story["at"] = _iso(datetime.now(UTC))
         with closing(self._open(archive_run_id(self._run_id))) as client:
             client.put(_ENDED + ended.incarnation, json.dumps(story).encode())
@@ -128,8 +157,8 @@ class Archive:
         if entry is None:
             return None
         try:
-            return Outcome(str(_fields(entry.value)["outcome"]))
-        except (KeyError, ValueError):
+            return Outcome(decode(_ENDS, entry.value, SMALL_BYTES).outcome)
+        except ValueError:
             return Outcome.CLOSED
 
     def note(self, record: RoundRecord, at: datetime | None = None) -> None:
@@ -161,8 +190,8 @@ class Archive:
         found = []
         for entry in entries.values():
             try:
-                found.append(_ROWS.decode(entry.value))
-            except UNREADABLE:
+                found.append(decode(_ROWS, entry.value, SMALL_BYTES))
+            except RefusedValueError:
                 continue  # For display only: another version's.
         return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
 
@@ -265,16 +294,27 @@ class Archive:
     ) -> None:
         key = _ALL_RUNS if all_runs else self._run_id
         with closing(self._open(EXCLUDED)) as client:
-            entry, written = client.get(key), False
+            entry, written, refused = client.get(key), False, 0
             while not written:
                 if entry is not None and is_sealed(entry.value):
                     raise RendezvousStateError(f"the list of excluded hosts {NO_SECRET_HERE}")
                 held = _hold(change(_hold(_excluded(entry), now)), now)
                 value, expected = msgspec.json.encode(held), entry.version if entry else None
                 entry, written = client.compare_and_set(key, value, expected)
-            seen, entries = None, client.list("")
+                if not written:
+                    if refused == _MOST_REFUSALS:
+                        raise RendezvousConnectionError(
+                            "others change the list of excluded hosts again and again, so that "
+                            "nothing was changed: try once more"
+                        )
+                    time.sleep(random.uniform(0, longest_pause(refused)))
+                    refused += 1
+            seen, entries, looks = None, client.list(""), 0
             # Again if another changed them meanwhile: its deadline may have come before this one.
             while seen != (seen := {it: entry.version for it, entry in entries.items()}):
+                looks += 1
+                if looks > _MOST_REFUSALS:
+                    return
                 kept = (it for entry in entries.values() for it in _hold(_excluded(entry), now))
                 ends = [_LONGEST_EXCLUSION if it.until is None else it.until - now for it in kept]
                 # Not at once: another may write one at this moment.
@@ -301,7 +341,7 @@ class Archive:
             phase=record.phase,
             round=record.round,
             nodes=record.nodes,
-            reason=record.reason,
+            reason=plain(record.reason),
             outcome=record.outcome,
         )
         client.put(self._run_id, msgspec.json.encode(listed))
@@ -336,7 +376,7 @@ def read_list(client: KeyValueClient) -> dict[str, Listed]:
         if said := f"the list of runs {NO_SECRET_HERE}" if sealed else client.why_absent(""):
             raise RendezvousStateError(said)
     # An earlier version took what stands here for runs: `rdzv clean --dead` would delete it.
-    return {run: it for run, it in runs.items() if not run.startswith(RESERVED)}
+    return {run: it for run, it in runs.items() if is_possible(run)}
 
 
 def archive_run_id(run_id: str) -> str:
@@ -352,16 +392,16 @@ def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:
     runs = {}
     for run, entry in entries.items():
         try:
-            runs[run] = _LISTED.decode(entry.value)
-        except UNREADABLE:
+            runs[run] = decode(_LISTED, entry.value, SMALL_BYTES)
+        except RefusedValueError:
             continue
     return runs
 
 
 def _excluded(entry: Entry | None) -> tuple[Exclusion, ...]:
     try:
-        return _EXCLUSIONS.decode(entry.value) if entry is not None else ()
-    except UNREADABLE:
+        return decode(_EXCLUSIONS, entry.value, _EXCLUSIONS_BYTES) if entry is not None else ()
+    except RefusedValueError:
         return ()  # Another version's, or damaged.
 
 
@@ -373,16 +413,15 @@ def _hold(exclusions: Iterable[Exclusion], now: float) -> tuple[Exclusion, ...]:
 def _keep_newest(client: KeyValueClient, prefix: str, most: int) -> None:
     entries = client.list(prefix)
     if len(entries) > most:
-        by_age = sorted(entries, key=lambda key: str(_fields(entries[key].value).get("at")))
+        by_age = sorted(entries, key=lambda key: _noted_at(entries[key].value))
         client.delete_many(by_age[: len(entries) - most])
 
 
-def _fields(value: bytes) -> dict[str, object]:
+def _noted_at(value: bytes) -> str:
     try:
-        story = msgspec.json.decode(value)
-    except UNREADABLE:
-        return {}
-    return story if isinstance(story, dict) else {}
+        return decode(_ENDS, value, SMALL_BYTES).at
+    except RefusedValueError:
+        return ""  # It goes first.
 
 
 def _iso(at: datetime) -> str:

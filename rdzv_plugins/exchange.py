@@ -7,9 +7,11 @@ run's store alone; whoever else connects gets nothing, and is dropped.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 
+from rdzv_plugins.kv.gate import is_master
 from rdzv_plugins.listener import Line, Listener
 
 __all__ = ["EXCHANGED", "answer", "dial", "exchange"]
@@ -20,6 +22,8 @@ EXCHANGED = 4 << 20
 _CHUNK = os.urandom(1 << 16)  # A link that compresses would seem fast otherwise.
 
 _CLIENT_SECONDS = 60.0
+# An id that a node gives itself is hexadecimal; but tests and other programs name theirs.
+_NODE = re.compile(r"[\w.-]{1,64}")
 
 
 def _greeting(node: str) -> bytes:
@@ -46,6 +50,9 @@ def exchange(node: str, endpoint: str, seconds: float, size: int = EXCHANGED) ->
             raise TimeoutError("timed out")
         return rest
 
+    if _NODE.fullmatch(node) is None:
+        # It stands in the store. Else its line ends would be commands to whoever listens there.
+        raise ConnectionError("what stands in the store is the id of no node")
     with _connect(endpoint, seconds) as line:
         line.settimeout(left())
         line.sendall(_greeting(node))
@@ -64,6 +71,8 @@ def exchange(node: str, endpoint: str, seconds: float, size: int = EXCHANGED) ->
 
 def _connect(endpoint: str, seconds: float) -> socket.socket:
     address, _, port = endpoint.rpartition(":")
+    if not is_master(endpoint):
+        raise ConnectionError("what stands in the store is no address:port")
     line = socket.create_connection((address.strip("[]"), int(port)), seconds)
     # A port that is free may be this socket's own, and TCP connects it to itself.
     if line.getsockname() == line.getpeername():

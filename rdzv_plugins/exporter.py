@@ -5,6 +5,7 @@ What there is stands in `metrics.TABLE`: what a node has too has the same name a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,8 @@ from rdzv_plugins.protocol.situation import to_join_again
 from rdzv_plugins.survey import Seen, Survey
 
 __all__ = ["EXPORTED", "Exporter"]
+
+log = logging.getLogger(__name__)
 
 # Several scrapers at once make one read.
 _FRESH_SECONDS = 1.0
@@ -112,7 +115,12 @@ class Exporter(Collector):
         families["rdzv_store_up"].add_metric([], float(not away))
         if not away:
             for seen in self._survey.runs.values():
-                for name, labels, value in self._samples(seen):
+                try:
+                    samples = [*self._samples(seen)]
+                except Exception:  # One broken run never costs the others.
+                    log.debug("run '%s' has no metrics", seen.run_id, exc_info=True)
+                    continue
+                for name, labels, value in samples:
                     families[name].add_metric([seen.run_id, *labels], value)
             self._restarts = {
                 run: it for run, it in self._restarts.items() if run in self._survey.runs

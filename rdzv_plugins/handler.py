@@ -69,6 +69,7 @@ from rdzv_plugins.kv import (
     as_outage,
     missing_for_workers,
 )
+from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.kv.sealed import SealedClient
 from rdzv_plugins.links import Links
@@ -179,6 +180,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._attendance = attendance
         self._archive = archive
         self._run_id = run_id
+        rules = rules.of_run(run_id)
         self._rules = rules
         self._settings = settings
         self._address = address
@@ -324,7 +326,8 @@ class StoreRendezvousHandler(RendezvousHandler):
                 run_id=self._run_id,
                 round=document.round,
                 world_id=document.world_id,
-                cause=document.reason,
+                # Of megabytes no worker could start.
+                cause=plain(document.reason),
                 spares=document.waiting,
                 domain=self._settings.domain,
                 fencing_token=document.fencing_token,
@@ -542,7 +545,9 @@ class StoreRendezvousHandler(RendezvousHandler):
             return latest.closed
         with self._events.of("is_closed"):
             entry = self._client.get(STATE_KEY)
-            return entry is not None and RoundDocument.decode(entry.value).closed
+            with suppress(RendezvousStateError):  # It counts as absent.
+                return entry is not None and RoundDocument.decode(entry.value).closed
+            return False
 
     @property
     def made_no_progress(self) -> bool:
@@ -937,7 +942,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             case Failure.DRAINED:
                 return SystemExit(0)
             case Failure.CLOSED | Failure.SPARE_CLOSED:
-                why = f" ({latest.reason})" if latest is not None and latest.reason else ""
+                why = f" ({plain(latest.reason)})" if latest is not None and latest.reason else ""
                 return RendezvousClosedError(f"{run} is closed{why}; {self._when_free(latest)}")
             case Failure.MISMATCH:
                 document = self._node.document

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.archive import Archive, Listed, Row
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError, Version
+from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -157,6 +158,11 @@ class Inspection:
         asked, before = time.monotonic(), self.records
         entry = self.client.get(STATE_KEY)
         self.document = RoundDocument.decode(entry.value) if entry else None
+        if self.document is not None and self.document.run not in ("", self.run_id):
+            whose, self.document = plain(self.document.run, 80), None
+            raise RendezvousStateError(
+                f"the round document is that of the run '{whose}': somebody has put it here"
+            )
         self.version = entry.version if entry else None
         self.records = self._cache.decode(self.client.list(NODES_PREFIX))
         if self.document is not None and not self.document.is_whole:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 
+from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.protocol.effects import Tell
 from rdzv_plugins.protocol.node import Node
 
 __all__ = ["RunLog", "is_told", "set_up", "told"]
 
 _PACKAGE = "rdzv_plugins"
+
+_LONGEST_LINE = 4000
 
 # As torch's: I1122 13:20:01.250000 4711 rdzv_plugins.handler:208] ...
 _FORMAT = "{levelname[0]}{asctime}.{msecs:03.0f}000 {process} {name}:{lineno}] {message}"
@@ -77,10 +80,10 @@ class RunLog:
             "rdzv_run": self._run_id,
             "rdzv_round": latest.round if latest is not None else None,
             "rdzv_node": self._node.record.label,
-            "rdzv_cause": latest.reason if latest is not None else "",
+            "rdzv_cause": plain(latest.reason) if latest is not None else "",
         }
-        # A server's error, or an address that stands in the store, may have line breaks.
-        line, run = " ".join(text.splitlines()), f"run '{self._run_id}'"
+        # A server's error, or what stands in the store, may hold anything.
+        line, run = plain(text, _LONGEST_LINE), f"run '{self._run_id}'"
         if not line.startswith(run):
             line = f"{run}: {line}"
         # The place in the source is that of the caller's caller.

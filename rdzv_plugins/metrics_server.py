@@ -1,4 +1,4 @@
-"""Serves one node's metrics and its state as pages, from one thread."""
+"""Serves one node's metrics and its state as pages: a thread for each client, of few clients."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ __all__ = ["MetricsServer"]
 
 log = logging.getLogger(__name__)
 
-# A client that sends nothing holds the thread for so long.
+# A client has so long for its whole request and the answer, however it sends or reads.
 _CLIENT_SECONDS = 5.0
+# Of more clients at once the one goes that has been there for longest.
+_MOST_CLIENTS = 16
 # How soon the thread sees that it is to end, where closing the socket does not wake it.
 _LOOK_SECONDS = 0.5
 _STOP_SECONDS = 2.0
@@ -60,6 +62,8 @@ class MetricsServer:
         self._health = health
         self._why = why
         self._stopping = threading.Event()
+        # What is shown is made by one thread at a time; whether all is well is told beside that.
+        self._one = threading.Lock()
         self._server = _server_class(host)((host, port), _Request)
         self._server.set_app(self._answer)
         _open.add(self._server)
@@ -83,12 +87,14 @@ class MetricsServer:
         with suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)  # It wakes the thread.
         self._thread.join(_STOP_SECONDS)
+        self._server.cut_all()
         self._server.server_close()
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
             try:
                 self._server.handle_request()
+                self._server.service_actions()
             except (OSError, ValueError):
                 if not self._stopping.is_set():
                     log.exception("the metrics of this node are served no longer")
@@ -97,22 +103,74 @@ class MetricsServer:
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         match environ["PATH_INFO"]:
             case "/metrics":
-                self._before_metrics()
-                page: Iterable[bytes] = self._metrics(environ, start_response)
+                with self._one:
+                    self._before_metrics()
+                    page: Iterable[bytes] = [*self._metrics(environ, start_response)]
                 return page
             case "/healthz":
                 well, text = self._health()
                 status = "200 OK" if well else "503 Service Unavailable"
             case "/why":
-                status, text = "200 OK", self._why()
+                with self._one:
+                    status, text = "200 OK", self._why()
             case _:
                 status, text = "404 Not Found", "there are /metrics, /healthz and /why"
         start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [f"{text}\n".encode(errors="backslashreplace")]
 
 
-class _Server(WSGIServer):
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
     timeout = _LOOK_SECONDS
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, *arguments: Any) -> None:
+        # Those that are served, the oldest first, and until when.
+        self._clients: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._clients[request] = time.monotonic() + _CLIENT_SECONDS
+            oldest = next(iter(self._clients)) if len(self._clients) > _MOST_CLIENTS else None
+        if oldest is not None:
+            self._cut(oldest)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            # This host starts no thread, or the interpreter ends.
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        threading.current_thread().name = "rdzv-metrics-client"
+        super().process_request_thread(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Cut off those whose time is over: one that drips is never silent."""
+        now = time.monotonic()
+        with self._lock:
+            late = [client for client, until in self._clients.items() if until <= now]
+        for client in late:
+            self._cut(client)
+
+    def cut_all(self) -> None:
+        """Let no client keep its thread."""
+        with self._lock:
+            clients = [*self._clients]
+        for client in clients:
+            self._cut(client)
+
+    def _cut(self, client: socket.socket) -> None:
+        with self._lock:
+            self._clients.pop(client, None)
+        with suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)  # Its thread's next read or write ends.
 
     def server_bind(self) -> None:
         # That of the library looks up the host's name, which may take a silent resolver's time-out.

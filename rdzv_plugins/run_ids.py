@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["RESERVED", "refuse_unless_possible", "why_no_log_folder"]
+__all__ = ["RESERVED", "is_possible", "refuse_unless_possible", "why_no_log_folder"]
 
 RESERVED = "!"
 """The ids of the records that this package keeps beside the runs begin so; see `archive`."""
@@ -33,6 +33,14 @@ def refuse_unless_possible(run_id: str) -> str:
     if (size := len(run_id.encode())) > _MOST_BYTES:
         raise ValueError(f"--rdzv-id {shown}: {size} bytes, at most {_MOST_BYTES} are allowed")
     return run_id
+
+
+def is_possible(run_id: str) -> bool:
+    """Whether a run can have it; what stands in the list of runs may be anybody's."""
+    try:
+        return bool(refuse_unless_possible(run_id))
+    except ValueError:
+        return False
 
 
 def why_no_log_folder(run_id: str) -> str | None:

@@ -5,8 +5,9 @@ The page, the exporter and ``rdzv list`` show what a `Survey` has seen.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,11 +16,18 @@ from msgspec import to_builtins
 from rdzv_plugins.archive import LIST, Archive, Listed, Row, read_list
 from rdzv_plugins.inspection import LOOK_SECONDS, SCHEMA, Condition, Inspection, what_it_was
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.protocol.documents import Outcome
 
 __all__ = ["Seen", "Survey"]
 
+log = logging.getLogger(__name__)
+
 _BRIEF_WATCH_SECONDS = 1.0
+# Of so many runs the connections stay open; to read any other one is opened, and closed again.
+_MOST_CONNECTIONS = 32
+# After the first look so many of those others are read in one look, in turn: each takes its time.
+_MOST_IN_TURN = 64
 
 
 class Seen:
@@ -86,9 +94,14 @@ class Seen:
         ``told``: whether the run has been watched for long enough to tell who lives.
         """
         listed, condition = self.listed, self.condition
+        found = None
         if self.inspection is not None and self.error is None and not self.is_over:
-            found = self.inspection.report()
-        else:
+            try:
+                found = self.inspection.report()
+            except Exception as error:
+                # One broken run never costs the others.
+                self.error, condition = _broken(self.run_id, error), None
+        if found is None:
             found = {
                 "schema": SCHEMA,
                 "run": self.run_id,
@@ -126,6 +139,10 @@ class Survey:
         self._open = open
         self._archive = archive
         self._list: KeyValueClient | None = None
+        # When each run was looked at, in monotonic seconds.
+        self._looked: dict[str, float] = {}
+        # Those whose connections are open.
+        self._connected: set[str] = set()
         self._rows: dict[str, tuple[Listed | None, list[Row]]] = {}
 
     def look(self) -> None:
@@ -139,9 +156,16 @@ class Survey:
             if self._list is None:
                 self._list = self._open(LIST)
             listed = read_list(self._list)
-            for run_id in {**runs, **listed}:
+            in_turn = 0
+            for run_id in self._ordered({**runs, **listed}):
                 seen = runs.setdefault(run_id, Seen(run_id))
+                if seen.inspection is not None and seen.client is None and not seen.is_gone:
+                    in_turn += 1
+                    if in_turn > _MOST_IN_TURN and not seen.is_over:
+                        continue
+                self._looked[run_id] = time.monotonic()
                 self._look_at(seen, listed.get(run_id))
+            self._looked = {run: it for run, it in self._looked.items() if run in runs}
         except RendezvousConnectionError as error:
             if self.away is None:
                 self.away = datetime.now(UTC), str(error)
@@ -187,37 +211,57 @@ class Survey:
     def close(self) -> None:
         """Close all connections; a look that another thread has under way ends."""
         for seen in list(self.runs.values()):
-            _hang_up(seen)
+            self._hang_up(seen)
         if self._list is not None:
             self._list.close()
 
+    def _ordered(self, runs: Iterable[str]) -> list[str]:
+        """Those first whose last look is longest ago."""
+        return sorted(runs, key=lambda run: self._looked.get(run, 0.0))
+
+    def _hang_up(self, seen: Seen) -> None:
+        self._connected.discard(seen.run_id)
+        if seen.client is not None:
+            seen.client.close()
+            seen.client = None
+
     def _look_at(self, seen: Seen, listed: Listed | None) -> None:
         before, seen.listed = seen.listed, listed
-        anew = self.away is not None
+        # After an outage no heartbeat may be taken for missing that nobody could write.
+        anew = self.away is not None or seen.is_gone
         nothing_left = listed is None and (seen.inspection is None or seen.is_gone)
         if seen.is_over or nothing_left or (seen.is_gone and listed == before):
-            _hang_up(seen)
+            self._hang_up(seen)
             if nothing_left:
                 seen.inspection = None
                 self._rows.pop(seen.run_id, None)
             return
         try:
             if seen.client is None:
-                seen.client, anew = self._open(seen.run_id), True
+                seen.client = self._open(seen.run_id)
             inspection = seen.inspection
             if inspection is None or anew:
-                # After an outage no heartbeat may be taken for missing that nobody could write.
                 inspection = Inspection(seen.client, self._archive(seen.run_id), seen.run_id)
+            inspection.client = seen.client
             inspection.look()
             seen.inspection, seen.error = inspection, None
+        except RendezvousConnectionError:
+            raise
         except RendezvousStateError as error:
             seen.error = str(error)
+        except Exception as error:
+            seen.error = _broken(seen.run_id, error)
+        finally:
+            if seen.client is not None:
+                self._connected.add(seen.run_id)
+            if seen.is_gone or len(self._connected) > _MOST_CONNECTIONS:
+                self._hang_up(seen)
 
 
-def _hang_up(seen: Seen) -> None:
-    if seen.client is not None:
-        seen.client.close()
-        seen.client = None
+def _broken(run_id: str, error: Exception) -> str:
+    """The row of a run that cannot be told of; the log has the rest."""
+    log.debug("run '%s' cannot be read", run_id, exc_info=error)
+    return plain(f"it cannot be read ({type(error).__name__}: {error})", 300)
 
 
 def _began(seen: Seen) -> str:

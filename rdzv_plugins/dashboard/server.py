@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rdzv_plugins.dashboard.poller import Poller, Snapshot
 from rdzv_plugins.survey import Survey
@@ -29,6 +30,12 @@ __all__ = ["Dashboard"]
 _LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
 _END_SECONDS = 5
+# More clients at once are told that the server is busy.
+_MOST_CLIENTS = 200
+_KEEP_ALIVE_SECONDS = 10
+# A request is there within so long, however it drips, and has no more bytes than this.
+_REQUEST_SECONDS = 10.0
+_MOST_REQUEST_BYTES = 16 << 10
 
 _HEADERS = {
     "content-security-policy": (
@@ -70,6 +77,10 @@ class Dashboard:
                 self.application(host),
                 log_level="warning",
                 server_header=False,
+                limit_concurrency=_MOST_CLIENTS,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                h11_max_incomplete_event_size=_MOST_REQUEST_BYTES,
+                http=_Protocol,
                 timeout_graceful_shutdown=_END_SECONDS,
             )
         )
@@ -165,6 +176,27 @@ class Dashboard:
 
     def _store(self, snapshot: Snapshot) -> dict[str, Any]:
         return {"schema": 1, "store": self._where, "at": snapshot.at, "away": snapshot.away}
+
+
+class _Protocol(H11Protocol):
+    """Ends a connection whose next request does not come in time."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._idle_in: object = None
+        self._late = self.loop.call_later(_REQUEST_SECONDS / 2, self._end_if_idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._late.cancel()
+        super().connection_lost(exc)
+
+    def _end_if_idle(self) -> None:
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self._idle_in is (self.cycle or self):
+            self.transport.close()
+            return
+        self._idle_in = (self.cycle or self) if idle else None
+        self._late = self.loop.call_later(_REQUEST_SECONDS / 2, self._end_if_idle)
 
 
 class _Headers:

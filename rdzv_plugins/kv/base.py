@@ -12,7 +12,9 @@ stamp after a lost answer.
 
 from __future__ import annotations
 
+import binascii
 import contextlib
+import json
 import logging
 import math
 import os
@@ -20,6 +22,7 @@ import random
 import re
 import select
 import socket
+import struct
 import threading
 import time
 from abc import abstractmethod
@@ -44,12 +47,14 @@ from rdzv_plugins.kv.contract import (
     parse_counter,
 )
 from rdzv_plugins.kv.exhaustion import ExhaustedError, exhausted
+from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.kv.retry import longest_pause, retry
 
 __all__ = [
     "STAMP_BYTES",
     "UNREACHED",
     "Limit",
+    "OddAnswerError",
     "Problem",
     "StoreClient",
     "Stored",
@@ -75,6 +80,11 @@ T = TypeVar("T")
 STAMP_BYTES = 9
 """Length of a stamp, including its "="."""
 
+
+class OddAnswerError(Exception):
+    """A server's answer is not as this client knows it."""
+
+
 UNREACHED = "could not be reached"
 """In the error of a store that gave no answer from which the cause could be told."""
 
@@ -87,6 +97,12 @@ _UNRESOLVED = re.compile(
     "|Name does not resolve|could not translate host name|Failed to resolve"
 )
 
+# What parsing an answer raises that is not as its server writes it.
+_ODD = (
+    LookupError, TypeError, AttributeError, UnicodeError, binascii.Error, struct.error,
+    json.JSONDecodeError, msgspec.MsgspecError, RecursionError, OverflowError, OddAnswerError,
+)  # fmt: skip
+
 # `wait` polls a store that cannot push this often, in seconds.
 _POLL = (0.05, 0.1)
 
@@ -96,7 +112,8 @@ class Stored(msgspec.Struct, frozen=True):
 
     Attributes:
         value: without its stamp.
-        version: what `Entry.version` becomes.
+        version: what `Entry.version` becomes; "" of a value that this package did not write, which
+            counts as absent: the next write replaces it.
         guard: what the store needs to replace or watch exactly this value, such as its own index.
     """
 
@@ -106,11 +123,9 @@ class Stored(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, data: bytes, guard: Any = None) -> Stored:
-        """Parse the result of `stamped`; raises `RendezvousStateError` for anything else."""
+        """Parse the result of `stamped`; of anything else ``value`` is all of it."""
         if data[STAMP_BYTES - 1 : STAMP_BYTES] != b"=":
-            raise RendezvousStateError(
-                "a value in the store was not written by this package: use another prefix"
-            )
+            return cls(data, "", guard)
         return cls(data[STAMP_BYTES:], data[: STAMP_BYTES - 1].hex(), guard)
 
     @property
@@ -319,15 +334,22 @@ class StoreClient(KeyValueClient):
     ) -> Stored | None:
         """Write if the version is ``expected`` (None: absent); returns what the key holds then.
 
+        ``seen`` of `_replace` is also a value that counts as absent.
+
         A store whose refused write tells what the key holds does this in one request. The caller
         may give any ``expected``, also one that no store has returned.
         """
+        refused = 0
         while True:
             seen = self._read([key], limit).get(key)
             if version_of(seen) != expected:
                 return seen
             if self._replace(key, data, seen, limit):
                 return Stored.parse(data)
+            if refused:
+                # Others change it, and change it back: not in step with them.
+                limit.sleep(min(limit.seconds, random.uniform(0, longest_pause(refused))))
+            refused += 1
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
         """Read before `wait` parks; may omit the value if the key still has ``version``."""
@@ -349,18 +371,18 @@ class StoreClient(KeyValueClient):
 
     def get(self, key: str) -> Entry | None:
         seen = self._call(lambda limit: self._read([key], limit).get(key))
-        return seen.entry if seen is not None else None
+        return seen.entry if seen is not None and seen.version else None
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         found: dict[str, Entry] = {}
         for part in self._parts(dict.fromkeys(keys, b"")):
             read = self._call(partial(self._read, [*part]))
-            found |= {key: stored.entry for key, stored in read.items()}
+            found |= {key: stored.entry for key, stored in read.items() if stored.version}
         return found
 
     def list(self, prefix: str) -> dict[str, Entry]:
         found = self._call(partial(self._scan, prefix))
-        return {key: stored.entry for key, stored in found.items()}
+        return {key: stored.entry for key, stored in found.items() if stored.version}
 
     def put(self, key: str, value: bytes) -> Version:
         self.check_size(key, value)
@@ -388,7 +410,7 @@ class StoreClient(KeyValueClient):
         data = stamped(value)
         ours = Stored.parse(data).entry
         seen = self._call(partial(self._set_if, key, data, expected))
-        entry = seen.entry if seen is not None else None
+        entry = seen.entry if seen is not None and seen.version else None
         # Also true if an earlier attempt succeeded and its answer was lost.
         return entry, entry == ours
 
@@ -416,7 +438,8 @@ class StoreClient(KeyValueClient):
                 seen = self._read([key], limit).get(key)
                 version = version_of(seen)
                 if doubtful is None:
-                    total = parse_counter(key, seen.value if seen is not None else b"0") + delta
+                    there = seen.value if seen is not None and version is not None else b"0"
+                    total = parse_counter(key, there) + delta
                     data = stamped(b"%d" % total)
                 else:
                     # The same stamp and version again: at most one attempt can be applied.
@@ -461,7 +484,7 @@ class StoreClient(KeyValueClient):
         failures = 0
         while True:
             seen = self._call(lambda limit: self._look(key, version, limit), wake)
-            if (seen is None or seen.version == version) and time.monotonic() < deadline:
+            if version_of(seen) in (None, version) and time.monotonic() < deadline:
                 try:
                     seen = self._park(key, seen, Limit(deadline, wake))
                     failures = 0
@@ -475,7 +498,7 @@ class StoreClient(KeyValueClient):
                     wake.wait(random.uniform(0, longest_pause(failures)))
                     failures += 1
                     continue
-            if seen is not None and seen.version != version:
+            if seen is not None and version_of(seen) not in (None, version):
                 return seen.entry
             if time.monotonic() >= deadline:
                 return None
@@ -562,6 +585,8 @@ class StoreClient(KeyValueClient):
         """
         unreadable = isinstance(error, UnreadableFileError)
         problem = self._problem(error) if not unreadable else None
+        if problem is None and isinstance(error, _ODD):
+            problem = self._odd(error)
         if (missing := exhausted(error)) is not None:
             undone = problem is not None and problem.undone
             text = f"could not be asked: {missing}"
@@ -604,7 +629,7 @@ class StoreClient(KeyValueClient):
             raise WokenError from None
         # ssl's certificate error is also a ValueError.
         ours = isinstance(error, RendezvousError | ValueError)
-        if ours and not isinstance(error, OSError | UnreadableFileError):
+        if ours and not isinstance(error, (OSError, UnreadableFileError, *_ODD)):
             raise error
         if self._closed and self._is_the_librarys(error):
             raise ClientClosedError(self.where) from error
@@ -617,11 +642,21 @@ class StoreClient(KeyValueClient):
             kind = RendezvousStateError
         elif problem.denied:
             kind = AccessDeniedError
-        text = f"{self.where} {problem.text}"
+        # With a server's own words, which may be anything.
+        text = plain(f"{self.where} {problem.text}")
         if not problem.secret:
             # Not as a cause: torchrun would print the library's frames before the line that counts.
             log.debug("%s", text, exc_info=error)
         raise kind(text) from None
+
+    def _odd(self, error: Exception) -> Problem:
+        """The problem behind an answer that is cut off, or not as the store's own are."""
+        said = plain(f"{type(error).__name__}: {error}", 200)
+        return Problem(
+            f"sent an answer that makes no sense ({said}); does --rdzv-endpoint name it, and is a "
+            "proxy in between?",
+            retryable=True,
+        )
 
     def _unreachable(self, error: Exception, *, undone: bool = False, hint: str = "") -> Problem:
         """The problem behind most errors; ``hint`` continues the question at its end."""
@@ -703,8 +738,8 @@ def stamped(value: bytes) -> bytes:
 
 
 def version_of(stored: Stored | None) -> str | None:
-    """The version of what a key holds; None: there is no such key."""
-    return stored.version if stored is not None else None
+    """The version of what a key holds; None: there is no such key, or what it holds is not ours."""
+    return (stored.version or None) if stored is not None else None
 
 
 def segments(namespace: str, prefix: str) -> list[str]:

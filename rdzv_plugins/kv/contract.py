@@ -16,6 +16,7 @@ They need no torch. Wherever torch meets them, they are its own errors of the sa
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ Version = Hashable
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The errors of a JSON decoder for bytes that this package did not write: damaged, or another's."""
+
+
+_COUNTER = re.compile(rb"-?[0-9]{1,19}")
 
 
 class RendezvousError(Exception):
@@ -307,8 +311,7 @@ class Attendance(ABC):
 
 
 def parse_counter(key: str, value: bytes) -> int:
-    """The integer in a counter's value; raises `RendezvousStateError` for anything else."""
-    try:
-        return int(value)
-    except ValueError as error:
-        raise RendezvousStateError(f"the value of '{key}' is not a counter") from error
+    """The integer in a counter's value, of 64 bits; raises `RendezvousStateError` for another."""
+    if _COUNTER.fullmatch(value) is None or not -(1 << 63) <= int(value) < 1 << 63:
+        raise RendezvousStateError(f"the value of '{key}' is not a counter")
+    return int(value)

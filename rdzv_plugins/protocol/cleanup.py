@@ -29,6 +29,7 @@ from rdzv_plugins.protocol.effects import (
     RecordHistory,
     Ring,
     Tell,
+    after_refusal,
 )
 from rdzv_plugins.protocol.observer import with_rank
 from rdzv_plugins.protocol.roster import apart, known_ranks
@@ -65,6 +66,7 @@ def close_run(
         Whether the run is closed, by this node or another.
     """
     entry = yield from Read(STATE_KEY)
+    refusals = 0
     while True:
         document = _readable(entry, latest)
         if document is None and latest is not None:
@@ -86,6 +88,8 @@ def close_run(
             entry, written = yield from CompareAndSet(STATE_KEY, failed.encode(), expected)
             if written:
                 return True
+            refusals += 1
+            yield from after_refusal(refusals)
             continue
         if document.closed:
             if document.cause.note != why and not told:
@@ -103,6 +107,8 @@ def close_run(
         entry, written = yield from CompareAndSet(STATE_KEY, closed.encode(), expected)
         if written and entry is not None:
             break
+        refusals += 1
+        yield from after_refusal(refusals)
     yield from Tell("closed", f"the run is closed: {why}")
     # Joiners wait for the document; the leader waits for its bell.
     yield from Ring(node_id)

@@ -9,13 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Annotated, Any, Generic, Literal, TypeVar, overload
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.kv.contract import UNREADABLE
+from rdzv_plugins.kv.gate import (
+    DOCUMENT_BYTES,
+    KNOWN_HOSTS,
+    RECORD_BYTES,
+    Clock,
+    Count,
+    Id,
+    Key,
+    Long,
+    Moment,
+    Nodes,
+    RefusedValueError,
+    Seconds,
+    Text,
+    cleaned,
+    decode,
+    is_host,
+    is_master,
+    plain,
+    refuse_size,
+)
 from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 
 __all__ = [
@@ -36,6 +58,7 @@ __all__ = [
     "Outcome",
     "Phase",
     "RoundDocument",
+    "SealedRunError",
     "Shards",
     "Status",
     "Strikes",
@@ -46,6 +69,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+Ids = Annotated[tuple[Id, ...], Long]
+Pairs = Annotated[tuple[tuple[Id, Text], ...], Long]
+
 STATE_KEY = "state"
 # Of handler=torch: a pickle, which nothing here loads.
 TORCH_STATE_KEY = "torch-state"
@@ -54,8 +80,6 @@ NODES_PREFIX = "nodes/"
 STORE_PREFIX = "store/"
 
 SCHEMA = 2
-
-_LONGEST_LEASE = 1e12
 
 # Enough for millions of nodes. A node that reads the document makes the key of each shard.
 _MOST_SHARDS = 1 << 16
@@ -83,6 +107,10 @@ def store_prefix(incarnation: str, round_: int) -> str:
 
 class CorruptDocumentError(RendezvousStateError):
     """No version of this package wrote the value that stands as the round document."""
+
+
+class SealedRunError(CorruptDocumentError):
+    """The run has a secret, and this client has none: it is not this one's to write over."""
 
 
 class Phase(StrEnum):
@@ -138,11 +166,11 @@ class Outcome(StrEnum):
         return self in (Outcome.FAILED, Outcome.NO_PROGRESS)
 
 
-class Names(msgspec.Struct, frozen=True, array_like=True):
+class Names(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Nodes by their labels: the first few, and how many there are besides."""
 
-    first: tuple[str, ...] = ()
-    more: int = 0
+    first: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
+    more: Nodes = 0
 
     def __bool__(self) -> bool:
         return bool(self.first or self.more)
@@ -209,12 +237,12 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     joined: Names = Names()
     evicted: Names = Names()
     apart: Names = Names()
-    unfit: tuple[tuple[str, str], ...] = ()
+    unfit: Annotated[tuple[tuple[Id, Text], ...], Meta(max_length=64)] = ()
     held: Names = Names()
     drained: Names = Names()
     excluded: Names = Names()
-    why: str = ""
-    note: str = ""
+    why: Text = ""
+    note: Text = ""
 
     def __str__(self) -> str:
         failed = self.failed.without(self.left.first)
@@ -281,9 +309,9 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
         why: for people.
     """
 
-    host: str
-    until: float | None = None
-    why: str = ""
+    host: Id
+    until: Moment | None = None
+    why: Text = ""
 
     def holds(self, now: float) -> bool:
         """Whether it is in force at this time, in seconds since the epoch."""
@@ -300,9 +328,9 @@ class Accusation(msgspec.Struct, frozen=True, array_like=True):
         lost: it has not answered in time.
     """
 
-    node: str
-    beat: int
-    by: str = ""
+    node: Id
+    beat: Count
+    by: Id = ""
     lost: bool = False
 
 
@@ -316,13 +344,13 @@ class Strikes(msgspec.Struct, frozen=True, array_like=True):
         served_until: when the last quarantine ends.
     """
 
-    host: str
-    times: tuple[float, ...] = ()
-    served: int = 0
-    served_until: float = 0.0
+    host: Id
+    times: Annotated[tuple[Moment, ...], Long] = ()
+    served: Count = 0
+    served_until: Moment = 0.0
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True):
+class Found(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The findings of a node about the network while it confirmed its rank.
 
     Attributes:
@@ -333,11 +361,11 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
         unreached: why that failed; empty: it did not.
     """
 
-    partner: str = ""
-    seconds: float = 0.0
-    why: str = ""
-    first: str = ""
-    unreached: str = ""
+    partner: Id = ""
+    seconds: Seconds = 0.0
+    why: Text = ""
+    first: Id = ""
+    unreached: Text = ""
 
 
 class Faults(msgspec.Struct, frozen=True, array_like=True):
@@ -351,11 +379,11 @@ class Faults(msgspec.Struct, frozen=True, array_like=True):
         blind: nodes that could not dial rank 0, each with who that was.
     """
 
-    links: tuple[tuple[str, str], ...] = ()
-    rounds: int = 0
-    out: tuple[tuple[str, str], ...] = ()
-    hosts: tuple[str, ...] = ()
-    blind: tuple[tuple[str, str], ...] = ()
+    links: Pairs = ()
+    rounds: Count = 0
+    out: Pairs = ()
+    hosts: Ids = ()
+    blind: Pairs = ()
 
     def why_out(self, node: str) -> str:
         """Why the node is unfit; empty: it is not among those."""
@@ -379,9 +407,9 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             Not stored.
     """
 
-    digest: str
-    size: int
-    shards: int
+    digest: Key
+    size: Nodes
+    shards: Nodes
     ranks: dict[str, int] | None = None
 
 
@@ -440,43 +468,45 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         faults: what the network check has found.
         accused: nodes that are to show that they live, or have not shown it.
         fencing_token: of the round that was named last; larger than that of each round before it.
+        run: the id of the run, as far as who founded it knew.
         since: when its phase began, in seconds since the epoch on the wall clock of who wrote that;
             for people alone. 0: not known, or it is closed.
         schema: the first number is not written: a later one is a field without a default.
     """
 
     schema: int = SCHEMA
-    incarnation: str
-    round: int
+    incarnation: Key
+    round: Count
     phase: Phase
-    leader: str | None
-    min_nodes: int
-    max_nodes: int
-    participants: tuple[str, ...] = ()
-    previous: tuple[str, ...] = ()
+    leader: Id | None
+    min_nodes: Nodes
+    max_nodes: Nodes
+    participants: Ids = ()
+    previous: Ids = ()
     roster: Shards | None = None
     previous_roster: Shards | None = None
-    lost: tuple[str, ...] = ()
-    evicted: tuple[str, ...] = ()
-    waiting: int = 0
+    lost: Ids = ()
+    evicted: Ids = ()
+    waiting: Nodes = 0
     cause: Cause = Cause()
     finishing: bool = False
     outcome: Outcome | None = None
     expires: bool = False
-    ran: str | None = None
-    master: str | None = None
+    ran: Id | None = None
+    master: Id | None = None
     resize: bool = False
-    grew: int = 0
-    short_rounds: int = 0
-    drained: tuple[str, ...] = ()
-    excluded: tuple[Exclusion, ...] = ()
-    quarantined: tuple[Exclusion, ...] = ()
-    strikes: tuple[Strikes, ...] = ()
-    restart: str = ""
+    grew: Count = 0
+    short_rounds: Count = 0
+    drained: Ids = ()
+    excluded: Annotated[tuple[Exclusion, ...], Long] = ()
+    quarantined: Annotated[tuple[Exclusion, ...], Long] = ()
+    strikes: Annotated[tuple[Strikes, ...], Long] = ()
+    restart: Text = ""
     faults: Faults = NO_FAULTS
-    accused: tuple[Accusation, ...] = ()
-    fencing_token: int = 0
-    since: int = 0
+    accused: Annotated[tuple[Accusation, ...], Long] = ()
+    fencing_token: Count = 0
+    run: Id = ""
+    since: Clock = 0
 
     @property
     def place(self) -> tuple[int, int]:
@@ -550,14 +580,14 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def decode(cls, data: bytes) -> RoundDocument:
         """Raises `RendezvousStateError` for another version's, else `CorruptDocumentError`."""
         try:
-            document = _DOCUMENTS.decode(data)
+            document = decode(_DOCUMENTS, data, DOCUMENT_BYTES)
             problem = document._problem()
-        except UNREADABLE as error:
+        except RefusedValueError as error:
             problem = str(error)
         if problem is None:
             return document._without_ranks()
         if is_sealed(data):
-            raise CorruptDocumentError(f"the run {NO_SECRET_HERE}")
+            raise SealedRunError(f"the run {NO_SECRET_HERE}")
         schema = _schema_of(data)
         if schema not in (None, SCHEMA):
             raise RendezvousStateError(
@@ -566,7 +596,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             )
         raise CorruptDocumentError(
             f"the round document is unreadable ({problem}): a live node of the run writes it "
-            "again; if none lives, delete it with rdzv clean"
+            "again; if none lives, the next node that joins does, or rdzv clean deletes it"
         )
 
     def _without_ranks(self) -> RoundDocument:
@@ -589,13 +619,18 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 return f"{shards.size} nodes in {shards.shards} shards"
         named = self.phase in (Phase.CONFIRMING, Phase.RUNNING)
         if named and (self.size == 0 or len({*self.participants}) != len(self.participants)):
-            return f"participants {self.participants!r} while {self.phase}"
+            return f"{len(self.participants)} participants while {self.phase}, some of them twice"
         if self.phase is Phase.RUNNING and self.master is None:
             return "it runs, but names no MASTER_ADDR"
+        if self.master is not None and not is_master(self.master):
+            return "MASTER is no address:port - at `$.master`"
         return None
 
 
-class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename=_SHORT):
+# gc=False: no cycle goes through what is immutable, and a leader makes thousands at each look.
+class NodeRecord(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, rename=_SHORT
+):
     """A node's record of itself; written by nobody else.
 
     Attributes:
@@ -631,36 +666,36 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         schema: as the document's; a node of another version disturbs no round of this one.
     """
 
-    address: str
-    pid: int
+    address: Id
+    pid: Nodes
     status: Status
-    round: int
-    min_nodes: int
-    max_nodes: int
-    interval: float
-    lease: float
-    incarnation: str | None = None
-    world_id: str | None = None
-    rank: int | None = None
-    hint: int | None = None
-    master: str | None = None
+    round: Annotated[int, Meta(ge=-1, le=2**53)]
+    min_nodes: Nodes
+    max_nodes: Nodes
+    interval: Seconds
+    lease: Seconds
+    incarnation: Id | None = None
+    world_id: Id | None = None
+    rank: Nodes | None = None
+    hint: Count | None = None
+    master: Id | None = None
     hosts: bool = True
     failed: bool = False
     may_grow: bool = False
-    unfit: str = ""
-    policy: str = ""
-    domain: str | None = None
-    port: int = 0
-    link: int = 0
-    accuses: tuple[tuple[str, int], ...] = ()
+    unfit: Text = ""
+    policy: Text = ""
+    domain: Id | None = None
+    port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+    link: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+    accuses: Annotated[tuple[tuple[Id, Count], ...], Long] = ()
     found: Found | None = None
     suspect: bool = False
-    last_call: tuple[int, int] | None = None
+    last_call: tuple[Count, Clock] | None = None
     schema: Literal[2] = 2
     # Last, for they change with each heartbeat: a store may send no more than the end of a value.
-    looks: int = 0
-    at: int = 0
-    beat: int
+    looks: Count = 0
+    at: Clock = 0
+    beat: Count
 
     @property
     def label(self) -> str:
@@ -693,15 +728,24 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     @classmethod
     def decode(cls, data: bytes) -> NodeRecord:
         """Raises `RendezvousStateError` for anything that `encode` did not write."""
+        # A leader decodes thousands at each look: what is dear is looked at only where it is new.
         try:
-            record = _RECORDS.decode(data)
-        except UNREADABLE as error:
-            raise RendezvousStateError(f"a node's record is unreadable: {error}") from error
-        if not 0 < record.interval <= record.lease < _LONGEST_LEASE:
-            raise RendezvousStateError(
-                f"a node's record is unreadable: a beat every {record.interval} s, a lease of "
-                f"{record.lease} s"
-            )
+            if len(data) > RECORD_BYTES:
+                refuse_size(data, RECORD_BYTES)
+            record = _decode_record(data)
+            # As `may_hold_controls`, without a call.
+            if not data.isascii() or 0x5C in data or 0x7F in data:
+                record = cleaned(record)
+            if not 0 < record.interval <= record.lease:
+                raise RefusedValueError(
+                    f"a beat every {record.interval} s, a lease of {record.lease} s - at `$.lease`"
+                )
+            if record.address not in KNOWN_HOSTS and not is_host(record.address):
+                raise RefusedValueError("the name or number of no host - at `$.addr`")
+            if record.master is not None and not is_master(record.master):
+                raise RefusedValueError("no address:port - at `$.master`")
+        except (*UNREADABLE, RefusedValueError) as error:
+            raise RendezvousStateError(f"a node's record is unreadable: {plain(error)}") from None
         return record
 
 
@@ -724,13 +768,22 @@ def _ranks(nodes: tuple[str, ...], shards: Shards | None) -> dict[str, int]:
 
 _ENCODER = msgspec.json.Encoder()
 _DOCUMENTS = msgspec.json.Decoder(RoundDocument)
-_RECORDS = msgspec.json.Decoder(NodeRecord)
+_decode_record = msgspec.json.Decoder(NodeRecord).decode
+
+
+class _AnyVersion(msgspec.Struct):
+    schema: int | None = None
+
+
+_SCHEMAS = msgspec.json.Decoder(_AnyVersion)
 
 
 def _schema_of(data: bytes) -> object:
     """The schema of what may be another version's document; None: it is no document."""
+    if len(data) > DOCUMENT_BYTES:
+        return None
     try:
-        fields: Any = msgspec.json.decode(data)
+        found: object = _SCHEMAS.decode(data).schema
     except UNREADABLE:
         return None
-    return fields.get("schema") if isinstance(fields, dict) else None
+    return found

@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from rdzv_plugins.kv import Entry, Version
+from rdzv_plugins.kv import Entry, RendezvousConnectionError, Version
+from rdzv_plugins.kv.retry import longest_pause
 from rdzv_plugins.protocol.documents import NodeRecord, Outcome, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.protocol.rules import Failure
@@ -40,6 +41,7 @@ __all__ = [
     "Rest",
     "Ring",
     "Tell",
+    "after_refusal",
 ]
 
 T = TypeVar("T")
@@ -211,7 +213,8 @@ class Tell(Effect[None], frozen=True):
     are warnings: ``lost`` (why the next round), ``doubt`` (why not yet), ``spare``, ``settings``,
     ``evicted``, ``unfit``, ``drained``, ``excluded``, ``exclusions`` (cannot be read), ``master``,
     ``network`` (who cannot reach whom), ``slow`` (whose exchange of data was), ``cut off`` (its
-    workers are to stop), ``two worlds`` (for how long there may have been) and ``tombstone``.
+    workers are to stop), ``two worlds`` (for how long there may have been), ``tombstone`` and
+    ``unreadable`` (what stands in the store, and counts as absent).
     """
 
     about: str
@@ -220,6 +223,23 @@ class Tell(Effect[None], frozen=True):
     @property
     def warns(self) -> bool:
         return self.about not in ("joined", "waiting", "forming", "round", "closed")
+
+
+_AT_ONCE, _MOST_REFUSALS = 3, 60
+
+
+def after_refusal(refusals: int) -> Effects[None]:
+    """Pause before a compare-and-set is tried again at which others were faster, so many times.
+
+    Raises `RendezvousConnectionError` after some 25 s of that: somebody writes in a loop.
+    """
+    if refusals >= _MOST_REFUSALS:
+        raise RendezvousConnectionError(
+            "others change the round document again and again, so that nothing was changed: try "
+            "once more, and find out who else writes there"
+        )
+    if refusals > _AT_ONCE:
+        yield from Rest(longest_pause(refusals - _AT_ONCE))
 
 
 class RecordHistory(Effect[None], frozen=True):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["FailureDetector", "Watched"]
+__all__ = ["BEATS_APART", "FailureDetector", "Watched"]
+
+BEATS_APART = 3
+"""So many beats that follow one another, and not the known one, are the node's all the same."""
 
 
 @dataclass(slots=True)
@@ -28,6 +31,8 @@ class Watched:
     stale: bool = False
     forgiven: float | None = None
     moved: bool = False
+    # A lower beat that was seen since, and how many such have followed one another.
+    behind: tuple[int, int] = (-1, 0)
 
     @property
     def silence(self) -> float:
@@ -64,7 +69,7 @@ class FailureDetector:
         if seen is None:
             forgiven = 0.0 if now < self.grace_ends else None
             self._seen[node] = Watched(beat, max(now, self.grace_ends), now, forgiven=forgiven)
-        elif beat == seen.beat or (beat is not None and beat < (seen.beat or 0)):
+        elif beat == seen.beat or (beat is not None and self._is_behind(seen, beat)):
             # A lower one was written before the last one that was seen, and is no sign of life.
             seen.looked, seen.stale = asked, False
         elif seen.stale:
@@ -76,6 +81,18 @@ class FailureDetector:
             since = now if beat is not None else max(seen.since, now)  # No sign of life.
             forgiven = None if beat is not None else seen.forgiven
             self._seen[node] = Watched(beat, since, now, forgiven=forgiven, moved=moved)
+
+    @staticmethod
+    def _is_behind(seen: Watched, beat: int) -> bool:
+        """Whether it is lower than the last one, and does not go on: else that was not the node's.
+
+        Writes that were held up on their way come in ones and twos.
+        """
+        if beat >= (seen.beat or 0):
+            return False
+        last, steps = seen.behind
+        seen.behind = beat, steps + (beat > last)
+        return seen.behind[1] < BEATS_APART
 
     def heard(self, node: str, now: float) -> None:
         """Note something else that the node has written, as good as a beat.

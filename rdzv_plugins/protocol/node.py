@@ -39,6 +39,7 @@ from rdzv_plugins.protocol.documents import (
     NodeRecord,
     Phase,
     RoundDocument,
+    SealedRunError,
     Status,
 )
 from rdzv_plugins.protocol.effects import (
@@ -504,6 +505,8 @@ class Node:
                 self._take_orders()  # Of the meantime: what it beats next is not to be outdated.
             yield from self._keep_alive()
         yield from seen.observe()
+        while seen.refused:
+            yield from Tell("unreadable", f"it counts as absent: {seen.refused.pop(0)}")
         view = self.view()
         for about, key, text in words.remarks(view):
             if (about, key) not in self._told:
@@ -1018,6 +1021,8 @@ class Node:
     def _write(self, document: RoundDocument) -> Effects[bool]:
         seen = self._seen
         waited = self._clock() - seen.round_since, seen.enough_for or 0.0
+        if document.run != self._rules.run:
+            document = replace(document, run=self._rules.run)
         stored, shards = apart(document, self._rules.inline)
         outages = seen.outages
         for digest, values in shards.items():
@@ -1147,7 +1152,12 @@ class Node:
     def _bear(self, error: Exception, failures: int) -> Effects[None]:
         """Outage: an outage stops no node, and no node is judged by what could not be read."""
         self._seen.read_again(document=True, leader=True, records=True)
-        if self._joining and not self._withdraw_ordered and self._is_hopeless(error):
+        sealed = isinstance(error, SealedRunError)
+        damaged = isinstance(error, CorruptDocumentError) and not sealed
+        if damaged and self._clock() >= self._joined_at + self._rules.lease + self._rules.interval:
+            # The nodes of the run, if any lived, would have written the document again.
+            self._seen.mend()
+        elif self._joining and not self._withdraw_ordered and self._is_hopeless(error):
             self._joining = False
             self.record = replace(self.record, status=Status.LEFT)
             yield from FinishJoin(JoinOutcome(error=error))
@@ -1166,8 +1176,10 @@ class Node:
         yield from Rest(pause)
 
     def _is_hopeless(self, error: Exception) -> bool:
-        if isinstance(error, CorruptDocumentError | ForeignValueError):
-            # The nodes of the run, if any live, write the document again; if none of another
-            # secret's lives, this node begins a run in its place.
+        if isinstance(error, SealedRunError | ForeignValueError):
+            # Its nodes may live; if none of another secret's lives, this node begins a run in its
+            # place.
             return self._clock() >= self._joined_at + self._rules.lease + self._rules.interval
+        if isinstance(error, CorruptDocumentError):
+            return self._clock() >= self._join_deadline
         return isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline

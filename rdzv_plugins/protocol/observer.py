@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import Entry, Version
+from rdzv_plugins.kv import Entry, RendezvousStateError, Version
+from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -15,11 +16,12 @@ from rdzv_plugins.protocol.documents import (
     Outcome,
     Phase,
     RoundDocument,
+    SealedRunError,
     Shards,
 )
 from rdzv_plugins.protocol.effects import Effects, List, PutShards, Read, Rest
 from rdzv_plugins.protocol.failure_detector import FailureDetector
-from rdzv_plugins.protocol.record_cache import RecordCache, readable
+from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import (
     MISSING,
     apart,
@@ -40,6 +42,12 @@ _REST_PER_RECORD = 20e-6
 _SHORTEST_REST = 0.5e-3
 
 _RANKS_KEPT = 4
+# Of so many nodes it is told that their records are not believed.
+_REFUSED_KEPT = 16
+# A document does not go on by more rounds than this between two looks.
+_MOST_ROUNDS = 1 << 20
+# So many documents of another version are written over before they are told.
+_MOST_STRANGE = 8
 _OUTDATED_KEPT = 16
 
 
@@ -108,6 +116,7 @@ class Observer:
         accused: since when those have not beaten whom the document names as accused.
         latency: seconds that the last listing took.
         overslept: seconds by which its last pause that ended by itself was too long.
+        refused: what it has read that counts as absent, as lines to be told; who tells takes them.
     """
 
     def __init__(self, node_id: str, rules: Rules, clock: Callable[[], float]) -> None:
@@ -137,6 +146,7 @@ class Observer:
         self.latency = self.overslept = 0.0
         # With which beat each is accused.
         self._accused_at: dict[str, int] = {}
+        self.refused: list[str] = []
         # The readings that are due before the next decision.
         self._document_due = True
         self._leader_due = False
@@ -146,13 +156,19 @@ class Observer:
         self._runs: str | None = None  # The world_id of the round that `running_since` is of.
         self._grew: tuple[str, int] | None = None  # The document that `grown_since` is of.
         self._leader_is: str | None = None  # Whose record `leader` is.
-        self._listing = RecordCache()
+        self._listing = RecordCache(rules.lease)
         # This node's rank by the digest of the shards that it has read, the last ones.
         self._ranks: dict[str, dict[str, int]] = {}
         # The nodes of the same shards, in rank order.
         self._held_with: dict[str, tuple[str, ...]] = {}
         # The keys of shards that documents named which it has read or written, by digest.
         self._outdated: dict[str, list[str]] = {}
+        # A newcomer has waited long enough for somebody to mend the document.
+        self._mends = False
+        # How many documents of another version stood there instead of the run's.
+        self._strange = 0
+        # Those of whose records it has noted that they are not believed; "": the document.
+        self._refused: dict[str, str] = {}
         self._listed_at = float("-inf")
         self._shortest_lease = rules.lease
         # The silent node from which the lead was taken, until all records have been listed.
@@ -244,7 +260,7 @@ class Observer:
         Args:
             known: what this node has written there, which saves decoding it; with its ``stored``.
 
-        Raises `CorruptDocumentError` if it is unreadable, and this node knows no valid one.
+        Raises `RendezvousStateError` if it is unreadable, and this node knows no valid one.
         """
         token = entry.version if entry else None
         if token != self.token or (entry is None) != (self.document is None):
@@ -345,12 +361,47 @@ class Observer:
             self.grown_since, self._grew = self._clock(), grew
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
+        """What does not pass is as if the store had forgotten it: the living write it again."""
+        if entry is None:
+            return None
         try:
-            return RoundDocument.decode(entry.value) if entry else None
-        except CorruptDocumentError:
-            if self.latest is None:
+            document = RoundDocument.decode(entry.value)
+            if document.run and self._rules.run and document.run != self._rules.run:
+                raise CorruptDocumentError(
+                    f"the round document is that of the run '{plain(document.run, 80)}': somebody "
+                    "has put it here"
+                )
+        except RendezvousStateError as error:
+            damaged, knows = isinstance(error, CorruptDocumentError), self.latest is not None
+            mends = self._mends and damaged and not isinstance(error, SealedRunError)
+            if not (knows or mends):
                 raise
-            return None  # As if the store had forgotten it: a node with a valid one writes it back.
+            if not damaged:
+                # Another version's, in the midst of a run: it is nobody's, or that one insists.
+                self._strange += 1
+                if self._strange > _MOST_STRANGE:
+                    raise
+            self._note_refused({"": str(error)})
+            return None
+        latest = self.latest
+        jumps = latest is not None and document.round > latest.round + _MOST_ROUNDS
+        if latest is not None and jumps and document.is_of(latest):
+            why = f"it jumps from round {latest.round} to {document.round} - at `$.round`"
+            self._note_refused({"": f"the round document is not believed: {why}"})
+            return None
+        return document
+
+    def mend(self) -> None:
+        """From now on write over a document that nobody can read: nobody else has mended it."""
+        self._mends = True
+
+    def _note_refused(self, refused: Mapping[str, str]) -> None:
+        """Note what is to be told: once of each node, and of few of thousands."""
+        for node, why in refused.items():
+            if node not in self._refused and len(self._refused) < _REFUSED_KEPT:
+                self._refused[node] = why
+                whose = f"; it is that of '{plain(node, 40)}'" if node else ""
+                self.refused.append(why + whose)
 
     def _begin_windows(self, was: RoundDocument | None, document: RoundDocument) -> None:
         """Begin every window now: another node leads, and older observations are too old.
@@ -409,9 +460,9 @@ class Observer:
         """The entry there, and the record; a sign of life, behind which no later listing goes."""
         asked = self._clock()
         entry = yield from Read(NODES_PREFIX + node)
-        record = readable(entry)
-        if entry is not None and record is not None:
-            self._listing.remember(node, entry.version, record)
+        record = self._listing.read(node, entry)
+        self._note_refused(self._listing.refused)
+        if record is not None:
             self.liveness.observe(node, record.beat, asked, self._clock())
             if node in self._accused_at:
                 self.accused.observe(node, record.beat, asked, self._clock())
@@ -458,6 +509,7 @@ class Observer:
         entries = yield from List(NODES_PREFIX)
         now = self._clock()
         records = self.records = self._listing.decode(entries)
+        self._note_refused(self._listing.refused)
         # That of the settings is the lease of a node without a record.
         self._shortest_lease = min([self._rules.lease, *(it.lease for it in records.values())])
         if not document.is_whole:

@@ -22,7 +22,14 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     labels,
 )
-from rdzv_plugins.protocol.effects import CompareAndSet, Effects, List, Read, Ring
+from rdzv_plugins.protocol.effects import (
+    CompareAndSet,
+    Effects,
+    List,
+    Read,
+    Ring,
+    after_refusal,
+)
 from rdzv_plugins.protocol.policies import keeps_out
 from rdzv_plugins.protocol.policies.kept_out import without_hosts
 from rdzv_plugins.protocol.record_cache import RecordCache
@@ -203,6 +210,7 @@ def give(
         The document with the change; None: that run is over.
     """
     entry: Entry | None = yield from Read(STATE_KEY)
+    refusals = 0
     while True:
         document = RoundDocument.decode(entry.value) if entry is not None else None
         if document is None or document.closed or document.incarnation != incarnation:
@@ -215,6 +223,8 @@ def give(
         if written:
             yield from Ring(giver)
             return after
+        refusals += 1
+        yield from after_refusal(refusals)
 
 
 def _look() -> Effects[tuple[RoundDocument | None, dict[str, NodeRecord]]]:

@@ -2,45 +2,116 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from rdzv_plugins.kv import Entry, RendezvousStateError, Version
+from rdzv_plugins.kv.gate import LEASES, is_host, plain
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
+from rdzv_plugins.protocol.failure_detector import BEATS_APART
 
 __all__ = ["RecordCache", "readable"]
 
+# A node writes fewer records between two looks.
+_MOST_BEATS = 1 << 16
+_START = len(NODES_PREFIX)
+
 
 class RecordCache:
-    """Its length is how many records the last one held."""
+    """Its length is how many records the last one held.
 
-    def __init__(self) -> None:
+    Args:
+        lease: of the run; a record whose lease is another by more than a factor of ten is not
+            believed. None: any is.
+
+    Attributes:
+        refused: why a record counts as absent, by node: those of the last look.
+    """
+
+    def __init__(self, lease: float | None = None) -> None:
         self._decoded: dict[str, tuple[Version, NodeRecord]] = {}
+        self._shortest = lease / LEASES if lease is not None else 0.0
+        self._longest = lease * LEASES if lease is not None else math.inf
+        # Of a record whose beat does not follow the known one: its version, its beat, and how many
+        # such have followed one another.
+        self._apart: dict[str, tuple[Version | None, int, int]] = {}
+        self.refused: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._decoded)
 
-    def remember(self, node: str, version: Version, record: NodeRecord) -> None:
-        """Note a record that was read by itself."""
+    def read(self, node: str, entry: Entry | None) -> NodeRecord | None:
+        """A record that was read by itself; None: it is missing, unreadable or not believed."""
         known = self._decoded.get(node)
-        if known is None or known[1].beat <= record.beat:
-            self._decoded[node] = version, record
+        found = self._take(node, entry, known) if entry is not None else None
+        if found is None:
+            return None
+        self._decoded[node] = found
+        return found[1]
 
     def decode(self, entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:
-        """The records by node; those that nobody can read are left out.
+        """The records by node; those that nobody can read, or believe, are left out."""
+        decoded: dict[str, tuple[Version, NodeRecord]] = {}
+        self.refused.clear()
+        before, take = self._decoded, self._take
+        for key, entry in entries.items():
+            node = key[_START:]
+            known = before.get(node)
+            if known is not None and known[0] == entry.version:
+                decoded[node] = known
+            elif (found := take(node, entry, known)) is not None:
+                decoded[node] = found
+        self._decoded = decoded
+        if self._apart:
+            self._apart = {it: seen for it, seen in self._apart.items() if it in decoded}
+        return {node: record for node, (_, record) in decoded.items()}
+
+    def _take(
+        self, node: str, entry: Entry, known: tuple[Version, NodeRecord] | None
+    ) -> tuple[Version, NodeRecord] | None:
+        """What is known of a node once its record was read.
 
         A record never goes back: what stands there may be a write that was held up on its way.
         """
-        decoded: dict[str, tuple[Version, NodeRecord]] = {}
-        for key, entry in entries.items():
-            node = key.removeprefix(NODES_PREFIX)
-            known = self._decoded.get(node)
-            if known is not None and known[0] == entry.version:
-                decoded[node] = known
-            elif (record := readable(entry)) is not None:
-                late = known is not None and known[1].beat > record.beat
-                decoded[node] = entry.version, known[1] if known and late else record
-        self._decoded = decoded
-        return {node: record for node, (_, record) in decoded.items()}
+        try:
+            record = NodeRecord.decode(entry.value)
+        except RendezvousStateError as error:
+            self.refused[node] = str(error)
+            return None
+        if not self._shortest <= record.lease <= self._longest:
+            self.refused[node] = (
+                f"a node's record is not believed: a lease of {record.lease:g} s, where this "
+                f"node's is {self._shortest * LEASES:g} s - at `$.lease`"
+            )
+            return None
+        if known is None:
+            if not node.isalnum() and not is_host(node):
+                # Others would name it, dial it and send it.
+                self.refused[plain(node, 40)] = "a node's record is not believed: the id of no node"
+                return None
+            return entry.version, record
+        if 0 <= record.beat - known[1].beat <= _MOST_BEATS or self._goes_on(node, entry, record):
+            if self._apart:
+                self._apart.pop(node, None)
+            return entry.version, record
+        if record.beat > known[1].beat:
+            self.refused[node] = (
+                f"a node's record is not believed: its beat jumps from {known[1].beat} to "
+                f"{record.beat} - at `$.beat`"
+            )
+        return entry.version, known[1]
+
+    def _goes_on(self, node: str, entry: Entry, record: NodeRecord) -> bool:
+        """Whether a beat that does not follow the known one is the node's: it moves on by itself.
+
+        Writes that were held up on their way, or are somebody else's, come in ones and twos.
+        """
+        version, beat, steps = self._apart.get(node, (None, record.beat, 0))
+        if version != entry.version:
+            moves = 0 < record.beat - beat <= _MOST_BEATS
+            steps = steps + 1 if moves else 1
+        self._apart[node] = entry.version, record.beat, steps
+        return steps >= BEATS_APART
 
 
 def readable(entry: Entry | None) -> NodeRecord | None:

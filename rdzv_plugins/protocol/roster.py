@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from rdzv_plugins.kv.contract import UNREADABLE
+from rdzv_plugins.kv.gate import SHARD_BYTES, Id, Nodes, RefusedValueError, decode
 from rdzv_plugins.protocol.documents import (
     NodeRecord,
     Phase,
@@ -50,7 +50,7 @@ ROSTER_PREFIX = "roster/"
 MISSING = "/roster"
 """Stands for a roster that nobody can read among the nodes that a leader watches; no node's id."""
 
-_SHARDS = msgspec.json.Decoder(dict[str, int])
+_SHARDS = msgspec.json.Decoder(dict[Id, Nodes])
 
 
 def apart(
@@ -145,8 +145,8 @@ def ranks_in(entry: Entry | None) -> dict[str, int] | None:
     if entry is None:
         return None
     try:
-        return _SHARDS.decode(entry.value)
-    except UNREADABLE:
+        return decode(_SHARDS, entry.value, SHARD_BYTES)
+    except RefusedValueError:
         return None
 
 

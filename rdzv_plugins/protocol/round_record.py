@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from rdzv_plugins.kv.gate import Count, Id, Key, Nodes, Seconds, Text, plain
 from rdzv_plugins.protocol.documents import Names, NodeRecord, Outcome, Phase, RoundDocument
 
 __all__ = ["CAUSES", "Durations", "Member", "RoundRecord", "record_of"]
@@ -25,9 +28,9 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
         confirming: from then until each of them had confirmed its rank.
     """
 
-    gathering: float = 0.0
-    last_call: float = 0.0
-    confirming: float = 0.0
+    gathering: Seconds = 0.0
+    last_call: Seconds = 0.0
+    confirming: Seconds = 0.0
 
     @property
     def total(self) -> float:
@@ -44,10 +47,13 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             or the leader had not seen that round.
     """
 
-    name: str
-    address: str | None = None
-    pid: int | None = None
-    rank: int | None = None
+    name: Id
+    address: Id | None = None
+    pid: Nodes | None = None
+    rank: Nodes | None = None
+
+
+Members = Annotated[tuple[Member, ...], Meta(max_length=64)]
 
 
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,24 +71,24 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         kept: of a run that ended: for how many seconds its id is taken after that.
     """
 
-    incarnation: str
-    round: int
+    incarnation: Key
+    round: Count
     phase: Phase
-    nodes: int
-    leader: str | None = None
+    nodes: Nodes
+    leader: Id | None = None
     seconds: Durations | None = None
-    reason: str = ""
-    members: tuple[Member, ...] = ()
-    lost: tuple[Member, ...] = ()
-    left: tuple[Member, ...] = ()
-    failed: tuple[Member, ...] = ()
-    joined: tuple[Member, ...] = ()
-    evicted: tuple[Member, ...] = ()
-    held: tuple[Member, ...] = ()
-    drained: tuple[Member, ...] = ()
-    excluded: tuple[Member, ...] = ()
+    reason: Text = ""
+    members: Members = ()
+    lost: Members = ()
+    left: Members = ()
+    failed: Members = ()
+    joined: Members = ()
+    evicted: Members = ()
+    held: Members = ()
+    drained: Members = ()
+    excluded: Members = ()
     outcome: Outcome | None = None
-    kept: float | None = None
+    kept: Seconds | None = None
 
 
 def record_of(
@@ -116,7 +122,7 @@ def record_of(
         nodes=document.size,
         leader=leader.label if leader is not None else document.leader,
         seconds=seconds,
-        reason=document.reason,
+        reason=plain(document.reason),
         members=tuple(_participants(first, records)),
         outcome=document.outcome,
         kept=kept,

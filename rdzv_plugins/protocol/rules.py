@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -74,6 +75,7 @@ class Rules:
         answer: seconds within which a wake-up reaches a node and its heartbeat the store; None: no
             node has links, and nobody is accused.
         probation: for so long a node is new to a run, unless ``min_uptime`` says otherwise.
+        run: its id; a document that says it is another run's is not believed. "": it is not known.
     """
 
     min_nodes: int
@@ -102,6 +104,7 @@ class Rules:
     outage_limit: float = math.inf
     probation: float = 60.0
     answer: float | None = None
+    run: str = ""
 
     @classmethod
     def told(cls, document: RoundDocument, leader: NodeRecord | None) -> Rules:
@@ -126,6 +129,10 @@ class Rules:
                 continue  # It stands in the store, and is not ours to trust.
             known = replace(known, **{name: value})
         return known
+
+    def of_run(self, run_id: str) -> Rules:
+        """The same, of this run."""
+        return dataclasses.replace(self, run=run_id)
 
     @property
     def minds_domains(self) -> bool:

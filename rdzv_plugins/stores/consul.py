@@ -31,7 +31,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, unquote, urlencode
 
@@ -40,7 +40,15 @@ from consul import ConsulException
 
 from rdzv_plugins.config import ServerOptions, first_line, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, refused, segments
+from rdzv_plugins.kv.base import (
+    Limit,
+    Problem,
+    StoreClient,
+    Stored,
+    refused,
+    segments,
+    version_of,
+)
 from rdzv_plugins.kv.contract import Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.stores._files import FromFiles
@@ -149,7 +157,7 @@ class Client(StoreClient):
         self._commit([self._operation("set", self._mark, end)], limit)
         _, marks = self._places("")
         items = self._commit([self._operation("get-tree", marks[:-1])], limit)
-        past = [it for it in items if it.path != self._mark and int(it.data) / 1000 < now]
+        past = [it for it in items if it.path != self._mark and _end(it.data) < now]
         for item in past[:_SWEEP]:
             keys, mark = self._places(item.path[len(marks) - 1 : -1])
             self._remove(keys, mark, item.modified, limit)
@@ -168,7 +176,7 @@ class Client(StoreClient):
             held = min(limit.seconds, _LONGEST_PARK) * 16 / 17
             item, after = self._query(path, limit, index=index, held=held)
             found = Stored.parse(item.data) if item is not None else None
-            if found is not None and (seen is None or found.version != seen.version):
+            if version_of(found) not in (None, version_of(seen)):
                 return found
             if after < index or (seen is not None and found is None):
                 # Start again if the index goes backwards, as Consul's documentation demands, or if
@@ -265,13 +273,19 @@ class Client(StoreClient):
     def _found(self, trees: Sequence[str], limit: Limit) -> dict[str, Stored]:
         items = self._living([self._operation("get-tree", tree) for tree in trees], limit) or ()
         start = len(self._keys)
-        return {unquote(it.path[start:-1]): Stored.parse(it.data, it.modified) for it in items}
+        read = {unquote(it.path[start:-1]): it for it in items if it.path.endswith("!")}
+        # What is no UTF-8 behind its escapes is nobody's key.
+        return {
+            key: Stored.parse(it.data, it.modified)
+            for key, it in read.items()
+            if "\ufffd" not in key
+        }
 
     def _living(self, operations: Sequence[dict[str, Any]], limit: Limit) -> list[Item] | None:
         """Execute the operations and read the mark; None: the run had expired and is removed."""
         items = self._commit([self._operation("get-tree", self._mark), *operations], limit)
         for item in items:
-            if item.path == self._mark and self._transport.agents_time >= int(item.data) / 1000:
+            if item.path == self._mark and self._transport.agents_time >= _end(item.data):
                 self._remove(self._keys, self._mark, item.modified, limit)
                 return None
         return [item for item in items if item.path != self._mark]
@@ -411,6 +425,11 @@ def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
     if token := token or password:
         headers["X-Consul-Token"] = token
     return headers
+
+
+def _end(data: bytes) -> float:
+    """The end of a run in its mark, in seconds since the epoch; infinite: the mark is not ours."""
+    return int(data) / 1000 if data.isdigit() and len(data) < 16 else inf
 
 
 def _line(text: str) -> str:

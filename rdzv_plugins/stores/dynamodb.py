@@ -191,7 +191,32 @@ class Client(StoreClient):
             if code_of(error) != _REFUSED:
                 raise
             item: Any = error.response.get("Item")
-            return self._found([item] if item else []).get(key)
+            there = self._found([item] if item else []).get(key)
+            if there is None or there.version or expected is not None:
+                return there
+            return self._replace_foreign(key, data, item, limit)
+        return Stored.parse(data)
+
+    def _replace_foreign(
+        self, key: str, data: bytes, item: Mapping[str, Any], limit: Limit
+    ) -> Stored | None:
+        """Write over an item that is not ours, and counts as absent, while it stays as it is."""
+        names = ("version_id", "payload", "tally")
+        parts = {name: item[name] for name in names if name in item}
+        same = [f"{it} = :{it}" if it in parts else f"attribute_not_exists({it})" for it in names]
+        values = {f":{name}": it for name, it in parts.items()}
+        try:
+            self._table.ask(
+                limit,
+                "put_item",
+                Item=self._item(key, data),
+                ConditionExpression=" AND ".join(same),
+                **({"ExpressionAttributeValues": values} if values else {}),
+            )
+        except ClientError as error:
+            if code_of(error) != _REFUSED:
+                raise
+            return self._read([key], limit).get(key)
         return Stored.parse(data)
 
     def _add_once(self, key: str, delta: int) -> int | None:
@@ -353,18 +378,21 @@ class Client(StoreClient):
         """The values of the items that have not expired, by key."""
         found: dict[str, Stored] = {}
         for item in items:
-            ends = int(item["expires_at"]["N"]) if "expires_at" in item else 0
+            key = item["sk"]["S"]
+            try:
+                version, value, ends, made = _parts(item)
+            except (LookupError, TypeError, ValueError):
+                # Another program's: it counts as absent.
+                found[key] = Stored(b"", "")
+                continue
             if ends and ends <= int(self._table.now()):
                 continue
-            key, version = item["sk"]["S"], item["version_id"]["S"]
-            number = item.get("tally")
-            value = number["N"].encode() if number else bytes(item["payload"]["B"])
             found[key] = Stored(value, version)
             if INDEX in item:
                 self._large[key] = version
-            if "expiry_set" in item:
+            if made:
                 # Learn the deadlines that other clients set.
-                self._expiry = max(self._expiry, (float(item["expiry_set"]["N"]), ends))
+                self._expiry = max(self._expiry, (made, ends))
         return found
 
     def _marks(self) -> dict[str, Any]:
@@ -378,3 +406,17 @@ class Client(StoreClient):
 
     def _seconds(self) -> dict[str, str]:
         return {"N": str(int(self._table.now()))}
+
+
+def _parts(item: Mapping[str, Any]) -> tuple[str, bytes, int, float]:
+    """Version, value, deadline (0: none) and when that was set (0: never).
+
+    Raises LookupError, TypeError or ValueError for an item of another program.
+    """
+    version: str = item["version_id"]["S"]
+    int(version, 16)
+    number = item.get("tally")
+    value = number["N"].encode() if number else bytes(item["payload"]["B"])
+    ends = int(item["expires_at"]["N"]) if "expires_at" in item else 0
+    made = float(item["expiry_set"]["N"]) if "expiry_set" in item else 0.0
+    return version, value, ends, made

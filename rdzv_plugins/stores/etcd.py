@@ -55,6 +55,8 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.contract import Capabilities, Version
 from rdzv_plugins.kv.findings import Finding, Mark, of_space, of_version
+from rdzv_plugins.kv.gate import plain
+from rdzv_plugins.kv.retry import longest_pause
 from rdzv_plugins.stores._http import Request, http_of, http_problem
 
 __all__ = ["Client", "Options"]
@@ -160,7 +162,8 @@ class Client(StoreClient):
         return {
             key: Stored.parse(b64decode(item["value"]))
             for item in found
-            if (key := self._relative(item))
+            # What is no UTF-8 is nobody's key.
+            if (key := self._relative(item)) and "\ufffd" not in key
         }
 
     def _set_if(
@@ -169,15 +172,23 @@ class Client(StoreClient):
         if not (expected is None or (isinstance(expected, str) and _VERSION.fullmatch(expected))):
             return self._read([key], limit).get(key)
         look = {"request_range": self._one(key)}
-        lease = self._lease
+        lease, holds, refused = self._lease, self._holds(key, expected), 0
         while True:
             # One request takes 1.5 ms; the base class's two take 1.9 ms.
-            answer = self._write(self._holds(key, expected), {key: data}, lease, limit, look)
+            answer = self._write(holds, {key: data}, lease, limit, look)
             if answer.get("succeeded"):
                 return Stored.parse(data)
             there = _first(answer["responses"][0]["response_range"], answer)
             if version_of(there) != expected:
                 return there
+            holds = self._holds(key, expected)
+            if there is not None and not there.version:
+                # It counts as absent: replace exactly that.
+                equal = {"target": "VALUE", "result": "EQUAL", "value": _encoded(there.value)}
+                holds = [{**self._one(key), **equal}]
+            if refused > 1:
+                limit.sleep(min(limit.seconds, random.uniform(0, longest_pause(refused))))
+            refused += 1
             lease = self._learn_lease(limit)
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
@@ -271,7 +282,7 @@ class Client(StoreClient):
                     self._refuse(member, response.status, line, headers)
                 for event in reversed(message["result"].get("events", [])):
                     stored = Stored.parse(b64decode(event["kv"]["value"]))
-                    if seen is None or stored.version != seen.version:
+                    if version_of(stored) not in (None, version_of(seen)):
                         return stored
                 if message["result"].get("canceled"):
                     break
@@ -389,7 +400,7 @@ class Client(StoreClient):
         return next((item for item in items[:1] if not self._relative(item)), {})
 
     def _relative(self, item: Mapping[str, Any]) -> str:
-        return b64decode(item["key"]).decode()[len(self._path) :]
+        return b64decode(item["key"]).decode(errors="replace")[len(self._path) :]
 
     def _holds(self, key: str, version: str | None) -> list[Json]:
         """Comparisons that hold while the key has ``version`` (None: while it is absent)."""
@@ -533,8 +544,8 @@ class RefusedError(Exception):
             # A stream nests the error one level deeper.
             answer = answer["error"] if isinstance(answer.get("error"), dict) else answer
             self.code = int(answer.get("grpc_code", answer.get("code", _UNKNOWN)))
-            text = str(answer.get("message") or answer.get("error"))
-        except (ValueError, AttributeError):
+            text = plain(answer.get("message") or answer.get("error"), 300)
+        except (ValueError, AttributeError, TypeError, RecursionError):
             self.code = _UNKNOWN
             text = f"HTTP {status}, not from etcd: " + " ".join(
                 body[:200].decode("utf-8", "replace").split()
@@ -566,7 +577,7 @@ def _role(status: Mapping[str, Any]) -> Finding:
 def _parsed(data: bytes) -> Json:
     try:
         return dict(json.loads(data))
-    except ValueError:
+    except (ValueError, TypeError, RecursionError):
         raise RefusedError(200, data) from None
 
 

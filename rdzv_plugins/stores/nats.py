@@ -41,7 +41,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -53,8 +53,17 @@ from nats.js.errors import APIError
 
 from rdzv_plugins.config import ServerOptions, first_line, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, refused, segments
-from rdzv_plugins.kv.contract import Capabilities, RendezvousStateError
+from rdzv_plugins.kv.base import (
+    Limit,
+    Problem,
+    StoreClient,
+    Stored,
+    Wake,
+    refused,
+    segments,
+    version_of,
+)
+from rdzv_plugins.kv.contract import UNREADABLE, Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 
@@ -325,7 +334,9 @@ class Client(StoreClient):
             subjects = await self._subjects(
                 f"{start}{_subject(folder)}.>" if folder else f"{start}>"
             )
-            keys = [key for it in subjects if (key := _key(it[len(start) :])).startswith(prefix)]
+            read = (_key(it[len(start) :]) for it in subjects)
+            # What is no UTF-8 behind its escapes is nobody's key.
+            keys = [key for key in read if key.startswith(prefix) and "\ufffd" not in key]
             found: dict[str, Stored] = {}
             for first in range(0, len(keys) or 1, _READS):
                 found |= await self._living(keys[first : first + _READS])
@@ -366,7 +377,7 @@ class Client(StoreClient):
         others = [subject for subject in marks if subject != self._mark][:_READS]
         found = await _together(*(self._get(subject) for subject in others))
         for subject, (data, at) in zip(others, found, strict=True):
-            if at and (mark := _marks.decode(data)).is_over(self._server_time()):
+            if at and (mark := _mark_in(data)).is_over(self._server_time()):
                 await self._purge(f"{subject}./{mark.epoch}.>")
                 await self._purge(subject, at)
 
@@ -379,7 +390,7 @@ class Client(StoreClient):
             watch = watch or await link.watch(subject)
             # Nobody is told what was written before the subscription, nor of a deletion.
             now = (await self._living([key])).get(key)
-            if now is not None and (seen is None or now.version != seen.version):
+            if version_of(now) not in (None, version_of(seen)):
                 return now
         while True:
             latest = watch.latest
@@ -394,7 +405,7 @@ class Client(StoreClient):
     async def _is_current(self, mark: tuple[bytes, int], epoch: str) -> bool:
         """Whether a request was made in the present epoch: so says the mark, read with it."""
         data, at = mark
-        found = _marks.decode(data) if at else _FIRST
+        found = _mark_in(data) if at else _FIRST
         if found.is_over(self._server_time()):
             await self._begin_epoch(found, at)
             return False
@@ -409,7 +420,7 @@ class Client(StoreClient):
         mark = msgspec.json.encode(_Mark(epoch=secrets.token_hex(4)))
         await self._publish(self._mark, mark, at)
         data, at = await self._get(self._mark)
-        self._known = (_marks.decode(data), at) if at else (_FIRST, 0)
+        self._known = (_mark_in(data), at) if at else (_FIRST, 0)
         if self._known[0].epoch != last.epoch:
             await self._purge(f"{self._mark}./{last.epoch}.>")
 
@@ -524,7 +535,7 @@ class _Mark(msgspec.Struct, frozen=True):
         ends: seconds since 1970 on the server's clock, from which on the run reads as empty.
     """
 
-    epoch: str
+    epoch: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,16}$")]
     ends: float | None = None
 
     def is_over(self, now: float) -> bool:
@@ -534,6 +545,14 @@ class _Mark(msgspec.Struct, frozen=True):
 _marks = msgspec.json.Decoder(_Mark)
 # Of a run without a mark.
 _FIRST = _Mark("0")
+
+
+def _mark_in(data: bytes) -> _Mark:
+    """A mark; one that is not ours counts as absent."""
+    try:
+        return _marks.decode(data)
+    except UNREADABLE:
+        return _FIRST
 
 
 class UnfitServerError(Exception):
@@ -586,8 +605,10 @@ class _Watch:
 
     async def take(self, message: Msg) -> None:
         headers = message.headers or {}
-        with contextlib.suppress(RendezvousStateError):  # The next look tells it.
-            self.latest = Stored.parse(message.data, int(headers.get("Nats-Sequence", "0")))
+        number = headers.get("Nats-Sequence", "0")
+        found = Stored.parse(message.data, int(number) if number.isdecimal() else 0)
+        if found.version:
+            self.latest = found
             self._changed.set()
 
     async def changed(self) -> None:

@@ -414,7 +414,8 @@ class Client(StoreClient):
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         if seen is None:
             return bool(self._ask(_CREATE, limit, key=key.encode(), data=data))
-        stamp = bytes.fromhex(seen.version) + b"="
+        # Of a value that is not ours, whatever it begins with.
+        stamp = bytes.fromhex(seen.version) + b"=" if seen.version else seen.value[:STAMP_BYTES]
         return bool(self._ask(_REPLACE, limit, key=key.encode(), data=data, seen=stamp))
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
@@ -621,7 +622,9 @@ def _names(keys: Iterable[str]) -> list[bytes]:
 
 
 def _found(rows: Iterable[tuple[Any, ...]]) -> dict[str, Stored]:
-    return {key.decode(): Stored.parse(data) for key, data in rows}
+    read = {key.decode(errors="replace"): Stored.parse(data) for key, data in rows}
+    # A key that is no UTF-8 is nobody's that has ours.
+    return {key: stored for key, stored in read.items() if "\ufffd" not in key}
 
 
 def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str, Any]:

@@ -259,14 +259,16 @@ class Client(StoreClient):
         found = {key: _stored(data) for key, data in pairs if data is not None}
         if len(names) == 1:
             for key, stored in found.items():
-                self._remember(key, stored.version, stored.guard)
+                if stored.version:
+                    self._remember(key, stored.version, stored.guard)
         return found
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         flat = self._run(limit, "list", [], prefix)
-        return {
-            key.decode(): _stored(data) for key, data in zip(flat[::2], flat[1::2], strict=True)
-        }
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        read = {key.decode(errors="replace"): _stored(data) for key, data in pairs}
+        # A field that is no UTF-8 is nobody's key.
+        return {key: stored for key, stored in read.items() if "\ufffd" not in key}
 
     def _set_if(
         self, key: str, data: bytes, expected: Version | None, limit: Limit
@@ -736,14 +738,24 @@ def _refuse_earlier(known: bytes, found: bytes) -> None:
         raise _EarlierError
 
 
+# As the scripts read it, in `prelude`.
+_STORED = re.compile(rb"(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19}) ")
+
+
 def _parted(data: bytes) -> tuple[int, bytes]:
     """The tag and the value of what is to be written."""
     return int.from_bytes(data[: STAMP_BYTES - 1], "big"), data[STAMP_BYTES:]
 
 
 def _stored(data: bytes) -> Stored:
-    number, _, value = data.partition(b" ")
-    return Stored(value, f"{int(number.partition(b'-')[2]):016x}", number)
+    found = _STORED.match(data)
+    if found is None:
+        # Written by nobody of this package: it counts as absent, for the scripts too.
+        return Stored(data, "", b"0-0")
+    version = f"{int(found[2]):016x}"
+    if len(version) > 16 or (len(found[1]) == 20 and int(found[1]) >> 64):
+        return Stored(data, "", b"0-0")
+    return Stored(data[found.end() :], version, data[: found.end() - 1])
 
 
 def _tag(version: Version | None) -> str:

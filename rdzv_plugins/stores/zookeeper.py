@@ -82,6 +82,8 @@ _SWEEP = 200
 
 # The most reads of a run until one is consistent: a run may be removed and created meanwhile.
 _LOOKS = 10
+# What no name of a run has.
+_LETTERS = re.compile("[^0-9a-z]")
 
 _REFUSALS = (AuthFailedError, NoAuthError, SessionClosedRequireSaslError)
 _LOSSES = (
@@ -169,7 +171,8 @@ class Client(StoreClient):
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         start = "=" + quote(prefix, safe="")
         names = self._children(self._root, limit)
-        return self._read([unquote(name[1:]) for name in names if name.startswith(start)], limit)
+        keys = [key for name in names if name.startswith(start) if (key := _key(name)) is not None]
+        return self._read(keys, limit)
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         path = self._path(key)
@@ -457,10 +460,17 @@ def _done(results: Sequence[Any]) -> bool:
     return not any(isinstance(result, KazooException) for result in results)
 
 
+def _key(name: str) -> str | None:
+    """The key of a znode; None: it is no name that this package gives."""
+    key = unquote(name[1:])
+    return key if quote(key, safe="") == name[1:] else None
+
+
 def _parse(data: bytes | None) -> tuple[str, int | None]:
     """A run's name, and its lifetime in milliseconds from its modification time on, if any."""
     name, _, mark = (data or b"").decode("ascii", "replace").partition(" ")
-    return name, int(mark) if mark.isdecimal() else None
+    # Without a name, or with one that is a path, it is somebody else's, as is an endless lifetime.
+    return _LETTERS.sub("", name)[:64], int(mark) if mark.isdecimal() and len(mark) < 19 else None
 
 
 def _settings(target: Endpoint, options: Options, request_timeout: float) -> dict[str, Any]:

@@ -97,7 +97,8 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
             rounds: dict[int, list[str]] = {}
             for key in self._client.list(prefix):
                 number = key.removeprefix(prefix).partition("/")[0]
-                rounds.setdefault(int(number), []).append(key)
+                if number.isdecimal() and len(number) < 19:  # Else it is no key of torch's.
+                    rounds.setdefault(int(number), []).append(key)
             for past in sorted(rounds)[:-2]:
                 self._client.delete_many(rounds[past])
 

@@ -31,11 +31,15 @@ from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
     STATE_KEY,
+    Cause,
     NodeRecord,
     Outcome,
+    Phase,
+    RoundDocument,
     Status,
 )
 from rdzv_plugins.testing.threads import Background
+from tests import replace
 from tests.handlers.site import LEASE, Site, succeed
 from tests.handlers.site import site as make_site
 
@@ -494,3 +498,43 @@ def test_the_reason_of_a_failure_names_a_worker(codes: tuple[int, ...], said: st
     }
     assert _what_failed(ChildFailedError("train.py", failures)) == said
     assert _what_failed(RuntimeError("anything")) == "its agent failed (RuntimeError)"
+
+
+class TestWhatOthersHaveWritten:
+    """Whoever can write to the store ends no agent by it, and forges none of its lines."""
+
+    def test_the_error_of_a_closed_run_is_one_line(
+        self, site: Site, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        note = "done\n12:00:00 run 'run': all is well\x1b]0;owned\x07" + "x" * 2000
+        closed = RoundDocument(
+            incarnation="r", round=0, phase=Phase.CLOSED, leader=None, min_nodes=1, max_nodes=1,
+            outcome=Outcome.FAILED, cause=Cause(note=note), expires=True,
+        )  # fmt: skip
+        site.client().put(STATE_KEY, closed.encode())
+        with pytest.raises(RendezvousClosedError) as refused:
+            site.handler(1, 1).next_rendezvous()
+        for text in (str(refused.value), *caplog.messages):
+            assert text.isprintable(), ascii(text)
+            assert len(text) < 5000
+
+    @pytest.mark.parametrize(
+        "master", ["host", "host:99999999", "ho\0st:1", "host:x", ""], ids=ascii
+    )
+    def test_a_master_that_is_none_ends_no_agent(self, site: Site, master: str) -> None:
+        """It raised ValueError in the agent, which then closed the run for all."""
+        alone = site.handler(1, 1)
+        site.join(alone)
+        document, client = site.document, site.client()
+        assert document is not None
+        forged = replace(document, master=master, round=document.round + 1)
+        client.put(STATE_KEY, forged.encode())
+
+        def mended() -> bool:
+            entry = client.get(STATE_KEY)
+            return entry is not None and entry.value == document.encode()
+
+        site.await_that(mended, 60.0)
+        assert alone.num_nodes_waiting() == 0
+        assert not alone.is_closed()
+        assert alone.shutdown()

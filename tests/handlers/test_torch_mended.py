@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import (
@@ -15,7 +17,9 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
+from rdzv_plugins.handler import _over
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.torch_compat import dynamic_handler
 from rdzv_plugins.torch_compat.dynamic_handler import (
@@ -38,6 +42,27 @@ def handler(server: MemoryServer) -> Iterator[MendedDynamicRendezvousHandler]:
     created = create_torch_handler(PARAMS, Settings(), client, "127.0.0.1")
     yield created
     created._stop_heartbeats()
+
+
+def test_it_says_once_that_a_pickle_runs_in_the_agent(
+    server: MemoryServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = MemoryClient(server, "run")
+    archive = Archive(partial(MemoryClient, server), "run", 0.0)
+    settings = Settings(handler="torch")
+    created: Any = _over(client, archive, None, PARAMS, settings, "127.0.0.1")
+    try:
+        created.next_rendezvous()
+    finally:
+        created._stop_heartbeats()
+    assert sum("runs code on this node" in it for it in caplog.messages) == 1
+
+
+def test_a_key_that_is_none_of_torchs_ends_no_round(
+    handler: MendedDynamicRendezvousHandler, server: MemoryServer
+) -> None:
+    MemoryClient(server, "run").put("torch/torch.rendezvous.run.x/y", b"")
+    handler._delete_past_rounds()
 
 
 def master(info: RendezvousInfo) -> tuple[str, int]:

@@ -26,11 +26,16 @@ from tests import replace
 
 IDS = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=12)
 PEOPLE = st.lists(IDS, unique=True, max_size=200).map(tuple)
-NUMBERS = st.integers(min_value=-(2**53), max_value=2**53)
-TEXT = st.text(max_size=30)
+NUMBERS = st.integers(min_value=0, max_value=2**31)
+# As they pass the gate: nothing that a terminal would take for more than text.
+LETTERS = st.characters(exclude_categories=["C", "Zl", "Zp"])
+TEXT = st.text(LETTERS, max_size=30)
+KEYS = st.text(LETTERS.filter(lambda it: it != "/"), min_size=1, max_size=30)
+HOSTS = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,20}", fullmatch=True)
+MASTERS = st.builds("{}:{}".format, HOSTS, st.integers(1, 65535))
 RECORDS = st.builds(
     NodeRecord,
-    address=TEXT,
+    address=HOSTS,
     pid=NUMBERS,
     beat=NUMBERS,
     status=st.sampled_from(Status),
@@ -44,7 +49,7 @@ RECORDS = st.builds(
     rank=st.none() | NUMBERS,
     looks=NUMBERS,
     hint=st.none() | NUMBERS,
-    master=st.none() | TEXT,
+    master=st.none() | MASTERS,
     hosts=st.booleans(),
 )
 NAMES = st.builds(Names, st.lists(TEXT, max_size=5).map(tuple), st.integers(0, 5000))
@@ -63,14 +68,14 @@ CAUSES = st.builds(
 
 
 SHARDS = st.none() | st.builds(
-    Shards, digest=TEXT, size=st.integers(10, 5000), shards=st.integers(1, 10)
+    Shards, digest=KEYS, size=st.integers(10, 5000), shards=st.integers(1, 10)
 )
 
 EXCLUSIONS = st.lists(
-    st.builds(Exclusion, TEXT, st.none() | st.integers(0, 1 << 40).map(float), TEXT), max_size=3
+    st.builds(Exclusion, TEXT, st.none() | st.integers(0, 1 << 37).map(float), TEXT), max_size=3
 ).map(tuple)
 
-SECONDS = st.integers(0, 1 << 40).map(float)
+SECONDS = st.integers(0, 1 << 37).map(float)
 STRIKES = st.lists(
     st.builds(Strikes, TEXT, st.lists(SECONDS, max_size=3).map(tuple), NUMBERS, SECONDS), max_size=3
 ).map(tuple)
@@ -86,7 +91,7 @@ def documents(draw: st.DrawFn) -> RoundDocument:
     elif phase in (Phase.CONFIRMING, Phase.RUNNING):
         people = people or ("n1",)
     return RoundDocument(
-        incarnation=draw(TEXT),
+        incarnation=draw(KEYS),
         round=draw(NUMBERS),
         phase=phase,
         leader=draw(st.none() | IDS),
@@ -104,7 +109,7 @@ def documents(draw: st.DrawFn) -> RoundDocument:
         outcome=draw(st.none() | st.sampled_from(Outcome)),
         expires=draw(st.booleans()),
         ran=draw(st.none() | TEXT),
-        master=draw(TEXT) if phase is Phase.RUNNING else draw(st.none() | TEXT),
+        master=draw(MASTERS) if phase is Phase.RUNNING else draw(st.none() | MASTERS),
         drained=draw(PEOPLE),
         excluded=draw(EXCLUSIONS),
         restart=draw(TEXT),

@@ -12,8 +12,9 @@ import pytest
 from rdzv_plugins.archive import EXCLUDED as EXCLUDED_KEYS
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.driver import carry_out
-from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousConnectionError
+from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError
 from rdzv_plugins.protocol import effects, orders
+from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
@@ -21,6 +22,7 @@ from rdzv_plugins.protocol.documents import (
     STATE_KEY,
     Exclusion,
     NodeRecord,
+    Outcome,
     Phase,
     RoundDocument,
     Status,
@@ -575,3 +577,58 @@ def test_rank_0_that_takes_the_lead_after_it_confirmed_keeps_its_tcpstore() -> N
     while stored(first).leader != "n1":
         first.wake()
     assert first.log.count("OpenMaster") == opened
+
+
+@pytest.mark.parametrize("what", ["restart", "close"])
+def test_what_others_undo_again_and_again_ends(what: str) -> None:
+    """`rdzv drain` sent 165,510 scripts in 45 s, and did not end."""
+    steps: Generator[Any, Any, Any]
+    steps = restart("me", "why", lambda: 0.0) if what == "restart" else _closes()
+    requests, rests = 0, 0.0
+
+    def drive() -> None:
+        nonlocal requests, rests
+        answer: Any = None
+        while True:
+            request = steps.send(answer)
+            answer = None
+            match request:
+                case effects.Read() | effects.CompareAndSet():
+                    requests += 1
+                    entry = Entry(NOW.encode(), str(requests))
+                    answer = entry if isinstance(request, effects.Read) else (entry, False)
+                case effects.List():
+                    answer = {
+                        NODES_PREFIX + node: Entry(it.encode(), node)
+                        for node, it in all_running(NOW).items()
+                    }
+                case effects.Rest(seconds):
+                    rests += seconds
+
+    with pytest.raises(RendezvousConnectionError, match="again and again") as refused:
+        drive()
+    assert 20 < requests < 100
+    assert 10 < rests < 60
+    assert "\n" not in str(refused.value)
+
+
+def _closes() -> effects.Effects[bool]:
+    return close_run("me", None, Outcome.CLOSED, "why", 1.0, may_close=lambda _: True)
+
+
+def test_exclusions_that_others_change_again_and_again_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv_plugins.archive.longest_pause", lambda _: 0.0)
+
+    class Rival(MemoryClient):
+        tries = 0
+
+        def compare_and_set(self, key: str, value: bytes, expected: Any) -> Any:
+            Rival.tries += 1
+            return Entry(b"[]", str(Rival.tries)), False
+
+    kept = Archive(partial(Rival, MemoryServer()), "run", 1.0)
+    with pytest.raises(RendezvousConnectionError, match="again and again"):
+        kept.exclude(Exclusion("host1"), 0.0)
+    assert Rival.tries < 100

@@ -36,9 +36,9 @@ def test_what_nobody_can_read_is_left_out() -> None:
 def test_what_was_read_by_itself_is_not_taken_back_by_a_listing() -> None:
     cache = RecordCache()
     done = record("n1", Status.DONE, beat=10)
-    cache.remember("n1", "v10", done)
+    cache.read("n1", Entry(done.encode(), "v10"))
     late = Entry(record("n1", Status.RUN, beat=8).encode(), "v11")
     assert cache.decode({"nodes/n1": late})["n1"] == done
     # Nor does an older look take back a later listing.
-    cache.remember("n1", "v8", record("n1", Status.RUN, beat=8))
+    cache.read("n1", Entry(record("n1", Status.RUN, beat=8).encode(), "v8"))
     assert cache.decode({"nodes/n1": late})["n1"] == done

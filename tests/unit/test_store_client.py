@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import binascii
+import json
 import socket
+import struct
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import NoReturn
 
 import pytest
 
@@ -159,10 +164,51 @@ def test_a_signal_is_not_lost_where_the_wait_ends_at_the_same_time(
         client.wait("key", None, 5)
 
 
-def test_values_that_are_not_ours_are_refused(client: DictClient) -> None:
+def test_values_that_are_not_ours_count_as_absent(client: DictClient) -> None:
     client.inner.put("key", b"somebody else's")
-    with pytest.raises(RendezvousStateError, match="was not written by this package"):
-        client.get("key")
+    assert client.get("key") is None
+    assert client.list("") == client.get_many(["key"]) == {}
+    entry, written = client.compare_and_set("key", b"ours", None)
+    assert written
+    assert client.get("key") == entry
+    client.inner.put("count", b"x")
+    assert client.add("count", 2) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        IndexError("list index out of range"),
+        KeyError("Value"),
+        TypeError("'NoneType' object is not subscriptable"),
+        AttributeError("no attribute"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        binascii.Error("Incorrect padding"),
+        json.JSONDecodeError("Expecting value", "<html>\n", 0),
+        RecursionError("maximum recursion depth exceeded"),
+        struct.error("unpack requires a buffer of 4 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_answer_that_makes_no_sense_is_one_line_and_tried_again(
+    client: DictClient, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Cut answers of a server, or of a proxy in between, ended agents as `IndexError` did."""
+    attempts = 0
+
+    def odd(*_: object) -> NoReturn:
+        nonlocal attempts
+        attempts += 1
+        raise error
+
+    client.timeout = 0.05
+    monkeypatch.setattr(client, "_read", odd)
+    monkeypatch.setattr(client, "_scan", odd)
+    for request in (partial(client.get, "key"), partial(client.list, "")):
+        with pytest.raises(RendezvousConnectionError, match="an answer that makes no sense") as it:
+            request()
+        assert "\n" not in str(it.value)
+    assert attempts > 2
 
 
 def test_a_wake_rings_until_it_is_cleared() -> None:

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from rdzv_plugins.archive import LIST, Archive
+from rdzv_plugins.exporter import Exporter
 from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import (
     ClientClosedError,
@@ -267,3 +268,79 @@ def test_a_brief_look_at_a_store_that_is_away_says_so() -> None:
     store.away = True
     with pytest.raises(RendezvousConnectionError, match="no answer"):
         Survey(store.open, store.archive).settle()
+
+
+def test_hundreds_of_entries_open_few_connections() -> None:
+    """240 kB of entries in the list of runs opened 600, up to what the server takes at all."""
+    store = Store()
+    many = [f"run{at}" for at in range(120)]
+    entry = (
+        b'{"run":"x","incarnation":"r","began":"2026","at":"2026","until":"2027",'
+        b'"phase":"running","round":1,"nodes":2}'
+    )
+    with closing(store.open(LIST)) as client:
+        for at in range(600):
+            client.put(f"forged{at}", entry)
+        for run in many:
+            client.put(run, entry)
+    for run in many:
+        store.write(run, replace(RUNNING, run=run))
+    open_now: set[str] = set()
+    most = 0
+
+    class Counted(MemoryClient):
+        def close(self) -> None:
+            open_now.discard(self._namespace)
+            super().close()
+
+    def open(run_id: str) -> MemoryClient:
+        nonlocal most
+        open_now.add(run_id)
+        most = max(most, len(open_now))
+        return Counted(store.server, run_id)
+
+    with closing(Survey(open, store.archive)) as survey:
+        for beat in range(2, 5):
+            survey.look()
+            for run in many:
+                store.write(run, replace(RUNNING, run=run), beat=beat)
+        assert most <= 40
+        # Each was read all the same, and again in turn.
+        assert all(survey.runs[run].condition is Condition.RUNNING for run in many)
+        assert survey.runs["forged7"].condition is not Condition.RUNNING
+    assert not open_now
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"{" * 5000, b"\xff", replace(RUNNING, run="another").encode(), b"raises"],
+    ids=["nested", "utf-8", "another's", "any error"],
+)
+def test_one_broken_run_costs_the_others_nothing(
+    value: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    for run in ("bad", "good"):
+        store.write(run, replace(RUNNING, run=run))
+        store.archive(run).note(record_of(RUNNING, {}))
+    with closing(store.open("bad")) as client:
+        client.put(STATE_KEY, value)
+    if value == b"raises":
+        decode = RoundDocument.decode
+
+        def broken(data: bytes) -> RoundDocument:
+            if data == value:
+                raise IndexError("list index\nout of range")
+            return decode(data)
+
+        monkeypatch.setattr(RoundDocument, "decode", broken)
+    with closing(Survey(store.open, store.archive)) as survey:
+        survey.look()
+        assert survey.away is None
+        reports = {run: seen.report() for run, seen in survey.runs.items()}
+        families = {it.name: it for it in Exporter(survey).collect()}
+    assert reports["good"]["condition"] == "running"
+    assert reports["bad"]["condition"] == "unreadable"
+    assert reports["bad"]["sentence"].isprintable()
+    rounds = families["rdzv_round"].samples
+    assert [it.labels["run"] for it in rounds] == ["good"]

@@ -17,6 +17,8 @@ LINES = re.findall(r"^(?:### |- )`([^`]*)`", PAGE, re.MULTILINE)
 
 # Parts of texts that explain themselves: each says what failed and what to do, or what is allowed.
 EXPLAINS_ITSELF = (
+    "others change the round document again and again",
+    "others change the list of excluded hosts again and again",
     "option 'outage_limit'",
     "'…' is no fence, for it holds other data: a fence is a file of its own, beside the checkpoint",
     # The command line and the options.
@@ -248,7 +250,13 @@ IS_PART_OF_ANOTHER = (
     "no answer on port …: …",
     "etcd answered … to …: …",
     "a node's record is unreadable: …",
-    "a node's record is unreadable: a beat every … s, a lease of … s",
+    "a beat every … s, a lease of … s - at `$.lease`",
+    "the name or number of no host - at `$.addr`",
+    "no address:port - at `$.master`",
+    "it has … bytes, more than …",
+    "a control character - at `$.…`",
+    "what stands in the store is the id of no node",
+    "what stands in the store is no address:port",
     "a queue is unreadable: …",
     "this handler of run '…' was shut down",
     "the round is over: no node will write '…'",

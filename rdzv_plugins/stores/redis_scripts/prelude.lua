@@ -9,7 +9,12 @@
 local hash = KEYS[1]
 
 local function next_number()
-  local number = redis.call('HINCRBY', hash, '#n', 1)
+  local number = redis.pcall('HINCRBY', hash, '#n', 1)
+  if type(number) == 'table' or number < 1 or number > 9007199254740000 then
+    -- It is no counter of this package: begin as in a new hash.
+    redis.call('HDEL', hash, '#n')
+    number = redis.call('HINCRBY', hash, '#n', 1)
+  end
   if number == 1 then
     redis.call('PERSIST', hash)
     local now = redis.call('TIME')
@@ -38,10 +43,18 @@ local function write(stream, key, tag, value)
   return id
 end
 
+local function is_64_bit(digits)
+  if #digits > 1 and string.sub(digits, 1, 1) == '0' then return false end
+  return #digits < 20 or (#digits == 20 and digits <= '18446744073709551615')
+end
+
 -- What is stored, its id and its tag; of an absent key false and "".
 local function read(key)
   local stored = redis.call('HGET', hash, '=' .. key)
   if not stored then return false, '', '' end
-  return stored, string.match(stored, '^(%d+%-(%d+)) ')
+  local id, number, tag = string.match(stored, '^((%d+)%-(%d+)) ')
+  -- What this package did not write counts as absent.
+  if not id or not is_64_bit(number) or not is_64_bit(tag) then return false, '', '' end
+  return stored, id, tag
 end
 

@@ -1,0 +1,83 @@
+"""The server of metrics beside clients that mean no good."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rdzv_plugins.metrics_server import MetricsServer
+from rdzv_plugins.testing.harness import until
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    server = MetricsServer(
+        "127.0.0.1",
+        0,
+        CollectorRegistry(),
+        before_metrics=str,
+        health=lambda: (True, "ok"),
+        why=str,
+        name="rdzv-test-metrics",
+    )
+    with closing(server):
+        yield server
+
+
+def drips(server: MetricsServer, ends: threading.Event) -> socket.socket:
+    line = socket.create_connection(("127.0.0.1", server._server.server_port))
+
+    def drip() -> None:
+        with suppress(OSError):
+            line.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+            while not ends.wait(0.2):
+                line.sendall(b"x")
+
+    threading.Thread(target=drip, daemon=True).start()
+    return line
+
+
+def asks(server: MetricsServer, path: str) -> bytes:
+    with urllib.request.urlopen(server.url + path, timeout=30) as answer:
+        read: bytes = answer.read()
+        return read
+
+
+def test_it_answers_beside_clients_that_drip(server: MetricsServer) -> None:
+    ends = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(ends.set)
+        lines = [stack.enter_context(drips(server, ends)) for _ in range(40)]
+        assert asks(server, "/healthz") == b"ok\n"
+        asks(server, "/metrics")
+        assert len(server._server._clients) <= 16
+        # None is served for ever, though each sends again and again.
+        assert until(lambda: not server._server._clients, 60)
+        for line in lines:
+            line.settimeout(30)
+            with suppress(OSError):
+                while line.recv(4096):
+                    pass
+    assert asks(server, "/healthz") == b"ok\n"
+
+
+def test_none_of_its_threads_stays(server: MetricsServer) -> None:
+    ends = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(ends.set)
+        for _ in range(3):
+            stack.enter_context(drips(server, ends))
+        assert until(lambda: len(server._server._clients) == 3, 30)
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < 30
+        assert until(
+            lambda: not [it for it in threading.enumerate() if it.name == "rdzv-metrics-client"], 30
+        )
