@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from rdzv_plugins.handler import rules_of
 from rdzv_plugins.protocol.rules import Rules
 from tests import Measure
 from tests.handlers.site import succeed
@@ -73,7 +74,11 @@ def test_rounds_whose_nodes_stand_in_shards_survive_deaths_too(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As rounds of more than 128 nodes do; here already those of two."""
-    monkeypatch.setattr("rdzv_plugins.handler.Rules", partial(Rules, inline=1))
+
+    def with_shards(*args: Any) -> Rules:
+        return replace(rules_of(*args), inline=1)
+
+    monkeypatch.setattr("rdzv_plugins.handler.rules_of", with_shards)
     agents = [run.start((1, 5)) for _ in range(5)]
     until(one_world(agents), 30)
     leader = agents[0].handler._node.document.leader  # type: ignore[union-attr]
