@@ -1110,8 +1110,6 @@ class Checker:
         evicted = {*after.evicted} - {*before.evicted}
         if not evicted or not after.is_of(before):
             return
-        if waited := {it for it in evicted if _is_unfit(track.evidence, it)}:
-            raise InvariantError("health", f"{node} waited for {_names(waited)}: {show(after)}")
         for person in evicted:
             if person in self._tracks:
                 self._tracks[person].evicted = after.incarnation, after.round
@@ -1125,6 +1123,8 @@ class Checker:
         }
         if not evicted:
             return
+        if waited := {it for it in evicted if _is_unfit(track.evidence, it)}:
+            raise InvariantError("health", f"{node} waited for {_names(waited)}: {show(after)}")
         began = self._forming.get((after.incarnation, after.round), self._now())
         patience = 0.1 * self._rules.rejoin / track.rate
         if self._now() - began < patience - _ROUNDING:

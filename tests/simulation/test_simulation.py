@@ -138,6 +138,7 @@ FOUND = (
         _UNLINKED,
         "who read before it beat again wrote that it was unfit, and was fit by then",
     ),
+    (20004787, Focus(), "the checker took an excluded node that was unfit for one waited for"),
 )
 
 
