@@ -231,7 +231,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     lost: Names = Names()
-    gone: tuple[tuple[str, str], ...] = ()
+    gone: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=64)] = ()
     left: Names = Names()
     failed: Names = Names()
     joined: Names = Names()
