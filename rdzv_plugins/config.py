@@ -480,7 +480,7 @@ def give_back() -> None:
     """Undo one `withhold`."""
     global _withholders
     with _withholding:
-        _withholders -= 1
+        _withholders = max(0, _withholders - 1)
         if _withholders == 0:
             for name, value in _withheld.items():
                 os.environ.setdefault(name, value)

@@ -8,6 +8,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from rdzv_plugins import config
+
 # Else an example that takes 0.2 s fails, on a machine that has other things to do.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -28,6 +30,13 @@ _JOBS = {
 _ROW = {file: row for row, files in _JOBS.items() for file in files}
 # The longest come first, then those of minutes, so that no process ends long after the others.
 _LONG = ("test_torch_handler",)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Handlers that a test had crash withhold its secrets for ever: the next test has none."""
+    config._withheld.clear()
+    config._withholders = 0
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's reads the groups.

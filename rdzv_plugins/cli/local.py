@@ -10,7 +10,6 @@ import typer
 
 from rdzv_plugins.cli.interrupt import Interrupt
 from rdzv_plugins.cli.options import ConfOption, RunOption, parse_conf
-from rdzv_plugins.servers import KINDS
 
 __all__ = ["demo", "serve"]
 
@@ -23,7 +22,10 @@ _BACKENDS = {"valkey": "redis", "etcd": "etcd-v3"}
 def serve(
     kind: Annotated[
         str,
-        typer.Argument(help=f"one of: {', '.join(KINDS)}"),
+        typer.Argument(
+            help="one of: redis, valkey, zookeeper, dynamodb, consul, etcd, postgres, nats, "
+            "quorum, kubernetes"
+        ),
     ] = "valkey",
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="first server's port; default: a free one")

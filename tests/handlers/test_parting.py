@@ -6,7 +6,7 @@ A node leaves where its agent fails, or its workers do while it is new, and the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from rdzv_plugins import handler as handlers
-from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
 from rdzv_plugins.protocol.documents import Outcome, Phase, Status
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.threads import Background
@@ -182,8 +182,11 @@ def test_one_that_has_served_ends_the_run_as_ever(
     site: Site, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     if not options:
-        brief = partial(Rules, probation=0.05)
-        monkeypatch.setattr(handlers, "Rules", brief)
+
+        def brief(*given: Any) -> Rules:
+            return replace(rules_of(*given), probation=0.05)
+
+        monkeypatch.setattr("tests.handlers.site.rules_of", brief)
     *_, new = with_a_newcomer(site, **options)
     site.await_that(lambda: not new._service.is_new)
     assert end_with(new, workers_failed())

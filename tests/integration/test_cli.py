@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import get_args, get_type_hints
 
 import pytest
 from msgspec.structs import replace
@@ -26,7 +27,8 @@ from typer.testing import CliRunner, Result
 from rdzv_plugins import servers
 from rdzv_plugins.archive import Archive, list_runs
 from rdzv_plugins.cli import app, runs
-from rdzv_plugins.cli.options import plain_console
+from rdzv_plugins.cli.local import serve
+from rdzv_plugins.cli.options import BackendOption, plain_console
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.inspection import delete_run
 from rdzv_plugins.kv import KeyValueClient
@@ -40,7 +42,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
 )
 from rdzv_plugins.protocol.round_record import record_of
-from rdzv_plugins.stores import open_client
+from rdzv_plugins.stores import STORES, open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background, together
 from tests.handlers.site import succeed
@@ -97,6 +99,13 @@ def test_help_comes_without_importing_torch() -> None:
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0, shown.stderr
     assert "--rdzv-id" in shown.stdout
+
+
+def test_help_names_all_stores_and_servers() -> None:
+    (store,) = (it.help for it in get_args(BackendOption)[1:])
+    assert set(STORES) <= set(re.split(r"[ ,]+", store))
+    server = get_args(get_type_hints(serve, include_extras=True)["kind"])[1].help
+    assert set(servers.KINDS) == set(re.split(r"[ ,]+", server.removeprefix("one of: ")))
 
 
 @pytest.mark.parametrize(

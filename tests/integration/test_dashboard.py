@@ -449,7 +449,8 @@ LOWEST = """(() => {
 
 
 def test_names_are_shown_as_text(shared: RunningStore, address: str, chrome: Chrome) -> None:
-    nodes = {"a": record(1, HTML), "b": record(2, "plain")}
+    # A host's name cannot be that: such a record counts as absent.
+    nodes = {"a": replace(record(1, "plain"), unfit=HTML), "b": record(2, HTML)}
     write_run(shared, HTML, nodes)
     chrome.get(f"{address}/#{quote(HTML)}")
     await_that(lambda: HTML in text(chrome, "#name"), 60, chrome)

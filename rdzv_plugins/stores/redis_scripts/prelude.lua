@@ -10,11 +10,15 @@ local hash = KEYS[1]
 
 local function next_number()
   local number = redis.pcall('HINCRBY', hash, '#n', 1)
-  if type(number) == 'table' or number < 1 or number > 9007199254740000 then
+  local refused = type(number) == 'table' and number.err
+  local odd = refused and (string.find(refused, 'not an integer') or string.find(refused, 'overflow'))
+  if odd or not refused and (number < 1 or number > 9007199254740000) then
     -- It is no counter of this package: begin as in a new hash.
     redis.call('HDEL', hash, '#n')
-    number = redis.call('HINCRBY', hash, '#n', 1)
+    refused = true
   end
+  -- Raises what else was refused, such as for lack of memory.
+  if refused then number = redis.call('HINCRBY', hash, '#n', 1) end
   if number == 1 then
     redis.call('PERSIST', hash)
     local now = redis.call('TIME')
