@@ -167,7 +167,9 @@ def test_refused_certificate(
     }
     began = time.monotonic()
     error = refused(configured(guarded.store, **changes[fault]), run_id)
-    assert_prompt(began, record_property)
+    if guarded.store.backend != "nats":
+        # Its refusal comes after the handshake: on a busy host it looks like one that stops.
+        assert_prompt(began, record_property)
     assert_clear(error, guarded.store, advice)
     assert isinstance(error, RendezvousConnectionError)
     # It is this client that does not trust the server.
