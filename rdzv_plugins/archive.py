@@ -8,7 +8,6 @@ for each run id, and ``!excluded`` has the hosts that each run id excludes.
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -34,7 +33,7 @@ from rdzv_plugins.kv.gate import (
     decode,
     plain,
 )
-from rdzv_plugins.kv.retry import longest_pause
+from rdzv_plugins.kv.retry import pause_after
 from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
@@ -307,7 +306,7 @@ class Archive:
                             "others change the list of excluded hosts again and again, so that "
                             "nothing was changed: try once more"
                         )
-                    time.sleep(random.uniform(0, longest_pause(refused)))
+                    time.sleep(pause_after(refused))
                     refused += 1
             seen, entries, looks = None, client.list(""), 0
             # Again if another changed them meanwhile: its deadline may have come before this one.

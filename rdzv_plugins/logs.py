@@ -12,8 +12,6 @@ __all__ = ["RunLog", "is_told", "set_up", "told"]
 
 _PACKAGE = "rdzv_plugins"
 
-_LONGEST_LINE = 4000
-
 # As torch's: I1122 13:20:01.250000 4711 rdzv_plugins.handler:208] ...
 _FORMAT = "{levelname[0]}{asctime}.{msecs:03.0f}000 {process} {name}:{lineno}] {message}"
 
@@ -83,7 +81,7 @@ class RunLog:
             "rdzv_cause": plain(latest.reason) if latest is not None else "",
         }
         # A server's error, or what stands in the store, may hold anything.
-        line, run = plain(text, _LONGEST_LINE), f"run '{self._run_id}'"
+        line, run = plain(text), f"run '{self._run_id}'"
         if not line.startswith(run):
             line = f"{run}: {line}"
         # The place in the source is that of the caller's caller.

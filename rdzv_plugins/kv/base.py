@@ -48,7 +48,7 @@ from rdzv_plugins.kv.contract import (
 )
 from rdzv_plugins.kv.exhaustion import ExhaustedError, exhausted
 from rdzv_plugins.kv.gate import plain
-from rdzv_plugins.kv.retry import longest_pause, retry
+from rdzv_plugins.kv.retry import pause_after, retry
 
 __all__ = [
     "STAMP_BYTES",
@@ -348,7 +348,7 @@ class StoreClient(KeyValueClient):
                 return Stored.parse(data)
             if refused:
                 # Others change it, and change it back: not in step with them.
-                limit.sleep(min(limit.seconds, random.uniform(0, longest_pause(refused))))
+                limit.sleep(min(limit.seconds, pause_after(refused)))
             refused += 1
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
@@ -371,7 +371,7 @@ class StoreClient(KeyValueClient):
 
     def get(self, key: str) -> Entry | None:
         seen = self._call(lambda limit: self._read([key], limit).get(key))
-        return seen.entry if seen is not None and seen.version else None
+        return entry_of(seen)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         found: dict[str, Entry] = {}
@@ -410,7 +410,7 @@ class StoreClient(KeyValueClient):
         data = stamped(value)
         ours = Stored.parse(data).entry
         seen = self._call(partial(self._set_if, key, data, expected))
-        entry = seen.entry if seen is not None and seen.version else None
+        entry = entry_of(seen)
         # Also true if an earlier attempt succeeded and its answer was lost.
         return entry, entry == ours
 
@@ -424,7 +424,7 @@ class StoreClient(KeyValueClient):
                     "nothing was counted: they are too many, or the store is too slow"
                 )
             # Growing pauses: else hundreds of adders keep the store busy with refusals.
-            time.sleep(random.uniform(0, longest_pause(refused)))
+            time.sleep(pause_after(refused))
             refused += 1
         return total
 
@@ -495,7 +495,7 @@ class StoreClient(KeyValueClient):
                         self._fail(error, wake)
                     # The next look raises if the store stays unreachable.
                     self._note_retry()
-                    wake.wait(random.uniform(0, longest_pause(failures)))
+                    wake.wait(pause_after(failures))
                     failures += 1
                     continue
             if seen is not None and version_of(seen) not in (None, version):
@@ -735,6 +735,11 @@ def is_unresolved(error: BaseException | None) -> bool:
 def stamped(value: bytes) -> bytes:
     """The value as it is stored, with a new stamp."""
     return _STAMPS.randbytes(STAMP_BYTES - 1) + b"=" + value
+
+
+def entry_of(stored: Stored | None) -> Entry | None:
+    """What the contract returns of a key; None as of `version_of`."""
+    return stored.entry if stored is not None and stored.version else None
 
 
 def version_of(stored: Stored | None) -> str | None:

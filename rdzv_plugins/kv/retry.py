@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rdzv_plugins.kv.contract import ClientClosedError, RendezvousConnectionError
 
-__all__ = ["longest_pause", "retry", "store_is_away"]
+__all__ = ["longest_pause", "pause_after", "retry", "store_is_away"]
 
 T = TypeVar("T")
 
@@ -59,6 +59,11 @@ def retry(
 def longest_pause(failures: int) -> float:
     """Seconds to pause at most after so many failures before the last one."""
     return min(0.01 * 2.0 ** min(failures, 10), 0.5)
+
+
+def pause_after(failures: int) -> float:
+    """Seconds to pause, at random: clients that were refused together try again apart."""
+    return random.uniform(0, longest_pause(failures))
 
 
 def store_is_away(error: Exception) -> bool:

@@ -16,7 +16,6 @@ import hashlib
 import hmac
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +32,8 @@ from rdzv_plugins.kv.contract import (
     parse_counter,
 )
 from rdzv_plugins.kv.findings import Finding
-from rdzv_plugins.kv.retry import longest_pause
+from rdzv_plugins.kv.retry import pause_after
+from rdzv_plugins.run_ids import RESERVED
 
 __all__ = ["MARK", "NO_SECRET_HERE", "OVERHEAD", "ForeignValueError", "SealedClient", "is_sealed"]
 
@@ -68,8 +68,6 @@ _ADD_SECONDS = 60.0
 # How often, in seconds, it is looked whether the file of the secret has changed.
 _LOOK_SECONDS = 1.0
 _KEY_SHOWN = 80
-# What the ids begin with under which records of several runs stand.
-_BESIDE_RUNS = "!"
 
 
 class ForeignValueError(RendezvousStateError):
@@ -212,7 +210,7 @@ class SealedClient(KeyValueClient):
                     f"{self._where}: others write {_shown(key)} again and again, who have not the "
                     "secret: take their rights to write from them"
                 )
-            time.sleep(random.uniform(0, longest_pause(replaced)))
+            time.sleep(pause_after(replaced))
             replaced += 1
             entry, written = self.client.compare_and_set(key, data, entry.version)
             opened = None if written else self._opened(key, entry)
@@ -242,7 +240,7 @@ class SealedClient(KeyValueClient):
                     f"other clients changed '{key}' in {self._where} throughout {_ADD_SECONDS:g} "
                     "s, so nothing was counted: they are too many, or the store is too slow"
                 )
-            time.sleep(random.uniform(0, longest_pause(refused)))
+            time.sleep(pause_after(refused))
             refused += 1
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
@@ -353,7 +351,7 @@ class SealedClient(KeyValueClient):
 
     def _whose(self, entry: Entry) -> str:
         prefix, run_id = self._scope
-        of_runs = run_id.startswith(_BESIDE_RUNS)
+        of_runs = run_id.startswith(RESERVED)
         named = f"what stands under '{prefix}/{run_id}'" if of_runs else f"run '{run_id}'"
         if is_sealed(entry.value):
             return (

@@ -146,16 +146,13 @@ def lead(view: View, document: RoundDocument) -> Action:
     action = next(it for it in answers if it is not None)
     if isinstance(action, Write):
         return Write(policies.noted(view, at, action.document))
-    if isinstance(action, Wait) and document.is_whole and at.kept_out:
-        # Wake up when a node that asks is kept out no more: no node rings the bell then.
-        asking = (it for node, it in at.kept_out.items() if _asks(at, node))
-        ends = min((it.seconds for it in asking if it.seconds is not None), default=None)
-        if ends is not None and (action.seconds is None or ends < action.seconds):
-            action = Wait(max(0.0, ends), action.enough)
     if isinstance(action, Wait):
-        ends = until_a_verdict(view, at.document, at.records)
-        if ends is not None and (action.seconds is None or ends < action.seconds):
-            action = Wait(ends, action.enough)
+        ends = [action.seconds, until_a_verdict(view, at.document, at.records)]
+        if document.is_whole and at.kept_out:
+            # Wake up when a node that asks is kept out no more: no node rings the bell then.
+            asking = (it for node, it in at.kept_out.items() if _asks(at, node))
+            ends += [max(0.0, it.seconds) for it in asking if it.seconds is not None]
+        return Wait(min((it for it in ends if it is not None), default=None), action.enough)
     return action
 
 

@@ -56,7 +56,7 @@ from rdzv_plugins.kv.base import (
 from rdzv_plugins.kv.contract import Capabilities, Version
 from rdzv_plugins.kv.findings import Finding, Mark, of_space, of_version
 from rdzv_plugins.kv.gate import plain
-from rdzv_plugins.kv.retry import longest_pause
+from rdzv_plugins.kv.retry import pause_after
 from rdzv_plugins.stores._http import Request, http_of, http_problem
 
 __all__ = ["Client", "Options"]
@@ -187,7 +187,7 @@ class Client(StoreClient):
                 equal = {"target": "VALUE", "result": "EQUAL", "value": _encoded(there.value)}
                 holds = [{**self._one(key), **equal}]
             if refused > 1:
-                limit.sleep(min(limit.seconds, random.uniform(0, longest_pause(refused))))
+                limit.sleep(min(limit.seconds, pause_after(refused)))
             refused += 1
             lease = self._learn_lease(limit)
 

@@ -619,7 +619,7 @@ def _closes() -> effects.Effects[bool]:
 def test_exclusions_that_others_change_again_and_again_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rdzv_plugins.archive.longest_pause", lambda _: 0.0)
+    monkeypatch.setattr("rdzv_plugins.archive.pause_after", lambda _: 0.0)
 
     class Rival(MemoryClient):
         tries = 0
