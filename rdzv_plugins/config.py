@@ -27,12 +27,12 @@ __all__ = [
     "UnreadableFileError",
     "alternatives",
     "environment",
-    "faults",
     "first_line",
     "give_back",
     "idle_options",
     "option_names",
     "parse_options",
+    "refused_options",
     "unknown_options",
     "unknown_variables",
     "withhold",
@@ -516,7 +516,7 @@ def parse_options(
     return cls(**values)
 
 
-def faults(
+def refused_options(
     cls: type, config: Mapping[str, object], environ: Mapping[str, str]
 ) -> list[tuple[str, str]]:
     """All that `parse_options` would refuse: (option, why). Unknown options do not count."""

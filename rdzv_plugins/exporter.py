@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from rdzv_plugins.archive import Row
 from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import RendezvousStateError
-from rdzv_plugins.metrics import CAUSES, STATES, TABLE, By, Kind, Metric, causes_of
+from rdzv_plugins.metrics import CAUSES, STATES, TABLE, By, Metric, MetricKind, causes_of
 from rdzv_plugins.metrics_server import MetricsServer
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.protocol.situation import to_join_again
@@ -199,5 +199,5 @@ class _Restarts:
 
 
 def _family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily:
-    family = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     return family(metric.name, metric.text, labels=metric.labels)

@@ -49,9 +49,9 @@ __all__ = [
     "STATES",
     "TABLE",
     "By",
-    "Kind",
     "Measured",
     "Metric",
+    "MetricKind",
     "Report",
     "Sample",
     "build",
@@ -76,7 +76,7 @@ _FORMING_BUCKETS = (
 _UNKNOWN = float("nan")
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -103,7 +103,7 @@ class Metric:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     text: str
     by: By = By.NODE
     labels: tuple[str, ...] = ()
@@ -114,13 +114,13 @@ class Metric:
 TABLE = (
     Metric(
         name="rdzv_info",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         labels=("run", "node", "backend", "version"),
         text="1; its labels say which node of which run this is",
     ),
     Metric(
         name="rdzv_condition",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.EXPORTER,
         labels=("condition",),
         text="1 for the condition of the run, else 0: running, forming, dead or closed; NaN until"
@@ -128,12 +128,12 @@ TABLE = (
     ),
     Metric(
         name="rdzv_rounds_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         text="rounds in which this node's agent got a rank",
     ),
     Metric(
         name="rdzv_restarts_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         by=By.BOTH,
         labels=("cause",),
         text="rounds after the first of the node, or of the run, by what became of which nodes: "
@@ -142,7 +142,7 @@ TABLE = (
     ),
     Metric(
         name="rdzv_forming_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         labels=("phase",),
         buckets=_FORMING_BUCKETS,
         text="seconds that a round took to form: gathering, from this node's request until it saw"
@@ -150,7 +150,7 @@ TABLE = (
     ),
     Metric(
         name="rdzv_last_forming_seconds",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.EXPORTER,
         labels=("phase",),
         text="seconds that the last round took to form: gathering with the last call, how much of"
@@ -158,40 +158,40 @@ TABLE = (
     ),
     Metric(
         name="rdzv_round",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.BOTH,
         text="number of the round, as last read",
     ),
     Metric(
         name="rdzv_round_nodes",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.BOTH,
         text="nodes that have a rank in it; 0 while it forms",
     ),
     Metric(
         name="rdzv_phase",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.BOTH,
         labels=("phase",),
         text="1 for the phase in which it is, else 0: forming, confirming, running or closed",
     ),
     Metric(
         name="rdzv_phase_began_timestamp_seconds",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.BOTH,
         text="when the phase of rdzv_phase began, on the wall clock of the node that led; NaN once"
         " the run is closed",
     ),
     Metric(
         name="rdzv_last_call_ends_timestamp_seconds",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.BOTH,
         text="when the last call of the round ends that forms, on its leader's wall clock; NaN"
         " where none runs",
     ),
     Metric(
         name="rdzv_nodes",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.BOTH,
         labels=("state",),
         text=f"nodes of the run by state: {', '.join(STATES)}; of the nodes, only the one that "
@@ -199,42 +199,42 @@ TABLE = (
     ),
     Metric(
         name="rdzv_nodes_waiting",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.BOTH,
         text="what num_nodes_waiting() returns to this node's agent, or to the agents of the last"
         " round: above 0, they are to join the next one",
     ),
     Metric(
         name="rdzv_leads",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         text="1 if this node leads the run, else 0",
     ),
     Metric(
         name="rdzv_heartbeat_age_seconds",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         text="seconds since this node last wrote its heartbeat",
     ),
     Metric(
         name="rdzv_last_heartbeat_timestamp_seconds",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.EXPORTER,
         text="when the newest heartbeat of the run was written, on the wall clock of its node",
     ),
     Metric(
         name="rdzv_leader_silence_seconds",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.BOTH,
         text="seconds since the leader's heartbeat was last seen to move: by this node, 0 on the"
         " leader itself, or by the exporter, which looks when it is scraped",
     ),
     Metric(
         name="rdzv_lease_seconds",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         text="seconds without a heartbeat after which this node is lost",
     ),
     Metric(
         name="rdzv_clock_difference_seconds",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.EXPORTER,
         labels=("host",),
         text="seconds by which the wall clock of a host is ahead of the exporter's, or behind it if"
@@ -242,7 +242,7 @@ TABLE = (
     ),
     Metric(
         name="rdzv_store_request_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         labels=("kind",),
         buckets=_REQUEST_BUCKETS,
         text="seconds of a request to the store with its retries, by the client's method: get,"
@@ -250,23 +250,23 @@ TABLE = (
     ),
     Metric(
         name="rdzv_store_failures_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         labels=("kind",),
         text="requests that failed, after their retries",
     ),
     Metric(
         name="rdzv_store_retries_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         text="attempts after a request's first",
     ),
     Metric(
         name="rdzv_store_outage_seconds_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         text="seconds for which the store was away, from the first failed request on",
     ),
     Metric(
         name="rdzv_store_up",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         by=By.BOTH,
         of_run=False,
         text="0 while the store is away, else 1",
@@ -289,11 +289,11 @@ def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]
     for metric in METRICS:
         name, text, labels = metric.name, metric.text, metric.labels
         match metric.kind:
-            case Kind.COUNTER:
+            case MetricKind.COUNTER:
                 built[name] = Counter(name, text, labels, registry=registry)
-            case Kind.GAUGE:
+            case MetricKind.GAUGE:
                 built[name] = Gauge(name, text, labels, registry=registry)
-            case Kind.HISTOGRAM:
+            case MetricKind.HISTOGRAM:
                 built[name] = Histogram(
                     name, text, labels, registry=registry, buckets=metric.buckets
                 )
@@ -632,7 +632,7 @@ class _Prometheus:
     def take(self, samples: Iterable[Sample]) -> None:
         """Set all gauges to what they are now; those without a sample are not shown."""
         for metric in METRICS:
-            if metric.kind is Kind.GAUGE and metric.labels:
+            if metric.kind is MetricKind.GAUGE and metric.labels:
                 self._built[metric.name].clear()
         for name, labels, value in samples:
             self._of(name, labels).set(value)
@@ -657,16 +657,16 @@ class _OpenTelemetry:
         for metric in METRICS:
             unit = "s" if "seconds" in metric.name else "1"
             match metric.kind:
-                case Kind.COUNTER:
+                case MetricKind.COUNTER:
                     made: Any = meter.create_counter(metric.name, unit, metric.text)
-                case Kind.HISTOGRAM:
+                case MetricKind.HISTOGRAM:
                     made = meter.create_histogram(
                         metric.name,
                         unit,
                         metric.text,
                         explicit_bucket_boundaries_advisory=metric.buckets,
                     )
-                case Kind.GAUGE:
+                case MetricKind.GAUGE:
                     read = [partial(self._read, metric.name)]
                     made = meter.create_observable_gauge(metric.name, read, unit, metric.text)
             self._built[metric.name] = made

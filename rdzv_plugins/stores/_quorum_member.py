@@ -2,8 +2,8 @@
 
 A thread starts nats-server beside the agent, starts it again where it has ended, and leaves it to
 another agent of the run on this host that was faster. The member ends with its agent, also where
-that is killed: `rdzv_plugins.servers.process.Node` has a process beside it for that, which deletes
-the member's folder as well.
+that is killed: `rdzv_plugins.servers.process.ServerProcess` has a process beside it for that, which
+deletes the member's folder as well.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ from rdzv_plugins.kv.contract import (
     RendezvousConnectionError,
 )
 from rdzv_plugins.kv.sealed import SealedClient
-from rdzv_plugins.servers.process import Kind, Node, NotInstalledError, Security, ServerError
+from rdzv_plugins.servers.process import (
+    Kind,
+    NotInstalledError,
+    Security,
+    ServerError,
+    ServerProcess,
+)
 from rdzv_plugins.servers.quorum import USER, at, find_binary, probe, route, settings_of, write
 from rdzv_plugins.stores import nats as store
 from rdzv_plugins.stores.quorum import PRESENCE, Client, Members, refuse_others
@@ -98,7 +104,7 @@ class _Member(Kind):
             peer: members.ports(peer)[0] for peer in range(len(members.hosts)) if peer != host
         }
 
-    def configure(self, node: Node) -> Path:
+    def configure(self, node: ServerProcess) -> Path:
         members, password = self._members, self._members.options.password()
         cluster = None
         if self.peers:
@@ -117,10 +123,10 @@ class _Member(Kind):
         write(settings_of(name, listen, node.directory, password, cluster), file)
         return file
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         return [str(self._binary), "--config", str(self.configure(node))]
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         name = probe(self._address, node.port, _GREETING_SECONDS)
         return name == self._members.name(self._host)
 
@@ -194,7 +200,7 @@ class _Keeper(threading.Thread):
         # The port where another agent's member was seen.
         self._seen_at = 0
         self._kind: _Member | None = None
-        self._node: Node | None = None
+        self._node: ServerProcess | None = None
         self._folder: Path | None = None
         self._lock: int | None = None
         self._taken: set[int] = set()
@@ -314,14 +320,14 @@ class _Keeper(threading.Thread):
             self._lock = os.open(self._folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         if self._node is None:
-            self._node = Node(self._kind, 0, (), self._folder / "member")
+            self._node = ServerProcess(self._kind, 0, (), self._folder / "member")
         node = self._node
         # One that has ended keeps what watches it: this process may end here.
         node.ports = port, port + 1
         node.launch()
         self._await_start(node)
 
-    def _await_start(self, node: Node) -> None:
+    def _await_start(self, node: ServerProcess) -> None:
         assert self._place is not None
         try:
             node.await_ready(_START_SECONDS)

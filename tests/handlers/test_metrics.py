@@ -33,7 +33,7 @@ from rdzv_plugins.driver import watched
 from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.kv import MemoryServer, RendezvousConnectionError
 from rdzv_plugins.kv.contract import KeyValueClient
-from rdzv_plugins.metrics import CAUSES, METRICS, STATES, TABLE, Kind, Measured, Metric, build
+from rdzv_plugins.metrics import CAUSES, METRICS, STATES, TABLE, Measured, Metric, MetricKind, build
 from rdzv_plugins.protocol.documents import Cause, Phase
 from rdzv_plugins.protocol.states import State
 from rdzv_plugins.testing.threads import Background
@@ -466,7 +466,7 @@ class TestOpenTelemetry:
         }  # fmt: skip
         assert {*found} == shown - quiet
         assert alone.shutdown()
-        gauges = {metric.name for metric in METRICS if metric.kind is Kind.GAUGE}
+        gauges = {metric.name for metric in METRICS if metric.kind is MetricKind.GAUGE}
         assert not {*reported()} & gauges
 
     def test_no_page_without_a_port(self, site: Site) -> None:
@@ -513,7 +513,9 @@ def exported() -> set[str]:
     return {
         metric.name + suffix
         for metric in METRICS
-        for suffix in (("_bucket", "_count", "_sum") if metric.kind is Kind.HISTOGRAM else ("",))
+        for suffix in (
+            ("_bucket", "_count", "_sum") if metric.kind is MetricKind.HISTOGRAM else ("",)
+        )
     }
 
 

@@ -22,7 +22,7 @@ from kazoo.client import KazooClient
 from kazoo.security import ACL, make_acl
 
 from rdzv_plugins.kv.base import segments
-from rdzv_plugins.servers import Node, Security
+from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.testing.harness import until
 from tests.integration.stores import KINDS, RunningStore, started
@@ -309,7 +309,7 @@ class _Nats(_WithUsersInAFile):
         os.kill(node.pid, signal.SIGHUP)
         assert until(lambda: self._loaded(node) != before, 30)
 
-    def _loaded(self, node: Node) -> Any:
+    def _loaded(self, node: ServerProcess) -> Any:
         return ask(node.ports[2], "GET", "/varz", security=Security())[1]["config_load_time"]
 
 

@@ -32,7 +32,7 @@ from rdzv_plugins.cli.check import host as dials
 from rdzv_plugins.cli.check import store as trials
 from rdzv_plugins.config import parse_options
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
-from rdzv_plugins.servers import Node, Security
+from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.servers.process import HOST, free_ports
 from rdzv_plugins.stores import client_class, quorum
@@ -527,7 +527,7 @@ def test_replica(redis: RunningStore, admin: Any, tmp_path: Path) -> None:
     # Else it waits 5 s for more replicas.
     admin.config_set("repl-diskless-sync-delay", 0)
     member = topologies.Member(lambda node: [f"replicaof {host} {port}"])
-    node = Node(member, 0, free_ports(1), tmp_path / "replica")
+    node = ServerProcess(member, 0, free_ports(1), tmp_path / "replica")
     node.launch()
     try:
         node.await_ready()
@@ -618,7 +618,7 @@ def test_member_of_a_cluster_without_cluster(tmp_path: Path) -> None:
     member = topologies.Member(
         lambda node: ["cluster-enabled yes", f"cluster-port {node.ports[1]}"]
     )
-    node = Node(member, 0, free_ports(2), tmp_path / "member")
+    node = ServerProcess(member, 0, free_ports(2), tmp_path / "member")
     node.launch()
     try:
         node.await_ready()

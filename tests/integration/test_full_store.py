@@ -18,7 +18,7 @@ import redis
 from kazoo.client import KazooClient
 
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.servers import Node, Security
+from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.etcd import Etcd
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.servers.process import HOST, free_ports
@@ -55,11 +55,11 @@ def of_redis(store: RunningStore, *addresses: tuple[str, int]) -> Full:
 
 
 class SmallEtcd(Etcd):
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         return [*super().command(node, nodes), f"--quota-backend-bytes={1 << 20}"]
 
 
-def of_etcd(node: Node, store: RunningStore) -> Full:
+def of_etcd(node: ServerProcess, store: RunningStore) -> Full:
     def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
         return ask(node.port, "POST", f"/v3/{path}", body, security=Security())
 
@@ -78,7 +78,7 @@ def of_etcd(node: Node, store: RunningStore) -> Full:
 
 
 class StrictZooKeeper(ZooKeeper):
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         java, *rest = super().command(node, nodes)
         return [java, "-Dzookeeper.enforceQuota=true", *rest]
 
@@ -140,10 +140,10 @@ def of_postgres(store: RunningStore) -> Iterator[Full]:
 
 
 @contextmanager
-def lone(kind: Any, folder: Path, name: str) -> Iterator[tuple[Node, RunningStore]]:
+def lone(kind: Any, folder: Path, name: str) -> Iterator[tuple[ServerProcess, RunningStore]]:
     """A server of a kind of our own."""
     ports = free_ports(kind.ports_per_node)
-    node = Node(kind, 0, ports, folder / "server")
+    node = ServerProcess(kind, 0, ports, folder / "server")
     try:
         node.start(empty=True)
         endpoint = f"{HOST}:{node.port}"

@@ -23,7 +23,7 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from rdzv_plugins.servers import Node, Security
+from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.nats import Nats
 from rdzv_plugins.servers.process import HOST, free_ports
 from rdzv_plugins.testing.harness import present, until
@@ -38,14 +38,14 @@ def configured(folder: Path, settings: Mapping[str, Any]) -> Iterator[RunningSto
     """A server with these settings besides the usual ones."""
 
     class Configured(Nats):
-        def command(self, node: Node, nodes: Any) -> list[str]:
+        def command(self, node: ServerProcess, nodes: Any) -> list[str]:
             command = super().command(node, nodes)
             file = Path(command[-1])
             file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
             return command
 
     kind = Configured(Security())
-    node = Node(kind, 0, free_ports(kind.ports_per_node), folder / "nats" / "0")
+    node = ServerProcess(kind, 0, free_ports(kind.ports_per_node), folder / "nats" / "0")
     node.launch()
     try:
         node.await_ready()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.servers import Node, Security
+from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.postgres import Postgres
 from rdzv_plugins.servers.process import HOST, Kind, find_file, free_ports
 from rdzv_plugins.testing.harness import present, until
@@ -42,7 +42,7 @@ class PgBouncer(Kind):
         self._binary, self._server, self._address = str(binary), server, postgres.address
         self._mode, self._size = mode, size
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         host, port = self._address
         users, config = node.directory / "users", node.directory / "pgbouncer.ini"
         users.write_text('"postgres" ""\n')
@@ -62,7 +62,7 @@ class PgBouncer(Kind):
         self._server._own(node.directory)
         return self._server._as_account(self._binary, str(config))
 
-    def ready(self, node: Node) -> bool:
+    def ready(self, node: ServerProcess) -> bool:
         with socket.create_connection((HOST, node.port), 1):
             return True
 
@@ -81,13 +81,13 @@ Pool = Callable[[str, int], RunningStore]
 @pytest.fixture
 def pool(postgres: RunningStore) -> Iterator[Pool]:
     """Starts a pooler of a mode and size, and gives the store as it is reached through it."""
-    made: list[Node] = []
+    made: list[ServerProcess] = []
 
     def start(mode: str, size: int) -> RunningStore:
         assert postgres.server is not None
         beside = postgres.server.nodes[0].directory.parent
         folder = beside / f"pooler-{secrets.token_hex(4)}"
-        node = Node(PgBouncer(postgres, mode, size), 0, free_ports(1), folder)
+        node = ServerProcess(PgBouncer(postgres, mode, size), 0, free_ports(1), folder)
         made.append(node)
         node.start()
         return replace(postgres, endpoint=postgres.endpoint_at((HOST, node.port)), server=None)

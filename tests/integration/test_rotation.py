@@ -15,7 +15,7 @@ import redis
 from rdzv_plugins.kv import AccessDeniedError, Entry, RendezvousConnectionError, Version
 from rdzv_plugins.servers import NotInstalledError, Security
 from rdzv_plugins.servers.dynamodb import DynamoDB
-from rdzv_plugins.servers.process import HOST, Node, free_ports
+from rdzv_plugins.servers.process import HOST, ServerProcess, free_ports
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
@@ -232,7 +232,7 @@ def test_redis_cluster_goes_on_with_the_new_secret(tmp_path: Path, run_id: str) 
 class _OneDatabaseForEachKey(DynamoDB):
     """It checks no credentials, but without -sharedDb each access key has tables of its own."""
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         return [part for part in super().command(node, nodes) if part != "-sharedDb"]
 
 
@@ -255,7 +255,7 @@ def test_dynamodb_reads_the_file_of_keys_again(
     except NotInstalledError as error:
         absent(f"no DynamoDB of our own: {error}")
     (port,) = free_ports(1)
-    node = Node(kind, 0, [port], tmp_path / "server")
+    node = ServerProcess(kind, 0, [port], tmp_path / "server")
     node.start()
     try:
         config = {"create_table": "true", "region": "us-east-1"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from rdzv_plugins.servers import Node, Security
+from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.process import HOST, free_ports
 from rdzv_plugins.servers.redis import Redis
 from rdzv_plugins.testing import Proxy
@@ -36,18 +36,20 @@ class Topology:
 
     endpoint: str
     config: Mapping[str, str]
-    primary: Callable[[str], Node]
+    primary: Callable[[str], ServerProcess]
     hand_over: Callable[[str], None]
 
 
 class Member(Redis):
     """A redis-server with more lines in its configuration."""
 
-    def __init__(self, lines: Callable[[Node], Sequence[str]], password: str | None = None) -> None:
+    def __init__(
+        self, lines: Callable[[ServerProcess], Sequence[str]], password: str | None = None
+    ) -> None:
         super().__init__(Security(password=password))
         self._lines = lines
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         binary, file = super().command(node, nodes)
         with Path(file).open("a") as config:
             # Else a primary waits 5 s for more replicas to send its data to.
@@ -68,12 +70,12 @@ class Sentinel(Redis):
         own: what it demands itself.
     """
 
-    def __init__(self, watched: Node, password: str | None, own: Security) -> None:
+    def __init__(self, watched: ServerProcess, password: str | None, own: Security) -> None:
         super().__init__(own)
         self._watched = watched
         self._password = password
 
-    def command(self, node: Node, nodes: Sequence[Node]) -> list[str]:
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         binary, file = super().command(node, nodes)
         lines = [
             *(line for line in Path(file).read_text().splitlines() if line not in _OF_SERVERS),
@@ -95,13 +97,15 @@ def sentinel(
     own = own or Security()
     ports = free_ports(3)
 
-    def lines(node: Node) -> list[str]:
+    def lines(node: ServerProcess) -> list[str]:
         login = [f"masterauth {password}"] if password else []
         return login + ([f"replicaof {HOST} {ports[0]}"] if node.index else [])
 
     member = Member(lines, password)
-    servers = [Node(member, index, [ports[index]], folder / str(index)) for index in (0, 1)]
-    watcher = Node(Sentinel(servers[0], password, own), 2, [ports[2]], folder / "2")
+    servers = [
+        ServerProcess(member, index, [ports[index]], folder / str(index)) for index in (0, 1)
+    ]
+    watcher = ServerProcess(Sentinel(servers[0], password, own), 2, [ports[2]], folder / "2")
     with _serving(servers):
         replica = _ask(servers[1], password)
         _await(lambda: replica.info("replication")["master_link_status"] == "up")
@@ -112,7 +116,7 @@ def sentinel(
                 lambda: [it["master-link-status"] for it in told.sentinel_slaves(NAME)] == ["ok"]
             )
 
-            def primary(run_id: str) -> Node:
+            def primary(run_id: str) -> ServerProcess:
                 port = told.sentinel_get_master_addr_by_name(NAME)[1]
                 return next(server for server in servers if server.port == port)
 
@@ -136,10 +140,12 @@ def cluster(folder: Path) -> Iterator[Topology]:
             "cluster-replica-validity-factor 0",
         ]
     )
-    servers = [Node(member, i, ports[2 * i : 2 * i + 2], folder / str(i)) for i in range(6)]
+    servers = [
+        ServerProcess(member, i, ports[2 * i : 2 * i + 2], folder / str(i)) for i in range(6)
+    ]
     hosts = [f"{HOST}:{server.port}" for server in servers]
 
-    def shard(run_id: str) -> tuple[Node, Sequence[Node]]:
+    def shard(run_id: str) -> tuple[ServerProcess, Sequence[ServerProcess]]:
         """Primary and replicas of the run's slot, as one that lives sees them."""
         living = _ask(next(server for server in servers if server.running))
         slot = living.execute_command("CLUSTER", "KEYSLOT", f"{{rdzv/{run_id}}}")
@@ -191,7 +197,7 @@ def moving_cluster(folder: Path) -> Iterator[Moving]:
             "appendonly yes",
         ]
     )
-    old, new = (Node(member, 0, free_ports(2), folder / "member") for _ in range(2))
+    old, new = (ServerProcess(member, 0, free_ports(2), folder / "member") for _ in range(2))
     with Proxy((HOST, old.port)) as proxy, _serving([old]):
         _ask(old).execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         _await(lambda: "cluster_state:ok" in _ask(old).execute_command("CLUSTER", "INFO"))
@@ -226,7 +232,7 @@ def _serves(client: Any) -> bool:
 
 
 @contextmanager
-def _serving(nodes: Sequence[Node]) -> Iterator[None]:
+def _serving(nodes: Sequence[ServerProcess]) -> Iterator[None]:
     try:
         for node in nodes:
             node.launch()
@@ -239,7 +245,10 @@ def _serving(nodes: Sequence[Node]) -> Iterator[None]:
 
 
 def _ask(
-    node: Node, password: str | None = None, user: str | None = None, ca_file: str | None = None
+    node: ServerProcess,
+    password: str | None = None,
+    user: str | None = None,
+    ca_file: str | None = None,
 ) -> Any:
     login = {"username": user, "password": password}
     tls = {"ssl": True, "ssl_ca_certs": ca_file} if ca_file else {}

@@ -16,9 +16,9 @@ from rdzv_plugins.cli.check.job import parse_nnodes, parse_peers
 from rdzv_plugins.config import (
     ServerOptions,
     Settings,
-    faults,
     option_names,
     parse_options,
+    refused_options,
     unknown_options,
     unknown_variables,
 )
@@ -163,10 +163,10 @@ def test_unverified_connection_is_told_as_such() -> None:
 def test_all_faults_are_found_not_only_the_first() -> None:
     config = {"join_timeout": "soon", "rank": "-1", "closed_ttl": "5", "unknown": "1"}
     environ = {"RDZV_PLUGINS_LAST_CALL_TIMEOUT": "x", "RDZV_PLUGINS_RANK": "y"}
-    found = faults(Settings, config, environ)
+    found = refused_options(Settings, config, environ)
     assert [name for name, _ in found] == ["join_timeout", "last_call_timeout", "rank"]
-    assert faults(ServerOptions, {"password": "hunter2"}, {})[0][0] == "password"
-    assert "hunter2" not in str(faults(ServerOptions, {"password": "hunter2"}, {}))
+    assert refused_options(ServerOptions, {"password": "hunter2"}, {})[0][0] == "password"
+    assert "hunter2" not in str(refused_options(ServerOptions, {"password": "hunter2"}, {}))
 
 
 def test_unknown_options_and_variables() -> None:

@@ -11,7 +11,7 @@ from rdzv_plugins.cli.check.store import nodes_within
 from rdzv_plugins.config import Settings, option_names
 from rdzv_plugins.exporter import EXPORTED
 from rdzv_plugins.inspection import Condition
-from rdzv_plugins.metrics import CAUSES, METRICS, STATES, Kind, Metric
+from rdzv_plugins.metrics import CAUSES, METRICS, STATES, Metric, MetricKind
 from rdzv_plugins.protocol.documents import SCHEMA, Phase
 from rdzv_plugins.stores import STORES, client_class
 
@@ -33,7 +33,7 @@ BY_PROMETHEUS = {"instance", "job", "le"}
 
 def sampled(metric: Metric) -> list[str]:
     """The names under which Prometheus has it."""
-    if metric.kind is not Kind.HISTOGRAM:
+    if metric.kind is not MetricKind.HISTOGRAM:
         return [metric.name]
     return [f"{metric.name}_{part}" for part in ("bucket", "sum", "count")]
 

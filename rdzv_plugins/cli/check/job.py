@@ -17,10 +17,10 @@ from rdzv_plugins.cli.options import parse_conf
 from rdzv_plugins.config import (
     ENVIRONMENT_PREFIX,
     Settings,
-    faults,
     idle_options,
     option_names,
     parse_options,
+    refused_options,
     unknown_options,
     without_effect,
 )
@@ -152,10 +152,10 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
         yield Finding(Mark.FAILED, "backend", str(error))
     ours = option_names(Settings)
     theirs = option_names(client.options) if client else []
-    of_handler = faults(Settings, job.conf, job.environ)
+    of_handler = refused_options(Settings, job.conf, job.environ)
     if client:
         wrong = unknown_options(job.conf, [*ours, *theirs])
-        wrong += faults(client.options, job.conf, job.environ)
+        wrong += refused_options(client.options, job.conf, job.environ)
     settings = _settings(job, [name for name, _ in of_handler])
     unfit = _torch()
     if unfit is not None:
