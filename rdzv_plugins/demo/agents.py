@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-__all__ = ["RDZV_RUN", "TORCHRUN", "Agent", "Event", "Fleet", "TrainingError", "World"]
+__all__ = ["RDZV_RUN", "TORCHRUN", "Agent", "Event", "Fleet", "Process", "TrainingError", "World"]
 
 # torchrun's default of --rdzv-id.
 _DEFAULT_RUN_ID = "none"
@@ -97,10 +97,20 @@ class World:
             self.ended.add(event.rank)
 
 
+class Process(Protocol):
+    """Of an agent: as `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int) -> None: ...
+
+
 class Agent:
     """One torchrun: its process, and its workers as far as they have written events."""
 
-    def __init__(self, name: str, fleet: Fleet, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, name: str, fleet: Fleet, process: Process) -> None:
         self.name = name
         self.started = time.monotonic()
         self.process = process
@@ -225,18 +235,22 @@ class Fleet:
             f"--{key}={value}" for key, value in {**self._training, **(training or {})}.items()
         ]
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{name}.log").open("ab") as log:
-            # A separate session: Ctrl-C reaches only this process, which then stops the agents.
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **_surroundings(), **self._environ},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        environ = {**os.environ, **_surroundings(), **self._environ}
+        process = self._process(command, environ, self.folder / f"{name}.log")
         agent = self.agents[name] = Agent(name, self, process)
         return agent
+
+    def _process(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Process:
+        with log.open("ab") as file:
+            # A separate session: Ctrl-C reaches only this process, which then stops the agents.
+            return subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
 
     def stop_training(self) -> None:
         """Let the workers end after the current step, like a training that is done."""

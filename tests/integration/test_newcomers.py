@@ -16,7 +16,7 @@ from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import Phase
 from tests.integration.namespaces import in_namespaces
 from tests.integration.stores import KINDS, RunningStore, running
-from tests.integration.torchrun import Begin, Run, runs
+from tests.integration.torchrun import PATIENCE, Begin, Run, runs
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -83,7 +83,12 @@ def test_a_newcomer_that_fails_leaves_the_others_alone(
     run.await_step(world, world.last_step + 10)
     assert is_open(run)
     assert has_a_strike(run, "127.0.0.3")
-    (said,) = (row.reason for row in run.archive.rows() if "left (" in row.reason)
+    # The history is written about a second after the round began.
+    (said,) = run.await_that(
+        lambda: [row.reason for row in run.archive.rows() if "left (" in row.reason],
+        "the leave in the history",
+        PATIENCE,
+    )
     assert f"127.0.0.3[{broken.agents['c'].pid}] left ({why}" in said
     log = broken.agents["c"].log.read_text()
     assert f"this node leaves the run, which goes on without it: {why}" in log

@@ -1,6 +1,8 @@
-"""Real torchrun agents, gloo workers, TCPStore sharing as torch has it by default; nodes die.
+"""Real torchrun agents, TCPStore sharing as torch has it by default; nodes die.
 
-Times are measured and reported; they are asserted only with wide margins.
+Where nodes are killed, and under torch's own handler, the workers train with torch and gloo;
+elsewhere they are those of `tests.integration.train`. Times are measured and reported; they are
+asserted only with wide margins.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import pytest
 from rdzv_plugins.protocol.documents import STATE_KEY
 from tests import Measure
 from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import LEASE, PATIENCE, Begin, Pause
+from tests.integration.torchrun import LEASE, PATIENCE, TRAINS_WITH_TORCH, Begin, Pause
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -27,7 +29,7 @@ SECOND_LEASE = 2 * LEASE - 0.3
     ["rank 0", *(pytest.param(who, marks=pytest.mark.soak) for who in ("leader", "middle rank"))],
 )
 def test_killed_node(begin: Begin, who: str, record_property: Measure) -> None:
-    run = begin()
+    run = begin(script=TRAINS_WITH_TORCH)
     before = run.begin("abc")
     victim = {"rank 0": "a", "middle rank": "b", "leader": run.leader().name}[who]
     others = sorted({"a", "b", "c"} - {victim})
@@ -45,7 +47,7 @@ def test_killed_node(begin: Begin, who: str, record_property: Measure) -> None:
 @pytest.mark.parametrize("who", ["rank 0", "middle rank", "leader"])
 def test_killed_nodes_ten_times(begin: Begin, who: str, record_property: Measure) -> None:
     # How long to wait for a replacement is the user's choice, and no part of what is measured.
-    run = begin(max_restarts=100, last_call_timeout=0.02)
+    run = begin(script=TRAINS_WITH_TORCH, max_restarts=100, last_call_timeout=0.02)
     run.begin("abc")
     for turn in range(10):
         world = run.worlds()[-1]
@@ -209,7 +211,7 @@ def test_stopped_leader(begin: Begin, workers: bool, record_property: Measure) -
 
 @pytest.mark.soak
 def test_torch_handler(begin: Begin, record_property: Measure) -> None:
-    run = begin(handler="torch")
+    run = begin(script=TRAINS_WITH_TORCH, handler="torch")
     run.begin("abc")
     killed = run.agents["a"].kill()
     world = run.await_world("bc", after=killed, timeout=2 * PATIENCE)

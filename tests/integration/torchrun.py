@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from rdzv_plugins.archive import Archive
-from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, World
+from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, Process, World
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -20,7 +20,12 @@ from rdzv_plugins.protocol.documents import (
     Phase,
     RoundDocument,
 )
+from tests.integration.forked import Forked, is_forkable
 from tests.integration.stores import RunningStore
+
+TRAINS = (str(Path(__file__).with_name("train.py")),)
+"""What the workers run: a training without torch."""
+TRAINS_WITH_TORCH = ("--module", "rdzv_plugins.demo.train")
 
 INTERVAL = 1.0
 ATTEMPTS = 3
@@ -62,7 +67,7 @@ class Run(Fleet):
         nodes: str = "2:3",
         max_restarts: int | None = 3,
         run_id: str | None = None,
-        script: Sequence[str] = ("--module", "rdzv_plugins.demo.train"),
+        script: Sequence[str] = TRAINS,
         launcher: Sequence[str] = TORCHRUN,
         **config: object,
     ) -> None:
@@ -88,6 +93,11 @@ class Run(Fleet):
         )
         self._open = partial(store.open, run_id, request_timeout=2)
         self.archive = Archive(store.open, run_id, history_ttl=0)
+
+    def _process(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Process:
+        if is_forkable(command):
+            return Forked(command, environ, log)
+        return super()._process(command, environ, log)
 
     @cached_property
     def client(self) -> KeyValueClient:
