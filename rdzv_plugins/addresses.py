@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import socket
 import struct
 import threading
@@ -18,7 +17,7 @@ from typing import TypeVar
 
 import ifaddr
 
-from rdzv_plugins.endpoint import parse_endpoint
+from rdzv_plugins.endpoint import Place
 
 __all__ = [
     "ANY_PORT",
@@ -30,6 +29,7 @@ __all__ = [
     "dialled_here",
     "gloo_address",
     "interface_of",
+    "is_at_loopback",
     "is_local",
     "is_loopback",
     "is_out_of_reach",
@@ -40,8 +40,6 @@ __all__ = [
     "own_names",
     "resolved",
     "route_to",
-    "store_hosts",
-    "store_is_at_loopback",
 ]
 
 T = TypeVar("T")
@@ -55,9 +53,6 @@ _RESOLVER_SECONDS = 2.0
 
 # Addresses for documentation (RFC 5737, RFC 3849): their routes are the default routes.
 _ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
-
-# Where libpq's URL has a socket's folder, as its host or as a parameter.
-_SOCKET = re.compile(r"(?i)(//([^/]*@)?|[?&]host=)(/|%2F)")
 
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 0x1
 
@@ -198,27 +193,14 @@ def _is_up(interface: str) -> bool:
     return bool(flags & _IFF_UP)
 
 
-def store_hosts(endpoint: str, backend: str) -> list[tuple[str, int]]:
-    """(name, port) of each host in the endpoint of a store; empty if it names no host."""
-    scheme = endpoint.partition("://")[0] if "://" in endpoint else ""
-    if scheme == "unix" or (backend == "dynamodb" and not scheme):
-        return []  # A socket's path, or a region of AWS.
-    try:
-        # The port does not affect the route: any port will do.
-        return [*parse_endpoint(endpoint, default_port=9, schemes=[scheme]).hosts]
-    except ValueError:
-        return []
-
-
-def store_is_at_loopback(endpoint: str, backend: str) -> bool:
-    """Whether the endpoint is a socket's path, or hosts that are all reached at loopback."""
-    if endpoint.startswith("unix://") or (backend == "postgres" and _SOCKET.search(endpoint)):
-        return True
-    hosts = store_hosts(endpoint, backend)
-    if backend == "quorum":
+def is_at_loopback(store: Place) -> bool:
+    """Whether a store is at a socket's path, or at hosts that are all reached at loopback."""
+    if store.of_nodes:
         # A member on this host listens where the others come, whatever its name stands for here.
-        return bool(hosts) and all(is_loopback(host) for host, _ in hosts)
-    route = _route_in_time(hosts)
+        return bool(store.hosts) and all(is_loopback(host) for host, _ in store.hosts)
+    if store.on_socket:
+        return True
+    route = _route_in_time(store.dialled)
     return route is not None and route.is_loopback
 
 

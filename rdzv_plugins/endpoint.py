@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote
 
-__all__ = ["Endpoint", "parse_endpoint", "redact"]
+__all__ = ["Endpoint", "Place", "parse_endpoint", "redact"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,29 @@ class Endpoint:
             if not value.strip():
                 raise ValueError(f"the parameter '{name}' of the endpoint has no value")
 
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a store's servers are, as far as its endpoint tells; nothing is looked up.
+
+    Attributes:
+        hosts: (name, port); port 0: not told. Empty: no host is named.
+        on_socket: they listen at a path of this host instead.
+        of_nodes: they run on nodes of the run, each of which listens where the others come.
+    """
+
+    hosts: tuple[tuple[str, int], ...] = ()
+    on_socket: bool = False
+    of_nodes: bool = False
+
+    @property
+    def dialled(self) -> list[tuple[str, int]]:
+        """The hosts, each with some port: a route depends on none."""
+        return [(host, port or _ANY_PORT) for host, port in self.hosts]
+
+
+# Discard's, which nothing is sent to.
+_ANY_PORT = 9
 
 # Scheme, authority, path, query. Not urlsplit: in patched Pythons it accepts an address in brackets
 # only as the single host.

@@ -36,13 +36,12 @@ from torch.distributed.elastic.rendezvous.api import (
 from rdzv_plugins.addresses import (
     ANY_PORT,
     dial_self,
+    is_at_loopback,
     is_local,
     is_out_of_reach,
     is_own_ip,
     listen,
     node_address,
-    store_hosts,
-    store_is_at_loopback,
 )
 from rdzv_plugins.archive import Archive, free_now
 from rdzv_plugins.config import (
@@ -55,7 +54,7 @@ from rdzv_plugins.config import (
     without_effect,
 )
 from rdzv_plugins.driver import Driver, Watcher, carry_out, watched
-from rdzv_plugins.endpoint import redact
+from rdzv_plugins.endpoint import Place, redact
 from rdzv_plugins.exchange import answer, dial, exchange
 from rdzv_plugins.health import gate_of, refuse_unknown_checks
 from rdzv_plugins.kv import (
@@ -1081,7 +1080,7 @@ def _make_patiently(
         while True:
             try:
                 attendance = attendance or attend(store, params, settings)
-                return _make(connect, attendance, params, settings)
+                return _make(store, connect, attendance, params, settings)
             except Exception as error:
                 late = error if isinstance(error, LateCredentialsError) else None
                 if (missing := late or as_outage(error)) is None:
@@ -1104,12 +1103,14 @@ def _make_patiently(
 
 
 def _make(
+    store: type[KeyValueClient],
     connect: Callable[[str], KeyValueClient],
     attendance: Attendance | None,
     params: RendezvousParameters,
     settings: Settings,
 ) -> RendezvousHandler:
-    address = _own_address(params, settings)
+    place = store.locate(params.endpoint)
+    address = _own_address(place, params, settings)
     if attendance is None:
         opened = connect(params.run_id)
     else:
@@ -1117,7 +1118,7 @@ def _make(
     log.info("run '%s': connected to %s '%s'", params.run_id, opened.name, redact(params.endpoint))
     try:
         archive = Archive(connect, params.run_id, settings.history_ttl)
-        return _over(opened, archive, attendance, params, settings, address)
+        return _over(opened, archive, attendance, params, settings, address, place)
     except BaseException:
         opened.close()
         raise
@@ -1166,6 +1167,7 @@ def _over(
     params: RendezvousParameters,
     settings: Settings,
     address: str,
+    place: Place,
 ) -> RendezvousHandler:
     if settings.handler == "torch":
         from rdzv_plugins.torch_compat.dynamic_handler import create_torch_handler
@@ -1201,17 +1203,16 @@ def _over(
         rules,
         settings,
         address,
-        store_is_here=partial(store_is_at_loopback, params.endpoint, params.backend),
+        store_is_here=partial(is_at_loopback, place),
         attendance=attendance,
     )
 
 
-def _own_address(params: RendezvousParameters, settings: Settings) -> str:
+def _own_address(store: Place, params: RendezvousParameters, settings: Settings) -> str:
     """The address that this node announces; raises `ValueError` if there is none as demanded."""
-    hosts = store_hosts(params.endpoint, params.backend)
     own = node_address(
         params.local_addr,
-        hosts,
+        store.dialled,
         interface=settings.interface,
         network=settings.network,
         alone=params.max_nodes == 1,
@@ -1219,7 +1220,7 @@ def _own_address(params: RendezvousParameters, settings: Settings) -> str:
     overridden = params.local_addr and (settings.interface or settings.network)
     level = logging.INFO if overridden else logging.DEBUG
     log.log(level, "run '%s': other nodes dial '%s' (%s)", params.run_id, own.address, own.why)
-    if params.max_nodes > 1 and is_out_of_reach(own.address, hosts):
+    if params.max_nodes > 1 and is_out_of_reach(own.address, store.dialled):
         log.warning(
             "run '%s': the address of this node, '%s', is loopback, but the store is on another "
             "host: other hosts cannot reach this one. Name an address with --local-addr",

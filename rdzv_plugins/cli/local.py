@@ -15,9 +15,6 @@ __all__ = ["demo", "serve"]
 
 _NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_WRONLY
 
-# The backend for a kind of server, where the names differ.
-_BACKENDS = {"valkey": "redis", "etcd": "etcd-v3"}
-
 
 def serve(
     kind: Annotated[
@@ -30,17 +27,18 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="first server's port; default: a free one")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="number of servers: 1, or 3 (kubernetes: 2)")] = 1,
+    nodes: Annotated[int, typer.Option(help="number of servers: 1, or all of an ensemble")] = 1,
     host: Annotated[
         str,
-        typer.Option(help="this host's name or address for the others (redis, valkey)"),
+        typer.Option(help="this host's name or address for the others, where the kind serves them"),
     ] = "127.0.0.1",
     endpoint: Annotated[
         str,
         typer.Option(
             "--rdzv-endpoint",
             "-e",
-            help="quorum: the hosts of all members, as the job names them; this host's is run",
+            help="run this host's member of a store that the nodes keep up: the hosts of all "
+            "members, as the job names them",
         ),
     ] = "",
     run_id: RunOption = "",
@@ -48,7 +46,7 @@ def serve(
 ) -> None:
     """Run a server until Ctrl-C, on 127.0.0.1 or where --host says: for tests and single jobs.
 
-    With --rdzv-endpoint it is this host's member of a quorum, for the run of -i, or for all runs
+    With --rdzv-endpoint it is this host's member of the store, for the run of -i, or for all runs
     with the same cluster=... in --rdzv-conf. --host then names this host among the members.
 
     Where others reach it, it has the password of RDZV_PLUGINS_PASSWORD or
@@ -73,7 +71,7 @@ def serve(
             if name != "RDZV_PLUGINS_PASSWORD":
                 typer.echo(f"  export {name}={value}")
         typer.echo(
-            f"  rdzv run --rdzv-backend={_BACKENDS.get(kind, kind)} "
+            f"  rdzv run --rdzv-backend={server.backend} "
             f"--rdzv-endpoint={server.endpoint}{f' --rdzv-conf={conf}' if conf else ''} ..."
         )
 
@@ -86,13 +84,14 @@ def serve(
 
 def _serve_member(kind: str, endpoint: str, run_id: str, conf: str, local_addr: str | None) -> None:
     from rdzv_plugins.config import parse_options
+    from rdzv_plugins.servers import KINDS
     from rdzv_plugins.stores import client_class
 
-    if kind != "quorum":
+    client = client_class(KINDS[kind].backend if kind in KINDS else kind)
+    if client.run_by != "nodes":
         raise typer.BadParameter(
             f"a {kind} has no members among the nodes: leave it out", param_hint="-e"
         )
-    client = client_class(kind)
     options = client.of_run(parse_options(client.options, parse_conf(conf), os.environ), run_id)
     interrupt = Interrupt()
     attendance = client.attend(endpoint, options, local_addr, run_id or options.cluster)
@@ -119,8 +118,9 @@ def _password(kind: str, host: str) -> tuple[str | None, bool]:
 
     from rdzv_plugins.addresses import is_loopback
     from rdzv_plugins.config import ServerOptions, parse_options
+    from rdzv_plugins.servers import KINDS
 
-    if is_loopback(host) or kind not in ("redis", "valkey"):
+    if is_loopback(host) or kind not in KINDS or not KINDS[kind].for_others:
         return None, False
     options, new = parse_options(ServerOptions, {}, os.environ), secrets.token_urlsafe(24)
     if (file := options.password_file) is not None:
@@ -133,7 +133,7 @@ def _password(kind: str, host: str) -> tuple[str | None, bool]:
 
 def demo(
     endpoint: Annotated[
-        str, typer.Option(help="Redis endpoint; default: the agents run a quorum")
+        str, typer.Option(help="of your own store; default: the agents run one themselves")
     ] = "",
 ) -> None:
     """Train with three agents, kill one, continue the training, and show a timeline."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rdzv_plugins.kv import KeyValueClient
 
 __all__ = [
+    "DEFAULT_BACKEND",
     "WAITED_IN_VAIN",
     "Access",
     "BackendOption",
@@ -51,6 +52,8 @@ WAITED_IN_VAIN = 7
 
 # A shell waits at most so long for a store.
 _COMPLETION_SECONDS = 2
+
+DEFAULT_BACKEND = "redis"
 
 BackendOption = Annotated[
     str,
@@ -96,7 +99,7 @@ def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str
     try:
         if "heartbeat_timeout" not in parse_conf(conf):
             conf += f",heartbeat_timeout={_COMPLETION_SECONDS}"
-        access = Access(given.get("backend") or "redis", given.get("endpoint") or "", conf)
+        access = Access(given.get("backend") or DEFAULT_BACKEND, given.get("endpoint") or "", conf)
         listed = list_runs(access.open)
     except Exception:  # A shell has no place for an error, whatever it is.
         return []

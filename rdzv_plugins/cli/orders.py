@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rdzv_plugins.cli.options import (
+    DEFAULT_BACKEND,
     WAITED_IN_VAIN,
     Access,
     BackendOption,
@@ -75,7 +76,7 @@ def drain(
         ),
     ] = None,
     run_id: RunOption = "",
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     ranks: Annotated[
         list[int] | None, typer.Option("--rank", help="a node by its rank, as rdzv status shows it")
     ] = None,
@@ -114,7 +115,7 @@ def drain(
 
 def restart(
     run_id: RunOption = "",
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     why: Annotated[str, typer.Option(help="the reason, for logs and rdzv history")] = "",
     no_wait: NoWaitOption = False, timeout: TimeoutOption = 300.0, as_json: JsonOption = False,
     run: RunArgument = "",
@@ -154,7 +155,7 @@ def restart(
 
 def resize(
     run_id: RunOption = "",
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     no_wait: NoWaitOption = False, timeout: TimeoutOption = 300.0, as_json: JsonOption = False,
     run: RunArgument = "",
 ) -> None:  # fmt: skip
@@ -201,7 +202,7 @@ def exclude(
         ),
     ],
     run_id: RunOption = "",
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     lasts: Annotated[
         str, typer.Option("--for", help="how long: 90s, 30m, 1h, 2d; else until rdzv include")
     ] = "",
@@ -290,7 +291,7 @@ def include(
         ),
     ],
     run_id: RunOption = "",
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     all_runs: AllRunsOption = False, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Take an exclusion back; nodes of the host that wait join the next round."""
@@ -318,7 +319,7 @@ def include(
 
 def excluded(
     run_id: RunOption = "",
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     as_json: JsonOption = False, all_runs: AllRunsOption = False,
     run: RunArgument = "",
 ) -> None:  # fmt: skip

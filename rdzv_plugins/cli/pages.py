@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 from rdzv_plugins.cli.interrupt import Interrupt
-from rdzv_plugins.cli.options import Access, BackendOption, ConfOption, EndpointOption
+from rdzv_plugins.cli.options import (
+    DEFAULT_BACKEND,
+    Access,
+    BackendOption,
+    ConfOption,
+    EndpointOption,
+)
 
 __all__ = ["dashboard", "exporter"]
 
@@ -16,7 +22,7 @@ HostOption = Annotated[str, typer.Option(help="address to listen at; it asks for
 
 
 def dashboard(
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 8265,
 ) -> None:  # fmt: skip
@@ -38,7 +44,7 @@ def dashboard(
 
 
 def exporter(
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 9747,
 ) -> None:  # fmt: skip

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rdzv_plugins.cli.options import (
+    DEFAULT_BACKEND,
     WAITED_IN_VAIN,
     Access,
     BackendOption,
@@ -72,7 +73,7 @@ _PAUSE_IN_AN_OUTAGE = 1.0
 
 
 def list_runs(
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     as_json: JsonOption = False,
     conditions: Annotated[
         list[str] | None,
@@ -179,7 +180,7 @@ def _rounded(seconds: float) -> str:
 
 
 def status(
-    run_id: RunOption = "", backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    run_id: RunOption = "", backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "",
     conf: ConfOption = "", as_json: JsonOption = False,
     wait: Annotated[str, typer.Option(help=f"until the run is so: {', '.join(_STATUSES)}")] = "",
     timeout: Annotated[float, typer.Option(help="seconds to wait at most")] = 300.0,
@@ -225,7 +226,7 @@ def status(
 
 
 def history(
-    run_id: RunOption = "", backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    run_id: RunOption = "", backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "",
     conf: ConfOption = "", as_json: JsonOption = False,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="rows at most")] = 50,
     run: RunArgument = "",
@@ -258,7 +259,7 @@ def history(
 
 
 def watch(
-    run_id: RunOption = "", backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    run_id: RunOption = "", backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "",
     conf: ConfOption = "", as_json: JsonOption = False,
     run: RunArgument = "",
 ) -> None:  # fmt: skip
@@ -283,7 +284,7 @@ def watch(
 
 
 def close(
-    run_id: RunOption = "", backend: BackendOption = "redis", endpoint: EndpointOption = "",
+    run_id: RunOption = "", backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "",
     conf: ConfOption = "", as_json: JsonOption = False, run: RunArgument = "",
 ) -> None:  # fmt: skip
     """Close a run: the current round trains to its end, and no further round forms.
@@ -349,7 +350,7 @@ def close(
 
 def clean(
     run_id: RunOption = "",
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     dead: Annotated[
         bool, typer.Option("--dead", help="all dead runs under the prefix instead of one")
     ] = False,

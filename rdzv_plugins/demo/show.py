@@ -24,13 +24,9 @@ from rdzv_plugins.archive import Archive, Row
 from rdzv_plugins.demo.agents import Fleet, TrainingError, World
 from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.servers.quorum import find_binary
 from rdzv_plugins.stores import client_class, open_client
 
 __all__ = ["show"]
-
-# The server to start for a backend, where their names differ.
-_SERVERS = {"redis": "valkey", "etcd-v3": "etcd"}
 
 _INTERVAL, _ATTEMPTS = 1, 3
 _STEPS_TO_SEE = 25
@@ -197,14 +193,14 @@ def _store(story: Story, backend: str, endpoint: str) -> Iterator[tuple[str, dic
         story.tell(f"using {backend} at {redact(endpoint)}")
         yield endpoint, {}
         return
-    if backend == "quorum":
-        client_class(backend)
-        find_binary()
+    if client_class(backend).run_by == "nodes":
+        # Raised here, not by each agent, where it is not installed.
+        servers.KINDS[servers.kind_for(backend)](servers.Security())
         endpoint = "127.0.0.1,127.0.0.2,127.0.0.3"
         story.tell(f"no server: the agents at {endpoint} run the store themselves")
         yield endpoint, {}
         return
-    kind = _SERVERS.get(backend, backend)
+    kind = servers.kind_for(backend)
     with servers.start(kind) as server:
         story.tell(f"started {kind} at {server.endpoint}")
         os.environ.update(server.environ)

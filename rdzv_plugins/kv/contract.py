@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from rdzv_plugins.endpoint import Place, parse_endpoint
+
 if TYPE_CHECKING:
     from rdzv_plugins.kv.findings import Finding
 
@@ -134,6 +136,19 @@ class KeyValueClient(ABC):
     """Milliseconds of the server's processor time that a node's heartbeat takes, with what it reads
     then; None: not measured. ``rdzv check`` tells by it which interval fits how many nodes."""
 
+    default_port: ClassVar[int | None] = None
+    """Where a server listens if the endpoint names no port; None: as the endpoint's scheme says."""
+
+    tls_schemes: ClassVar[tuple[str, ...]] = ("https",)
+    """Those of an endpoint that ask for TLS."""
+
+    begins_with_tls: ClassVar[bool] = True
+    """With TLS, a connection begins with its handshake; False: the server is asked first."""
+
+    run_by: ClassVar[str] = "servers"
+    """What the endpoint names: ``servers``; ``agents`` of the same servers, of which each host may
+    have its own; or ``nodes`` of the run, which keep the store up themselves (`attend`)."""
+
     on_retry: Callable[[], object] | None = None
     """Called before each attempt after a request's first, by a client that makes several."""
 
@@ -240,6 +255,21 @@ class KeyValueClient(ABC):
     def why_absent(self, prefix: str) -> str:
         """Why all that stands under a prefix counts as absent, for people; "": it does not."""
         return ""
+
+    @classmethod
+    def locate(cls, endpoint: str) -> Place:
+        """Where an endpoint says that the servers are; no host of one that this cannot parse."""
+        scheme, found, _ = endpoint.strip().lower().partition("://")
+        if found and scheme == "unix":
+            return Place(on_socket=True)
+        port = cls.default_port
+        if port is None:
+            port = (443 if scheme in cls.tls_schemes else 80) if found else 0
+        try:
+            parsed = parse_endpoint(endpoint, default_port=port, schemes=[scheme] if found else [])
+        except ValueError:
+            return Place()
+        return Place(parsed.hosts, of_nodes=cls.run_by == "nodes")
 
     @classmethod
     def of_run(cls, options: Any, run_id: str) -> Any:

@@ -48,6 +48,7 @@ __all__ = [
     "Security",
     "ServerError",
     "ServerProcess",
+    "kind_for",
     "start",
 ]
 
@@ -74,13 +75,14 @@ class LocalServer:
 
     Attributes:
         endpoint: as ``--rdzv-endpoint`` takes it; without secrets.
+        backend: as ``--rdzv-backend`` takes it.
         config: options that ``--rdzv-conf`` needs to reach it.
         environ: environment variables that a client needs to reach it, secrets among them.
         nodes: the servers, each a `ServerProcess`.
     """
 
     def __init__(self, kind: Kind, nodes: tuple[ServerProcess, ...], directory: Path) -> None:
-        self.kind = kind.name
+        self.kind, self.backend = kind.name, kind.backend
         self.endpoint = kind.endpoint(nodes)
         self.config = kind.config()
         self.environ = kind.environ()
@@ -115,6 +117,14 @@ class LocalServer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def kind_for(backend: str) -> str:
+    """The kind of server to start for a store; raises `ValueError` if there is none here."""
+    for name, kind in KINDS.items():
+        if kind.backend == backend and kind.preferred:
+            return name
+    raise ValueError(f"no server of '{backend}' can be started here: name the endpoint of one")
 
 
 def start(

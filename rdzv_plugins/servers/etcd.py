@@ -21,6 +21,7 @@ class Etcd(Kind):
     """etcd 3.4 or later; with a user and password, authentication is enabled."""
 
     name = "etcd"
+    backend = "etcd-v3"
     ports_per_node = 2
     largest = 3
 

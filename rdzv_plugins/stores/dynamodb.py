@@ -36,7 +36,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from rdzv_plugins.endpoint import redact
+from rdzv_plugins.endpoint import Place, redact
 from rdzv_plugins.kv import Capabilities, RendezvousConnectionError, Version
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped, version_of
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection
@@ -281,6 +281,11 @@ class Client(StoreClient):
 
     def _disconnect(self) -> None:
         self._table.close()
+
+    @classmethod
+    def locate(cls, endpoint: str) -> Place:
+        # All but a URL is a region of AWS.
+        return super().locate(endpoint) if "://" in endpoint else Place()
 
     def inspect(self) -> Iterable[Finding]:
         url = self._table.url

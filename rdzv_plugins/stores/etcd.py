@@ -101,6 +101,7 @@ class Client(StoreClient):
     """One run on etcd; requests reuse connections, and each parked waiter opens one."""
 
     name = "etcd-v3"
+    default_port = 2379
     options = Options
     capabilities = Capabilities(
         push=True,

@@ -50,7 +50,7 @@ from urllib.parse import quote, unquote, urlencode
 import msgspec
 
 from rdzv_plugins.config import ServerOptions, first_line, option
-from rdzv_plugins.endpoint import parse_endpoint, redact
+from rdzv_plugins.endpoint import Place, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     Limit,
     Problem,
@@ -328,6 +328,14 @@ class Client(StoreClient):
             f"a proxy in between must let /api/v1 through, and the user needs the verbs {_VERBS} "
             f"on ConfigMaps of the namespace '{space}'",
         )
+
+    @classmethod
+    def locate(cls, endpoint: str) -> Place:
+        # Without a scheme it is https, in a pod too. A kubeconfig is not read for this.
+        target = endpoint.strip() or _in_pod()
+        if not target:
+            return Place()
+        return super().locate(target if "://" in target else f"https://{target}")
 
     def inspect(self) -> Iterable[Finding]:
         yield self._login.http.inspect("Authorization" in self._login.headers())
@@ -755,8 +763,7 @@ def _log_in(endpoint: str, options: Options, timeout: float) -> _Login:
         raise ValueError("with an endpoint, context and kubeconfig have no effect: leave them out")
     if endpoint.strip():
         return _of_endpoint(endpoint, options, timeout)
-    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{it}", "") for it in ("HOST", "PORT"))
-    if by_file or not host:
+    if by_file or not _in_pod():
         return _of_kubeconfig(options, timeout)
     options = replace(
         options,
@@ -764,9 +771,15 @@ def _log_in(endpoint: str, options: Options, timeout: float) -> _Login:
         ca_file=options.ca_file or str(_ACCOUNT / "ca.crt"),
         token_file=options.token_file if any(ways) else str(_ACCOUNT / "token"),
     )
-    host = f"[{host}]" if ":" in host else host
-    login = _of_endpoint(f"https://{host}:{port or 443}", options, timeout)
+    login = _of_endpoint(_in_pod(), options, timeout)
     return replace(login, in_pod=True)
+
+
+def _in_pod() -> str:
+    """The endpoint that Kubernetes tells each pod; "": this is none."""
+    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{it}", "") for it in ("HOST", "PORT"))
+    host = f"[{host}]" if ":" in host else host
+    return f"https://{host}:{port or 443}" if host else ""
 
 
 def _of_endpoint(endpoint: str, options: Options, timeout: float) -> _Login:

@@ -142,6 +142,8 @@ class Client(StoreClient):
     """One run in a bucket; all its requests and waits share one connection."""
 
     name = "nats"
+    default_port: ClassVar[int | None] = 4222
+    tls_schemes = ("tls",)
     options: ClassVar[type[Any]] = Options
     capabilities = Capabilities(
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=_LARGEST_VALUE

@@ -53,7 +53,7 @@ from psycopg.errors import (
 from psycopg.waiting import Ready, Wait
 
 from rdzv_plugins.config import ServerOptions, option
-from rdzv_plugins.endpoint import parse_endpoint, redact
+from rdzv_plugins.endpoint import Place, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
 from rdzv_plugins.kv.base import (
     STAMP_BYTES,
@@ -69,6 +69,11 @@ from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, refuses_client
 
 __all__ = ["Client", "Options"]
+
+# Where libpq's URL has a socket's folder, as its host or as a parameter.
+_SOCKET = re.compile(r"(?i)(//([^/]*@)?|[?&]host=)(/|%2F)")
+# Of libpq, each instead of an endpoint.
+_HOST_VARIABLES = {"PGHOST", "PGHOSTADDR", "PGSERVICE"}
 
 # The most idle connections of a client: one for requests and one for a waiter.
 _IDLE = 2
@@ -342,6 +347,9 @@ class Client(StoreClient):
     """One run in a PostgreSQL table; requests and waiters share its connections."""
 
     name = "postgres"
+    default_port = 5432
+    # TLS comes after a request of its own, and the server says itself whether it does.
+    begins_with_tls = False
     options = Options
     capabilities = Capabilities(
         push=True,
@@ -468,6 +476,13 @@ class Client(StoreClient):
             idle, self._idle = self._idle, []
         for db in idle:
             db.close()
+
+    @classmethod
+    def locate(cls, endpoint: str) -> Place:
+        if _SOCKET.search(endpoint):
+            return Place(on_socket=True)
+        by_libpq = not endpoint.strip() and _HOST_VARIABLES & os.environ.keys()
+        return Place() if by_libpq else super().locate(endpoint)
 
     def inspect(self) -> Iterable[Finding]:
         def ask(limit: Limit) -> tuple[Any, ...]:
@@ -631,7 +646,7 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
     """The connection parameters for libpq."""
     given: dict[str, Any] = {}
     text = endpoint.strip()
-    if text or not {"PGHOST", "PGHOSTADDR", "PGSERVICE"} & os.environ.keys():
+    if text or not _HOST_VARIABLES & os.environ.keys():
         text = text or "localhost"
         # Not for "postgresql:///": its host is a parameter or libpq's default.
         if not text.partition("://")[2].startswith("/"):

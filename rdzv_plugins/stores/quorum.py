@@ -234,6 +234,8 @@ class Client(store.Client):
     """
 
     name = "quorum"
+    default_port = None
+    run_by = "nodes"
     options = Options
     capabilities: ClassVar[Capabilities] = store.Client.capabilities
     # Members ask quiet clients for a sign of life more often than NATS does.

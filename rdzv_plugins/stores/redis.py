@@ -189,6 +189,8 @@ class Client(StoreClient):
     """
 
     name = "redis"
+    default_port = 6379
+    tls_schemes = ("rediss", "valkeys")
     options = Options
     capabilities = Capabilities(
         push=True,

@@ -124,6 +124,7 @@ class Client(StoreClient):
     """One run on ZooKeeper: one session for requests and watches."""
 
     name = "zookeeper"
+    default_port = 2181
     options = Options
     capabilities = Capabilities(
         push=True,

@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
+from rdzv_plugins.endpoint import Place
 from rdzv_plugins.handler import _over
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.torch_compat import dynamic_handler
@@ -50,7 +51,7 @@ def test_it_says_once_that_a_pickle_runs_in_the_agent(
     client = MemoryClient(server, "run")
     archive = Archive(partial(MemoryClient, server), "run", 0.0)
     settings = Settings(handler="torch")
-    created: Any = _over(client, archive, None, PARAMS, settings, "127.0.0.1")
+    created: Any = _over(client, archive, None, PARAMS, settings, "127.0.0.1", Place())
     try:
         created.next_rendezvous()
     finally:

@@ -16,15 +16,15 @@ from rdzv_plugins.addresses import (
     candidates,
     gloo_address,
     interface_of,
+    is_at_loopback,
     is_out_of_reach,
     is_own_ip,
     listen,
     node_address,
-    store_hosts,
-    store_is_at_loopback,
 )
 from rdzv_plugins.reach import gloo_fault
 from rdzv_plugins.servers.process import free_ports
+from rdzv_plugins.stores import client_class
 
 Resolve = Callable[..., list[Any]]
 
@@ -248,6 +248,9 @@ def test_ports_are_taken_in_their_order() -> None:
         ("dynamodb", "", False),
         ("dynamodb", "us-east-1", False),
         ("dynamodb", "http://127.0.0.1:8000", True),
+        # Nothing is known of where a kubeconfig leads.
+        ("kubernetes", "", False),
+        ("kubernetes", "127.0.0.1:6443", True),
         ("postgres", "postgresql:///db?host=/run/postgresql", True),
         ("postgres", "postgresql://me@%2Frun%2Fpostgresql/db", True),
         ("postgres", "postgresql://me:x@192.0.2.1/db?host=/a", True),
@@ -255,25 +258,37 @@ def test_ports_are_taken_in_their_order() -> None:
     ],
 )
 def test_a_store_at_loopback(backend: str, endpoint: str, here: bool) -> None:
-    assert store_is_at_loopback(endpoint, backend) is here
+    assert is_at_loopback(client_class(backend).locate(endpoint)) is here
 
 
 @pytest.mark.parametrize(
     ("endpoint", "hosts"),
     [
-        ("", [("localhost", 9)]),
+        ("", [("localhost", 6379)]),
         ("unix:///run/redis.sock", []),
         ("redis://me:pw@a:1,[::1]:2/0", [("a", 1), ("::1", 2)]),
         ("zk1:2181,zk2:2181/chroot", [("zk1", 2181), ("zk2", 2181)]),
         ("http://me:p/w@a", []),
     ],
 )
-def test_store_hosts(endpoint: str, hosts: list[tuple[str, int]]) -> None:
-    assert store_hosts(endpoint, "redis") == hosts
+def test_the_hosts_of_a_store(endpoint: str, hosts: list[tuple[str, int]]) -> None:
+    assert client_class("redis").locate(endpoint).dialled == hosts
+
+
+def test_a_pod_reaches_kubernetes_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    assert client_class("kubernetes").locate("").hosts == (("fd00::1", 6443),)
+
+
+def test_the_environment_may_say_where_postgres_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client_class("postgres").locate("").hosts == (("localhost", 5432),)
+    monkeypatch.setenv("PGHOST", "db.cluster")
+    assert client_class("postgres").locate("").hosts == ()
 
 
 def test_a_host_without_a_port_counts() -> None:
-    assert [host for host, _ in store_hosts("consul", "consul")] == ["consul"]
+    assert [host for host, _ in client_class("consul").locate("consul").hosts] == ["consul"]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
@@ -307,8 +322,8 @@ def test_a_host_of_the_store_announces_what_leads_to_its_others(
     """The first of its hosts is this one, and its name stands for 127.0.1.1 here, or nothing."""
     for known in ({"node1": "127.0.1.1"}, {"node1": own}, {}):
         name_service("node1", known)
-        hosts = store_hosts("node1,192.0.2.1,192.0.2.3", "quorum")
+        hosts = client_class("quorum").locate("node1,192.0.2.1,192.0.2.3").dialled
         found = node_address(None, hosts)
         assert (found.address, found.why) == (own, "from it this host reaches the store")
         assert is_out_of_reach("127.0.0.1", hosts)
-        assert not store_is_at_loopback("node1,192.0.2.1,192.0.2.3", "zookeeper")
+        assert not is_at_loopback(client_class("zookeeper").locate("node1,192.0.2.1,192.0.2.3"))

@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rdzv_plugins import servers
+from rdzv_plugins.stores import STORES
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rdzv_plugins"
 
@@ -59,3 +62,40 @@ def test_the_protocol_does_nothing_itself() -> None:
             for name in names:
                 room = ".".join(name.split(".")[: 2 if name.startswith("rdzv_plugins") else 1])
                 assert room in allowed, f"{path.name} imports {name}"
+
+
+def test_no_module_outside_stores_and_servers_knows_a_store() -> None:
+    """Comments and docstrings may name one, as an example; what runs may not."""
+    names = re.compile(rf"(?i)\b({'|'.join({*STORES, *servers.KINDS})})\b")
+    allowed = {
+        # The help comes without an import of the stores, and a test compares it with their table.
+        "cli/options.py": {"BackendOption", "DEFAULT_BACKEND"},
+        "cli/local.py": {"serve"},
+        # What the demonstration shows if it is told nothing.
+        "demo/__init__.py": {"run"},
+        "demo/__main__.py": {"main"},
+        # A backend of torch's.
+        "config.py": {"_unknown"},
+    }
+    found = {
+        (str(path.relative_to(PACKAGE)), where)
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] not in ("stores", "servers")
+        for where, text in strings(ast.parse(path.read_text()))
+        if names.search(text)
+    }
+    assert found == {(path, where) for path, them in allowed.items() for where in them}
+
+
+def strings(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Each string and imported module that is no docstring, and the definition at the top."""
+    for top in tree.body:
+        named = top.targets[0] if isinstance(top, ast.Assign) else top
+        where = str(getattr(named, "name", getattr(named, "id", "")))
+        docs = {id(node.value) for node in ast.walk(top) if isinstance(node, ast.Expr)}
+        for node in ast.walk(top):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if id(node) not in docs:
+                    yield where, node.value
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                yield where, node.module

@@ -17,9 +17,10 @@ import pytest
 from nats.js.errors import APIError
 
 from rdzv_plugins import addresses
-from rdzv_plugins.addresses import store_is_at_loopback
+from rdzv_plugins.addresses import is_at_loopback
 from rdzv_plugins.config import UnreadableFileError, parse_options
 from rdzv_plugins.stores import _quorum_member as member
+from rdzv_plugins.stores import client_class
 from rdzv_plugins.stores.nats import Options as Login
 from rdzv_plugins.stores.nats import SilentBucketError, Transport, UnfitServerError
 from rdzv_plugins.stores.quorum import SIZES, Client, Members, Options, OtherClusterError
@@ -298,12 +299,12 @@ def test_members_are_at_loopback_only_where_the_endpoint_says_so(
         return real("127.0.1.1" if host == "node1" else host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    assert not store_is_at_loopback("node1", "quorum")
-    assert store_is_at_loopback("node1", "redis")
-    assert not store_is_at_loopback("node1,192.0.2.1,192.0.2.2", "quorum")
-    assert store_is_at_loopback("127.0.0.1", "quorum")
-    assert store_is_at_loopback("127.0.0.1:7000,127.0.0.2,localhost", "quorum")
-    assert not store_is_at_loopback("127.0.0.1,192.0.2.1,192.0.2.2", "quorum")
+    assert not is_at_loopback(client_class("quorum").locate("node1"))
+    assert is_at_loopback(client_class("redis").locate("node1"))
+    assert not is_at_loopback(client_class("quorum").locate("node1,192.0.2.1,192.0.2.2"))
+    assert is_at_loopback(client_class("quorum").locate("127.0.0.1"))
+    assert is_at_loopback(client_class("quorum").locate("127.0.0.1:7000,127.0.0.2,localhost"))
+    assert not is_at_loopback(client_class("quorum").locate("127.0.0.1,192.0.2.1,192.0.2.2"))
 
 
 # What the members answer.

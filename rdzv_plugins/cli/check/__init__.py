@@ -11,13 +11,19 @@ from typing import Annotated
 
 import typer
 
-from rdzv_plugins.cli.options import BackendOption, ConfOption, EndpointOption, print_json
+from rdzv_plugins.cli.options import (
+    DEFAULT_BACKEND,
+    BackendOption,
+    ConfOption,
+    EndpointOption,
+    print_json,
+)
 
 __all__ = ["check"]
 
 
 def check(
-    backend: BackendOption = "redis", endpoint: EndpointOption = "", conf: ConfOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
     run_id: Annotated[
         str | None,
         typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="also check that this id is free"),

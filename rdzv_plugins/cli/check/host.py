@@ -13,17 +13,19 @@ from ipaddress import ip_address
 from rdzv_plugins.addresses import (
     candidates,
     dial_self,
+    is_at_loopback,
     is_out_of_reach,
     node_address,
     route_to,
-    store_hosts,
-    store_is_at_loopback,
 )
 from rdzv_plugins.cli.check.job import Job
 from rdzv_plugins.config import Settings
+from rdzv_plugins.endpoint import Place
 from rdzv_plugins.health import gate_of
+from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.reach import gloo_fault
+from rdzv_plugins.stores import client_class
 
 __all__ = ["check_address", "check_health", "check_peers"]
 
@@ -35,7 +37,11 @@ _LONGEST_LOOKUP = 10.0
 
 def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
     """Open a port, as rank 0 does for its TCPStore, and dial it at this node's address."""
-    hosts = store_hosts(job.endpoint, job.backend)
+    store: type[KeyValueClient] | None = None
+    with suppress(ValueError):  # It is told elsewhere.
+        store = client_class(job.backend)
+    place = store.locate(job.endpoint) if store is not None else Place()
+    hosts = place.dialled
     alone = job.nnodes is not None and job.nnodes[1] == 1
     found = [str(it) for it in candidates()]
     try:
@@ -81,27 +87,30 @@ def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
         why = ", but the store or a peer is on another host" if elsewhere else ""
         text = f"'{address}' is loopback{why}: nodes on other hosts cannot reach this one"
         yield Finding(Mark.WARNING, "address", text, advice, values)
-    yield from _of_several_hosts(job, address, elsewhere)
+    yield from _of_several_hosts(job, address, elsewhere, store, place)
 
 
-def _of_several_hosts(job: Job, address: str, elsewhere: bool) -> Iterator[Finding]:
+def _of_several_hosts(
+    job: Job, address: str, elsewhere: bool, store: type[KeyValueClient] | None, place: Place
+) -> Iterator[Finding]:
     """Findings that keep nodes of several hosts apart, if the job is to have some."""
     if job.nnodes is None and not elsewhere:
         return
     if job.nnodes is not None and job.nnodes[1] == 1:
         return
-    if store_is_at_loopback(job.endpoint, job.backend):
-        yield _of_own_store(job)
+    if store is not None and is_at_loopback(place):
+        yield _of_own_store(store)
     if fault := gloo_fault(address):
         yield Finding(Mark.WARNING, "gloo", fault)
 
 
-def _of_own_store(job: Job) -> Finding:
-    if job.backend == "consul":
-        text = "it is at loopback, as Consul's agents are: each host needs one of the same servers"
+def _of_own_store(store: type[KeyValueClient]) -> Finding:
+    if store.run_by == "agents":
+        text = f"it is at loopback, as agents of {store.name} are: each host needs one of the same "
+        text += "servers"
         return Finding(Mark.OK, "store's host", text)
     text = "it is at loopback: nodes on other hosts have another store there, and wait in vain"
-    if job.backend == "quorum":
+    if store.run_by == "nodes":
         advice = "name hosts by addresses that all hosts reach, unless all nodes are on this host"
         return Finding(Mark.WARNING, "store's host", text, advice)
     advice = (

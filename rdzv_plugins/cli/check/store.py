@@ -25,7 +25,7 @@ from rdzv_plugins.addresses import address_on
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.cli.check.job import Chosen, Job
 from rdzv_plugins.config import Settings
-from rdzv_plugins.endpoint import parse_endpoint, redact
+from rdzv_plugins.endpoint import redact
 from rdzv_plugins.inspection import Condition, Inspection, delete_run, is_torchs, settle
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.base import UNREACHED
@@ -65,13 +65,6 @@ _LARGEST_TRIED = 1 << 20
 
 # Until an address counts as one that does not answer.
 _DIAL_SECONDS = 1.0
-
-# An endpoint need not name it.
-_PORTS = {
-    "redis": 6379, "zookeeper": 2181, "consul": 8500, "etcd-v3": 2379, "postgres": 5432,
-    "nats": 4222,
-}  # fmt: skip
-_SECURE = ("rediss", "valkeys", "https", "tls")
 
 
 def check_store(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None, bool]:
@@ -356,20 +349,14 @@ class _Listener(Enum):
 
 def _reason(job: Job, chosen: Chosen) -> str:
     """Advice where the store could not be reached; "": nothing is known."""
-    scheme = job.endpoint.partition("://")[0] if "://" in job.endpoint else ""
-    default = _PORTS.get(job.backend, 443 if scheme == "https" else 80)
-    # Without these the endpoint is a socket's path, libpq's own choice, or a region of AWS.
-    named = job.endpoint if job.backend == "postgres" else job.backend in _PORTS or scheme
-    if scheme == "unix" or not named:
-        return ""
-    try:
-        hosts = parse_endpoint(job.endpoint, default_port=default, schemes=[scheme]).hosts
-    except ValueError:
-        return ""
-    tls = scheme in _SECURE or bool(getattr(chosen.options, "tls", False))
-    return "; ".join(
-        filter(None, (_told(job, host, port, tls, _listener(host, port)) for host, port in hosts))
+    scheme = job.endpoint.partition("://")[0].lower() if "://" in job.endpoint else ""
+    tls = scheme in chosen.client.tls_schemes or bool(getattr(chosen.options, "tls", False))
+    told = (
+        _told(chosen.client, host, port, tls, _listener(host, port))
+        for host, port in chosen.client.locate(job.endpoint).hosts
+        if port
     )
+    return "; ".join(filter(None, told))
 
 
 def _listener(host: str, port: int) -> _Listener | None:
@@ -396,7 +383,9 @@ def _listener(host: str, port: int) -> _Listener | None:
     return _Listener.TLS
 
 
-def _told(job: Job, host: str, port: int, tls: bool, listener: _Listener | None) -> str:
+def _told(
+    client: type[KeyValueClient], host: str, port: int, tls: bool, listener: _Listener | None
+) -> str:
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     told = {
         None: f"'{host}' cannot be resolved: check the spelling, and this host's DNS",
@@ -405,15 +394,19 @@ def _told(job: Job, host: str, port: int, tls: bool, listener: _Listener | None)
     }
     if listener in told:
         return told[listener]
-    # PostgreSQL speaks TLS after a request of its own, and says itself whether it does.
-    if job.backend != "postgres" and tls and listener is _Listener.PLAIN:
-        return f"what listens at {where} does not speak TLS: leave out tls=true, rediss:// and https://"
-    if job.backend != "postgres" and not tls and listener is _Listener.TLS:
-        return f"what listens at {where} speaks TLS: set tls=true, or write rediss:// or https://"
+    schemes = [f"{it}://" for it in client.tls_schemes]
+    if client.begins_with_tls and tls and listener is _Listener.PLAIN:
+        return f"what listens at {where} does not speak TLS: leave out {_any('tls=true', *schemes)}"
+    if client.begins_with_tls and not tls and listener is _Listener.TLS:
+        return f"what listens at {where} speaks TLS: set tls=true, or write {_any(*schemes)}"
     return (
-        f"what listens at {where} does not answer as {job.backend} does: is it another server's "
+        f"what listens at {where} does not answer as {client.name} does: is it another server's "
         "port, or does it hang?"
     )
+
+
+def _any(*words: str) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def check_run(open: Open, job: Job, settings: Settings) -> Iterator[Finding]:
