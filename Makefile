@@ -8,7 +8,7 @@ SPHINX := $(BIN)/python -W ignore -m sphinx --quiet --nitpicky --fail-on-warning
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-store lint simulate soak bench test-recipes docs linkcheck screenshots lock servers test-compose test-oldest build clean
+.PHONY: help demo test unit test-store compiled lint simulate soak bench test-recipes docs linkcheck screenshots lock servers test-compose test-oldest build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -25,7 +25,9 @@ help: ## Show this list
 demo: .venv/installed ## Train with three agents, kill one, continue training [ENDPOINT=redis://...]
 	@$(BIN)/rdzv demo $(if $(ENDPOINT),--endpoint "$(ENDPOINT)")
 
-test: .venv/installed servers lint ## Install the test dependencies and run all tests except the long ones
+test: ## Install the test dependencies and run all tests except the long ones
+	@$(MAKE) --no-print-directory --jobs 2 .venv/installed servers
+	@$(MAKE) --no-print-directory --jobs 2 lint compiled
 	@echo "==> running the tests"
 	@$(PYTEST) --numprocesses 6 --dist loadgroup --no-loadscope-reorder
 
@@ -34,6 +36,10 @@ unit: .venv/installed ## Run the quick tests: no servers, hardly any threads
 
 test-store: .venv/installed servers ## Run the tests of one store [STORE=redis]
 	@$(PYTEST) --numprocesses 2 --dist loadgroup -k $(or $(STORE),redis) tests/integration
+
+# Otherwise each process of pytest compiles all tests. What fails here fails there, and is shown.
+compiled: .venv/installed
+	@$(PYTEST) --collect-only --quiet >/dev/null 2>&1 || true
 
 lint: .venv/installed ## Run ruff and mypy --strict; check that the generated docs are up to date
 	@echo "==> checking style and types"

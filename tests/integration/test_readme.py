@@ -76,6 +76,7 @@ def test_the_example_survives_a_reader_who_goes_through_it_again(tmp_path: Path)
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak  # As `test_start` does with each store's page.
 def test_the_example_on_a_server_survives_a_kill_of_rank_0(tmp_path: Path) -> None:
     saw = follow("store", tmp_path)
     asked = saw["asked"]

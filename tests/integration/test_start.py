@@ -39,14 +39,12 @@ def page(name: str) -> Path:
     return FOLDER / f"{name}.md"
 
 
-# Without a server, on the one that most run, and on one whose users need rights; the others, whose
-# jobs begin with the same lines, in the long run.
+# On the one that most run, and on one whose users need rights; the README's example runs without a
+# server. The others, whose jobs begin with the same lines, in the long run.
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=() if name in ("quorum", "redis", "postgres") else pytest.mark.soak
-        )
+        pytest.param(name, marks=() if name in ("redis", "postgres") else pytest.mark.soak)
         for name in PAGES
     ],
 )
