@@ -53,9 +53,13 @@ FIRST_SEED ?= 1
 simulate: .venv/installed ## Simulate the protocol under faults on virtual time [SEEDS=100000 FIRST_SEED=1]
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED)
 
-soak: .venv/installed servers ## Run every torchrun scenario on every store, with repetitions
+soak: .venv/installed servers ## Every torchrun scenario on every store; or hours of faults [HOURS=1 STORE=redis SEED=1]
+ifdef HOURS
+	@$(BIN)/python -m tests.faults --store $(or $(STORE),redis) --seed $(or $(SEED),1) --hours $(HOURS)
+else
 	@scripts/install-servers kubernetes
-	@$(PYTEST) -m "soak or not soak" tests/integration
+	@$(PYTEST) -m "soak or not soak" tests/integration tests/faults
+endif
 
 test-recipes: .venv/installed ## Run the recipes of docs/recipes on real launchers, and kill a node in each
 	@scripts/test-recipes

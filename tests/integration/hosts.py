@@ -26,7 +26,7 @@ PROGRAM = 254
 """In what the address of the program ends, in each network."""
 
 _CLONE_NEWNET = 0x40000000
-_LONGEST_SECONDS = 300
+_LONGEST_SECONDS = 300.0
 
 DEBIAN = "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {name}\n"
 """Debian's /etc/hosts: the host's own name is at loopback."""
@@ -97,7 +97,7 @@ class Network:
 
     A context manager. In the network ``10.N.0.0/24`` host n has the address ``10.N.0.n`` on the
     interface ``ethN``, and the program 10.N.0.254. Where ``apart`` has N, hosts reach the program
-    alone.
+    alone. After ``seconds`` they end, should the program have ended without it.
     """
 
     def __init__(
@@ -106,15 +106,17 @@ class Network:
         networks: Sequence[int] = (1,),
         apart: Sequence[int] = (),
         hosts_file: str = DEBIAN,
+        seconds: float = _LONGEST_SECONDS,
     ) -> None:
         bring_up_loopback()
         for network in networks:
-            _ip(f"link add br{network} type bridge")
+            # Else its address is the lowest of what is plugged in, and changes with that.
+            _ip(f"link add br{network} address 02:00:00:00:{network:02}:fe type bridge")
             _ip(f"addr add 10.{network}.0.{PROGRAM}/24 dev br{network}")
             _ip(f"link set br{network} up")
         self.hosts: list[Host] = []
         for number, name in enumerate(names, start=1):
-            host = Host(name, number, _new_namespaces())
+            host = Host(name, number, _new_namespaces(seconds))
             self.hosts.append(host)
             host.run("hostname", name)
             file = Path(tempfile.mkdtemp()) / "hosts"
@@ -150,10 +152,10 @@ def _ip(arguments: str) -> None:
     subprocess.run(["ip", *arguments.split()], check=True)
 
 
-def _new_namespaces() -> subprocess.Popen[bytes]:
-    """A process in namespaces of its own, which lasts as long as it does."""
+def _new_namespaces(seconds: float) -> subprocess.Popen[bytes]:
+    """A process in namespaces of its own, which last as long as it does."""
     command = ["unshare", "--net", "--uts", "--mount", "sh", "-c"]
-    command += [f"echo; exec sleep {_LONGEST_SECONDS}"]
+    command += [f"echo; exec sleep {seconds:g}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()

@@ -1,0 +1,315 @@
+"""The place of an hour of faults: hosts, a store, agents on them and launchers that restart these.
+
+For programs in namespaces of their own: what is made here is gone with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from rdzv_plugins import servers
+from rdzv_plugins.archive import Archive
+from rdzv_plugins.demo.agents import RDZV_RUN, Fleet
+from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.servers import LocalServer, Security
+from rdzv_plugins.stores import open_client
+from tests.faults.checks import Note
+from tests.integration.hosts import PROGRAM, Host, Network
+
+__all__ = ["HERE", "INTERVAL", "LEASE", "Site"]
+
+HERE = f"10.1.0.{PROGRAM}"
+INTERVAL, ATTEMPTS = 1.0, 6
+LEASE = INTERVAL * ATTEMPTS
+
+# The launcher's: a platform that starts a dead agent again takes as long at least.
+_RELAUNCH_SECONDS = 1.0
+
+_NOTES = msgspec.json.Decoder(Note)
+
+
+class Site:
+    """A context manager: its agents run from the beginning.
+
+    Attributes:
+        deaths: what became of each agent that ended: (when, address, exit status, last line).
+    """
+
+    def __init__(
+        self, folder: Path, store: str, agents: int, seconds: float, *, seed: int = 0,
+        torch: bool = False,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.store = store
+        self.seed = seed
+        self.began = time.monotonic()
+        self.run_id = f"faults-{secrets.token_hex(4)}"
+        self.notes: list[Note] = []
+        self.deaths: list[tuple[float, str, int, str]] = []
+        self._torch = torch
+        self._stack = contextlib.ExitStack()
+        self._offsets: dict[Path, int] = {}
+        names = [f"node{number}" for number in range(1, agents + 1)]
+        self.network = self._stack.enter_context(Network(names, seconds=seconds))
+        self.hosts = {self.address(host): host for host in self.network.hosts}
+        for host in self.network.hosts:
+            host.run(sys.executable, "-m", "tests.faults.wire", "eth1")
+        self.server: LocalServer | None = None
+        self.password_file = folder / "password"
+        self._config: dict[str, object] = {}
+        self._environ: dict[str, str] = {}
+        self.endpoint = self._start_store()
+        self._fleet = Fleet(
+            folder,
+            backend=store,
+            endpoint=self.endpoint,
+            run_id=self.run_id,
+            nodes=f"2:{agents}",
+            config={
+                "keep_alive_interval": INTERVAL,
+                "keep_alive_max_attempt": ATTEMPTS,
+                "last_call_timeout": 2,
+                "join_timeout": 300,
+                **self._config,
+            },
+            environ={"GLOO_SOCKET_IFNAME": "eth1", **self._environ},
+            max_restarts=1000,
+            script=("-m", "tests.faults.training"),
+            training={"torch": 1} if torch else None,
+            launcher=RDZV_RUN,
+        )
+        self._quit = threading.Event()
+        self._launchers: list[threading.Thread] = []
+
+    @staticmethod
+    def address(host: Host) -> str:
+        """By which the others know it."""
+        return f"10.1.0.{host.number}"
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all agents' hosts."""
+        return [*self.hosts]
+
+    def _start_store(self) -> str:
+        if self.store == "quorum":
+            secret = self.folder / "secret"
+            secret.write_text(secrets.token_hex(8))
+            self._config = {"secret_file": secret}
+            return ",".join(self.addresses[:3])
+        password = secrets.token_hex(8)
+        self.password_file.write_text(password)
+        security = Security(password=password)
+        self.server = self._stack.enter_context(
+            servers.start("redis", host=HERE, security=security)
+        )
+        self._config = {"password_file": self.password_file}
+        return self.server.endpoint
+
+    def open(self, run_id: str | None = None, request_timeout: float = 5.0) -> KeyValueClient:
+        """Connect to the store as an observer on the program's own host."""
+        options = {name: str(value) for name, value in self._config.items()}
+        if self.store == "quorum":
+            options["cluster"] = self.run_id
+        return open_client(
+            self.store,
+            self.endpoint,
+            run_id or self.run_id,
+            options,
+            request_timeout=request_timeout,
+        )
+
+    def archive(self) -> Archive:
+        """The run's history."""
+        return Archive(self.open, self.run_id, history_ttl=0)
+
+    def __enter__(self) -> Site:
+        for address in self.addresses:
+            thread = threading.Thread(target=self._launch, args=(address,), daemon=True)
+            self._launchers.append(thread)
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._quit.set()
+        for thread in self._launchers:
+            thread.join()
+        self._fleet.close()
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._stack.close()
+
+    def _launch(self, address: str) -> None:
+        """Keep an agent on this host, as a platform's launcher does."""
+        while not self._quit.is_set():
+            agent = self._fleet.start(address, address, within=self.hosts[address].within)
+            while agent.process.poll() is None:
+                if self._quit.wait(0.1):
+                    return
+            lines = agent.log.read_text(errors="replace").splitlines()
+            told = [line for line in lines if "rdzv" in line]
+            ended = (time.monotonic(), address, agent.process.returncode, (told or [""])[-1])
+            self.deaths.append(ended)
+            self._quit.wait(_RELAUNCH_SECONDS)
+
+    def pid(self, address: str) -> int:
+        """Of the agent on this host."""
+        return self._fleet.agents[address].pid
+
+    def signal(self, address: str, number: int) -> None:
+        """Send the agent alone a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid(address), number)
+
+    def workers(self, address: str) -> list[int]:
+        """Process ids of the agent's workers."""
+        return [it for it in self.processes(address) if "tests.faults.training" in _command(it)]
+
+    def processes(self, address: str | None = None) -> list[int]:
+        """All that run on this host, or on all, but for what holds its namespaces."""
+        spaces = {}
+        for one, host in self.hosts.items():
+            with contextlib.suppress(OSError):
+                spaces[os.readlink(f"/proc/{host.process.pid}/ns/net")] = one
+        holders = {host.process.pid for host in self.hosts.values()}
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) not in holders:
+                with contextlib.suppress(OSError):
+                    where = spaces.get(os.readlink(f"/proc/{name}/ns/net"))
+                    if where is not None and address in (None, where):
+                        found.append(int(name))
+        return found
+
+    def read_notes(self) -> list[Note]:
+        """What the workers have noted so far; `notes` has it too."""
+        for path in (self.folder / "events").glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            self.notes += [_NOTES.decode(line) for line in whole.splitlines()]
+        return self.notes
+
+    def await_step(self, since: float, size: int, timeout: float) -> float | None:
+        """Wait for a step since then in a world of so many at least; when it was, None: none."""
+        deadline = time.monotonic() + timeout
+        looked = 0
+        while True:
+            notes = self.read_notes()
+            for note in notes[looked:]:
+                if note.event == "step" and note.at > since and note.world_size >= size:
+                    return note.at
+            looked = len(notes)
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)
+
+    def await_whole(self, since: float, size: int, timeout: float) -> float | None:
+        """Wait until a world of so many is the last one, and takes steps, and no agent is missing.
+
+        Returns when it took its first step since then; None: there was none in time.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            notes = self.read_notes()
+            last = max(notes, key=lambda it: it.token)
+            living = {self.pid(address) for address in self.addresses}
+            took = [
+                it for it in notes
+                if it.token == last.token and it.event == "step" and it.at > since
+            ]  # fmt: skip
+            if last.world_size == size and {it.agent for it in took} == living:
+                return min(it.at for it in took)
+            time.sleep(0.2)
+        return None
+
+    def await_that(self, seconds: float) -> None:
+        """So long does a fault, or the calm between two, last."""
+        self._quit.wait(seconds)
+
+    def kill_process(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def counts(self) -> dict[str, float]:
+        """What there is of threads, descriptors, sockets, processes and keys, all agents together.
+
+        Of an agent's own, the most of any; so that which of them have died says nothing.
+        """
+        agents = [self.pid(address) for address in self.addresses]
+        threads = [len(os.listdir(f"/proc/{pid}/task")) for pid in agents]
+        held = [
+            [_target(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+            for pid in agents
+        ]
+        kinds = [Counter(it.partition(":")[0] for it in them) for them in held]
+        found: dict[str, float] = {
+            "threads of an agent": max(threads),
+            "threads of all agents": sum(threads),
+            "descriptors of an agent": max(map(len, held)),
+            "sockets of an agent": max(it["socket"] for it in kinds),
+            "sockets of all agents": sum(it["socket"] for it in kinds),
+            "processes": len(self.processes()),
+        }
+        with closing(self.open()) as client:
+            found["keys of the run"] = len(client.list(""))
+        if self.server is not None:
+            told = self.redis("INFO", "clients")
+            found["connections to the server"] = int(told["connected_clients"])
+        return found
+
+    def megabytes(self) -> float:
+        """Resident memory of the largest agent."""
+        sizes = []
+        for address in self.addresses:
+            text = Path(f"/proc/{self.pid(address)}/status").read_text()
+            sizes.append(int(text.partition("VmRSS:")[2].split()[0]) / 1024)
+        return max(sizes)
+
+    def redis(self, *command: str) -> Any:
+        """The answer to a command of an administrator's."""
+        import redis
+
+        assert self.server is not None
+        password = self.password_file.read_text()
+        with redis.Redis("127.0.0.1", self.server.nodes[0].port, password=password) as client:
+            return client.execute_command(*command)
+
+    def log(self, address: str) -> Path:
+        """Of all agents that ran on this host."""
+        return self.folder / f"{address}.log"
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
