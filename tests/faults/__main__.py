@@ -1,7 +1,7 @@
 """An hour of faults, drawn from a seed, on real agents and a real server.
 
 python -m tests.faults --store redis --seed 1 --minutes 60
-python -m tests.faults --page          # docs/faults.md, from docs/faults.json
+python -m tests.faults --keep report.json  # into docs/faults.json, and docs/faults.md of it
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import checks
+from tests.faults.page import keep
 from tests.faults.site import INTERVAL, LEASE, Site
 from tests.faults.table import STORES, Plan, draw
 from tests.integration.namespaces import in_namespaces
@@ -36,10 +37,18 @@ def main() -> int:
     parser.add_argument("--hours", type=float, help="in place of --minutes")
     parser.add_argument("--agents", type=int, default=8)
     parser.add_argument("--torch", action="store_true", help="workers that use torch's gloo")
+    parser.add_argument("--neighbours", type=int, default=0, help="other runs on the server")
     parser.add_argument("--only", default="", help="of the faults, those whose name has this")
     parser.add_argument("--folder", type=Path, help="for logs and journals; default: one of /tmp")
     parser.add_argument("--output", type=Path, help="the report, as JSON")
+    parser.add_argument("--keep", type=Path, help="a report, to be kept in docs/faults.json")
+    parser.add_argument("--page", action="store_true", help="write docs/faults.md anew")
     options = parser.parse_args()
+    if options.keep or options.page:
+        keep(json.loads(options.keep.read_text()) if options.keep else None)
+        return 0
+    if options.neighbours and options.store == "quorum":
+        parser.error("a quorum serves one run: it has no neighbours")
     if _INSIDE not in os.environ:
         unshare, *command = in_namespaces("tests.faults", *sys.argv[1:])
         # A namespace of processes too: all that is started here ends with this program.
@@ -76,6 +85,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if site.await_step(0.0, options.agents, _START_SECONDS) is None:
             raise SystemExit(f"no world of {options.agents} within {_START_SECONDS:g} s: {folder}")
         say(f"all {options.agents} train after {time.monotonic() - began:.0f} s; logs: {folder}")
+        neighbours = site.start_neighbours(options.neighbours) if options.neighbours else None
         time.sleep(max(0.0, began + _FIRST_MINUTE - time.monotonic()))
         first, memory = site.counts(), site.megabytes()
         began = time.monotonic()
@@ -93,6 +103,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         last = site.counts()
         findings += checks.leaks(first, last)
         more = site.megabytes()
+        if neighbours is not None and (ended := int(neighbours.communicate(timeout=120)[0])):
+            findings.append(f"{ended} of {options.neighbours} neighbours' rounds have ended")
         notes = list(site.read_notes())
         for row, episode in zip(rows, episodes, strict=True):
             during = [it for it in checks.worlds(notes) if episode.began <= it.began < episode.over]
@@ -101,18 +113,19 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         findings += checks.steps(notes)
         findings += checks.two_worlds(notes, episodes)
         findings += checks.causes(notes, episodes)
+        findings += checks.deaths(site.ends, episodes)
         return {
             "store": options.store,
             "seed": options.seed,
             "minutes": round((time.monotonic() - began) / 60, 1),
             "agents": options.agents,
+            "neighbours": options.neighbours,
             "workers": "torch (gloo)" if options.torch else "sockets",
             "interval": INTERVAL,
             "lease": LEASE,
             "machine": f"{os.cpu_count()} cores, {platform.release()}",
             "rounds": len(checks.worlds(notes)),
             "steps": max(it.step for it in notes),
-            "deaths": [[round(at - began, 1), *rest] for at, *rest in site.deaths],
             "first": first,
             "last": last,
             "megabytes": [round(memory), round(more)],
@@ -145,6 +158,7 @@ def strike(
                 for host in targets
             ),
             restarts=fault.restarts,
+            kills=fault.kills,
             two_worlds=fault.two_worlds,
         )
     )

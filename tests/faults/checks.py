@@ -14,7 +14,18 @@ import msgspec
 
 from tests.faults.training import START, after
 
-__all__ = ["Episode", "Note", "World", "causes", "leaks", "steps", "two_worlds", "worlds"]
+__all__ = [
+    "End",
+    "Episode",
+    "Note",
+    "World",
+    "causes",
+    "deaths",
+    "leaks",
+    "steps",
+    "two_worlds",
+    "worlds",
+]
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +72,21 @@ class World:
         return self.begins[0].cause
 
 
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """Of an agent.
+
+    Attributes:
+        status: as of a process; negative: a signal's number.
+        line: the last of this package in its log.
+    """
+
+    at: float
+    address: str
+    status: int
+    line: str
+
+
 @dataclass(kw_only=True)
 class Episode:
     """A fault and what came of it.
@@ -70,6 +96,7 @@ class Episode:
         began, ended, over: when it began and ended, and when the next one began.
         names: what the cause of a restart must name, one of them, as regular expressions.
         restarts: whether it may end a round at all.
+        kills: whether it ends the agents that it strikes.
         two_worlds: seconds after its end for which an older world's workers may still live beside a
             newer world's; None: only while they stop, whenever that is.
     """
@@ -81,6 +108,7 @@ class Episode:
     over: float
     names: tuple[str, ...] = ()
     restarts: bool = True
+    kills: bool = False
     two_worlds: float | None = None
 
 
@@ -187,6 +215,16 @@ def causes(notes: Sequence[Note], episodes: Sequence[Episode]) -> Iterator[str]:
                 if others := {*_LABEL.findall(part)} - {*episode.targets}:
                     struck = ", ".join(episode.targets)
                     yield f"{episode.fault} of {struck}: blames {', '.join(sorted(others))}: {part}"
+
+
+def deaths(ends: Iterable[End], episodes: Sequence[Episode]) -> Iterator[str]:
+    """No agent ends but those that a fault ends."""
+    for end in ends:
+        if not any(
+            it.began <= end.at < it.over and it.kills and end.address in it.targets
+            for it in episodes
+        ):
+            yield f"the agent of {end.address} ended with {end.status} by itself: {end.line}"
 
 
 def leaks(first: Mapping[str, float], last: Mapping[str, float]) -> Iterator[str]:

@@ -9,16 +9,21 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
+import trustme
 
 from rdzv_plugins import servers
 from rdzv_plugins.archive import Archive
@@ -26,17 +31,20 @@ from rdzv_plugins.demo.agents import RDZV_RUN, Fleet
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.servers import LocalServer, Security
 from rdzv_plugins.stores import open_client
-from tests.faults.checks import Note
+from tests.faults.checks import End, Note
 from tests.integration.hosts import PROGRAM, Host, Network
 
 __all__ = ["HERE", "INTERVAL", "LEASE", "Site"]
 
 HERE = f"10.1.0.{PROGRAM}"
+STORE_NAME = "store.test"
 INTERVAL, ATTEMPTS = 1.0, 6
 LEASE = INTERVAL * ATTEMPTS
 
 # The launcher's: a platform that starts a dead agent again takes as long at least.
 _RELAUNCH_SECONDS = 1.0
+
+_DISK_BYTES = 16 << 20
 
 _NOTES = msgspec.json.Decoder(Note)
 
@@ -45,7 +53,7 @@ class Site:
     """A context manager: its agents run from the beginning.
 
     Attributes:
-        deaths: what became of each agent that ended: (when, address, exit status, last line).
+        ends: of all agents that ended.
     """
 
     def __init__(
@@ -58,17 +66,30 @@ class Site:
         self.began = time.monotonic()
         self.run_id = f"faults-{secrets.token_hex(4)}"
         self.notes: list[Note] = []
-        self.deaths: list[tuple[float, str, int, str]] = []
+        self.ends: list[End] = []
         self._torch = torch
         self._stack = contextlib.ExitStack()
         self._offsets: dict[Path, int] = {}
         names = [f"node{number}" for number in range(1, agents + 1)]
         self.network = self._stack.enter_context(Network(names, seconds=seconds))
         self.hosts = {self.address(host): host for host in self.network.hosts}
-        for host in self.network.hosts:
+        mute = self._stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        # It reads no query.
+        mute.bind((HERE, 53))
+        (folder / "resolv.conf").write_text(f"nameserver {HERE}\n")
+        (folder / "nsswitch.conf").write_text("hosts: files dns\n")
+        for address, host in self.hosts.items():
             host.run(sys.executable, "-m", "tests.faults.wire", "eth1")
+            self.names(address, answer=True)
+            for file, place in (
+                (f"hosts-{address}", "hosts"),
+                ("resolv.conf", "resolv.conf"),
+                ("nsswitch.conf", "nsswitch.conf"),
+            ):
+                host.run("mount", "--bind", str(folder / file), f"/etc/{place}")
         self.server: LocalServer | None = None
         self.password_file = folder / "password"
+        self.disk = folder / "disk"
         self._config: dict[str, object] = {}
         self._environ: dict[str, str] = {}
         self.endpoint = self._start_store()
@@ -81,6 +102,8 @@ class Site:
             config={
                 "keep_alive_interval": INTERVAL,
                 "keep_alive_max_attempt": ATTEMPTS,
+                # As by default, a third of the lease.
+                "heartbeat_timeout": LEASE / 3,
                 "last_call_timeout": 2,
                 "join_timeout": 300,
                 **self._config,
@@ -112,12 +135,46 @@ class Site:
             return ",".join(self.addresses[:3])
         password = secrets.token_hex(8)
         self.password_file.write_text(password)
-        security = Security(password=password)
+        self.disk.mkdir()
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "faults", str(self.disk)],
+            check=True,
+        )
+        authority = trustme.CA()
+        self._authority = authority
+        ca_file = self.folder / "ca.pem"
+        authority.cert_pem.write_to_path(str(ca_file))
+        cert_file, key_file = self.certificate("first", days=30)
+        security = Security(
+            password=password, ca_file=str(ca_file), cert_file=cert_file, key_file=key_file
+        )
+        before, tempfile.tempdir = tempfile.tempdir, str(self.disk)
         self.server = self._stack.enter_context(
             servers.start("redis", host=HERE, security=security)
         )
-        self._config = {"password_file": self.password_file}
-        return self.server.endpoint
+        tempfile.tempdir = before
+        self._config = {"password_file": self.password_file, "ca_file": ca_file}
+        return self.server.endpoint.replace(HERE, STORE_NAME)
+
+    def certificate(self, name: str, days: float) -> tuple[str, str]:
+        """Paths of a certificate of the server's, good for so many days, and of its key."""
+        expires = datetime.now(UTC) + timedelta(days=days)
+        leaf = self._authority.issue_cert(
+            HERE, STORE_NAME, "127.0.0.1", not_after=expires,
+            not_before=expires - timedelta(days=60),
+        )  # fmt: skip
+        cert_file, key_file = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        cert_file.unlink(missing_ok=True)
+        for blob in leaf.cert_chain_pems:
+            blob.write_to_path(str(cert_file), append=True)
+        leaf.private_key_pem.write_to_path(str(key_file))
+        return str(cert_file), str(key_file)
+
+    def names(self, address: str, *, answer: bool) -> None:
+        """Whether the host can resolve the store's name, or asks a server that never answers."""
+        line = f"{HERE} {STORE_NAME}\n" if answer else ""
+        file = self.folder / f"hosts-{address}"
+        file.write_text(f"127.0.0.1 localhost\n{line}")
 
     def open(self, run_id: str | None = None, request_timeout: float = 5.0) -> KeyValueClient:
         """Connect to the store as an observer on the program's own host."""
@@ -126,11 +183,25 @@ class Site:
             options["cluster"] = self.run_id
         return open_client(
             self.store,
-            self.endpoint,
+            self.endpoint.replace(STORE_NAME, HERE),
             run_id or self.run_id,
             options,
             request_timeout=request_timeout,
         )
+
+    def start_neighbours(self, runs: int) -> subprocess.Popen[str]:
+        """So many other runs, on the program's own host; returns when each has its round."""
+        options = {"keep_alive_interval": 5 * INTERVAL, **self._config}
+        command = [sys.executable, "-m", "tests.faults.neighbours", self.store]
+        command += [self.endpoint.replace(STORE_NAME, HERE), str(runs)]
+        command += [f"{name}={value}" for name, value in options.items()]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError("the neighbours have not begun")
+        return process
 
     def archive(self) -> Archive:
         """The run's history."""
@@ -152,10 +223,10 @@ class Site:
         self._quit.set()
         for thread in self._launchers:
             thread.join()
-        self._fleet.close()
         for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self.kill(pid)
+        for agent in self._fleet.agents.values():
+            agent.process.wait()
         self._stack.close()
 
     def _launch(self, address: str) -> None:
@@ -167,8 +238,14 @@ class Site:
                     return
             lines = agent.log.read_text(errors="replace").splitlines()
             told = [line for line in lines if "rdzv" in line]
-            ended = (time.monotonic(), address, agent.process.returncode, (told or [""])[-1])
-            self.deaths.append(ended)
+            self.ends.append(
+                End(
+                    at=time.monotonic(),
+                    address=address,
+                    status=agent.process.returncode,
+                    line=(told or [""])[-1],
+                )
+            )
             self._quit.wait(_RELAUNCH_SECONDS)
 
     def pid(self, address: str) -> int:
@@ -183,6 +260,10 @@ class Site:
     def workers(self, address: str) -> list[int]:
         """Process ids of the agent's workers."""
         return [it for it in self.processes(address) if "tests.faults.training" in _command(it)]
+
+    def members(self, address: str) -> list[int]:
+        """Process ids of the server of a quorum on this host."""
+        return [it for it in self.processes(address) if "nats-server" in _command(it).split(" ")[0]]
 
     def processes(self, address: str | None = None) -> list[int]:
         """All that run on this host, or on all, but for what holds its namespaces."""
@@ -248,7 +329,8 @@ class Site:
         """So long does a fault, or the calm between two, last."""
         self._quit.wait(seconds)
 
-    def kill_process(self, pid: int) -> None:
+    def kill(self, pid: int) -> None:
+        """SIGKILL of any process."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -293,8 +375,23 @@ class Site:
 
         assert self.server is not None
         password = self.password_file.read_text()
-        with redis.Redis("127.0.0.1", self.server.nodes[0].port, password=password) as client:
+        with redis.Redis(
+            "127.0.0.1", self.server.nodes[0].port, password=password, ssl=True,
+            ssl_cert_reqs="none",
+        ) as client:  # fmt: skip
             return client.execute_command(*command)
+
+    @property
+    def node(self) -> servers.ServerProcess:
+        """The server's process."""
+        assert self.server is not None
+        return self.server.nodes[0]
+
+    def save_in_background(self) -> None:
+        """As Redis does from time to time; waits until it is done, or has failed."""
+        self.redis("BGSAVE")
+        while int(self.redis("INFO", "persistence")["rdb_bgsave_in_progress"]):
+            time.sleep(0.05)
 
     def log(self, address: str) -> Path:
         """Of all agents that ran on this host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from tests import replace
 from tests.faults import checks
-from tests.faults.checks import Episode, Note
+from tests.faults.checks import End, Episode, Note
+from tests.faults.page import DOCS, page
 from tests.faults.table import FAULTS, STORES, draw
 from tests.faults.training import START, after
 from tests.faults.wire import EVERYBODY, Weather
@@ -110,6 +112,19 @@ def test_a_leak_is_found() -> None:
     assert [*checks.leaks(first, {"threads": 8.0, "sockets": 4.0})] == []
     (found,) = checks.leaks(first, {"threads": 9.0, "sockets": 5.0})
     assert found == "sockets: 4 after the first minute, 5 at the end"
+
+
+def test_an_agent_that_ends_by_itself_is_found() -> None:
+    end = End(at=30.0, address=NODES[1], status=1, line="no round within 300 s")
+    assert [*checks.deaths([end], [episode(kills=True)])] == []
+    for other in (episode(), episode(kills=True, targets=(NODES[0],))):
+        (found,) = checks.deaths([end], [other])
+        assert found == "the agent of 10.1.0.2 ended with 1 by itself: no round within 300 s"
+
+
+def test_the_page_is_that_of_the_kept_reports() -> None:
+    reports = json.loads((DOCS / "faults.json").read_text())
+    assert (DOCS / "faults.md").read_text() == page(reports)
 
 
 @pytest.mark.parametrize("store", STORES)
