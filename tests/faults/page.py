@@ -39,7 +39,7 @@ This is checked:
 
 The program itself holds the cable of a host that is struck (`tests/faults/wire.py`), and loses and
 delays its frames: not every kernel has `tc netem`. Other tests have what is not done here: Sentinel
-and Redis Cluster (`test_redis_topologies.py`), a rotated `secret_file` (`test_rotation.py`), full
+and Redis Cluster (`test_redis_topologies.py`), another secret of the run (`test_rotation.py`), full
 disks of other stores (`test_full_store.py`).
 """
 

@@ -32,6 +32,7 @@ from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.servers import LocalServer, Security
 from rdzv_plugins.stores import open_client
 from tests.faults.checks import End, Note
+from tests.faults.wire import send_plain_frames
 from tests.integration.hosts import PROGRAM, Host, Network
 
 __all__ = ["HERE", "INTERVAL", "LEASE", "Site"]
@@ -79,7 +80,7 @@ class Site:
         (folder / "resolv.conf").write_text(f"nameserver {HERE}\n")
         (folder / "nsswitch.conf").write_text("hosts: files dns\n")
         for address, host in self.hosts.items():
-            host.run(sys.executable, "-m", "tests.faults.wire", "eth1")
+            send_plain_frames(host, "eth1")
             self.names(address, answer=True)
             for file, place in (
                 (f"hosts-{address}", "hosts"),

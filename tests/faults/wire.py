@@ -16,7 +16,6 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -153,9 +152,9 @@ class Wire:
             self.lost += 1
 
 
-def send_plain_frames(device: str) -> None:
-    """Let a device of this network namespace send frames as a real cable has them."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+def send_plain_frames(host: Host, device: str) -> None:
+    """Let a device of the host send frames as a real cable has them."""
+    with host.new_socket() as line:
         for setting in _OFFLOADS:
             value = ctypes.create_string_buffer(struct.pack("II", setting, 0), 8)
             request = struct.pack("16sP16x", device.encode(), ctypes.addressof(value))
@@ -164,7 +163,3 @@ def send_plain_frames(device: str) -> None:
 
 def _ip(arguments: str) -> None:
     subprocess.run(["ip", *arguments.split()], check=True)
-
-
-if __name__ == "__main__":
-    send_plain_frames(sys.argv[1])
