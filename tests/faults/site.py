@@ -234,7 +234,7 @@ class Site:
         """Keep an agent on this host, as a platform's launcher does."""
         while not self._quit.is_set():
             agent = self._fleet.start(address, address, within=self.hosts[address].within)
-            while agent.process.poll() is None:
+            while (status := agent.process.poll()) is None:
                 if self._quit.wait(0.1):
                     return
             lines = agent.log.read_text(errors="replace").splitlines()
@@ -243,7 +243,7 @@ class Site:
                 End(
                     at=time.monotonic(),
                     address=address,
-                    status=agent.process.returncode,
+                    status=status,
                     line=(told or [""])[-1],
                 )
             )
