@@ -179,7 +179,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._attendance = attendance
         self._archive = archive
         self._run_id = run_id
-        rules = rules.of_run(run_id)
+        rules = rules.of_run(run_id, sealed=client.sealed)
         self._rules = rules
         self._settings = settings
         self._address = address

@@ -539,6 +539,7 @@ class Measured(KeyValueClient):
         # Of the class elsewhere: here they are those of the client.
         self.name = client.name  # type: ignore[misc]
         self.capabilities = client.capabilities  # type: ignore[misc]
+        self.sealed = client.sealed  # type: ignore[misc]
         client.on_retry = retried
 
     def _timed(self, kind: str, request: Callable[[], T]) -> T:

@@ -149,6 +149,9 @@ class KeyValueClient(ABC):
     """What the endpoint names: ``servers``; ``agents`` of the same servers, of which each host may
     have its own; or ``nodes`` of the run, which keep the store up themselves (`attend`)."""
 
+    sealed: ClassVar[bool] = False
+    """Nobody without the run's secret can have written what it reads."""
+
     on_retry: Callable[[], object] | None = None
     """Called before each attempt after a request's first, by a client that makes several."""
 

@@ -118,6 +118,8 @@ class SealedClient(KeyValueClient):
         UnreadableFileError: as ``secrets``.
     """
 
+    sealed = True
+
     def __init__(
         self,
         client: KeyValueClient,

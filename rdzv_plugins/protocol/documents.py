@@ -469,6 +469,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         accused: nodes that are to show that they live, or have not shown it.
         fencing_token: of the round that was named last; larger than that of each round before it.
         run: the id of the run, as far as who founded it knew.
+        edition: of a run whose values are sealed: grows with each write, so that none that was
+            written before takes the place of a later one; 0: they are not.
         since: when its phase began, in seconds since the epoch on the wall clock of who wrote that;
             for people alone. 0: not known, or it is closed.
         schema: the first number is not written: a later one is a field without a default.
@@ -505,6 +507,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     faults: Faults = NO_FAULTS
     accused: Annotated[tuple[Accusation, ...], Long] = ()
     fencing_token: Count = 0
+    edition: Count = 0
     run: Id = ""
     since: Clock = 0
 
@@ -515,6 +518,17 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         Places of two incarnations are not to be compared.
         """
         return self.round, self.phase.order
+
+    def is_before(self, later: RoundDocument) -> bool:
+        """Whether it is an earlier one of the same incarnation."""
+        if self.place != later.place:
+            return self.place < later.place
+        return self.edition < later.edition
+
+    @property
+    def edited(self) -> RoundDocument:
+        """The document as it is written after another one of the same run."""
+        return replace(self, edition=self.edition + 1) if self.edition else self
 
     @property
     def closed(self) -> bool:

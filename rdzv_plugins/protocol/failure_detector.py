@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["BEATS_APART", "FailureDetector", "Watched"]
-
-BEATS_APART = 3
-"""So many beats that follow one another, and not the known one, are the node's all the same."""
+__all__ = ["FailureDetector", "Watched"]
 
 
 @dataclass(slots=True)
@@ -23,6 +20,8 @@ class Watched:
         forgiven: the silence that is not held against it, see `FailureDetector.doubt`; None: all
             of it is.
         moved: the beat has moved since its window began: the node surely lives.
+        last: the last beat that was seen, also where the record is gone; -1: none was.
+        gone: its record was gone since that beat: if it is gone again, no window begins again.
     """
 
     beat: int | None
@@ -31,8 +30,8 @@ class Watched:
     stale: bool = False
     forgiven: float | None = None
     moved: bool = False
-    # A lower beat that was seen since, and how many such have followed one another.
-    behind: tuple[int, int] = (-1, 0)
+    last: int = -1
+    gone: bool = False
 
     @property
     def silence(self) -> float:
@@ -66,33 +65,27 @@ class FailureDetector:
         stands still has done so up to then, one that moved may have moved just now.
         """
         seen = self._seen.get(node)
+        last = beat if beat is not None else seen.last if seen is not None else -1
         if seen is None:
             forgiven = 0.0 if now < self.grace_ends else None
-            self._seen[node] = Watched(beat, max(now, self.grace_ends), now, forgiven=forgiven)
-        elif beat == seen.beat or (beat is not None and self._is_behind(seen, beat)):
-            # A lower one was written before the last one that was seen, and is no sign of life.
-            seen.looked, seen.stale = asked, False
+            since = max(now, self.grace_ends)
+            self._seen[node] = Watched(beat, since, now, forgiven=forgiven, last=last)
+        elif beat == seen.beat or (seen.gone if beat is None else beat <= seen.last):
+            # The same that was gone, or a lower one, is no sign of life: no node writes it again.
+            # Whether a lower one is the node's, and its next ones count, `RecordCache` judges.
+            seen.beat, seen.last, seen.looked, seen.stale = beat, last, asked, False
         elif seen.stale:
             seen.since = max(seen.since, now)  # It takes no grace away.
-            seen.beat, seen.looked, seen.stale = beat, asked, False
+            seen.beat, seen.last, seen.looked, seen.stale = beat, last, asked, False
         else:
             # A record that is gone was forgotten by the store, perhaps with beats never seen here.
             moved = seen.moved or (beat is not None and seen.beat is not None)
             since = now if beat is not None else max(seen.since, now)  # No sign of life.
             forgiven = None if beat is not None else seen.forgiven
-            self._seen[node] = Watched(beat, since, now, forgiven=forgiven, moved=moved)
-
-    @staticmethod
-    def _is_behind(seen: Watched, beat: int) -> bool:
-        """Whether it is lower than the last one, and does not go on: else that was not the node's.
-
-        Writes that were held up on their way come in ones and twos.
-        """
-        if beat >= (seen.beat or 0):
-            return False
-        last, steps = seen.behind
-        seen.behind = beat, steps + (beat > last)
-        return seen.behind[1] < BEATS_APART
+            gone = beat is None
+            self._seen[node] = Watched(
+                beat, since, now, forgiven=forgiven, moved=moved, last=last, gone=gone
+            )
 
     def heard(self, node: str, now: float) -> None:
         """Note something else that the node has written, as good as a beat.

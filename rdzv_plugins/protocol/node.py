@@ -1023,6 +1023,7 @@ class Node:
         waited = self._clock() - seen.round_since, seen.enough_for or 0.0
         if document.run != self._rules.run:
             document = replace(document, run=self._rules.run)
+        document = document.edited
         stored, shards = apart(document, self._rules.inline)
         outages = seen.outages
         for digest, values in shards.items():

@@ -156,7 +156,7 @@ class Observer:
         self._runs: str | None = None  # The world_id of the round that `running_since` is of.
         self._grew: tuple[str, int] | None = None  # The document that `grown_since` is of.
         self._leader_is: str | None = None  # Whose record `leader` is.
-        self._listing = RecordCache(rules.lease)
+        self._listing = RecordCache(rules.lease, rules.sealed)
         # This node's rank by the digest of the shards that it has read, the last ones.
         self._ranks: dict[str, dict[str, int]] = {}
         # The nodes of the same shards, in rank order.
@@ -389,6 +389,17 @@ class Observer:
             why = f"it jumps from round {latest.round} to {document.round} - at `$.round`"
             self._note_refused({"": f"the round document is not believed: {why}"})
             return None
+        if self._rules.sealed and latest is not None and not latest.closed:
+            if document.is_of(latest):
+                older, whose = document.is_before(latest), "an earlier one of this run"
+            else:
+                # The rounds of all runs of an id have this number.
+                older = 0 < document.fencing_token < latest.fencing_token
+                whose = "that of an earlier run of this id"
+            if older:
+                why = f"{whose}: somebody has put it back, or the store has lost the last one"
+                self._note_refused({"": f"the round document is {why}"})
+                return None
         return document
 
     def mend(self) -> None:

@@ -218,7 +218,7 @@ def give(
         after = change(document)
         if after == document:
             return document
-        expected = entry.version if entry is not None else None
+        after, expected = after.edited, entry.version if entry is not None else None
         entry, written = yield from CompareAndSet(STATE_KEY, after.encode(), expected)
         if written:
             yield from Ring(giver)

@@ -76,6 +76,8 @@ class Rules:
             node has links, and nobody is accused.
         probation: for so long a node is new to a run, unless ``min_uptime`` says otherwise.
         run: its id; a document that says it is another run's is not believed. "": it is not known.
+        sealed: nobody but its nodes and commands can have written what is read: what is older than
+            what this node has read was put back, or a store that forgot has it.
     """
 
     min_nodes: int
@@ -105,6 +107,7 @@ class Rules:
     probation: float = 60.0
     answer: float | None = None
     run: str = ""
+    sealed: bool = False
 
     @classmethod
     def told(cls, document: RoundDocument, leader: NodeRecord | None) -> Rules:
@@ -130,9 +133,9 @@ class Rules:
             known = replace(known, **{name: value})
         return known
 
-    def of_run(self, run_id: str) -> Rules:
+    def of_run(self, run_id: str, *, sealed: bool = False) -> Rules:
         """The same, of this run."""
-        return dataclasses.replace(self, run=run_id)
+        return dataclasses.replace(self, run=run_id, sealed=sealed)
 
     @property
     def minds_domains(self) -> bool:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rdzv_plugins.kv import Entry
+from rdzv_plugins.protocol.documents import Status
 from rdzv_plugins.protocol.failure_detector import FailureDetector
+from rdzv_plugins.protocol.record_cache import RecordCache
+
+from .views import record
 
 
 def looks(*at: tuple[int | None, float]) -> FailureDetector:
@@ -66,14 +71,26 @@ def test_a_record_that_comes_back_is_no_movement() -> None:
 
 def test_a_lower_beat_is_no_sign_of_life() -> None:
     """It was written before the last one that was seen, and held up on its way."""
-    leases = looks((5, 100.0), (4, 102.0), (5, 103.0))
-    assert leases.confirmed_silence("n") == 3
+    leases = looks((5, 100.0), (4, 102.0))
+    assert leases.confirmed_silence("n") == 2
     assert not leases.moved("n")
 
 
-def test_a_lower_beat_after_none_begins_a_window() -> None:
+def test_one_that_is_gone_and_comes_back_as_it_was_begins_one_window_and_no_more() -> None:
+    """A dead node's last record, deleted and put back again and again, kept it among the living."""
+    leases = looks((5, 100.0), (None, 102.0), (5, 104.0), (None, 106.0), (5, 108.0))
+    assert leases.confirmed_silence("n") == 6
+    leases.observe("n", 6, 110.0, 110.0)
+    assert leases.confirmed_silence("n") == 0
+    leases.observe("n", None, 112.0, 112.0)
+    assert leases.confirmed_silence("n") == 0
+
+
+def test_a_lower_beat_after_none_is_no_sign_of_life_but_the_next_is() -> None:
     leases = looks((5, 100.0), (None, 102.0), (1, 103.0), (1, 104.0))
-    assert leases.confirmed_silence("n") == 1
+    assert leases.confirmed_silence("n") == 2
+    leases.observe("n", 2, 105.0, 105.0)
+    assert leases.confirmed_silence("n") == 0
 
 
 def test_whatever_else_it_wrote_ends_the_silence() -> None:
@@ -117,9 +134,12 @@ def test_an_older_beat_takes_no_grace_away() -> None:
     leases = FailureDetector()
     leases.observe("n1", 12, 100.0, 100.0)
     leases.restart(103.0, grace=3.0)
-    leases.observe("n1", 10, 103.1, 103.1)
-    leases.observe("n1", 12, 103.2, 103.2)
-    leases.observe("n1", 12, 107.0, 107.0)
+    cache = RecordCache()
+    for beat, now in ((12, 102.9), (10, 103.1), (12, 103.2), (12, 107.0)):
+        entry = Entry(record("n1", Status.RUN, beat=beat).encode(), str(now))
+        shown = cache.read("n1", entry)
+        assert shown is not None
+        leases.observe("n1", shown.beat, now, now)
     assert leases.confirmed_silence("n1") == 1.0
 
 
@@ -164,16 +184,17 @@ def test_age_runs_from_the_first_answer_to_the_last_question(
     looked: list[tuple[int | None, float, float]],
 ) -> None:
     leases, now = FailureDetector(), 0.0
-    last: tuple[int | None] | None = None
+    # What stands there, the last beat, and whether its record was gone since that.
+    shown: int | None = -1
+    last, gone = -1, False
     since = 0.0
-    for beat, pause, wait in looked:
+    for at, (beat, pause, wait) in enumerate(looked):
         asked, now = now + pause, now + pause + wait
         leases.observe("n", beat, asked, now)
-        if beat is not None and last is not None and last[0] is not None and beat < last[0]:
-            expected = asked - since  # Written before the last one that was seen.
-        elif last != (beat,):
-            last, since, expected = (beat,), now, 0.0
-        else:
-            expected = asked - since
+        begins = not at or (beat > last if beat is not None else shown is not None and not gone)
+        gone = (bool(at) and begins and beat is None) or (gone and not begins)
+        shown, last = beat, beat if beat is not None else last
+        since = now if begins else since
+        expected = 0.0 if begins else asked - since
         assert leases.confirmed_silence("n") == expected
         assert leases.possible_silence("n", now) == now - since

@@ -267,9 +267,9 @@ class TestBeats:
         assert found == [5, 5, 5, 10**6 + 2, 10**6 + 3]
 
     def test_a_detector_hears_them_too(self) -> None:
-        detector = FailureDetector()
+        cache, detector = RecordCache(RECORD.lease), FailureDetector()
         for now, beat in enumerate((2**50, 5, 6, 7, 8)):
-            detector.observe("n1", beat, now, now)
+            detector.observe("n1", cache.decode(self.entry(beat))["n1"].beat, now, now)
         assert detector.confirmed_silence("n1") == 0
         assert detector.moved("n1")
 

@@ -1,0 +1,188 @@
+"""What was written before, put back by who has no secret: nodes that have read later ones know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace as with_rules
+
+import pytest
+
+from rdzv_plugins.kv import Entry, MemoryServer
+from rdzv_plugins.protocol import orders
+from rdzv_plugins.protocol.documents import (
+    BELL_KEY,
+    NODES_PREFIX,
+    STATE_KEY,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+)
+from rdzv_plugins.protocol.record_cache import RecordCache
+from tests import replace
+from tests.unit.life import RULES, Life, Time, finish, stored
+
+from .views import record
+
+SEALED = with_rules(RULES, sealed=True)
+EARLIER = "somebody has put it back"
+
+
+@pytest.fixture
+def sealed(server: MemoryServer, time: Time) -> tuple[Life, Life]:
+    """Two nodes in a round that runs."""
+    leader = Life("n1", server, time, SEALED)
+    leader.go()
+    pair = leader, Life("n2", server, time, SEALED)
+    finish(*pair)
+    leader.go()
+    return pair
+
+
+def put_back(life: Life, document: RoundDocument) -> None:
+    life.client.put(STATE_KEY, document.encode())
+    life.client.put(BELL_KEY, b"x")
+
+
+def go(*lives: Life, until: Callable[[], bool] = bool, looks: int = 30) -> None:
+    for _ in range(looks):
+        for life in lives:
+            life.go()
+            life.wake()
+        if until():
+            return
+
+
+def entries(beat: int) -> dict[str, Entry]:
+    data = record("n1", Status.RUN, beat=beat).encode()
+    return {NODES_PREFIX + "n1": Entry(data, f"v{beat}")}
+
+
+class TestBeats:
+    @pytest.mark.parametrize("sealed", [True, False])
+    def test_of_earlier_ones_none_is_believed_however_many_rise(self, sealed: bool) -> None:
+        """Without a secret a higher one may be forged, so that those that go on are believed."""
+        cache = RecordCache(sealed=sealed)
+        found = [cache.decode(entries(beat))["n1"].beat for beat in (100, *range(50, 60))]
+        assert (set(found) == {100}) == sealed
+        assert cache.decode(entries(101))["n1"].beat == 101
+
+    def test_nor_after_the_record_was_deleted(self) -> None:
+        cache = RecordCache(sealed=True)
+        cache.decode(entries(100))
+        for _ in range(3):
+            assert not cache.decode({})
+            assert not cache.decode(entries(50))
+            assert cache.read("n1", entries(51)[NODES_PREFIX + "n1"]) is None
+        # One that comes back as it was moves nobody's window, see the failure detector's tests.
+        assert cache.decode(entries(100))["n1"].beat == 100
+        assert cache.decode(entries(101))["n1"].beat == 101
+
+    def test_who_has_seen_none_believes_each_once(self) -> None:
+        cache = RecordCache(sealed=True)
+        assert [cache.decode(entries(beat))["n1"].beat for beat in (50, 51, 50)] == [50, 51, 51]
+
+    @pytest.mark.parametrize("deletes", [False, True])
+    def test_a_dead_node_is_lost_whose_beats_are_put_back(
+        self, sealed: tuple[Life, Life], deletes: bool
+    ) -> None:
+        leader, dead = sealed
+        beats: list[NodeRecord] = []
+        for _ in range(8):
+            dead.wake()
+            leader.wake()
+            beats.append(dead.node.record)
+        assert stored(leader).round == 0
+        began = leader.time.now
+        for beat in (*beats, *beats, *beats):
+            key = NODES_PREFIX + "n2"
+            if deletes:
+                leader.client.delete(key)
+                leader.wake()
+            leader.client.put(key, beat.encode())
+            leader.wake()
+            if stored(leader).round > 0:
+                break
+        assert stored(leader).round == 1
+        # The store may have forgotten a record that is gone: it has one more lease, once.
+        assert leader.time.now - began <= 2 * RULES.lease + RULES.interval
+
+
+class TestDocuments:
+    def test_one_of_an_earlier_phase_or_round_counts_as_absent(
+        self, sealed: tuple[Life, Life]
+    ) -> None:
+        first = stored(sealed[0])
+        sealed[1].join_again()
+        go(*sealed, until=lambda: stored(sealed[0]).round > first.round)
+        now = stored(sealed[0])
+        put_back(sealed[0], first)
+        go(*sealed, looks=5)
+        assert not stored(sealed[0]).is_before(now)
+        told = [line for life in sealed for line in life.told if EARLIER in line]
+        assert 1 <= len(told) <= 2
+        assert all("an earlier one of this run" in line for line in told)
+
+    def test_one_of_the_same_phase_takes_no_order_back(self, sealed: tuple[Life, Life]) -> None:
+        leader, other = sealed
+        before = stored(leader)
+        # Kept for the next round: nothing else changes by it.
+        ordered = replace(before.edited, drained=("n9",))
+        leader.client.put(STATE_KEY, ordered.encode())
+        for life in sealed:
+            life.wake()
+        go(*sealed, looks=2)
+        put_back(leader, before)
+        go(*sealed, looks=5)
+        assert stored(leader).drained == ("n9",)
+        assert stored(leader).edition > ordered.edition
+        assert [life.node.waiting for life in (leader, other)] == [0, 0]
+
+    def test_an_order_of_an_earlier_round_is_carried_out_once(
+        self, sealed: tuple[Life, Life]
+    ) -> None:
+        leader, other = sealed
+        leader.carry_out(orders.restart("giver", "because", lambda: leader.time.now))
+        ordered = stored(leader)
+        assert ordered.restart == "because"
+        leader.go()
+        for life in sealed:
+            life.join_again()
+        go(*sealed, until=lambda: stored(leader).phase is Phase.RUNNING)
+        now = stored(leader)
+        assert now.round == 1
+        for _ in range(3):
+            put_back(leader, ordered)
+            go(*sealed, looks=4)
+        assert stored(leader).round == 1
+        assert [life.node.waiting for life in (leader, other)] == [0, 0]
+
+    @pytest.mark.parametrize("later", [False, True])
+    def test_one_of_an_earlier_run_of_the_id_moves_nobody(
+        self, sealed: tuple[Life, Life], later: bool
+    ) -> None:
+        ours = stored(sealed[0])
+        token = ours.fencing_token + (1000 if later else -1000)
+        other = replace(
+            ours, incarnation="other", participants=("x1",), leader="x1", fencing_token=token
+        )
+        put_back(sealed[0], other)
+        go(*sealed, looks=3)
+        if later:
+            # A run that began after a store had forgotten this one: its nodes join that.
+            assert stored(sealed[0]).incarnation == "other"
+            return
+        assert stored(sealed[0]).incarnation == ours.incarnation
+        assert [life.node.waiting for life in sealed] == [0, 0]
+        assert any("that of an earlier run of this id" in line for line in sealed[0].told)
+
+    def test_each_run_has_a_number_from_the_start(self, server: MemoryServer, time: Time) -> None:
+        life = Life("n1", server, time, SEALED)
+        life.go()
+        assert stored(life).phase is Phase.FORMING
+        assert stored(life).fencing_token == int(time.now * 1000)
+        assert stored(life).edition > 0
+
+    def test_without_a_secret_there_is_no_such_number(self, pair: tuple[Life, Life]) -> None:
+        finish(*pair)
+        assert stored(pair[0]).edition == 0
