@@ -469,8 +469,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         accused: nodes that are to show that they live, or have not shown it.
         fencing_token: of the round that was named last; larger than that of each round before it.
         run: the id of the run, as far as who founded it knew.
-        edition: of a run whose values are sealed: grows with each write, so that none that was
-            written before takes the place of a later one; 0: they are not.
+        edition: of a run whose values are sealed: grows with each write, from the milliseconds when
+            the run began, so that no earlier one takes its place; 0: they are not sealed.
         since: when its phase began, in seconds since the epoch on the wall clock of who wrote that;
             for people alone. 0: not known, or it is closed.
         schema: the first number is not written: a later one is a field without a default.

@@ -46,6 +46,9 @@ _RANKS_KEPT = 4
 _REFUSED_KEPT = 16
 # A document does not go on by more rounds than this between two looks.
 _MOST_ROUNDS = 1 << 20
+# By so many milliseconds, at most, wall clocks are believed to differ: of two runs of an id that
+# began within less, either may be the later one.
+_CLOCKS_APART = 600_000
 # So many documents of another version are written over before they are told.
 _MOST_STRANGE = 8
 _OUTDATED_KEPT = 16
@@ -390,15 +393,14 @@ class Observer:
             self._note_refused({"": f"the round document is not believed: {why}"})
             return None
         if self._rules.sealed and latest is not None and not latest.closed:
-            if document.is_of(latest):
-                older, whose = document.is_before(latest), "an earlier one of this run"
-            else:
-                # The rounds of all runs of an id have this number.
-                older = 0 < document.fencing_token < latest.fencing_token
-                whose = "that of an earlier run of this id"
-            if older:
-                why = f"{whose}: somebody has put it back, or the store has lost the last one"
-                self._note_refused({"": f"the round document is {why}"})
+            older = 0 < document.edition < latest.edition - _CLOCKS_APART
+            if document.is_before(latest) if document.is_of(latest) else older:
+                self._note_refused(
+                    {
+                        "": "the round document is an earlier one: somebody has put it back, or "
+                        "the store has lost the last one"
+                    }
+                )
                 return None
         return document
 

@@ -48,9 +48,8 @@ def founded(view: View, note: str) -> RoundDocument:
         min_nodes=view.rules.min_nodes,
         max_nodes=view.rules.max_nodes,
         cause=Cause(note=note),
-        # Of a later run of the id it is greater; of that of an open store anybody could say so.
-        fencing_token=int(view.wall * 1000) if view.rules.sealed else 0,
-        edition=int(view.rules.sealed),
+        # Milliseconds, so that it is greater in a later run of the id.
+        edition=int(view.wall * 1000) if view.rules.sealed else 0,
     )
 
 

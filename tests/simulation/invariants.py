@@ -914,6 +914,7 @@ class Checker:
             "excluded": before.excluded,
             "quarantined": before.quarantined,
             "strikes": before.strikes,
+            "edition": before.edition,
         }
         if before.closed or replace(after, **orders) != before:
             raise InvariantError("orders", f"{before} became {after}")
@@ -1510,6 +1511,7 @@ def _image(document: RoundDocument) -> RoundDocument:
         resize=False,
         quarantined=(),
         strikes=(),
+        edition=0,
         accused=(),
     )
 

@@ -41,6 +41,8 @@ _WHOLE = Focus(settings={"inline": 128, **UNSTEERED})
 # Nor does a client try again while it cannot reach the store.
 _AT_ONCE = Focus(settings={"retries": 0.0, **_WHOLE.settings})
 
+_SEALED = Focus(settings={"sealed": True})
+
 # Nor are there links.
 _UNLINKED = Focus(settings={"answer": None, "breaks": ()})
 
@@ -162,6 +164,13 @@ def test_seeds_of_200_nodes(record_property: Measure) -> None:
     totals = run_seeds(FIRST, LARGE, 200, processes=PROCESSES)
     judge(totals, record_property)
     assert totals.given > 100 * LARGE
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_seeds_of_runs_with_a_secret(record_property: Measure) -> None:
+    """What is older than what a node has read counts as absent there."""
+    judge(run_seeds(FIRST, SEEDS, processes=PROCESSES, focus=_SEALED), record_property)
 
 
 @pytest.mark.timeout(600)
