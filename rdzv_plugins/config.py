@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import types
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from ipaddress import ip_network
@@ -457,10 +458,10 @@ def _port_range(text: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
 
 
-def environment() -> dict[str, str]:
+def environment() -> Mapping[str, str]:
     """The environment, with what is withheld from the processes that this one starts."""
-    with _withholding:
-        return {**_withheld, **os.environ}
+    # Not a copy: to decode all variables at each look took a thirtieth of a node's round.
+    return ChainMap(os.environ, _withheld)
 
 
 def withhold() -> None:
@@ -473,7 +474,9 @@ def withhold() -> None:
         _withholders += 1
         for name in [*os.environ]:
             if _SECRET_VARIABLE.fullmatch(name):
-                _withheld[name] = os.environ.pop(name)
+                # At each moment one of the two has it.
+                _withheld[name] = os.environ[name]
+                del os.environ[name]
 
 
 def give_back() -> None:

@@ -51,7 +51,7 @@ class CommandCheck:
         try:
             process = subprocess.Popen(
                 self._arguments,
-                env=environment(),
+                env=dict(environment()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
