@@ -6,14 +6,16 @@ The workers import no torch, so that what is measured is the rendezvous.
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
-from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, NodeRecord
-from tests import Measure, replace
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
+from tests import Measure
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore, every_store
 
@@ -90,34 +92,51 @@ def test_an_agent_that_is_killed_alone(job: Job, killed: str, record_property: M
     record_property("last worker began again, s", round(took, 2))
 
 
-def accuse(job: Job, by: str, whom: str) -> int:
-    """Have one node accuse another, whose process lives; returns that one's beat then."""
+def destroy(*sockets: str) -> None:
+    """Have the kernel end these sockets of live processes, by what `ss` calls them."""
+    subprocess.run(["ss", "--kill", "--tcp", "--no-header", *sockets], check=True, stdout=PIPE)
+
+
+def refuse_for(job: Job, name: str) -> int:
+    """End all links to a node that lives, and refuse new ones, as a proxy may.
+
+    Returns its heartbeat, once the others have said that it is gone.
+    """
+    pids = {record.pid: key for key, record in by_key(job).items()}
+    key = pids[job.agents[name].pid]
+    link = f"sport = :{by_key(job)[key].link}"
+    destroy("state", "listening", link)
+    destroy("state", "established", link)
+
+    def accused_at() -> int | None:
+        accused = [dict(it.accuses).get(key.removeprefix(NODES_PREFIX)) for it in job.records()]
+        found = [beat for beat in accused if beat is not None]
+        return max(found) if len(found) == len(accused) - 1 else None
+
+    return job.await_that(accused_at, f"accusations of {name}", 30)
+
+
+def by_key(job: Job) -> dict[str, NodeRecord]:
     entries = job.client.list(NODES_PREFIX)
-    records = {key: NodeRecord.decode(it.value) for key, it in entries.items()}
-    keys = {record.pid: key for key, record in records.items()}
-    mine, theirs = (keys[job.agents[name].pid] for name in (by, whom))
-    against = (theirs.removeprefix(NODES_PREFIX), records[theirs].beat)
-    said = replace(records[mine], accuses=(against,), beat=records[mine].beat + 1)
-    job.client.put_many({mine: said.encode(), BELL_KEY: f"a test {time.monotonic_ns()}".encode()})
-    return records[theirs].beat
+    return {key: NodeRecord.decode(it.value) for key, it in entries.items()}
 
 
 @soak
 @every_store
 def test_one_that_is_accused_and_lives_answers_and_nobody_restarts(job: Job) -> None:
-    """As where a proxy, or a firewall, refuses for it."""
+    """As where a proxy, or a firewall, refuses for it; each in turn, the leader too."""
     world, number = job.begin("abc"), job.round()
     await_links(job, "abc")
-    for by, whom in (("a", "b"), ("b", "c"), ("c", "a"), ("b", "a")):
-        before = accuse(job, by, whom)
+    for name in "bca":
+        before = refuse_for(job, name)
 
-        def answered(whom: str = whom, before: int = before) -> bool:
-            pid = job.agents[whom].pid
+        def answered(name: str = name, before: int = before) -> bool:
+            pid = job.agents[name].pid
             return any(it.pid == pid and it.beat > before for it in job.records())
 
-        job.await_that(answered, f"an answer of {whom}", 30)
-    time.sleep(2.0)
-    assert job.round() == number, job.document()
+        job.await_that(answered, f"an answer of {name}", 30)
+        time.sleep(2.0)
+        assert job.round() == number, job.document()
     assert all(len(job.noted(name, 0.0)) == 1 for name in "abc"), world
 
 
