@@ -154,10 +154,10 @@ class Settings:
     network_check           false   a round runs once its nodes, each with one other, have exchanged
                                     4 MiB each way, and all have reached rank 0's MASTER_PORT; a
                                     node that fails with several others is left out; see policies.md
-    links                   false   nodes keep connections to the next two in rank order, so that
-                                    the others go on about a second after a process was killed, and
-                                    not after its lease; a node that lives is asked first. Without
-                                    effect with on_outage=stop
+    links                   false   nodes keep connections to the next two in rank order, at a port
+                                    that is free, so that the others go on about a second after a
+                                    process was killed, and not after its lease; a node that lives
+                                    is asked first. Without effect with on_outage=stop
     rejoin_timeout          600     seconds that a round waits for a live node of the last round
                                     before it starts without that node; a tenth of this if the
                                     other nodes fill the round; at most 0.8 x join_timeout

@@ -254,7 +254,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._listener is not None and has_links:
             driver = self._driver
             self._links = Links(
-                self._listener, run_id, node_id, driver.report_gone, driver.report_back
+                self._listener, run_id, node_id, address, driver.report_gone, driver.report_back
             )
         self._closed = False
         self._ending = threading.Lock()

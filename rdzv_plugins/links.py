@@ -63,6 +63,7 @@ class Links:
         listener: serves them in its thread.
         run_id: of the run.
         node: the id of this node, which only the nodes of its run know.
+        host: its address, as others know it.
         gone: called with the id of a node whose process is gone, in the listener's thread.
         back: called with its id where it answers after all.
     """
@@ -72,18 +73,21 @@ class Links:
         listener: Listener,
         run_id: str,
         node: str,
+        host: str,
         gone: Callable[[str], None],
         back: Callable[[str], None],
     ) -> None:
         self._listener = listener
         self._run_id = run_id
         self._node = node
+        self._host = host
         self._gone = gone
         self._back = back
         self._peers: dict[str, _Peer] = {}
         self._accepted: list[_Accepted] = []
-        # A dial that is refused tells nothing where none was ever answered: a firewall may be why.
-        self._reaches = False
+        # The hosts where a node has answered. That another refuses tells nothing where none has: a
+        # firewall may be why.
+        self._reached: set[str] = set()
         listener.answer(_OPENING + _digest(node, run_id) + b" ", _NONCE + 1, self._accept)
 
     def hold(self, peers: Mapping[str, str]) -> None:
@@ -118,14 +122,16 @@ class Links:
 
     # What a peer tells.
 
-    def held(self, node: str) -> None:
-        self._reaches = True
+    def held(self, host: str) -> None:
+        self._reached.add(host)
 
-    def found_gone(self, node: str) -> bool:
-        """Whether it counts as evidence."""
-        if self._reaches:
+    def found_gone(self, node: str, host: str) -> bool:
+        """Whether it counts as evidence: nodes of that host have answered, or of another one."""
+        # What does not leave this host passes no firewall.
+        counts = host in self._reached or bool(self._reached - {self._host})
+        if counts:
             self._gone(node)
-        return self._reaches
+        return counts
 
     def found_back(self, node: str) -> None:
         self._back(node)
@@ -243,6 +249,7 @@ class _Peer:
         self._links = links
         self._listener = listener
         self._node = node
+        self._host = endpoint.rpartition(":")[0].strip("[]")
         self._addresses: list[_Address] = []
         self._at = 0
         self._line: _Dialled | None = None
@@ -255,7 +262,7 @@ class _Peer:
         # It was found gone, and since then it was dialled so often.
         self._times: int | None = None
         self._pause = _FIRST_PAUSE
-        self._resolve(endpoint)
+        self._resolve(int(endpoint.rpartition(":")[2]))
 
     def end(self) -> None:
         """Hold no link to it any more."""
@@ -263,19 +270,16 @@ class _Peer:
         if self._line is not None:
             self._listener.drop(self._line)
 
-    def _resolve(self, endpoint: str) -> None:
-        host, _, port = endpoint.rpartition(":")
-        host = host.strip("[]")
-
+    def _resolve(self, port: int) -> None:
         def look_up() -> None:
             # One that cannot be resolved has no link: nothing is known of it.
             with suppress(OSError, UnicodeError, ValueError):
-                found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+                found = socket.getaddrinfo(self._host, port, type=socket.SOCK_STREAM)
                 addresses: list[_Address] = [(it[0], it[4]) for it in found]
                 self._listener.call(partial(self._begin, addresses))
 
         try:
-            ip_address(host.partition("%")[0])
+            ip_address(self._host.partition("%")[0])
         except ValueError:
             # A resolver may hang. Where no thread can start now, it has no link.
             with suppress(RuntimeError, MemoryError):
@@ -307,7 +311,7 @@ class _Peer:
 
     def _held(self) -> None:
         self._noes, self._pause, self._was_held = 0, _FIRST_PAUSE, True
-        self._links.held(self._node)
+        self._links.held(self._host)
         if self._times is not None:
             self._times = None
             self._links.found_back(self._node)
@@ -339,7 +343,7 @@ class _Peer:
         addresses = 1 if self._was_held else len(self._addresses)
         if self._noes < (addresses if refused else 2 * addresses):
             self._listener.later(_AT_ONCE_SECONDS, self._dial)
-        elif self._times is None and not self._links.found_gone(self._node):
+        elif self._times is None and not self._links.found_gone(self._node, self._host):
             self._dial_later()
         else:
             self._times = (self._times or 0) + 1

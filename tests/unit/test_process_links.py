@@ -29,7 +29,7 @@ from rdzv_plugins.links import Links
 from rdzv_plugins.listener import Listener
 
 listener = Listener("127.0.0.1", "child")
-Links(listener, {RUN!r}, {PEER!r}, print, print)
+Links(listener, {RUN!r}, {PEER!r}, "127.0.0.1", print, print)
 print(listener.port, flush=True)
 sys.stdin.read()
 listener.close()
@@ -75,13 +75,14 @@ class Peer:
 class Watcher:
     """This node, which has links to others."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.told: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self.listener = Listener("127.0.0.1", "watcher")
         self.links = Links(
             self.listener,
             RUN,
             "this-node",
+            host,
             lambda node: self.told.put(("gone", node)),
             lambda node: self.told.put(("back", node)),
         )
@@ -202,7 +203,7 @@ def test_somebody_else_at_its_port_is_not_it(watcher: Watcher, peer: Peer) -> No
     with Proxy(peer.address) as proxy:
         linked(watcher, proxy.address[1])
         another = Listener("127.0.0.1", "another")
-        Links(another, RUN, "another-node", print, print)
+        Links(another, RUN, "another-node", "127.0.0.1", print, print)
         proxy.lead_to(("127.0.0.1", another.port))
         proxy.cut()
         assert watcher.hears() == ("gone", PEER)
@@ -235,6 +236,20 @@ def test_the_next_that_is_dialled_in_vain_is_gone_where_others_are_reached(
     linked(watcher, peer.port)
     watcher.hold(the_peer=peer.port, another=port)
     assert watcher.hears() == ("gone", "another")
+
+
+def test_where_only_this_host_answers_that_another_refuses_tells_nothing(
+    watcher: Watcher, peer: Peer
+) -> None:
+    """Its firewall may."""
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        port = server.getsockname()[1]
+    linked(watcher, peer.port)
+    watcher.links.hold({PEER: f"127.0.0.1:{peer.port}", "another": f"127.0.0.2:{port}"})
+    assert until(lambda: "another" in watcher.links._peers, PATIENCE)
+    another = watcher.links._peers["another"]
+    assert until(lambda: another._pause > module._FIRST_PAUSE, PATIENCE)
+    assert watcher.heard_nothing
 
 
 def test_a_link_that_is_not_held_any_more_tells_nothing(watcher: Watcher, peer: Peer) -> None:
