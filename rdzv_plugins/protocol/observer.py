@@ -45,10 +45,7 @@ _RANKS_KEPT = 4
 # Of so many nodes it is told that their records are not believed.
 _REFUSED_KEPT = 16
 # Of a document: what people write too, and whoever accuses the leader.
-_OF_OTHERS = (
-    *("drained", "excluded", "quarantined", "strikes", "resize", "restart"),
-    *("accused", "edition"),
-)
+_OF_OTHERS = ("drained", "excluded", "quarantined", "strikes", "resize", "restart", "accused")
 # A document does not go on by more rounds than this between two looks.
 _MOST_ROUNDS = 1 << 20
 # By so many milliseconds, at most, wall clocks are believed to differ: of two runs of an id that

@@ -76,7 +76,7 @@ def test_a_run_that_is_over_does_not_end_another(time: Time) -> None:
     ("change", "of_the_leader"),
     [
         ({"accused": (Accusation(str(MINE.leader), 7, "n3"),)}, False),
-        ({"restart": "a person asks", "edition": 7}, False),
+        ({"restart": "a person asks"}, False),
         ({"drained": ("n3",)}, False),
         ({"lost": ("n3",)}, True),
         ({"restart": "a person asks", "finishing": True}, True),
