@@ -44,8 +44,6 @@ _SHORTEST_REST = 0.5e-3
 _RANKS_KEPT = 4
 # Of so many nodes it is told that their records are not believed.
 _REFUSED_KEPT = 16
-# Of a document: what people write too, and whoever accuses the leader.
-_OF_OTHERS = ("drained", "excluded", "quarantined", "strikes", "resize", "restart", "accused")
 # A document does not go on by more rounds than this between two looks.
 _MOST_ROUNDS = 1 << 20
 # By so many milliseconds, at most, wall clocks are believed to differ: of two runs of an id that
@@ -85,14 +83,6 @@ def with_rank(
     roster = yield from ranked(document.roster)
     previous_roster = yield from ranked(document.previous_roster)
     return replace(document, roster=roster, previous_roster=previous_roster)
-
-
-def _may_be_of_others(was: RoundDocument | None, document: RoundDocument) -> bool:
-    """Whether no more is new in it than what others than the leader write: orders, accusations."""
-    if was is None or was.leader != document.leader:
-        return False
-    same = {name: getattr(was, name) for name in _OF_OTHERS}
-    return replace(document, **same) == was
 
 
 class Observer:
@@ -334,8 +324,8 @@ class Observer:
         """Note what is new in the document: its leader, its round, its place."""
         if was is None or (was.incarnation, was.leader) != (document.incarnation, document.leader):
             self._begin_windows(was, document)
-        if document.leader is not None and not _may_be_of_others(was, document):
-            # Only the leader writes so in the leader's name: the write is a sign of life.
+        if document.leader is not None:
+            # Only the leader writes in the leader's name: the write is a sign of life.
             self.liveness.heard(document.leader, self._clock())
             self.progress.heard(document.leader, self._clock())
         if was is None or (was.incarnation, was.round) != (document.incarnation, document.round):

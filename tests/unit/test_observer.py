@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from rdzv_plugins.kv import Entry
-from rdzv_plugins.protocol.documents import (
-    Accusation,
-    CorruptDocumentError,
-    Outcome,
-    Phase,
-    RoundDocument,
-)
+from rdzv_plugins.protocol.documents import CorruptDocumentError, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.observer import Observer
 from tests import replace
 
@@ -70,26 +62,6 @@ def test_a_run_that_is_over_does_not_end_another(time: Time) -> None:
     seen = observer(time, MINE, replace(THEIRS, phase=Phase.CLOSED, outcome=Outcome.FAILED))
     assert not seen.closed
     assert seen.latest == MINE
-
-
-@pytest.mark.parametrize(
-    ("change", "of_the_leader"),
-    [
-        ({"accused": (Accusation(str(MINE.leader), 7, "n3"),)}, False),
-        ({"restart": "a person asks"}, False),
-        ({"drained": ("n3",)}, False),
-        ({"lost": ("n3",)}, True),
-        ({"restart": "a person asks", "finishing": True}, True),
-    ],
-)
-def test_what_others_write_is_no_sign_of_the_leader(
-    time: Time, change: dict[str, Any], of_the_leader: bool
-) -> None:
-    """Who accuses it, and people who give orders, write in its name, be it dead."""
-    seen, leader = observer(time, MINE), str(MINE.leader)
-    time.now += 5.0
-    take(seen, entry(replace(MINE, **change), "later"))
-    assert seen.liveness.possible_silence(leader, time()) == (0.0 if of_the_leader else 5.0)
 
 
 def test_no_tombstone_is_no_end(time: Time) -> None:
