@@ -34,7 +34,7 @@ from rdzv_plugins.kv.gate import (
     plain,
 )
 from rdzv_plugins.kv.retry import pause_after
-from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
+from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed, why_unreadable
 from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.run_ids import is_possible
@@ -197,10 +197,7 @@ class Archive:
     def why_unreadable(self) -> str:
         """Why no round that is kept is this client's to read, for people; "": some are, or none."""
         with closing(self._open(archive_run_id(self._run_id))) as client:
-            entries = client.list("")
-            if any(is_sealed(entry.value) for entry in entries.values()):
-                return f"the history of the run {NO_SECRET_HERE}"
-            return client.why_absent("") if not entries else ""
+            return why_unreadable(client, "the history of the run")
 
     def last(self) -> Row | Listed | None:
         """The last note of the id's runs; None: nothing, or it is forgotten.

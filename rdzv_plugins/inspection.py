@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from rdzv_plugins.archive import Archive, Listed, Row
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError, Version
 from rdzv_plugins.kv.gate import plain
-from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -50,7 +49,6 @@ __all__ = [
     "is_torchs",
     "settle",
     "what_it_was",
-    "why_unreadable",
 ]
 
 NOTHING_STORED = "nothing is stored under this id: check the id and the prefix"
@@ -522,14 +520,6 @@ def settle(inspections: Iterable[Inspection], surely: bool = False) -> None:
 def is_torchs(client: KeyValueClient) -> bool:
     """Whether the run has handler=torch, whose state is a pickle, which is never loaded here."""
     return client.get(TORCH_STATE_KEY) is not None
-
-
-def why_unreadable(client: KeyValueClient) -> str:
-    """Why what stands in the client's run is not its to read, for people; "": it is."""
-    entry = client.get(STATE_KEY)
-    if entry is None:
-        return client.why_absent("")
-    return f"the run {NO_SECRET_HERE}" if is_sealed(entry.value) else ""
 
 
 def delete_run(client: KeyValueClient) -> int:

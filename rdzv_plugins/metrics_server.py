@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import socketserver
 import threading
@@ -17,6 +18,7 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from rdzv_plugins.addresses import is_loopback
 from rdzv_plugins.kv import exhausted
 
 __all__ = ["MetricsServer"]
@@ -36,7 +38,8 @@ class MetricsServer:
     """An HTTP server of ``/metrics``, ``/healthz`` and ``/why``.
 
     Args:
-        host, port: where it listens; port 0: on any free one.
+        host, port: where it listens; port 0: on any free one. At loopback it answers only what asks
+            for it by its address or as ``localhost``.
         registry: what ``/metrics`` shows.
         before_metrics: called before it is shown.
         health: whether all is well (status 200, else 503), and the text of ``/healthz``.
@@ -64,6 +67,8 @@ class MetricsServer:
         self._stopping = threading.Event()
         # What is shown is made by one thread at a time; whether all is well is told beside that.
         self._one = threading.Lock()
+        # A page of somebody else's whose name resolves to this host may not read what is here.
+        self._only = {"localhost", "127.0.0.1", "[::1]", host} if is_loopback(host) else None
         self._server = _server_class(host)((host, port), _Request)
         self._server.set_app(self._answer)
         _open.add(self._server)
@@ -101,7 +106,10 @@ class MetricsServer:
                 return
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        asked = _without_port(environ.get("HTTP_HOST", ""))
         match environ["PATH_INFO"]:
+            case _ if asked and self._only is not None and asked not in self._only:
+                status, text = "400 Bad Request", "this server is asked by its address at loopback"
             case "/metrics":
                 with self._one:
                     self._before_metrics()
@@ -117,6 +125,11 @@ class MetricsServer:
                 status, text = "404 Not Found", "there are /metrics, /healthz and /why"
         start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [f"{text}\n".encode(errors="backslashreplace")]
+
+
+def _without_port(host: str) -> str:
+    """The host of a ``Host`` header, in lower case; an IPv6 address with its brackets."""
+    return re.sub(r":[0-9]*\Z", "", host.strip().lower())
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):

@@ -255,9 +255,11 @@ def parse_conf(conf: str) -> dict[str, str]:
 
 def no_run(client: KeyValueClient, run_id: str) -> ValueError:
     """The error where no run of this package's handler stands under the id."""
-    from rdzv_plugins.inspection import NOTHING_STORED, is_torchs, why_unreadable
+    from rdzv_plugins.inspection import NOTHING_STORED, is_torchs
+    from rdzv_plugins.kv.sealed import why_unreadable
+    from rdzv_plugins.protocol.documents import STATE_KEY
 
-    if said := why_unreadable(client):
+    if said := why_unreadable(client, "the run", STATE_KEY):
         return ValueError(said)
     if is_torchs(client):
         return ValueError(

@@ -371,10 +371,12 @@ def clean(
         return
     if not run_id:
         raise typer.BadParameter("name a run, or all dead runs with --dead", param_hint="RUN")
-    from rdzv_plugins.inspection import is_torchs, why_unreadable
+    from rdzv_plugins.inspection import is_torchs
+    from rdzv_plugins.kv.sealed import why_unreadable
+    from rdzv_plugins.protocol.documents import STATE_KEY
 
     with access.connect(run_id) as client:
-        if not force and (why := why_unreadable(client)):
+        if not force and (why := why_unreadable(client, "the run", STATE_KEY)):
             raise ValueError(f"{why}; --force deletes it all the same")
         torchs = is_torchs(client)
         if torchs and not force:

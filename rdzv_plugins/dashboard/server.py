@@ -7,7 +7,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
-from ipaddress import ip_address
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rdzv_plugins.addresses import is_loopback
 from rdzv_plugins.dashboard.poller import Poller, Snapshot
 from rdzv_plugins.survey import Survey
 
@@ -98,7 +98,7 @@ class Dashboard:
 
     def application(self, host: str) -> Starlette:
         middleware = [Middleware(_Headers)]
-        if _is_loopback(host):
+        if is_loopback(host):
             # A page of somebody else's whose name resolves to this host may not read this one.
             local = ["localhost", "127.0.0.1", "::1", "[::1]", host]
             middleware.append(
@@ -230,10 +230,3 @@ _encode = msgspec.json.Encoder().encode
 
 def _json(value: object) -> Response:
     return Response(_encode(value), media_type="application/json")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -35,7 +35,15 @@ from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import pause_after
 from rdzv_plugins.run_ids import RESERVED
 
-__all__ = ["MARK", "NO_SECRET_HERE", "OVERHEAD", "ForeignValueError", "SealedClient", "is_sealed"]
+__all__ = [
+    "MARK",
+    "NO_SECRET_HERE",
+    "OVERHEAD",
+    "ForeignValueError",
+    "SealedClient",
+    "is_sealed",
+    "why_unreadable",
+]
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +85,18 @@ class ForeignValueError(RendezvousStateError):
 def is_sealed(data: bytes) -> bool:
     """Whether the value was written by a client that has a secret, whichever it is."""
     return data.startswith(MARK)
+
+
+def why_unreadable(client: KeyValueClient, what: str, prefix: str = "") -> str:
+    """Why what stands under a prefix is not this client's to read; "": it is, or nothing stands.
+
+    Args:
+        what: it is, for people, as in "the history of the run".
+    """
+    entries = client.list(prefix)
+    if any(is_sealed(entry.value) for entry in entries.values()):
+        return f"{what} {NO_SECRET_HERE}"
+    return "" if entries else client.why_absent("")
 
 
 class _Seal:

@@ -74,7 +74,7 @@ def refuses_client(reason: str) -> bool:
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext:
-    """A context that verifies the server's certificate and name.
+    """A context that verifies the server's certificate and name, of TLS 1.2 or later.
 
     Raises:
         ValueError: only one of certificate and key is set.
@@ -86,6 +86,8 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=options.ca_file)
     except OSError as error:
         raise UnreadableFileError(f"ca_file '{options.ca_file}' cannot be used: {error}") from error
+    # A host's OpenSSL may allow less.
+    context.minimum_version = max(context.minimum_version, ssl.TLSVersion.TLSv1_2)
     if options.cert_file is not None:
         try:
             context.load_cert_chain(options.cert_file, options.key_file)

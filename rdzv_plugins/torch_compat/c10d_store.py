@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import TypeVar
 
 import msgspec
@@ -26,7 +27,7 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
 )
 from rdzv_plugins.kv.contract import UNREADABLE
-from rdzv_plugins.kv.retry import retry, store_is_away
+from rdzv_plugins.kv.retry import pause_after, retry, store_is_away
 
 __all__ = ["KeyValueStore"]
 
@@ -100,8 +101,9 @@ class KeyValueStore(Store):
         """
         expected, desired = _bytes(expected_value), _bytes(desired_value)
         with _c10d_errors():
-            entry = self._client.get(self._prefix + key)
+            entry, attempts = self._client.get(self._prefix + key), self._attempts(key)
             while (b"" if entry is None else entry.value) == expected:
+                next(attempts)
                 version = None if entry is None else entry.version
                 entry, written = self._client.compare_and_set(self._prefix + key, desired, version)
                 if written:
@@ -111,7 +113,9 @@ class KeyValueStore(Store):
     def append(self, key: str, value: str | bytes) -> None:
         with _c10d_errors():
             entry, written = self._client.get(self._prefix + key), False
+            attempts = self._attempts(key)
             while not written:
+                next(attempts)
                 version = None if entry is None else entry.version
                 whole = (b"" if entry is None else entry.value) + _bytes(value)
                 entry, written = self._client.compare_and_set(self._prefix + key, whole, version)
@@ -132,7 +136,9 @@ class KeyValueStore(Store):
         """Append to the queue of this key. Raises `DistStoreError` if the key holds a value."""
         with _c10d_errors():
             entry, written = self._client.get(self._prefix + key), False
+            attempts = self._attempts(key)
             while not written:
+                next(attempts)
                 if entry is not None and not _is_queue(entry):
                     raise DistStoreError(f"'{key}' holds a value: it cannot be a queue too")
                 entry, written = self._write_queue(key, entry, [*_queued(entry), _bytes(value)])
@@ -145,9 +151,10 @@ class KeyValueStore(Store):
         timeout = self._timeout()
         deadline = time.monotonic() + timeout.total_seconds()
         with _c10d_errors():
-            entry = self._client.get(self._prefix + key)
+            entry, attempts = self._client.get(self._prefix + key), self._attempts(key)
             while True:
                 if queued := _queued(entry):
+                    next(attempts)
                     entry, written = self._write_queue(key, entry, queued[1:])
                     if written:
                         return queued[0]
@@ -216,6 +223,21 @@ class KeyValueStore(Store):
         # Not in torch's stubs. c10d sets it without calling our set_timeout: never keep a copy.
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]
         return timeout
+
+    def _attempts(self, key: str) -> Iterator[None]:
+        """Attempts to change a key that others may change meanwhile, with growing pauses between.
+
+        Raises `DistStoreError` once they have taken the store's time-out.
+        """
+        seconds = self._timeout().total_seconds()
+        deadline = time.monotonic() + seconds
+        for refused in count():
+            yield
+            if time.monotonic() >= deadline:
+                raise DistStoreError(
+                    f"others changed '{key}' throughout {seconds:g} s, so that nothing was changed"
+                )
+            time.sleep(min(pause_after(refused), max(0.0, deadline - time.monotonic())))
 
     def _put(self, values: Mapping[str, bytes]) -> None:
         self._client.put_many(values)

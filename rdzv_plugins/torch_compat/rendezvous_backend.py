@@ -18,6 +18,9 @@ __all__ = ["TORCH_STORE_PREFIX", "KeyValueBackend", "create_backend"]
 TORCH_STORE_PREFIX = "torch-store/"
 """Where the keys of the c10d store stand within a run."""
 
+# Bytes of a state. That of 100,000 nodes has less; torch's handler would load whatever is there.
+_MOST_STATE = 64 << 20
+
 
 class KeyValueBackend(RendezvousBackend):
     """The state of torch's ``DynamicRendezvousHandler``, one value changed by compare-and-set.
@@ -97,7 +100,14 @@ def _decode(entry: Entry) -> bytes:
     if is_sealed(entry.value):
         raise RendezvousStateError(f"the run {NO_SECRET_HERE}")
     try:
-        return zlib.decompress(entry.value)
+        # A few megabytes can be a thousand times as many.
+        unpacks = zlib.decompressobj()
+        state = unpacks.decompress(entry.value, _MOST_STATE)
+        if unpacks.unconsumed_tail or (not unpacks.eof and len(state) == _MOST_STATE):
+            raise zlib.error(f"more than {_MOST_STATE:,} bytes")
+        if not unpacks.eof or unpacks.unused_data:
+            raise zlib.error("incomplete, or more than one")
+        return state
     except zlib.error as error:
         raise RendezvousStateError(
             f"the key '{KeyValueBackend.KEY}' does not hold a state of torch's handler ({error}); "

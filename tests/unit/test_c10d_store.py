@@ -405,3 +405,40 @@ class TestQueues:
             bare.queue_pop("jobs")
         with pytest.raises(DistStoreError, match="a queue is unreadable"):
             bare.queue_len("jobs")
+
+
+class Contended(MemoryClient):
+    """Whose keys somebody else always changes first."""
+
+    attempts = 0
+
+    def compare_and_set(
+        self, key: str, value: bytes, expected: Version | None
+    ) -> tuple[Entry | None, bool]:
+        self.attempts += 1
+        entry = self.get(key)
+        self.put(key, entry.value if entry is not None else value)
+        return super().compare_and_set(key, value, expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: store.append("key", "x"),
+        lambda store: store.queue_push("queue", "x"),
+        lambda store: store.queue_pop("queue"),
+        lambda store: store.compare_set("key", "1", "2"),
+    ],
+    ids=["append", "push", "pop", "compare"],
+)
+def test_who_is_never_the_first_gives_up(change: Callable[[Any], object]) -> None:
+    """It asked without a pause, for ever."""
+    server = MemoryServer()
+    before, client = MemoryClient(server, "run"), Contended(server, "run")
+    plain = KeyValueStore(before, "")
+    plain.set("key", "1")
+    plain.queue_push("queue", "1")
+    store = KeyValueStore(client, "", timedelta(seconds=0.5))
+    with pytest.raises(DistStoreError, match=r"others changed '(key|queue)' throughout 0.5 s"):
+        change(store)
+    assert 2 <= client.attempts < 500

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -81,3 +82,30 @@ def test_none_of_its_threads_stays(server: MetricsServer) -> None:
         assert until(
             lambda: not [it for it in threading.enumerate() if it.name == "rdzv-metrics-client"], 30
         )
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9400", 200), ("localhost", 200), ("LOCALHOST:1", 200), ("[::1]:9400", 200),
+        ("evil.example:9400", 400), ("127.0.0.1.evil.example", 400), ("127.0.0.1@evil", 400),
+    ],
+)  # fmt: skip
+def test_a_name_that_somebody_else_gave_this_host_is_not_answered(
+    server: MetricsServer, host: str, status: int
+) -> None:
+    """DNS rebinding: a page in a browser here reads what is at loopback under its own name."""
+    for path in ("/metrics", "/healthz", "/why"):
+        request = urllib.request.Request(server.url + path, headers={"Host": host})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                found = answer.status
+        except urllib.error.HTTPError as error:
+            found = error.code
+        assert found == status
+
+
+def test_who_asks_without_a_host_is_answered(server: MetricsServer) -> None:
+    with socket.create_connection(("127.0.0.1", server._server.server_port), 30) as line:
+        line.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert line.makefile("rb").readline().split()[1] == b"200"
