@@ -17,6 +17,7 @@ LINES = re.findall(r"^(?:### |- )`([^`]*)`", PAGE, re.MULTILINE)
 
 # Parts of texts that explain themselves: each says what failed and what to do, or what is allowed.
 EXPLAINS_ITSELF = (
+    "others changed '…' throughout … s, so that nothing was changed",
     "others change the round document again and again",
     "others change the list of excluded hosts again and again",
     "option 'outage_limit'",
@@ -259,6 +260,8 @@ IS_PART_OF_ANOTHER = (
     "what stands in the store is the id of no node",
     "what stands in the store is no address:port",
     "a queue is unreadable: …",
+    "more than … bytes",
+    "incomplete, or more than one",
     "this handler of run '…' was shut down",
     "the round is over: no node will write '…'",
     "… is not for a store",
