@@ -611,12 +611,14 @@ class StoreRendezvousHandler(RendezvousHandler):
         if error is None and (self._node.done or closed):
             outcome, why = Outcome.SUCCEEDED, "its workers succeeded"
         elif error is None:
-            # torch's launcher raises nothing where a worker is in uninterruptible sleep.
-            outcome, why = Outcome.FAILED, "its agent ended, and its workers had not"
+            # torch's launcher raises nothing where a worker is in uninterruptible sleep, and torch
+            # 2.6's agent calls this before its launcher does.
+            outcome, why = Outcome.FAILED, "its workers failed, or did not end"
         else:
             outcome, why = Outcome.FAILED, _what_failed(error)
-        of_workers = isinstance(error, ChildFailedError)
-        if error is not None and (self._service.is_new if of_workers else not self._node.done):
+        of_workers = error is None or isinstance(error, ChildFailedError)
+        may_leave = self._service.is_new if of_workers else not self._node.done
+        if outcome is Outcome.FAILED and may_leave:
             return self._give_up(why, of_workers)
 
         def end() -> None:

@@ -223,13 +223,26 @@ def test_who_comes_back_is_new_to_the_run_that_goes_on(site: Site) -> None:
 
 
 def test_an_agent_that_ends_before_its_workers_succeeded_is_no_success(site: Site) -> None:
-    """torch's launcher raises nothing where a worker is in uninterruptible sleep."""
+    """torch's launcher raises nothing where a worker is in uninterruptible sleep.
+
+    Nor does torch 2.6's agent, where workers failed for good.
+    """
     first, second = node(site, 1, 2), node(site, 1, 2)
     site.join(first, second)
     assert first.shutdown()
     assert site.document is not None
     assert site.document.outcome is Outcome.FAILED
     site.await_that(second.num_nodes_waiting)
+
+
+def test_a_newcomer_whose_agent_ends_without_an_error_leaves_the_others_alone(site: Site) -> None:
+    *old, new = with_a_newcomer(site)
+    assert new.shutdown()
+    site.await_that(lambda: are_told(*old))
+    site.join(*old)
+    assert site.document is not None
+    assert site.document.phase is not Phase.CLOSED
+    assert new._node.record.status is Status.LEFT
 
 
 def test_it_counts_for_quarantine(site: Site) -> None:
