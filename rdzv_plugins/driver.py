@@ -425,9 +425,7 @@ class Driver:
             self._asides = [*(it for it in self._asides if it.thread.is_alive()), mine]
         if begun.seconds:
             mine.done.wait(begun.seconds)
-        # A TCPStore's opening begins before the node writes the round, which may take longer than
-        # the node would wait for the TCPStore: it then parks without having waited for it.
-        if (begun.seconds or kind is effects.OpenMaster) and not mine.done.is_set():
+        if begun.wakes and not mine.done.is_set():
             mine.late = True
 
     def _result_of(self, begun: effects.Begin) -> Any:

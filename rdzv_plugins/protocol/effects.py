@@ -122,8 +122,8 @@ class Begin(Effect[None], frozen=True):
     """Do something beside the node, which must keep beating, unless that has begun already.
 
     Answered when it is done, or cannot be, but after ``seconds`` at the latest. The driver calls
-    `Node.finished` then, in any thread; if that comes after the answer, and ``seconds`` was not 0,
-    the driver also ends the node's `Park` or `Rest`.
+    `Node.finished` then, in any thread; if that comes after the answer, and the effect `wakes`, the
+    driver also ends the node's `Park` or `Rest`.
 
     Attributes:
         key: tells it from others of its kind.
@@ -132,13 +132,22 @@ class Begin(Effect[None], frozen=True):
     key: str
     seconds: float
 
+    @property
+    def wakes(self) -> bool:
+        """Whether the node is to turn to its result at once."""
+        return self.seconds > 0
+
 
 class OpenMaster(Begin, frozen=True):
     """Open a fresh TCPStore for the round of this world_id; its result is ``address:port``.
 
-    Name resolution may hang. The driver ends the node's wait for it also where ``seconds`` was 0: a
-    node begins it before it writes the round, however long that takes.
+    Name resolution may hang.
     """
+
+    @property
+    def wakes(self) -> bool:
+        """Always: it begins before the node writes the round, which may take longer than that."""
+        return True
 
 
 class FetchExclusions(Begin, frozen=True):

@@ -1007,7 +1007,7 @@ class Host:
         if not fails:
             result = f"{self.id}:{self._masters}"
             self._opened_for[result] = world_id
-        world.kernel.after(pause, self._opened, request, result, pause > 0.05)
+        world.kernel.after(pause, self._opened, request, result, request.wakes and pause > 0.05)
         return pause
 
     def _opened(self, request: effects.OpenMaster, result: str | Exception, nudge: bool) -> None:
@@ -1028,7 +1028,8 @@ class Host:
             assert document is not None
             self._dialling = request.key, now + seconds
             world.kernel.after(seconds, self._dialled, request, world.whole(document),
-                               seconds * self.clock.rate, error, seconds > waits)  # fmt: skip
+                               seconds * self.clock.rate, error,
+                               request.wakes and seconds > waits)  # fmt: skip
         ends = min(self._dialling[1], now + waits)
         self._waited(waits, self._dialling[1])
         world.kernel.at(max(ends, now + 0.0001) + 1e-6, self.receive, turn, None)
@@ -1062,7 +1063,7 @@ class Host:
             world.kernel.after(pause, self._exclusions_read, request)
         ends = self._fetching[1]
         self._waited(request.seconds, ends)
-        self._nudges = self._nudges or (request.seconds > 0 and ends > now + request.seconds)
+        self._nudges = self._nudges or (request.wakes and ends > now + request.seconds)
         world.kernel.at(min(ends, now + request.seconds) + 2e-6, self.receive, turn, None)
 
     def _exclusions_read(self, request: effects.FetchExclusions) -> None:
