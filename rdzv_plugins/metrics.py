@@ -459,7 +459,8 @@ class Report:
         yield "rdzv_nodes_waiting", {}, self._node.waiting
         yield "rdzv_leads", {}, leads
         beat = self._beat_at
-        yield "rdzv_heartbeat_age_seconds", {}, _UNKNOWN if beat is None else now - beat
+        age = _UNKNOWN if beat is None else max(0.0, now - beat)  # It may beat just now.
+        yield "rdzv_heartbeat_age_seconds", {}, age
         yield "rdzv_leader_silence_seconds", {}, _leaders_silence(view)
         yield "rdzv_lease_seconds", {}, self._rules.lease
         yield "rdzv_store_up", {}, self._away_at is None

@@ -1,4 +1,4 @@
-"""Commands that steer a run: drain, restart, resize, exclude, include, excluded."""
+"""Commands that steer a run: drain, restart, resize, exclude, include, excluded, accuse."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rdzv_plugins.protocol.effects import Effects
     from rdzv_plugins.protocol.orders import Given
 
-__all__ = ["drain", "exclude", "excluded", "include", "resize", "restart"]
+__all__ = ["accuse", "drain", "exclude", "excluded", "include", "resize", "restart"]
 
 # The name with which a command rings the leader's bell.
 _GIVER = "rdzv"
@@ -364,6 +364,44 @@ def excluded(
         plain_console().print(table if found else "no host is excluded", soft_wrap=not found)
 
 
+def accuse(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN NODE",
+            help="the run, unless it is given with -i; then nodes, as rdzv status names them, or "
+            "by their ids, or a host: all its nodes",
+            autocompletion=complete_run,
+        ),
+    ],
+    run_id: RunOption = "",
+    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    timeout: Annotated[float, typer.Option(help="seconds to wait for an answer at most")] = 10.0,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Ask nodes of a run to show that they live, for whoever believes that they do not.
+
+    Nobody is lost for want of an answer: that takes a participant whose link to the node was
+    refused, or its lease.
+    """
+    from rdzv_plugins.protocol import orders
+
+    run_id, names = run_and_others(run_id, words)
+    if not names:
+        raise typer.BadParameter("name a node, or a host: all its nodes", param_hint="NODE...")
+    with _living(Access(backend, endpoint, conf), run_id) as seen:
+        told = _Told("accuse", run_id, as_json)
+        given = _give_to_living(seen, orders.accuse(_GIVER, names))
+        if given.unknown:
+            raise ValueError(f"run '{run_id}' has no node '{given.unknown[0]}': nobody was asked")
+        told.say(
+            f"{', '.join(given.nodes)} of run '{run_id}' asked to show that they live",
+            nodes=[*given.nodes],
+        )
+        told.await_answers(seen, given, timeout)
+        told.end()
+
+
 class _Told:
     """The report of an order: a line whenever there is news, or all at the end as data.
 
@@ -424,6 +462,43 @@ class _Told:
             f"{line} after {seconds:.1f} s",
             round=document.round, world=document.size, seconds=round(seconds, 3),
         )  # fmt: skip
+
+    def await_answers(self, seen: Inspection, given: Given, timeout: float) -> None:
+        """Wait until each node has beaten, has ended or is found gone; say so of each."""
+        beats = {it.node: it.beat for it in _document(given).accused}
+        deadline, silent = self._began + timeout, [*given.ids]
+        answered, gone = [], []
+        while silent:
+            document = _look(seen, given)
+            lost = {it.node for it in document.accused if it.lost}
+            for node in [*silent]:
+                record = seen.records.get(node)
+                name = record.label if record is not None else node
+                if node in lost:
+                    gone.append(name)
+                    self.say(f"{name} is lost: its process is gone")
+                elif record is None or record.has_ended or record.beat > beats[node]:
+                    ended = record is None or record.has_ended
+                    answered.append(name)
+                    self.say(f"{name} {'has ended' if ended else 'lives'}")
+                else:
+                    continue
+                silent.remove(node)
+            left = deadline - time.monotonic()
+            if silent and left <= 0:
+                break
+            if silent:
+                seen.await_change(min(left, _LOOK_SECONDS))
+        names = sorted(seen.records[it].label for it in silent if it in seen.records)
+        self._data |= {"answered": answered, "gone": gone, "silent": names}
+        if silent:
+            self.end()
+            typer.echo(
+                f"rdzv: run '{seen.run_id}': no answer of {', '.join(names)} within {timeout:g} s; "
+                f"that alone takes nobody out of a round: {seen.sentence}",
+                err=True,
+            )
+            raise typer.Exit(WAITED_IN_VAIN)
 
     def end(self) -> None:
         """Write the data."""

@@ -1,4 +1,4 @@
-"""Orders of people to a run: take nodes out, let nodes in, begin a new round.
+"""Orders of people to a run: take nodes out, let nodes in, begin a new round, ask who lives.
 
 An order stands in the round document; its leader carries it out, and any heir of the leader. So it
 outlives whoever gave it, and needs nobody to run but the nodes themselves.
@@ -16,6 +16,7 @@ from rdzv_plugins.kv import Entry
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
+    Accusation,
     Exclusion,
     NodeRecord,
     Phase,
@@ -36,7 +37,17 @@ from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.situation import is_done
 from rdzv_plugins.protocol.sizes import Sizes, needed, world_size
 
-__all__ = ["Given", "drain", "exclude", "give", "include", "nodes_named", "resize", "restart"]
+__all__ = [
+    "Given",
+    "accuse",
+    "drain",
+    "exclude",
+    "give",
+    "include",
+    "nodes_named",
+    "resize",
+    "restart",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +210,36 @@ def include(giver: str, host: str) -> Effects[Given]:
 
     after = yield from give(giver, document.incarnation, included)
     return Given(document=after, nodes=(host,) if was else (), left=len(records))
+
+
+def accuse(giver: str, names: Collection[str]) -> Effects[Given]:
+    """Ask nodes of the run to show that they live; nothing is changed if a name is unknown.
+
+    Those of `Given.ids` answer, if they live, by a heartbeat above the one in `Given.document`.
+    Nobody is lost for want of an answer: for that a participant must have found its process gone.
+    """
+    document, records = yield from _look()
+    if document is None:
+        return Given()
+    found = {name: nodes_named(name, records) for name in names}
+    if unknown := tuple(name for name, nodes in found.items() if not nodes):
+        return Given(document=document, unknown=unknown)
+    nodes = tuple(dict.fromkeys(node for of_name in found.values() for node in of_name))
+
+    def asked(run: RoundDocument) -> RoundDocument:
+        kept = [it for it in run.accused if it.node not in nodes]
+        known = {it.node: it for it in run.accused}
+        fresh = []
+        for node in nodes:
+            before, beat = known.get(node), records[node].beat
+            # Whom the run has asked already, or given up, is asked no later for this.
+            fresh.append(before if before and before.beat >= beat else Accusation(node, beat))
+        return replace(run, accused=(*kept, *fresh))
+
+    after = yield from give(giver, document.incarnation, asked)
+    if after is None:
+        return Given()
+    return Given(document=after, ids=nodes, nodes=tuple(sorted(labels(records, nodes))))
 
 
 def give(

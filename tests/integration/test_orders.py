@@ -331,6 +331,22 @@ def test_who_closes_a_run_that_another_closes_meanwhile_is_told_so(
     assert line.startswith(f"run '{played.run_id}' was closed before: by request; closed by ")
 
 
+def test_who_is_accused_and_lives_says_so_and_who_does_not_is_not_lost_by_it(
+    played: Played,
+) -> None:
+    played.begin(2, (2, 2), keep_alive_interval="5", links="true")
+    (row,) = map(json.loads, played.said("accuse", played.label(1), "--json"))
+    assert (row["answered"], row["gone"], row["silent"]) == ([played.label(1)], [], [])
+    assert played.said("accuse", "127.0.0.1")[1:] == [f"{played.label(0)} lives"]
+    assert played.refusal("accuse", "nobody") == (
+        f"run '{played.run_id}' has no node 'nobody': nobody was asked"
+    )
+    played.agents[1].crash()
+    run = played.rdzv("accuse", "127.0.0.2", "--timeout", "1")
+    assert run.exit_code == 7
+    assert played.document().round == 0
+
+
 def test_an_order_to_a_run_that_is_gone_names_its_state(played: Played) -> None:
     unknown = f"run '{played.run_id}': {inspection.NOTHING_STORED}"
     assert played.refusal("restart") == unknown

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rdzv_plugins.archive import Archive
+from rdzv_plugins.driver import carry_out
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase, RoundDocument
+from rdzv_plugins.protocol.orders import accuse
 from rdzv_plugins.protocol.rules import Rules
 from tests import replace
 
@@ -142,6 +145,34 @@ def test_one_that_stands_still_is_not_lost_where_nobody_accuses_it(crowd: Crowd)
     begin(crowd)
     crowd.members["n2"].crash()
     crowd.play(10.0)
+    assert document(crowd).round == 0
+    crowd.play_until(lambda: runs_without(crowd, "n2"), 15.0)
+    assert document(crowd).reason.startswith("lost n2[1]: lease ran out")
+
+
+def asks(crowd: Crowd, *names: str) -> None:
+    """A person does."""
+    client = crowd.members[NAMES[0]].client
+    work = accuse("rdzv", names)
+    carry_out(client, Archive(lambda _: client, "run", 0), work, tell=lambda _: None)
+
+
+def test_whom_a_person_accuses_answers_at_once(crowd: Crowd) -> None:
+    begin(crowd)
+    before = {name: record(crowd, name).beat for name in NAMES}
+    asks(crowd, *NAMES)
+    crowd.play(0.05)
+    assert all(record(crowd, name).beat > before[name] for name in NAMES)
+    crowd.play(40.0)
+    assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
+
+
+def test_no_person_has_anybody_lost_who_does_not_answer(crowd: Crowd) -> None:
+    begin(crowd)
+    crowd.members["n2"].crash()
+    for _ in range(5):
+        asks(crowd, "n2")
+        crowd.play(2.0)
     assert document(crowd).round == 0
     crowd.play_until(lambda: runs_without(crowd, "n2"), 15.0)
     assert document(crowd).reason.startswith("lost n2[1]: lease ran out")

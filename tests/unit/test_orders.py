@@ -20,6 +20,7 @@ from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
     STATE_KEY,
+    Accusation,
     Exclusion,
     NodeRecord,
     Outcome,
@@ -27,7 +28,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
-from rdzv_plugins.protocol.orders import Given, drain, exclude, include, resize, restart
+from rdzv_plugins.protocol.orders import Given, accuse, drain, exclude, include, resize, restart
 from rdzv_plugins.protocol.policies.kept_out import describe
 from rdzv_plugins.protocol.rules import (
     Action,
@@ -525,6 +526,20 @@ class TestTheCommands:
         assert store.give(include("rdzv", "n9")).nodes == ()
         assert store.give(include("rdzv", "n3")).nodes == ("n3",)
         assert store.document == NOW
+
+    def test_who_is_accused_is_named_with_its_beat(self) -> None:
+        store = Commands()
+        beat = running("n2", NOW).beat
+        assert store.give(accuse("rdzv", ["n2"])).nodes == ("n2[1]",)
+        assert store.document.accused == (Accusation("n2", beat),)
+        assert store.client.get(BELL_KEY) is not None
+        # Who was asked, or found gone, is asked no later for this.
+        gone = replace(NOW, accused=(Accusation("n2", beat, "n3[1]", True),))
+        store = Commands(gone)
+        store.give(accuse("rdzv", ["n2"]))
+        assert store.document == gone
+        assert store.give(accuse("rdzv", ["n2", "nobody"])).unknown == ("nobody",)
+        assert store.document == gone
 
     def test_another_run_of_the_id_gets_no_order(self) -> None:
         store = Commands()
