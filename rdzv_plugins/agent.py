@@ -102,9 +102,6 @@ class RunAgent(LocalElasticAgent):
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, StoreRendezvousHandler):
             handler.blames = True
-        # torch 2.6's agent shuts this down itself, before its launcher knows what failed; a later
-        # one leaves that to the launcher.
-        self._rdzv_handler = None  # type: ignore[assignment]
         try:
             result: RunResult = super().run(role)
             return result

@@ -108,7 +108,12 @@ from rdzv_plugins.topology import find_domain
 from rdzv_plugins.torch_compat.agent_store import AgentStore
 from rdzv_plugins.torch_compat.events import Events, record_failed_creation
 from rdzv_plugins.torch_compat.master_store import open_store
-from rdzv_plugins.torch_compat.torchrun import idle_arguments, makes_log_folders, max_restarts
+from rdzv_plugins.torch_compat.torchrun import (
+    agent_ends_first,
+    idle_arguments,
+    makes_log_folders,
+    max_restarts,
+)
 from rdzv_plugins.worker import CurrentRound, Moments, hand_down, take_back
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
@@ -610,10 +615,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         closed = self._closed or (latest is not None and latest.closed)
         if error is None and (self._node.done or closed):
             outcome, why = Outcome.SUCCEEDED, "its workers succeeded"
+        elif error is None and agent_ends_first():
+            return True  # Its launcher calls this again, and knows what failed.
         elif error is None:
-            # torch's launcher raises nothing where a worker is in uninterruptible sleep, and torch
-            # 2.6's agent calls this before its launcher does.
-            outcome, why = Outcome.FAILED, "its workers failed, or did not end"
+            # torch's launcher raises nothing where a worker is in uninterruptible sleep.
+            outcome, why = Outcome.FAILED, "its agent ended, and its workers had not"
         else:
             outcome, why = Outcome.FAILED, _what_failed(error)
         of_workers = error is None or isinstance(error, ChildFailedError)

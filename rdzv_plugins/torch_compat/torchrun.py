@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from inspect import signature
 from pathlib import Path
 
-__all__ = ["OURS", "idle_arguments", "makes_log_folders", "max_restarts"]
+__all__ = ["OURS", "agent_ends_first", "idle_arguments", "makes_log_folders", "max_restarts"]
 
 OURS = "rdzv run"
 """The first of ``sys.argv`` in the process of `rdzv run`."""
@@ -32,6 +33,14 @@ def max_restarts() -> int | None:
     if arguments is None or sys.argv[0] == OURS:
         return None
     return int(arguments.max_restarts)
+
+
+def agent_ends_first() -> bool:
+    """Whether torch's agent shuts the handler down before its launcher does: that of torch 2.6."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    # Private. Later agents have no such parameter, and leave the handler to their launcher.
+    return "is_restart" in signature(LocalElasticAgent._shutdown).parameters
 
 
 def makes_log_folders() -> bool:

@@ -222,11 +222,15 @@ def test_who_comes_back_is_new_to_the_run_that_goes_on(site: Site) -> None:
     assert back._node.record.status is Status.LEFT
 
 
-def test_an_agent_that_ends_before_its_workers_succeeded_is_no_success(site: Site) -> None:
-    """torch's launcher raises nothing where a worker is in uninterruptible sleep.
+@pytest.fixture
+def later_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where these tests run on torch 2.6."""
+    monkeypatch.setattr(handlers, "agent_ends_first", lambda: False)
 
-    Nor does torch 2.6's agent, where workers failed for good.
-    """
+
+@pytest.mark.usefixtures("later_torch")
+def test_an_agent_that_ends_before_its_workers_succeeded_is_no_success(site: Site) -> None:
+    """torch's launcher raises nothing where a worker is in uninterruptible sleep."""
     first, second = node(site, 1, 2), node(site, 1, 2)
     site.join(first, second)
     assert first.shutdown()
@@ -235,6 +239,7 @@ def test_an_agent_that_ends_before_its_workers_succeeded_is_no_success(site: Sit
     site.await_that(second.num_nodes_waiting)
 
 
+@pytest.mark.usefixtures("later_torch")
 def test_a_newcomer_whose_agent_ends_without_an_error_leaves_the_others_alone(site: Site) -> None:
     *old, new = with_a_newcomer(site)
     assert new.shutdown()
@@ -243,6 +248,21 @@ def test_a_newcomer_whose_agent_ends_without_an_error_leaves_the_others_alone(si
     assert site.document is not None
     assert site.document.phase is not Phase.CLOSED
     assert new._node.record.status is Status.LEFT
+
+
+def test_on_torch_2_6_the_launcher_says_what_failed_and_not_the_agent(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "agent_ends_first", lambda: True)
+    first, second = node(site, 1, 2), node(site, 1, 2)
+    site.join(first, second)
+    assert first.shutdown()
+    assert site.document is not None
+    assert site.document.phase is Phase.RUNNING
+    assert end_with(first, workers_failed())
+    assert site.document.outcome is Outcome.FAILED
+    assert "its workers failed" in site.document.reason
+    site.await_that(second.num_nodes_waiting)
 
 
 def test_it_counts_for_quarantine(site: Site) -> None:
