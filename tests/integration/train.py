@@ -16,12 +16,15 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import rdzv_plugins
 from rdzv_plugins.demo.train import Journal
 
 # As `rdzv_plugins.demo.train`: far longer than any test waits.
 _SECONDS = 60
+# Shorter than the lease of the tests' runs.
+_OLD_SECONDS = 2.5
 
 
 class Peers:
@@ -54,31 +57,38 @@ class Peers:
             time.sleep(0.01)
         return socket.create_connection((host, int(at.read_text())), timeout=_SECONDS)
 
-    def exchange(self, mine: dict[str, object]) -> dict[str, object]:
+    def exchange(self, mine: dict[str, Any]) -> dict[str, Any]:
         """Wait for all; returns what rank 0 gave."""
         if self.rank == 0:
             self._hear()
             self._tell(mine)
-            self._hear()
+            self._refuse_old(self._hear())
             return mine
         self._tell(mine)
         answer = self._hear()
         self._tell(mine)
+        self._refuse_old(answer)
         return answer
 
-    def _tell(self, what: dict[str, object]) -> None:
+    def _tell(self, what: dict[str, Any]) -> None:
         for file in self._files:
-            file.write(json.dumps(what) + "\n")
+            file.write(json.dumps({**what, "at": time.monotonic()}) + "\n")
             file.flush()
 
-    def _hear(self) -> dict[str, object]:
-        """A line from each peer; returns the last."""
-        found: dict[str, object] = {}
+    def _hear(self) -> dict[str, Any]:
+        """A line from each peer; returns the oldest."""
+        found = []
         for file in self._files:
             if not (line := file.readline()):
                 raise ConnectionError("a peer is gone")
-            found = json.loads(line)
-        return found
+            found.append(json.loads(line))
+        oldest: dict[str, Any] = min(found, key=lambda it: float(it["at"]), default={})
+        return oldest
+
+    def _refuse_old(self, answer: dict[str, Any]) -> None:
+        at = answer.get("at")
+        if isinstance(at, float) and time.monotonic() - at > _OLD_SECONDS:
+            raise TimeoutError("this process stood still")
 
 
 def main() -> None:
@@ -106,7 +116,7 @@ def _train(options: argparse.Namespace, journal: Journal, peers: Peers) -> None:
     saved = {"step": 0, "value": 1.0}
     if peers.rank == 0 and checkpoint.exists():
         saved = json.loads(checkpoint.read_text())
-    saved = peers.exchange(saved)  # type: ignore[arg-type, assignment]
+    saved = peers.exchange(saved)
     first, value = int(saved["step"]), float(saved["value"])
     journal.note("resume", step=first)
     ends = time.monotonic() + options.seconds
