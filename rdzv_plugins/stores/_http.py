@@ -27,6 +27,7 @@ from rdzv_plugins.endpoint import Endpoint
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient
 from rdzv_plugins.kv.findings import Finding, of_connection
 from rdzv_plugins.stores._files import FromFiles
+from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, tls_problem, unheard_alert
 
 __all__ = ["Answer", "Http", "Request", "Stream", "http_of", "http_problem", "time_of"]
@@ -306,7 +307,7 @@ class _Connection(io.RawIOBase):
 def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
     """As ``socket.create_connection``, but with a socket that does not block."""
     problem = OSError("the host has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(*host, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in look_up(*host, limit.seconds):
         line = socket.socket(family, kind, protocol)
         try:
             line.setblocking(False)

@@ -56,6 +56,7 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
 from rdzv_plugins.stores._files import FromFiles
+from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import (
     context_if,
     is_of_tls,
@@ -630,7 +631,8 @@ class Client(StoreClient):
         pool = self._pool()
         # A cluster client gives its connections only the time of one slot look-up.
         patience = {"socket_timeout": self.timeout, "socket_connect_timeout": self.timeout}
-        line = pool.connection_class(**{**pool.connection_kwargs, **patience})
+        kind = _NAMED.get(pool.connection_class, pool.connection_class)
+        line = kind(**{**pool.connection_kwargs, **patience})
         try:
             line.connect()
         except BaseException as error:
@@ -694,6 +696,34 @@ class Client(StoreClient):
             inner = cause.__context__
             raise (inner if isinstance(inner, errors.ResponseError) else cause) from None
         return client.connection_pool
+
+
+class _Named(redis.Connection):
+    """redis-py's, but a resolver that does not answer costs no more than a moment."""
+
+    def _connect(self) -> Any:
+        name, problem = self.host, OSError("the host has no address")
+        try:
+            seconds = self.socket_connect_timeout or 0.0
+            for *_, address in look_up(name, self.port, seconds):
+                # What redis-py then looks up is no name.
+                self.host = address[0]
+                try:
+                    connect: Callable[[], Any] = super()._connect
+                    return connect()
+                except OSError as error:
+                    problem = error
+        finally:
+            self.host = name
+        raise problem
+
+
+class _NamedTLS(redis.SSLConnection, _Named):
+    """The same with TLS, in whose handshake the name stands."""
+
+
+_NAMED: dict[type, type] = {redis.Connection: _Named, redis.SSLConnection: _NamedTLS}
+"""By redis-py's own. Sentinels tell addresses, and are asked by redis-py's clients."""
 
 
 class _Parked(msgspec.Struct):

@@ -39,7 +39,7 @@ __all__ = ["HERE", "INTERVAL", "LEASE", "Site"]
 
 HERE = f"10.1.0.{PROGRAM}"
 STORE_NAME = "store.test"
-INTERVAL, ATTEMPTS = 1.0, 6
+INTERVAL, ATTEMPTS = 1.0, 8
 LEASE = INTERVAL * ATTEMPTS
 
 # The launcher's: a platform that starts a dead agent again takes as long at least.
@@ -69,19 +69,21 @@ class Site:
         self.notes: list[Note] = []
         self.ends: list[End] = []
         self._torch = torch
+        self._quit = threading.Event()
         self._stack = contextlib.ExitStack()
         self._offsets: dict[Path, int] = {}
         names = [f"node{number}" for number in range(1, agents + 1)]
         self.network = self._stack.enter_context(Network(names, seconds=seconds))
         self.hosts = {self.address(host): host for host in self.network.hosts}
-        mute = self._stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-        # It reads no query.
-        mute.bind((HERE, 53))
+        self.dns_answers = True
+        asked = self._stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        asked.bind((HERE, 53))
+        threading.Thread(target=self._answer_queries, args=(asked,), daemon=True).start()
         (folder / "resolv.conf").write_text(f"nameserver {HERE}\n")
         (folder / "nsswitch.conf").write_text("hosts: files dns\n")
         for address, host in self.hosts.items():
             send_plain_frames(host, "eth1")
-            self.names(address, answer=True)
+            self.names(address, known=True)
             for file, place in (
                 (f"hosts-{address}", "hosts"),
                 ("resolv.conf", "resolv.conf"),
@@ -103,8 +105,8 @@ class Site:
             config={
                 "keep_alive_interval": INTERVAL,
                 "keep_alive_max_attempt": ATTEMPTS,
-                # As by default, a third of the lease.
-                "heartbeat_timeout": LEASE / 3,
+                # By default a third of the lease.
+                "heartbeat_timeout": round(LEASE / 3, 1),
                 "last_call_timeout": 2,
                 "join_timeout": 300,
                 **self._config,
@@ -115,7 +117,6 @@ class Site:
             training={"torch": 1} if torch else None,
             launcher=RDZV_RUN,
         )
-        self._quit = threading.Event()
         self._launchers: list[threading.Thread] = []
 
     @staticmethod
@@ -127,6 +128,17 @@ class Site:
     def addresses(self) -> list[str]:
         """Of all agents' hosts."""
         return [*self.hosts]
+
+    def _answer_queries(self, asked: socket.socket) -> None:
+        """DNS of a network where no address has a name, as long as it answers at all."""
+        while not self._quit.is_set():
+            try:
+                query, sender = asked.recvfrom(512)
+            except OSError:  # It is closed at the end.
+                return
+            if self.dns_answers:
+                # The question, and that there is no such name.
+                asked.sendto(query[:2] + b"\x81\x83" + query[4:6] + bytes(6) + query[12:], sender)
 
     def _start_store(self) -> str:
         if self.store == "quorum":
@@ -171,11 +183,12 @@ class Site:
         leaf.private_key_pem.write_to_path(str(key_file))
         return str(cert_file), str(key_file)
 
-    def names(self, address: str, *, answer: bool) -> None:
-        """Whether the host can resolve the store's name, or asks a server that never answers."""
-        line = f"{HERE} {STORE_NAME}\n" if answer else ""
+    def names(self, address: str, *, known: bool) -> None:
+        """Whether the host's own file has the store's name, or it asks DNS for that."""
+        line = f"{HERE} {STORE_NAME}\n" if known else ""
         file = self.folder / f"hosts-{address}"
-        file.write_text(f"127.0.0.1 localhost\n{line}")
+        name = self.hosts[address].name
+        file.write_text(f"127.0.0.1 localhost\n{address} {name}\n{line}")
 
     def open(self, run_id: str | None = None, request_timeout: float = 5.0) -> KeyValueClient:
         """Connect to the store as an observer on the program's own host."""
@@ -260,7 +273,8 @@ class Site:
 
     def workers(self, address: str) -> list[int]:
         """Process ids of the agent's workers."""
-        return [it for it in self.processes(address) if "tests.faults.training" in _command(it)]
+        found = [it for it in self.processes(address) if "tests.faults.training" in _command(it)]
+        return [it for it in found if it != self.pid(address)]
 
     def members(self, address: str) -> list[int]:
         """Process ids of the server of a quorum on this host."""

@@ -252,14 +252,16 @@ def expire_certificate(site: Site, targets: tuple[str, ...]) -> Iterator[None]:
 @contextmanager
 def mute_dns(site: Site, targets: tuple[str, ...]) -> Iterator[None]:
     """The hosts' DNS answers no query, and all connections to the store are to be made anew."""
+    site.dns_answers = False
     for address in site.addresses:
-        site.names(address, answer=False)
+        site.names(address, known=False)
     try:
         with cut_clients(site, targets):
             yield
     finally:
+        site.dns_answers = True
         for address in site.addresses:
-            site.names(address, answer=True)
+            site.names(address, known=True)
 
 
 @contextmanager
@@ -289,7 +291,7 @@ BACK = 20.0
 """Seconds from the end of a cut until who was cut off has stopped its workers."""
 
 # Shorter than the lease by more than an interval; longer by more than the store's clients need.
-SHORT, LONG = (1.0, LEASE - 3), (LEASE + 4, 3 * LEASE)
+SHORT, LONG = (1.0, LEASE - 3), (LEASE + 4, 2.5 * LEASE)
 LOST = (r"lost .*{host}\[", r"{host}\[\d+\] joined")
 FAILED = (r"{host}\[\d+\].* joined again",)
 

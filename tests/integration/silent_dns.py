@@ -26,6 +26,7 @@ from rdzv_plugins import servers
 from rdzv_plugins.handler import create_handler
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.stores import open_client
+from rdzv_plugins.testing.proxy import Proxy
 from rdzv_plugins.testing.threads import Background, together
 from tests.integration.namespaces import bring_up_loopback
 
@@ -36,6 +37,8 @@ _USUAL_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 # glibc's resolver gives a query up after twice 5 s.
 RESOLVER_SECONDS = 10.0
 INTERVAL = 0.5
+REQUEST_TIMEOUT = 4.0
+_STORE_NAME = "store.test"
 
 _MS_BIND = 4096
 
@@ -61,10 +64,15 @@ class MutedDns:
             if libc.mount(str(source).encode(), path.encode(), None, _MS_BIND, None) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot mount over {path}")
         self.names: list[str] = []
+        self._hosts = folder / "hosts"
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         bring_up_loopback()
         self._socket.bind((_DNS, 53))
         threading.Thread(target=self._swallow, daemon=True).start()
+
+    def forget(self) -> None:
+        """Of /etc/hosts all that is left is this host: DNS is asked for any other name."""
+        self._hosts.write_text(_USUAL_HOSTS)
 
     def _swallow(self) -> None:
         while True:
@@ -172,8 +180,35 @@ def _longest_gaps(endpoint: str, ended: threading.Event) -> list[float]:
     return sorted(longest.values())
 
 
+def reconnects(dns: MutedDns, store: str, amount: int) -> dict[str, Any]:
+    """A client of a server with a name whose connections end while DNS does not answer."""
+    took = []
+    with servers.start(store) as server, Proxy(("127.0.0.1", server.nodes[0].port)) as proxy:
+        endpoint = f"{_STORE_NAME}:{proxy.address[1]}"
+        backend = {"etcd": "etcd-v3"}.get(store, store)
+        client = open_client(
+            backend, endpoint, "run", server.config, request_timeout=REQUEST_TIMEOUT
+        )
+        version = client.put("key", b"value")
+        dns.forget()
+        for _ in range(amount):
+            proxy.cut()
+            began = time.monotonic()
+            entry = client.get("key")
+            took.append(time.monotonic() - began)
+            assert entry is not None
+            assert entry.version == version
+        client.close()
+    return {"took": took, "names": dns.names}
+
+
 def main(scenario: str, handler: str, amount: str) -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    if scenario == "reconnects":
+        named = f"127.0.0.1 {_STORE_NAME}\n::1 {_STORE_NAME}\n"
+        told = reconnects(MutedDns(_USUAL_HOSTS + named), handler, int(amount))
+        print(json.dumps(told))  # noqa: T201
+        return
     hosts = _USUAL_HOSTS if scenario == "rounds" else "127.0.0.1 localhost\n"
     dns = MutedDns(hosts)
     with servers.start("redis") as server:

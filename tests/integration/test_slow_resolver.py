@@ -14,7 +14,7 @@ import pytest
 
 from tests import Measure
 from tests.integration.namespaces import in_namespaces
-from tests.integration.silent_dns import INTERVAL, RESOLVER_SECONDS
+from tests.integration.silent_dns import INTERVAL, REQUEST_TIMEOUT, RESOLVER_SECONDS
 
 
 def play(scenario: str, handler: str, amount: float, seconds: float = 100) -> Any:
@@ -46,3 +46,16 @@ def test_beats_go_on_while_a_look_up_hangs(lease: float, record_property: Measur
     assert seen["names"] != [], "DNS was not asked: this test tells nothing"
     assert len(seen["gaps"]) == 3
     assert max(seen["gaps"]) < 3 * INTERVAL
+
+
+@pytest.mark.parametrize(
+    "store", ["redis", *(pytest.param(it, marks=pytest.mark.soak) for it in ("etcd", "consul"))]
+)
+def test_a_store_whose_name_was_known_is_reached_while_dns_hangs(
+    store: str, record_property: Measure
+) -> None:
+    seen = play("reconnects", store, 2)
+    record_property("reconnected after, s", round(max(seen["took"]), 2))
+    assert seen["names"] != [], "DNS was not asked: this test tells nothing"
+    # The resolver's 10 s made a node miss its beats, and be lost.
+    assert max(seen["took"]) < REQUEST_TIMEOUT
