@@ -88,6 +88,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         neighbours = site.start_neighbours(options.neighbours) if options.neighbours else None
         time.sleep(max(0.0, began + _FIRST_MINUTE - time.monotonic()))
         first, memory = site.counts(), site.megabytes()
+        held = site.descriptors
         began = time.monotonic()
         for plan in draw(options.seed, options.store, site.addresses):
             if time.monotonic() - began > seconds:
@@ -102,6 +103,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         time.sleep(_SETTLE_SECONDS)
         last = site.counts()
         findings += checks.leaks(first, last)
+        (folder / "descriptors.json").write_text(json.dumps([held, site.descriptors], indent=1))
         more = site.megabytes()
         if neighbours is not None and (ended := int(neighbours.communicate(timeout=120)[0])):
             findings.append(f"{ended} of {options.neighbours} neighbours' rounds have ended")

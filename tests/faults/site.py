@@ -55,6 +55,7 @@ class Site:
 
     Attributes:
         ends: of all agents that ended.
+        descriptors: of the agent that had the most when they were counted last.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Site:
         self.began = time.monotonic()
         self.run_id = f"faults-{secrets.token_hex(4)}"
         self.notes: list[Note] = []
+        self.descriptors: list[str] = []
         self.ends: list[End] = []
         self._torch = torch
         self._quit = threading.Event()
@@ -360,6 +362,7 @@ class Site:
             [_target(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
             for pid in agents
         ]
+        self.descriptors = max(held, key=len)
         kinds = [Counter(it.partition(":")[0] for it in them) for them in held]
         found: dict[str, float] = {
             "threads of an agent": max(threads),
