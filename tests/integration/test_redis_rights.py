@@ -6,20 +6,26 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
+from rdzv_plugins.archive import Archive, archive_run_id
 from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores import redis as backend
 from rdzv_plugins.testing import KeyValueConformance, Store
 from rdzv_plugins.testing.harness import SLACK
 from tests.integration import topologies
+from tests.integration.agents import Run, one_world, until
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.topologies import Topology
 
+ROOT = Path(__file__).parents[2]
 PASSWORD = secrets.token_hex(8)
 # As in the backend's docstring, whose default prefix is "rdzv".
 DOCUMENTED = re.search(
@@ -80,6 +86,59 @@ def test_missing_right_is_told_as_such(server: RunningStore, run_id: str) -> Non
     with pytest.raises(RendezvousConnectionError, match=r"refused the credentials .* the rights"):
         client.put("key", b"value")
     client.close()
+
+
+@pytest.mark.soak
+# redis-py says hello where it may, and goes on where it may not.
+@pytest.mark.parametrize("right", [it for it in documented() if it != "+hello"])
+def test_without_any_one_right_a_run_fails_in_one_line(
+    server: RunningStore, run_id: str, right: str
+) -> None:
+    """The right is taken out of what the user has: `-` after all others."""
+    endpoint = let_in(server, [*documented(), right.replace("+", "-", 1)])
+    admin: Any = redis.Redis(*server.address)
+    admin.set(f"{{rdzv/{run_id}}}:watch:key", "of another program")
+    admin.close()
+    with pytest.raises(RendezvousConnectionError, match=r"the rights") as caught:
+        client = open_client("redis", endpoint, run_id)
+        with closing(client):
+            version = client.put("key", b"value")
+            client.put_many({"nodes/a": b"1", "nodes/b": b"2"})
+            client.get_many(["key", "none"])
+            client.list("nodes/")
+            client.compare_and_set("key", b"other", version)
+            client.add("counter", 1)
+            client.wait("key", client.put("key", b"v"), 0.2)
+            client.put("key", b"w")
+            client.expire(60)
+            client.delete_many(["key", "nodes/a"])
+    assert "\n" not in str(caught.value)
+    assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.soak
+def test_a_user_of_one_run_runs_it_and_sees_no_other(server: RunningStore, run_id: str) -> None:
+    keys = re.findall(r"`(~\{[^`]+)`", (ROOT / "docs" / "operating.md").read_text())
+    assert len(keys) == 4
+    own = [it.replace("<prefix>", "rdzv").replace("<run id>", run_id) for it in keys]
+    admin: Any = redis.Redis(*server.address)
+    user, command = new_user(documented())
+    admin.execute_command(*(it for it in command if not it.startswith("~")), *own)
+    admin.close()
+    host, port = server.address
+    mine = replace(server, endpoint=f"redis://{user}:{PASSWORD}@{host}:{port}")
+    run = Run(mine, run_id)
+    try:
+        agents = [run.start((2, 2)) for _ in range(2)]
+        until(one_world(agents), 120)
+        # The leader notes the round where all runs are listed.
+        until(lambda: bool(Archive(mine.open, run_id, 60).rows()), 60)
+        for other in (f"{run_id}-b", archive_run_id(f"{run_id}-b"), "x"):
+            with pytest.raises(AccessDeniedError, match="the user lacks the rights"):
+                mine.open(other).get("state")
+    finally:
+        for agent in run.agents:
+            agent.end()
 
 
 def test_who_may_write_and_not_read_is_refused_before_it_writes(
