@@ -88,6 +88,20 @@ def test_missing_right_is_told_as_such(server: RunningStore, run_id: str) -> Non
     client.close()
 
 
+def ask_for_everything(endpoint: str, run_id: str) -> None:
+    with closing(open_client("redis", endpoint, run_id)) as client:
+        version = client.put("key", b"value")
+        client.put_many({"nodes/a": b"1", "nodes/b": b"2"})
+        client.get_many(["key", "none"])
+        client.list("nodes/")
+        client.compare_and_set("key", b"other", version)
+        client.add("counter", 1)
+        client.wait("key", client.put("key", b"v"), 0.2)
+        client.put("key", b"w")
+        client.expire(60)
+        client.delete_many(["key", "nodes/a"])
+
+
 @pytest.mark.soak
 # redis-py says hello where it may, and goes on where it may not.
 @pytest.mark.parametrize("right", [it for it in documented() if it != "+hello"])
@@ -100,18 +114,7 @@ def test_without_any_one_right_a_run_fails_in_one_line(
     admin.set(f"{{rdzv/{run_id}}}:watch:key", "of another program")
     admin.close()
     with pytest.raises(RendezvousConnectionError, match=r"the rights") as caught:
-        client = open_client("redis", endpoint, run_id)
-        with closing(client):
-            version = client.put("key", b"value")
-            client.put_many({"nodes/a": b"1", "nodes/b": b"2"})
-            client.get_many(["key", "none"])
-            client.list("nodes/")
-            client.compare_and_set("key", b"other", version)
-            client.add("counter", 1)
-            client.wait("key", client.put("key", b"v"), 0.2)
-            client.put("key", b"w")
-            client.expire(60)
-            client.delete_many(["key", "nodes/a"])
+        ask_for_everything(endpoint, run_id)
     assert "\n" not in str(caught.value)
     assert PASSWORD not in str(caught.value)
 
