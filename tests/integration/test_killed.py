@@ -5,6 +5,7 @@ The workers import no torch, so that what is measured is the rendezvous.
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import time
@@ -150,3 +151,36 @@ def test_one_that_stands_still_for_half_its_lease_is_not_lost(job: Job) -> None:
     job.agents["b"].signal(signal.SIGCONT)
     time.sleep(LEASE)
     assert job.round() == number, job.document()
+
+
+@soak
+def test_one_that_stands_still_for_two_leases_is_lost_by_its_lease(job: Job) -> None:
+    job.begin("abc")
+    number = job.round()
+    await_links(job, "abc")
+    began, label = time.monotonic(), job.label("b")
+    job.agents["b"].signal(signal.SIGSTOP)
+    job.await_begun("ac", after=began, timeout=2 * LEASE + 45)
+    # It had beaten an interval before, at most.
+    assert time.monotonic() - began > LEASE - 1.1 * DEFAULTS["keep_alive_interval"]
+    document = job.document()
+    assert document is not None
+    assert f"lost {label}: lease ran out" in document.reason
+    assert job.round() > number
+    job.agents["b"].signal(signal.SIGCONT)
+    job.await_begun("abc", after=time.monotonic(), timeout=90)
+
+
+@soak
+def test_connections_that_are_destroyed_restart_nobody(job: Job) -> None:
+    world, number = job.begin("abc"), job.round()
+    await_links(job, "abc")
+    chance = random.Random(7)
+    ports = [record.link for record in job.records()]
+    for _ in range(100):
+        for port in chance.sample(ports, chance.randint(1, 3)):
+            destroy("state", "established", f"sport = :{port}")
+        time.sleep(chance.uniform(0.0, 0.4))
+    time.sleep(2.0)
+    assert job.round() == number, job.document()
+    assert all(len(job.noted(name, 0.0)) == 1 for name in "abc"), world
