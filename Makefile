@@ -57,7 +57,7 @@ soak: .venv/installed servers ## Every torchrun scenario on every store; or hour
 ifdef HOURS
 	@$(BIN)/python -m tests.faults --store $(or $(STORE),redis) --seed $(or $(SEED),1) --hours $(HOURS)
 else
-	@scripts/install-servers kubernetes
+	@scripts/install-servers kubernetes s3 azure
 	@$(PYTEST) -m "soak or not soak" tests/integration tests/faults
 endif
 

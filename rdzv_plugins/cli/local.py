@@ -21,7 +21,7 @@ def serve(
         str,
         typer.Argument(
             help="one of: redis, valkey, zookeeper, dynamodb, consul, etcd, postgres, nats, "
-            "quorum, kubernetes"
+            "quorum, kubernetes, s3, azure"
         ),
     ] = "valkey",
     port: Annotated[

@@ -63,7 +63,7 @@ BackendOption = Annotated[
         envvar="RDZV_BACKEND",
         # Not from the table of stores: to import it takes a quarter of a second.
         help="the store: redis, zookeeper, dynamodb, consul, etcd-v3, postgres, nats, quorum, "
-        "kubernetes or another package's",
+        "kubernetes, s3, azure or another package's",
     ),
 ]
 EndpointOption = Annotated[

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rdzv_plugins.addresses import is_loopback
+from rdzv_plugins.servers.azure import Azure
 from rdzv_plugins.servers.consul import Consul
 from rdzv_plugins.servers.dynamodb import DynamoDB
 from rdzv_plugins.servers.etcd import Etcd
@@ -39,6 +40,7 @@ from rdzv_plugins.servers.process import (
 )
 from rdzv_plugins.servers.quorum import Quorum
 from rdzv_plugins.servers.redis import Redis, Valkey
+from rdzv_plugins.servers.s3 import S3
 from rdzv_plugins.servers.zookeeper import ZooKeeper
 
 __all__ = [
@@ -65,6 +67,8 @@ KINDS: dict[str, type[Kind]] = {
         Nats,
         Quorum,
         Kubernetes,
+        S3,
+        Azure,
     )
 }
 """The kinds of server, by the name that `start` takes."""

@@ -60,6 +60,8 @@ STORES = {
     "nats": "rdzv_plugins.stores.nats:Client",
     "quorum": "rdzv_plugins.stores.quorum:Client",
     "kubernetes": "rdzv_plugins.stores.kubernetes:Client",
+    "s3": "rdzv_plugins.stores.s3:Client",
+    "azure": "rdzv_plugins.stores.azure:Client",
 }
 """The stores of this package, by ``--rdzv-backend``."""
 

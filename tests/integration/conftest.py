@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import redis
 
-from tests.integration.stores import KINDS, Kind, RunningStore, running, started
+from tests.integration.stores import KINDS, LONG, Kind, RunningStore, running, started
 from tests.integration.torchrun import Begin, runs
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the kube-apiserver to the long run: to build it takes five minutes of a processor."""
+    """Leave those servers to the long run that are large to build or to install."""
     for item in items:
         given = getattr(item, "callspec", None)
         values = given.params.values() if given is not None else ()
-        if any(isinstance(it, Kind) and it.name == "kubernetes" for it in values):
+        if any(isinstance(it, Kind) and it.name in LONG for it in values):
             item.add_marker(pytest.mark.soak)
 
 

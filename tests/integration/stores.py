@@ -147,12 +147,15 @@ KINDS = [
         keeps=False,  # A majority does, in its memory.
     ),
     Kind(name="kubernetes", backend="kubernetes", server="kubernetes", port=0, image=""),
+    Kind(name="s3", backend="s3", server="s3", port=0, image=""),
+    Kind(name="azure", backend="azure", server="azure", port=0, image=""),
 ]
 
+LONG = ("kubernetes", "s3", "azure")
+"""Those whose servers only the long run has."""
+
 # Those with users and TLS; Valkey's are Redis'.
-GUARDED = [
-    kind for kind in KINDS if kind.name not in ("valkey", "dynamodb", "quorum", "kubernetes")
-]
+GUARDED = [kind for kind in KINDS if kind.name not in ("valkey", "dynamodb", "quorum", *LONG)]
 
 # Redis in every run; the others, which only another module serves, in the long one.
 every_store = pytest.mark.parametrize(
@@ -186,7 +189,9 @@ class RunningStore:
 
     @property
     def address(self) -> tuple[str, int]:
-        return parse_endpoint(self.endpoint, default_port=0, schemes=SCHEMES).hosts[0]
+        # The endpoint of a bucket names no host.
+        where = self.config.get("url", self.endpoint)
+        return parse_endpoint(where, default_port=0, schemes=SCHEMES).hosts[0]
 
     def open(
         self,
@@ -200,7 +205,7 @@ class RunningStore:
             self.backend,
             self.endpoint_at(address),
             namespace,
-            self.config,
+            self.config_at(address),
             request_timeout=request_timeout,
         )
 
@@ -210,6 +215,13 @@ class RunningStore:
             return self.endpoint
         old, new = ("{}:{}".format(*pair) for pair in (self.address, address))
         return self.endpoint.replace(old, new)
+
+    def config_at(self, address: tuple[str, int] | None) -> dict[str, str]:
+        """What ``--rdzv-conf`` needs, straight or through a proxy at ``address``."""
+        if address is None or "url" not in self.config:
+            return dict(self.config)
+        old, new = ("{}:{}".format(*pair) for pair in (self.address, address))
+        return {**self.config, "url": self.config["url"].replace(old, new)}
 
     def proxy(self) -> Proxy:
         """Stands before the store, at the same address of this host."""
@@ -232,6 +244,8 @@ class RunningStore:
             address=self.address,
             restart=self.restart if self.server is not None else None,
             keeps=self.keeps,
+            # obstore's threads survive no fork.
+            forks=self.backend not in ("s3", "azure"),
             stored=count(self) if count is not None else None,
         )
 

@@ -41,14 +41,14 @@ from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 from tests.integration import topologies
 from tests.integration.agents import Run, one_world
 from tests.integration.certificates import Certificates
-from tests.integration.stores import GUARDED, KINDS, Kind, RunningStore, started
+from tests.integration.stores import GUARDED, KINDS, LONG, Kind, RunningStore, started
 
 Patch = pytest.MonkeyPatch
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 # Valkey is told from Redis by its version alone; quorum is tested by itself, below, and kubernetes
-# with its rights.
-STORES = [kind for kind in KINDS if kind.name not in ("valkey", "quorum", "kubernetes")]
+# with its rights; those of a bucket have none to ask for.
+STORES = [kind for kind in KINDS if kind.name not in ("valkey", "quorum", *LONG)]
 
 # What is down is retried for as long.
 QUICK = "heartbeat_timeout=0.3"

@@ -1,0 +1,77 @@
+"""Azurite, which speaks Azure's Blob Storage: a container of the account that it has."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import shutil
+from collections.abc import Sequence
+from email.utils import formatdate
+
+from rdzv_plugins.servers.http import ask
+from rdzv_plugins.servers.process import (
+    HOST,
+    Kind,
+    NotInstalledError,
+    Security,
+    ServerError,
+    ServerProcess,
+    find_file,
+)
+
+_CONTAINER = "rdzv"
+# Of every Azurite, as its documentation says.
+_ACCOUNT = "devstoreaccount1"
+_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_SCRIPT = "node_modules/azurite/dist/src/blob/main.js"
+
+
+class Azure(Kind):
+    """Azurite's blob service, run by ``node``; ``$RDZV_AZURE_BINARY`` names its script."""
+
+    name = "azure"
+
+    def __init__(self, security: Security) -> None:
+        super().__init__(security)
+        if security != Security():
+            raise ValueError("a local azure has one account of its own, and no TLS")
+        script, node = find_file("azure", [_SCRIPT]), shutil.which("node")
+        if script is None or node is None:
+            missing = "Azurite" if script is None else "node"
+            raise NotInstalledError(f"{missing} is not installed: scripts/install-servers azure")
+        self._script, self._node = script, node
+
+    def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
+        data = node.directory / "data"
+        data.mkdir(exist_ok=True)
+        return [
+            self._node, str(self._script), "--blobHost", HOST, "--blobPort", str(node.port),
+            "--location", str(data), "--silent", "--skipApiVersionCheck", "--disableTelemetry",
+        ]  # fmt: skip
+
+    def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
+        self._url = f"http://{HOST}:{nodes[0].port}/{_ACCOUNT}"
+        return f"az://{_CONTAINER}"
+
+    def config(self) -> dict[str, str]:
+        return {"url": self._url, "account": _ACCOUNT}
+
+    def environ(self) -> dict[str, str]:
+        return {"AZURE_STORAGE_ACCOUNT_KEY": _KEY}
+
+    def ready(self, node: ServerProcess) -> bool:
+        return ask(node.port, "GET", "/", security=self.security)[0] < 500
+
+    def prepare(self, nodes: Sequence[ServerProcess]) -> None:
+        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        signed = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
+        place = f"/{_ACCOUNT}/{_ACCOUNT}/{_CONTAINER}\nrestype:container"
+        text = "PUT" + "\n" * 12 + signed + place
+        key = base64.b64decode(_KEY)
+        signature = base64.b64encode(hmac.new(key, text.encode(), hashlib.sha256).digest())
+        headers["Authorization"] = f"SharedKey {_ACCOUNT}:{signature.decode()}"
+        path = f"/{_ACCOUNT}/{_CONTAINER}?restype=container"
+        status, said = ask(nodes[0].port, "PUT", path, security=self.security, headers=headers)
+        if status not in (201, 409):
+            raise ServerError(f"the container could not be made: {said}")

@@ -1,0 +1,487 @@
+"""A bucket as a store: each key of a run is an object, and writes are conditional on its ETag."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import re
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
+
+from rdzv_plugins.endpoint import Place, parse_endpoint, redact
+from rdzv_plugins.kv import Capabilities, LateCredentialsError
+from rdzv_plugins.kv.base import (
+    Limit,
+    Problem,
+    StoreClient,
+    Stored,
+    WokenError,
+    refused,
+    segments,
+    stamped,
+    version_of,
+)
+from rdzv_plugins.kv.findings import Finding, of_connection
+from rdzv_plugins.run_ids import RESERVED
+
+__all__ = ["BucketClient"]
+
+T = TypeVar("T")
+
+# What a client knows of a run's deadline is good for so long.
+_DEADLINE_SECONDS = 1.0
+_LEAST_EXPIRY = 2 * _DEADLINE_SECONDS
+
+# Of a run of which nobody has set a deadline that has passed.
+_FIRST = "0"
+
+# Objects that are fetched at once.
+_AT_ONCE = 16
+# A service answers within a fraction of this.
+_LONGEST_ATTEMPT = 5.0
+
+# The most expired runs that one `expire` removes, and for how long they must have been so.
+_SWEEP, _SWEEP_AFTER = 20, 60.0
+
+# obstore's errors, by name: it is imported when a client is made, not for the options.
+_ABSENT = {"NotFoundError", "FileNotFoundError"}
+_HELD = {"AlreadyExistsError", "FileExistsError", "PreconditionError"}
+_DENIED = {"UnauthenticatedError", "PermissionDeniedError", "PermissionError"}
+
+_DEADLINE = "deadline"
+# Proves that the store heeds conditions; beside the runs, of which none has such a name.
+_PROOF = "~conditions"
+
+_BUSY = re.compile(r"(?i)\b(429|503|Slow ?Down|ServerBusy|TooManyRequests|OperationTimedOut)\b")
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
+_UNTRUSTED = re.compile("(?i)certificate|tls handshake")
+# Where a host's own credentials come from.
+_METADATA = re.compile(r"169\.254\.|metadata", re.IGNORECASE)
+# Of a store that knows no conditional write, and says so.
+_UNKNOWN = re.compile("NotImplemented|A header you provided implies")
+_STATUS = re.compile(r"(?i)(?:status|code|error)[: ]+(4\d\d)\b")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The deadline of a run, as its object says.
+
+    Attributes:
+        ends: seconds since 1970, from which on the run reads as empty; None: never.
+        folder: what has the run's keys now; after a deadline it is another one.
+        tag: the object's ETag; None: there is no object.
+    """
+
+    ends: float | None = None
+    folder: str = _FIRST
+    tag: str | None = None
+
+    @property
+    def data(self) -> bytes:
+        # The stamp makes it differ from what was there, as its ETag must.
+        return stamped(json.dumps({"ends": self.ends, "folder": self.folder}).encode())
+
+    @classmethod
+    def of(cls, stored: Stored) -> _Known:
+        read = json.loads(stored.value)
+        ends = read["ends"]
+        return cls(None if ends is None else float(ends), str(read["folder"]), str(stored.guard))
+
+    def is_over(self, since: float = 0.0) -> bool:
+        return self.ends is not None and time.time() >= self.ends + since
+
+
+class BucketClient(StoreClient):
+    """One run in a bucket."""
+
+    capabilities = Capabilities(
+        push=False, linearizable=True, batch=False, ttl=False, max_value_bytes=4 << 20
+    )
+    # Each key is a request of its own.
+    batch = (20, 8 << 20)
+
+    def __init__(self, endpoint: str, namespace: str, options: Any, request_timeout: float) -> None:
+        if options.poll_interval_max < options.poll_interval_min:
+            raise ValueError("option 'poll_interval_max' is less than 'poll_interval_min'")
+        try:
+            self._api: Any = import_module("obstore")
+        except ImportError as error:
+            raise ValueError(
+                f"the {self.name} backend needs the package 'obstore', which cannot be imported "
+                f'({error}). Install it with: pip install "rdzv-plugins[{self.name}]"'
+            ) from error
+        bucket, folder = self._parse(endpoint)
+        where = f" of {redact(options.url)}" if options.url else ""
+        super().__init__(f"{self.name} at {redact(endpoint)}{where}", request_timeout)
+        self.longest_poll = options.poll_interval_max
+        self._shortest, self._longest = options.poll_interval_min, options.poll_interval_max
+        *prefix, run = segments(namespace, options.prefix)
+        self._above = "/".join(filter(None, (*folder.split("/"), *prefix)))
+        self._run = f"{self._above}/{run}"
+        attempt = f"{max(1, math.ceil(min(request_timeout, _LONGEST_ATTEMPT) * 1000))}ms"
+        plain = str(options.url or "").startswith("http://")
+        self._store = self._make_store(
+            bucket,
+            options,
+            {
+                "client_options": {
+                    "timeout": attempt, "connect_timeout": attempt, "allow_http": plain,
+                },
+                # The base class repeats what failed.
+                "retry_config": {"max_retries": 0},
+            },
+        )  # fmt: skip
+        self._known, self._asked = _Known(), -math.inf
+        # By path: what an object held under an ETag, so that a list fetches what has changed.
+        self._held: dict[str, tuple[str, Stored]] = {}
+        # By key: the version last waited on, since when.
+        self._waits: dict[str, tuple[str | None, float]] = {}
+        self._connect(self._prove)
+        if not run.startswith(quote(RESERVED)):
+            self._call(self._living)
+
+    @abstractmethod
+    def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:
+        """obstore's; raises `ValueError`."""
+
+    @classmethod
+    @abstractmethod
+    def _scheme(cls) -> str:
+        """Of the endpoint."""
+
+    @classmethod
+    def locate(cls, endpoint: str) -> Place:
+        return Place()  # A bucket's name is no host's.
+
+    @classmethod
+    def _parse(cls, endpoint: str) -> tuple[str, str]:
+        """The bucket, and the folder in it."""
+        scheme = cls._scheme()
+        example = f"{scheme}://bucket/folder"
+        if not endpoint.strip():
+            raise ValueError(f"the endpoint must name the bucket, as in {example}")
+        found = parse_endpoint(endpoint, default_port=0, schemes=(scheme,))
+        found.refuse_all_but(path=True)
+        if found.user or found.password or len(found.hosts) != 1 or found.hosts[0][1]:
+            raise ValueError(f"the endpoint must name a bucket and no more, as in {example}")
+        return found.hosts[0][0], "/".join(filter(None, found.path.split("/")))
+
+    # The hooks.
+
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        folder = self._folder(limit)
+        names = {key: f"{folder}/{_path(key)}" for key in keys}
+        found = self._ask(limit, lambda: self._fetch(names.values()))
+        return {key: found[path] for key, path in names.items() if path in found}
+
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        folder = self._folder(limit)
+        # A bucket lists whole folders.
+        below, slash, _ = prefix.rpartition("/")
+        where = f"{folder}/{_path(below)}" if slash else folder
+
+        async def everything() -> dict[str, Stored]:
+            listed = dict(await self._list(where))
+            held = {path: self._held.get(path, ("", None)) for path in listed}
+            same = {path: it for path, (tag, it) in held.items() if it and tag == listed[path]}
+            return same | await self._fetch(listed.keys() - same.keys())
+
+        found = self._ask(limit, everything)
+        # Only of what is there still: a run lasts, and its nodes come and go.
+        kept = {path: (str(it.guard), it) for path, it in found.items()}
+        others = {p: it for p, it in [*self._held.items()] if not p.startswith(f"{where}/")}
+        self._held = others | kept
+        keys = {_key(path[len(folder) + 1 :]): it for path, it in found.items()}
+        return {key: it for key, it in keys.items() if key.startswith(prefix)}
+
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        path = f"{self._folder(limit)}/{_path(key)}"
+        return self._write(path, data, limit, seen.guard if seen is not None else None) is not None
+
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        folder = self._folder(limit)
+
+        async def each() -> None:
+            for key, data in values.items():
+                path = f"{folder}/{_path(key)}"
+                await self._api.put_async(self._store, path, data, use_multipart=False)
+
+        self._ask(limit, each)
+
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        folder = self._folder(limit)
+        self._remove([f"{folder}/{_path(key)}" for key in keys], limit)
+
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        if seconds <= 0:
+            known = self._living(limit, fresh=True)
+            self._empty(f"{self._run}/{known.folder}", limit)
+            if known.tag is not None and known.folder == _FIRST:
+                self._remove([f"{self._run}/{_DEADLINE}"], limit)
+            elif known.ends is not None:
+                self._note(known, replace(known, ends=None), limit)
+            self._asked = -math.inf
+            return
+        written = False
+        while not written:
+            known = self._living(limit, fresh=True)  # A later deadline must not bring a run back.
+            ends = time.time() + max(seconds, _LEAST_EXPIRY)
+            written = self._note(known, replace(known, ends=ends), limit)
+        with suppress(TimeoutError):
+            self._sweep(limit.within(limit.seconds / 2))
+
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        """Sleep; the longer the key is unchanged, the longer the sleep."""
+        known = version_of(seen)
+        left, now = limit.seconds, time.monotonic()
+        version, since = self._waits.get(key, ("", now))
+        if version != known:
+            if len(self._waits) > 100:
+                self._waits.clear()
+            # Kept across calls: a caller with many short waits must not poll fast forever.
+            self._waits[key] = known, (since := now)
+        longest = min(max((now - since) / 5, self._shortest), self._longest)
+        limit.sleep(min(random.uniform(longest / 2, longest), left))
+        return None
+
+    def _problem(self, error: Exception) -> Problem | None:
+        said, kind = _said(error), type(error).__name__
+        if isinstance(error, TimeoutError):
+            return self._unreachable(error)
+        if not type(error).__module__.startswith("obstore") and kind not in _ABSENT | _DENIED:
+            return None
+        if kind in _DENIED:
+            return Problem(
+                f"refused the credentials ({said}); they must allow to get, put, delete and list "
+                f"objects under '{self._above}/'",
+                denied=True,
+            )
+        if kind in _ABSENT:
+            # It may just have been made.
+            return Problem(
+                f"has no such bucket ({said}); create it, or name another",
+                retryable=True,
+                state=True,
+            )
+        if kind == "NotSupportedError" or _UNKNOWN.search(said):
+            return Problem(f"knows no conditional writes ({said}); take another store", state=True)
+        if _BUSY.search(said):
+            return Problem(
+                f"was too busy for {self.timeout:g} s ({said}); raise keep_alive_interval and "
+                "poll_interval_max",
+                retryable=True,
+            )
+        if _STATUS.search(said) or kind != "GenericError":
+            return refused(said, "are bucket, region and url right?")
+        unsent = "kind: Connect" in str(error)
+        problem = self._unreachable(OSError(said), undone=unsent)
+        return replace(problem, retryable=not _UNTRUSTED.search(said))
+
+    def inspect(self) -> Iterable[Finding]:
+        # Signatures send no secret.
+        yield of_connection(not self._is_plain(), False, [])
+
+    def _is_plain(self) -> bool:
+        options: Any = self._store.client_options or {}
+        return bool(options.get("allow_http"))
+
+    # The deadline.
+
+    def _folder(self, limit: Limit) -> str:
+        return f"{self._run}/{self._living(limit).folder}"
+
+    def _living(self, limit: Limit, fresh: bool = False) -> _Known:
+        """The deadline of the run, which has not passed: after that it begins anew."""
+        known = self._known
+        if fresh or known.is_over() or time.monotonic() >= self._asked + _DEADLINE_SECONDS:
+            known = self._learn_deadline(limit)
+        while known.is_over():
+            self._note(known, replace(known, ends=None, folder=secrets.token_hex(4)), limit)
+            with suppress(TimeoutError):
+                self._empty(f"{self._run}/{known.folder}", limit.within(limit.seconds / 2))
+            known = self._learn_deadline(limit)
+        return known
+
+    def _learn_deadline(self, limit: Limit) -> _Known:
+        asked = time.monotonic()
+        path = f"{self._run}/{_DEADLINE}"
+        found = self._ask(limit, lambda: self._get(path))
+        known = _Known.of(Stored.parse(*found)) if found is not None else _Known()
+        if asked >= self._asked:
+            self._known, self._asked = known, asked
+        return known
+
+    def _note(self, known: _Known, then: _Known, limit: Limit) -> bool:
+        """Replace the deadline; False: it has changed since it was read."""
+        asked = time.monotonic()
+        tag = self._write(f"{self._run}/{_DEADLINE}", then.data, limit, known.tag)
+        if tag is not None and asked >= self._asked:
+            self._known, self._asked = replace(then, tag=tag), asked
+        return tag is not None
+
+    def _sweep(self, limit: Limit) -> None:
+        """Remove some other runs whose deadline has passed."""
+        listed: Any = self._ask(
+            limit, lambda: self._api.list_with_delimiter_async(self._store, prefix=self._above)
+        )
+        runs = [str(it) for it in listed["common_prefixes"]]
+        others = [f"{it}/{_DEADLINE}" for it in runs if it != self._run]
+        some = random.sample(others, min(len(others), _SWEEP))
+        for path, stored in self._ask(limit, lambda: self._fetch(some)).items():
+            with suppress(ValueError, KeyError, TypeError):
+                if _Known.of(stored).is_over(_SWEEP_AFTER):
+                    self._empty(path.removesuffix(f"/{_DEADLINE}"), limit)
+
+    # Requests.
+
+    def _prove(self, limit: Limit) -> None:
+        """Raise `ValueError` where the store does not heed the conditions of a write."""
+        path = f"{self._above}/{_PROOF}" if self._above else _PROOF
+        for _ in range(2):
+            if self._write(path, stamped(b""), limit, None) is None:
+                break
+        else:
+            raise ValueError(
+                "the store ignores If-None-Match: it let two writers create one object, so that "
+                "nodes would not meet. It needs a version that knows conditional writes"
+            )
+        if self._write(path, stamped(b""), limit, '"00000000000000000000000000000000"') is not None:
+            raise ValueError(
+                "the store ignores If-Match: it let a writer replace what it had not read, so that "
+                "nodes would not meet. It needs a version that knows conditional writes"
+            )
+
+    def _write(self, path: str, data: bytes, limit: Limit, tag: str | None) -> str | None:
+        """Write if the object has this ETag (None: is not there); None: it has not."""
+        mode: Any = "create" if tag is None else {"e_tag": tag}
+
+        async def write() -> Any:
+            return await self._api.put_async(
+                self._store, path, data, mode=mode, use_multipart=False
+            )
+
+        try:
+            written = self._ask(limit, write)
+        except Exception as error:
+            if _METADATA.search(_said(error)):
+                raise LateCredentialsError(
+                    f"{self.where} cannot be asked without credentials ({_said(error)}); set those "
+                    "of the environment, or give this host a role"
+                ) from error
+            gone = tag is not None and _is_absent(error)
+            if gone or type(error).__name__ in _HELD:
+                return None
+            raise
+        return str(written["e_tag"])
+
+    async def _get(self, path: str) -> tuple[bytes, str] | None:
+        try:
+            answer = await self._api.get_async(self._store, path)
+            return bytes(await answer.bytes_async()), str(answer.meta["e_tag"])
+        except Exception as error:
+            if _is_absent(error):
+                return None
+            raise
+
+    async def _fetch(self, paths: Iterable[str]) -> dict[str, Stored]:
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(path: str) -> tuple[str, Stored | None]:
+            async with room:
+                found = await self._get(path)
+            return path, None if found is None else Stored.parse(*found)
+
+        read = await asyncio.gather(*map(one, paths))
+        return {path: it for path, it in read if it is not None}
+
+    async def _list(self, folder: str) -> list[tuple[str, str]]:
+        """(path, ETag) of each object below."""
+        found: list[tuple[str, str]] = []
+        async for page in self._api.list(self._store, prefix=folder, chunk_size=1000):
+            found += [(str(it["path"]), str(it["e_tag"])) for it in page]
+        return found
+
+    def _empty(self, folder: str, limit: Limit) -> None:
+        listed = self._ask(limit, lambda: self._list(folder))
+        # Its deadline last: without that what is left would count again.
+        paths = sorted((path for path, _ in listed), key=lambda it: it.endswith(f"/{_DEADLINE}"))
+        self._remove(paths, limit)
+
+    def _remove(self, paths: list[str], limit: Limit) -> None:
+        async def remove() -> None:
+            if paths:
+                await self._api.delete_async(self._store, paths)
+
+        try:
+            self._ask(limit, remove)
+        except Exception as error:
+            if not _is_absent(error):
+                raise
+
+    def _ask(self, limit: Limit, request: Callable[[], Awaitable[T]]) -> T:
+        """Within the limit; raises `WokenError` as soon as its wake rings."""
+        wake = limit.wake
+        seconds = limit.seconds
+        loop = asyncio.new_event_loop()
+        try:
+
+            async def bounded() -> T:
+                task = asyncio.ensure_future(_of(request))
+                if wake is not None:
+                    loop.add_reader(wake.fd, task.cancel)
+                try:
+                    return await asyncio.wait_for(task, seconds)
+                except asyncio.CancelledError:
+                    raise WokenError from None
+                finally:
+                    if wake is not None:
+                        loop.remove_reader(wake.fd)
+
+            return loop.run_until_complete(bounded())
+        finally:
+            loop.close()
+
+
+def _is_absent(error: Exception) -> bool:
+    """Whether there is no such object, in a bucket that is there."""
+    return type(error).__name__ in _ABSENT and not _NO_BUCKET.search(str(error))
+
+
+def _said(error: Exception) -> str:
+    """The error in one line, with the service's code instead of its whole answer."""
+    text = str(error).partition("Debug source")[0]
+    said = " ".join(text.partition(": <")[0].split())[:300]
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    return f"{said}, {code[1]}" if code else said
+
+
+def _of(request: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
+    async def call() -> T:
+        return await request()
+
+    return call()
+
+
+def _path(key: str) -> str:
+    """A key as a path: each segment percent-encoded, "~" for one that is empty."""
+    return "/".join(_segment(part) for part in key.split("/"))
+
+
+def _segment(part: str) -> str:
+    if not part:
+        return "~"
+    encoded = quote(part, safe="").replace("~", "%7E")
+    return encoded if encoded.strip(".") else encoded.replace(".", "%2E")
+
+
+def _key(path: str) -> str:
+    return "/".join("" if part == "~" else unquote(part) for part in path.split("/"))

@@ -1,0 +1,59 @@
+"""Azure Blob Storage: as S3, a key is an object, and a compare-and-set is a conditional write.
+
+The endpoint is ``az://container/folder``. Credentials are those of the environment (``AZURE_*``),
+or a managed identity.
+
+Everything else is as of the s3 backend, but for ETags: Azure's are new with each write.
+The identity needs the role Storage Blob Data Contributor on the container.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from rdzv_plugins.config import StoreOptions, option
+from rdzv_plugins.stores._bucket import BucketClient
+
+__all__ = ["Client", "Options"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(StoreOptions):
+    """Options of the azure backend, for an endpoint ``az://container/folder``.
+
+    ======================= ============ ==========================================================
+    option                  default      meaning
+    ======================= ============ ==========================================================
+    account                 none         name of the storage account; none:
+                                         $AZURE_STORAGE_ACCOUNT_NAME
+    url                     none         where another store of the protocol is, as in
+                                         ``http://127.0.0.1:10000/devstoreaccount1``
+    poll_interval_min       0.1          seconds between the first polls of a waiter
+    poll_interval_max       2            longest interval between polls, in seconds: a waiter
+                                         notices a change within that time
+    ======================= ============ ==========================================================
+    """
+
+    account: str | None = option(None)
+    url: str | None = option(None)
+    poll_interval_min: float = option(0.1, least=0.001)
+    poll_interval_max: float = option(2.0, least=0.001)
+
+
+class Client(BucketClient):
+    """One run in a container of Azure Blob Storage."""
+
+    name = "azure"
+    options = Options
+
+    @classmethod
+    def _scheme(cls) -> str:
+        return "az"
+
+    def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:
+        config: dict[str, Any] = {}
+        config |= {"account_name": options.account} if options.account else {}
+        config |= {"endpoint": options.url} if options.url else {}
+        return import_module("obstore.store").AzureStore(bucket, config=config, **more)

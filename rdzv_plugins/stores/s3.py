@@ -1,0 +1,77 @@
+"""Amazon S3, and stores that speak its protocol with conditional writes: a key is an object.
+
+The endpoint is ``s3://bucket/folder``. Credentials are those of the environment (``AWS_*``), of a
+role of the container or of the instance. `url` names another store than AWS's.
+
+A compare-and-set is a PUT with If-Match or If-None-Match. S3's ETag is a digest of the bytes; the
+stamp that precedes each value makes two writes of the same bytes differ. A client begins with two
+writes that must be refused: where one is not, the store ignores the condition, and nobody may use
+it. A list fetches what has changed since the last one, by its ETag.
+
+A bucket cannot push. `Client.wait` polls: it sleeps a fifth of the time that it has waited so far,
+bounded by ``poll_interval_min`` and ``poll_interval_max``, less up to half of it as jitter.
+
+`Client.expire` writes an object ``deadline`` of the run, on the clock of this host: the clocks of
+the nodes must agree within a second or two. A client reads it again once what it knows of it is a
+second old. Whoever finds that the time has come has the run begin anew in another folder, and
+deletes the old one. The next `Client.expire` under the prefix removes some runs that have expired;
+a lifecycle rule of the bucket takes what nobody sweeps, after more days than your longest run has.
+
+Limits: linearizable, as S3 is. Values up to 4 MiB. `Client.put_many` writes one key after the
+other; it is not atomic. Highly available as a service. S3 takes 3,500 writes and 5,500 reads a
+second under a prefix.
+The user needs ``s3:GetObject, PutObject, DeleteObject`` on the objects and ``s3:ListBucket`` on the
+bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from rdzv_plugins.config import StoreOptions, option
+from rdzv_plugins.stores._bucket import BucketClient
+
+__all__ = ["Client", "Options"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(StoreOptions):
+    """Options of the s3 backend, for an endpoint ``s3://bucket/folder``.
+
+    ======================= ============ ==========================================================
+    option                  default      meaning
+    ======================= ============ ==========================================================
+    region                  none         region of the bucket; none: $AWS_REGION or
+                                         $AWS_DEFAULT_REGION
+    url                     none         where a compatible store is, as in
+                                         ``https://minio.example.org:9000``; none:
+                                         $AWS_ENDPOINT_URL, or AWS itself
+    poll_interval_min       0.1          seconds between the first polls of a waiter
+    poll_interval_max       2            longest interval between polls, in seconds: a waiter
+                                         notices a change within that time
+    ======================= ============ ==========================================================
+    """
+
+    region: str | None = option(None)
+    url: str | None = option(None)
+    poll_interval_min: float = option(0.1, least=0.001)
+    poll_interval_max: float = option(2.0, least=0.001)
+
+
+class Client(BucketClient):
+    """One run in a bucket of S3."""
+
+    name = "s3"
+    options = Options
+
+    @classmethod
+    def _scheme(cls) -> str:
+        return "s3"
+
+    def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:
+        config: dict[str, Any] = {"conditional_put": "etag"}
+        config |= {"region": options.region} if options.region else {}
+        config |= {"endpoint": options.url} if options.url else {}
+        return import_module("obstore.store").S3Store(bucket, config=config, **more)
