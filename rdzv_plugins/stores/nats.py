@@ -65,6 +65,7 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.contract import UNREADABLE, Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
+from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 
 __all__ = ["Client", "Link", "Options", "Transport", "UnfitServerError", "is_refusal"]
@@ -72,6 +73,9 @@ __all__ = ["Client", "Link", "Options", "Transport", "UnfitServerError", "is_ref
 T = TypeVar("T")
 
 _LARGEST_VALUE = 1_000_000
+
+# As long as a resolver may take; whoever connects gives up sooner.
+_LONGEST_LOOK_UP = 30.0
 
 # A parked wait looks again this often, to detect a bucket that lost its data.
 _LONGEST_PARK = 10.0
@@ -887,22 +891,22 @@ class _Loop(asyncio.SelectorEventLoop):
     asyncio's threads for that are waited for when the process ends, however long a resolver takes.
     """
 
-    async def getaddrinfo(self, *args: Any, **options: Any) -> Any:
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
         found: asyncio.Future[Any] = self.create_future()
 
         def tell(tell_it: Callable[[Any], None], what: Any) -> None:
             if not found.done():
                 tell_it(what)
 
-        def look_up() -> None:
+        def ask() -> None:
             try:
-                answer = socket.getaddrinfo(*args, **options)
+                answer = look_up(host, port, _LONGEST_LOOK_UP)
             except Exception as error:
                 self.call_soon_threadsafe(tell, found.set_exception, error)
             else:
                 self.call_soon_threadsafe(tell, found.set_result, answer)
 
-        threading.Thread(target=look_up, name="rdzv-nats-name", daemon=True).start()
+        threading.Thread(target=ask, name="rdzv-nats-name", daemon=True).start()
         return await found
 
 
