@@ -21,6 +21,7 @@ import redis
 from kazoo.client import KazooClient
 from kazoo.security import ACL, make_acl
 
+from rdzv_plugins.archive import EXCLUDED, LIST, archive_run_id
 from rdzv_plugins.kv.base import segments
 from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.http import ask
@@ -28,6 +29,12 @@ from rdzv_plugins.testing.harness import until
 from tests.integration.stores import KINDS, RunningStore, started
 
 __all__ = ["ADMINISTRATORS", "Administrator", "administered"]
+
+
+def prefixes_of(run_id: str) -> list[str]:
+    """Under which the keys stand that the nodes of a run need."""
+    found = (run_id, archive_run_id(run_id), LIST, EXCLUDED)
+    return ["/".join(segments(f"rdzv/{it}", "rdzv")) + "/" for it in found]
 
 
 class Administrator(ABC):
@@ -88,6 +95,10 @@ class Administrator(ABC):
 
     def forbid_to_read(self, run_id: str) -> None:
         """Take joe's right to read this run; he may write. Consul knows no such right."""
+        raise NotImplementedError
+
+    def limit_to(self, run_id: str) -> None:
+        """Let joe have this run of etcd alone, as the docs say of users of one run."""
         raise NotImplementedError
 
 
@@ -231,6 +242,16 @@ class _Etcd(_Http):
         self.ask("POST", "/v3/auth/role/add", {"name": "writer"})
         self.ask("POST", "/v3/auth/role/grant", {"name": "writer", "perm": right})
         self.ask("POST", "/v3/auth/user/grant", {"user": "joe", "role": "writer"})
+
+    def limit_to(self, run_id: str) -> None:
+        self.forbid(run_id)
+        self.ask("POST", "/v3/auth/role/add", {"name": "one"})
+        for prefix in prefixes_of(run_id):
+            first, end = (it.encode() for it in (prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)))
+            keys = {"key": b64encode(first).decode(), "range_end": b64encode(end).decode()}
+            right = {"permType": "READWRITE", **keys}
+            self.ask("POST", "/v3/auth/role/grant", {"name": "one", "perm": right})
+        self.ask("POST", "/v3/auth/user/grant", {"user": "joe", "role": "one"})
 
     def of_others(self) -> RunningStore:
         file = self.file.with_name("root")

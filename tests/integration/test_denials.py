@@ -7,13 +7,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from rdzv_plugins.archive import archive_run_id
 from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.servers import Security
 from rdzv_plugins.testing.threads import Background
@@ -84,6 +85,32 @@ def test_who_may_write_and_not_read_finds_nothing_absent(
             client.put_many({"key": b"another", "bell": b"1"})
     finally:
         client.close()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "administrator",
+    [kind for kind in ADMINISTRATORS if kind.name == "etcd-v3"],
+    ids=lambda kind: kind.name,
+    indirect=True,
+)
+def test_a_user_of_one_run_runs_it_and_sees_no_other(
+    administrator: Administrator, run_id: str
+) -> None:
+    """As on Redis, see its rights' tests."""
+    administrator.limit_to(run_id)
+    run = Run(administrator.store, run_id)
+    try:
+        agents = [run.start((2, 2)) for _ in range(2)]
+        until(one_world(agents), 120)
+        # The leader notes the round where all runs are listed.
+        until(lambda: bool(run.history()), 60)
+        for other in (f"{run_id}-b", archive_run_id(f"{run_id}-b"), "x"):
+            with pytest.raises(AccessDeniedError), closing(administrator.store.open(other)) as it:
+                it.get("state")
+    finally:
+        for agent in run.agents:
+            agent.end()
 
 
 @pytest.mark.parametrize(
