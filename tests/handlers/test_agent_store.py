@@ -61,7 +61,7 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         raise NotImplementedError
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         raise NotImplementedError
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

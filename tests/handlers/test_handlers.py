@@ -420,7 +420,7 @@ class Agent(SimpleElasticAgent):
         self.worlds.append(worker_group.workers[0].world_size)
         return {0: "worker"}
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         pass
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -101,10 +101,13 @@ def test_it_goes_by_the_name_torch_asked_for(handler: MendedDynamicRendezvousHan
     assert handler.use_agent_store
 
 
-@pytest.mark.skipif(
+beats_as_told = pytest.mark.skipif(
     not dynamic_handler.TAKES_KEEP_ALIVE,
     reason="this torch's handler cannot be told how often to beat",
 )
+
+
+@beats_as_told
 def test_our_options_reach_torch_fractions_and_all(server: MemoryServer) -> None:
     settings = Settings(
         join_timeout=1.5, last_call_timeout=0, close_timeout=2.5, heartbeat_timeout=0.5,
@@ -152,6 +155,7 @@ def test_keys_of_rounds_long_past_are_deleted(
     assert other.get(KeyValueBackend.KEY) is not None
 
 
+@beats_as_told
 def test_shutdown_closes_the_run_and_the_client_and_frees_the_run_id(server: MemoryServer) -> None:
     settings = Settings(closed_ttl=1.0, keep_alive_interval=0.25)
     client = MemoryClient(server, "run")
