@@ -5,6 +5,7 @@ The workers import no torch, so that what is measured is the rendezvous.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from subprocess import PIPE
 
 import pytest
 
+from rdzv_plugins.demo.agents import RDZV_RUN
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from tests import Measure
 from tests.integration.jobs import Job
@@ -184,3 +186,29 @@ def test_connections_that_are_destroyed_restart_nobody(job: Job) -> None:
     time.sleep(2.0)
     assert job.round() == number, job.document()
     assert all(len(job.noted(name, 0.0)) == 1 for name in "abc"), world
+
+
+@soak
+def test_rdzv_run_waits_for_no_lease_to_learn_why_its_workers_failed(
+    store: RunningStore, tmp_path: Path, record_property: Measure
+) -> None:
+    options = {"nodes": "2:3", "links": "true", "max_restarts": None, **DEFAULTS}
+    job = Job(tmp_path, store, launcher=RDZV_RUN, **options)
+    try:
+        job.begin("abc")
+        await_links(job, "abc")
+        workers = [pid for name in "ac" for pid in job.agents[name].workers()]
+        killed = job.agents["b"].kill()
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        # A failure that counts would end the job: there are no restarts.
+        world = job.await_begun("ac", after=killed)
+        document = job.document()
+        assert document is not None
+        # The lease had nothing to tell any more.
+        assert f"lost {job.label('b')}: its process is gone" in document.reason
+        for name in "ac":
+            job.await_line(name, "the workers failed because the round is over")
+    finally:
+        job.close()
+    record_property("last worker began again, s", round(max(world.began.values()) - killed, 2))
