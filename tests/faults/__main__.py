@@ -42,10 +42,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="for logs and journals; default: one of /tmp")
     parser.add_argument("--output", type=Path, help="the report, as JSON")
     parser.add_argument("--keep", type=Path, help="a report, to be kept in docs/faults.json")
+    parser.add_argument("--note", default="", help="what else there is to say of that report")
     parser.add_argument("--page", action="store_true", help="write docs/faults.md anew")
     options = parser.parse_args()
     if options.keep or options.page:
-        keep(json.loads(options.keep.read_text()) if options.keep else None)
+        report = json.loads(options.keep.read_text()) if options.keep else None
+        keep(report and {**report, "note": options.note})
         return 0
     if options.neighbours and options.store == "quorum":
         parser.error("a quorum serves one run: it has no neighbours")
@@ -102,7 +104,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             site.await_that(plan.calm)
         time.sleep(_SETTLE_SECONDS)
         last = site.counts()
-        findings += checks.leaks(first, last)
+        findings += checks.leaks(first, last, options.agents)
         (folder / "descriptors.json").write_text(json.dumps([held, site.descriptors], indent=1))
         more = site.megabytes()
         if neighbours is not None and (ended := int(neighbours.communicate(timeout=120)[0])):
