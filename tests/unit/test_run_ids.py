@@ -52,6 +52,7 @@ def test_the_agent_refuses_it(backend: str, handler: str, caplog: pytest.LogCapt
 COMMANDS = [
     ["status"], ["history"], ["watch"], ["close"], ["drain", "node"], ["restart"], ["resize"],
     ["exclude", "host"], ["include", "host"], ["excluded"], ["clean"], ["clean", "--force"],
+    ["accuse", "node"],
 ]  # fmt: skip
 
 
