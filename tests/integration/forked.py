@@ -22,11 +22,16 @@ from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
 
 __all__ = ["Forked", "is_forkable"]
 
+# What torch reads as it is imported.
+_AT_IMPORT = {"LOGLEVEL", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS"}
+
 _SCRIPTS = {TORCHRUN: ["torchrun"], RDZV_RUN: ["rdzv", "run"]}
 
 
-def is_forkable(command: Sequence[str]) -> bool:
+def is_forkable(command: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether it is Python with torchrun or `rdzv run`, and nothing around it."""
+    if _AT_IMPORT & environ.keys():
+        return False
     return command[0] == sys.executable and _launcher(command) is not None
 
 

@@ -108,6 +108,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("excluded -i {run}", 0, "host7"),
     ("include -i {run} host7", 0, "host7"),
     ("drain -i {run} nobody", 1, "has no node 'nobody'"),
+    ("accuse -i {run} nobody", 1, "has no node 'nobody'"),
     ("check", 0, "unknown +torch: an agent needs torch 2.6 or later, and none is installed"),
     ("check -c handler=torch", 0, "a job works"),
     ("clean -i {run}", 1, "has live nodes"),

@@ -95,7 +95,7 @@ class Run(Fleet):
         self.archive = Archive(store.open, run_id, history_ttl=0)
 
     def _process(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Process:
-        if is_forkable(command):
+        if is_forkable(command, environ):
             return Forked(command, environ, log)
         return super()._process(command, environ, log)
 
