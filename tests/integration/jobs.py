@@ -63,12 +63,21 @@ class Job(Run):
 
     def finish(self, name: str, status: int = 0) -> float:
         """Let an agent's workers end by themselves; returns when they did."""
+        self._let_end(name, status)
+        return self.await_event(name, "end")
+
+    def _let_end(self, name: str, status: int) -> None:
         file = self.folder / f"{name}.end"
         # Renamed, so that no worker reads it half written.
         partial = file.with_suffix(".partial")
         partial.write_text(str(status))
         partial.rename(file)
-        return self.await_event(name, "end")
+
+    def close(self) -> None:
+        super().close()
+        # Also those whose agent was killed before they had begun: nobody knows them.
+        for name in self.agents:
+            self._let_end(name, 1)
 
     def noted(self, name: str, since: float = 0.0) -> list[str]:
         """What the workers of an agent have noted since then, one after the other."""
