@@ -28,10 +28,10 @@ from rdzv_plugins.kv.base import (
     refused,
     segments,
     stamped,
-    version_of,
 )
 from rdzv_plugins.kv.findings import Finding, of_connection
 from rdzv_plugins.run_ids import RESERVED
+from rdzv_plugins.stores._polling import Polling
 
 __all__ = ["BucketClient"]
 
@@ -110,8 +110,7 @@ class BucketClient(StoreClient):
     batch = (20, 8 << 20)
 
     def __init__(self, endpoint: str, namespace: str, options: Any, request_timeout: float) -> None:
-        if options.poll_interval_max < options.poll_interval_min:
-            raise ValueError("option 'poll_interval_max' is less than 'poll_interval_min'")
+        self._polling = Polling(options)
         try:
             self._api: Any = import_module("obstore")
         except ImportError as error:
@@ -122,8 +121,7 @@ class BucketClient(StoreClient):
         bucket, folder = self._parse(endpoint)
         where = f" of {redact(options.url)}" if options.url else ""
         super().__init__(f"{self.name} at {redact(endpoint)}{where}", request_timeout)
-        self.longest_poll = options.poll_interval_max
-        self._shortest, self._longest = options.poll_interval_min, options.poll_interval_max
+        self.longest_poll = self._polling.longest
         *prefix, run = segments(namespace, options.prefix)
         self._above = "/".join(filter(None, (*folder.split("/"), *prefix)))
         self._run = f"{self._above}/{run}"
@@ -143,8 +141,6 @@ class BucketClient(StoreClient):
         self._known, self._asked = _Known(), -math.inf
         # By path: what an object held under an ETag, so that a list fetches what has changed.
         self._held: dict[str, tuple[str, Stored]] = {}
-        # By key: the version last waited on, since when.
-        self._waits: dict[str, tuple[str | None, float]] = {}
         self._connect(self._prove)
         if not run.startswith(quote(RESERVED)):
             self._call(self._living)
@@ -240,17 +236,7 @@ class BucketClient(StoreClient):
             self._sweep(limit.within(limit.seconds / 2))
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        """Sleep; the longer the key is unchanged, the longer the sleep."""
-        known = version_of(seen)
-        left, now = limit.seconds, time.monotonic()
-        version, since = self._waits.get(key, ("", now))
-        if version != known:
-            if len(self._waits) > 100:
-                self._waits.clear()
-            # Kept across calls: a caller with many short waits must not poll fast forever.
-            self._waits[key] = known, (since := now)
-        longest = min(max((now - since) / 5, self._shortest), self._longest)
-        limit.sleep(min(random.uniform(longest / 2, longest), left))
+        self._polling.sleep(key, seen, limit)
         return None
 
     def _problem(self, error: Exception) -> Problem | None:

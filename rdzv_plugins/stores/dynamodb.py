@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 import random
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -41,6 +40,7 @@ from rdzv_plugins.kv import Capabilities, RendezvousConnectionError, Version
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped, version_of
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection
 from rdzv_plugins.stores._dynamodb_table import INDEX, Options, Table, code_of, problem_of
+from rdzv_plugins.stores._polling import Polling
 
 __all__ = ["Client", "Options"]
 
@@ -77,18 +77,15 @@ class Client(StoreClient):
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
-        if options.poll_interval_max < options.poll_interval_min:
-            raise ValueError("option 'poll_interval_max' is less than 'poll_interval_min'")
+        self._polling = Polling(options)
         where = f"dynamodb, table '{options.table}' at {redact(endpoint) or 'AWS'}"
         super().__init__(where, request_timeout)
         self._namespace = namespace
-        self.longest_poll = options.poll_interval_max
-        self._shortest, self._longest = options.poll_interval_min, options.poll_interval_max
+        self.longest_poll = self._polling.longest
         # The latest known call of `expire`: the time of the call, and the deadline that it set.
         self._expiry: tuple[float, int] = (0.0, 0)
-        # By key: the last known version of a large value; the version last waited on, since when.
+        # By key: the last known version of a large value.
         self._large: dict[str, str] = {}
-        self._waits: dict[str, tuple[str | None, float]] = {}
         self._table = Table(endpoint, options, where, request_timeout)
         # The probe needs no right that later requests do not need too.
         probe = self._large_query("probe")
@@ -262,18 +259,7 @@ class Client(StoreClient):
         return self._read([key], limit).get(key)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        """Sleep; the longer the key is unchanged, the longer the sleep."""
-        known = version_of(seen)
-        left, now = limit.seconds, time.monotonic()
-        version, since = self._waits.get(key, ("", now))
-        if version != known:
-            if len(self._waits) > 100:
-                self._waits.clear()
-            # Kept across calls: a caller with many short waits must not poll fast forever.
-            self._waits[key] = known, (since := now)
-        longest = min(max((now - since) / 5, self._shortest), self._longest)
-        pause = random.uniform(longest / 2, longest)
-        limit.sleep(min(pause, left))
+        self._polling.sleep(key, seen, limit)
         return None
 
     def _problem(self, error: Exception) -> Problem | None:
