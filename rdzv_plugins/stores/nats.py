@@ -663,7 +663,8 @@ class Link:
             raise error  # Else nats-py dials for ever.
 
     async def closed(self) -> None:
-        self.fail(self.connection.last_error or ConnectionResetError())
+        # A user who was let in may have another secret by now: the next log-in tells who is refused.
+        self.fail(ConnectionResetError(str(self.connection.last_error or "")))
 
     def fail(self, error: Exception) -> None:
         """End what is under way."""

@@ -110,8 +110,9 @@ def test_a_restart_without_a_loss(begin: Begin, store: RunningStore) -> None:
     assert run.round() == number + 1
     run.await_world("ab", after=before.last_step_at + 0.5, by_rank=True)
     assert run.round() == number + 1
+    # A worker that fails as its peer stops is named before it.
     reason = "restarted by the command rdzv restart: new data"
-    assert last_cause(run, store)["reason"] == reason
+    assert str(last_cause(run, store)["reason"]).split("; ")[-1] == reason
 
 
 @every_store

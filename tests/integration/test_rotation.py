@@ -68,6 +68,27 @@ def test_client_goes_on_with_the_new_secret(
         client.close()
 
 
+def test_nobody_is_refused_who_has_the_new_secret_first(
+    administrator: Administrator, run_id: str
+) -> None:
+    """The server cuts their connections; what is under way goes on with the new secret."""
+    client = administrator.store.open(run_id)
+    try:
+        for number in range(3):
+            version = client.put("key", b"%d" % number)
+            waiting = Background(lambda: client.wait("key", version, 60))  # noqa: B023
+            assert not waiting.done(0.3)
+            administrator.secret = str(uuid.uuid4())
+            administrator.hand_out()
+            administrator.change()
+            client.put("key", b"value")
+            found = waiting.result(SOON)
+            assert found is not None
+            assert found.value == b"value"
+    finally:
+        client.close()
+
+
 def test_secret_that_is_away_costs_attempts(administrator: Administrator, run_id: str) -> None:
     client = administrator.store.open(run_id, request_timeout=1)
     try:

@@ -999,7 +999,9 @@ class Checker:
             raise InvariantError("rounds of a run", f"{show(before)} became {show(after)}")
         was = before or after
         last = track.last_rounds.get(after.incarnation)
-        follows = was.phase is Phase.FORMING and last == was.round - 1
+        # Of a document that the store has lost, the closed one tells the phase.
+        forms = was.phase is Phase.FORMING or (before is None and not after.participants)
+        follows = forms and last == was.round - 1
         member = track.member == after.incarnation and (was.names(node) or follows)
         if not member and was.leader != node:
             raise InvariantError("members close", f"{node} of {track.member}: {show(after)}")

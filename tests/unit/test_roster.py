@@ -13,12 +13,14 @@ from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
+    Cause,
     Outcome,
     Phase,
     RoundDocument,
     Status,
 )
 from rdzv_plugins.protocol.roster import (
+    MISSING,
     ROSTER_PREFIX,
     apart,
     complete,
@@ -31,7 +33,7 @@ from tests import replace
 
 from .life import RULES as PAIR
 from .life import Life, Time, archive, finish, stored
-from .views import as_named, document, record, running, view
+from .views import as_named, document, record, running, view, written
 
 LETTERS = st.characters(exclude_categories=["C", "Zl", "Zp"])  # As they pass the gate.
 IDS = st.lists(st.text(LETTERS, max_size=4), unique=True, min_size=1, max_size=40).map(tuple)
@@ -187,6 +189,17 @@ def test_a_roster_that_nobody_knows_ends_after_a_lease(time: Time) -> None:
     after = stored(joiner)
     assert (after.round, after.previous) == (1, ("n2",))
     assert str(after.cause) == "lost 1 node: lease ran out"
+
+
+def test_who_is_back_is_not_counted_in_a_lost_roster() -> None:
+    """n3 was lost before this round formed: n1 and one that nobody knows are in its roster."""
+    forming = named(("n1", "n2"), Phase.FORMING)
+    small, _ = apart(replace(forming, round=5, cause=Cause().plus(lost=["n3[1]"])), 1)
+    me, back = (record(it, round_=4, rank=rank) for it, rank in (("n1", 0), ("n3", 2)))
+    seen = view(me, small, {"n3": back}, silent={MISSING: 1000.0})
+    after = written(decide(seen))
+    assert after.previous == ("n1", "n3")
+    assert str(after.cause) == "lost n3[1] and 1 more: lease ran out"
 
 
 def test_shards_of_earlier_rounds_are_deleted(time: Time) -> None:
