@@ -663,7 +663,7 @@ class Link:
             raise error  # Else nats-py dials for ever.
 
     async def closed(self) -> None:
-        # A user who was let in may have another secret by now: the next log-in tells who is refused.
+        # A user who was let in may have another secret by now: the next log-in tells.
         self.fail(ConnectionResetError(str(self.connection.last_error or "")))
 
     def fail(self, error: Exception) -> None:
