@@ -202,8 +202,13 @@ class Settings:
                                     has set up logging
     metrics_port            none    serve /metrics, /healthz and /why of this node on this port; 0:
                                     any free one, which the log names (extra ``metrics``)
-    metrics_host            none    address on which they are served, to anybody who can reach it;
-                                    none: 127.0.0.1
+    metrics_host            none    address on which they are served; one that others reach needs
+                                    a page_token; none: 127.0.0.1
+    page_token              none    what clients of /metrics and /why send as the header
+                                    ``Authorization: Bearer``; /healthz needs none. The same for
+                                    ``rdzv dashboard`` and ``rdzv exporter``. Set it in
+                                    $RDZV_PLUGINS_PAGE_TOKEN
+    page_token_file         none    file whose first line is that token; read at each request
     otel                    false   report the same metrics through OpenTelemetry, if the
                                     application has set it up (extra ``otel``)
     handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
@@ -258,6 +263,8 @@ class Settings:
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     metrics_port: int | None = option(None, least=0)
     metrics_host: str | None = option(None)
+    page_token: str | None = option(None, secret=True)
+    page_token_file: str | None = option(None)
     otel: bool = option(False)
     handler: str = option("rdzv", choices=("rdzv", "torch"))
 
@@ -265,6 +272,10 @@ class Settings:
         if self.metrics_port is not None and self.metrics_port > _LARGEST_PORT:
             raise ValueError(
                 f"option 'metrics_port': '{self.metrics_port}' must be at most {_LARGEST_PORT}"
+            )
+        if self.page_token is not None and self.page_token_file is not None:
+            raise ValueError(
+                "page_token_file and $RDZV_PLUGINS_PAGE_TOKEN are both set: leave one of them out"
             )
         if self.domain is not None:
             topology.levels(self.domain)
@@ -327,6 +338,16 @@ class Settings:
         if self.on_outage == "continue":
             return math.inf
         return self.lease if self.outage_limit is None else self.outage_limit
+
+    def current_page_token(self) -> str | None:
+        """The token, or what is now the first line of ``page_token_file``; None: neither is set.
+
+        Raises:
+            UnreadableFileError: the file has none.
+        """
+        if self.page_token is not None or self.page_token_file is None:
+            return self.page_token
+        return first_line("page_token_file", self.page_token_file)
 
     @property
     def sweep_after(self) -> float:
@@ -576,6 +597,7 @@ def idle_options(
         "check_disk": ("disk" not in its.check_names, "checks does not name disk"),
         "check_disk_free": ("disk" not in its.check_names, "checks does not name disk"),
         "metrics_host": (its.metrics_port is None, "metrics_port is not set"),
+        "page_token_file": (its.metrics_port is None, "metrics_port is not set"),
         "min_uptime": (its.grow == "never", "grow is never"),
         "resize_interval": (its.grow == "never", "grow is never"),
     }

@@ -20,6 +20,7 @@ from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.metrics import CAUSES, STATES, TABLE, By, Metric, MetricKind, causes_of
 from rdzv_plugins.metrics_server import MetricsServer
+from rdzv_plugins.page_access import PageAccess
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.protocol.situation import to_join_again
 from rdzv_plugins.survey import Seen, Survey
@@ -56,7 +57,7 @@ class Exporter(Collector):
         self._restarts: dict[str, _Restarts] = {}
         self._server: MetricsServer | None = None
 
-    def serve(self, host: str, port: int) -> str:
+    def serve(self, host: str, port: int, access: PageAccess) -> str:
         """Serve ``/metrics``, ``/healthz`` and ``/why`` from a thread; returns their address.
 
         Raises OSError or UnicodeError if it cannot listen there.
@@ -68,6 +69,7 @@ class Exporter(Collector):
         self._server = MetricsServer(
             host,
             port,
+            access,
             registry,
             before_metrics=self.refresh,
             health=self.health,
@@ -95,8 +97,8 @@ class Exporter(Collector):
 
     def health(self) -> tuple[bool, str]:
         """True also while the store is away: a restart of this process would not bring it back."""
-        away = self._away()
-        return True, f"the store is away: {away}" if away is not None else "ok"
+        # Whoever asks here may have no token: where the store is stands at /why.
+        return True, "the store is away; /why says which" if self._away() is not None else "ok"
 
     def why(self) -> str:
         """A line for each run: what it does and waits for."""

@@ -75,6 +75,7 @@ from rdzv_plugins.links import Links
 from rdzv_plugins.listener import Listener
 from rdzv_plugins.logs import RunLog, set_up, told
 from rdzv_plugins.metrics import Report, refuse_unless_installed
+from rdzv_plugins.page_access import refuse_open_metrics
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
@@ -1058,6 +1059,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
         set_up(settings.log_level)
         _tell_what_is_idle(store, params, settings)
         refuse_unless_installed(settings)
+        refuse_open_metrics(settings)
         refuse_unknown_checks(settings)
         if (why := why_no_log_folder(params.run_id)) is not None and makes_log_folders():
             log.warning(

@@ -33,6 +33,7 @@ from rdzv_plugins.kv import (
 from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.logs import RunLog
+from rdzv_plugins.page_access import LOOPBACK, PageAccess
 from rdzv_plugins.protocol import effects, round_record
 from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
@@ -366,21 +367,22 @@ class Report:
         if settings.otel:
             self._outputs.append(_OpenTelemetry(self.gauges))
         if settings.metrics_port is not None:
-            self._serve(run_id, settings.metrics_host or "127.0.0.1", settings.metrics_port, log)
+            self._serve(run_id, settings, settings.metrics_port, log)
         for cause in CAUSES:
             self._add("rdzv_restarts_total", 0, cause=cause)
 
-    def _serve(self, run_id: str, host: str, port: int, log: RunLog) -> None:
+    def _serve(self, run_id: str, settings: Settings, port: int, log: RunLog) -> None:
         from prometheus_client import CollectorRegistry
 
         from rdzv_plugins.metrics_server import MetricsServer
 
-        registry = CollectorRegistry()
+        host, registry = settings.metrics_host or LOOPBACK, CollectorRegistry()
         output = _Prometheus(registry)
         try:
             self._server = MetricsServer(
                 host,
                 port,
+                PageAccess(host, settings),
                 registry,
                 before_metrics=lambda: output.take(self.gauges()),
                 health=self.health,

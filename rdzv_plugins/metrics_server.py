@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import socketserver
 import threading
@@ -18,8 +17,9 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from rdzv_plugins.addresses import is_loopback
+from rdzv_plugins import page_access
 from rdzv_plugins.kv import exhausted
+from rdzv_plugins.page_access import PageAccess
 
 __all__ = ["MetricsServer"]
 
@@ -38,8 +38,8 @@ class MetricsServer:
     """An HTTP server of ``/metrics``, ``/healthz`` and ``/why``.
 
     Args:
-        host, port: where it listens; port 0: on any free one. At loopback it answers only what asks
-            for it by its address or as ``localhost``.
+        host, port: where it listens; port 0: on any free one.
+        access: who may read the pages.
         registry: what ``/metrics`` shows.
         before_metrics: called before it is shown.
         health: whether all is well (status 200, else 503), and the text of ``/healthz``.
@@ -53,6 +53,7 @@ class MetricsServer:
         self,
         host: str,
         port: int,
+        access: PageAccess,
         registry: CollectorRegistry,
         *,
         before_metrics: Callable[[], object],
@@ -60,6 +61,7 @@ class MetricsServer:
         why: Callable[[], str],
         name: str,
     ) -> None:
+        self._access = access
         self._metrics = make_wsgi_app(registry)
         self._before_metrics = before_metrics
         self._health = health
@@ -67,8 +69,6 @@ class MetricsServer:
         self._stopping = threading.Event()
         # What is shown is made by one thread at a time; whether all is well is told beside that.
         self._one = threading.Lock()
-        # A page of somebody else's whose name resolves to this host may not read what is here.
-        self._only = {"localhost", "127.0.0.1", "[::1]", host} if is_loopback(host) else None
         self._server = _server_class(host)((host, port), _Request)
         self._server.set_app(self._answer)
         _open.add(self._server)
@@ -106,16 +106,21 @@ class MetricsServer:
                 return
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        asked = _without_port(environ.get("HTTP_HOST", ""))
-        match environ["PATH_INFO"]:
-            case _ if asked and self._only is not None and asked not in self._only:
-                status, text = "400 Bad Request", "this server is asked by its address at loopback"
+        path = environ["PATH_INFO"]
+        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        refusal = self._access.refusal(
+            path, environ.get("HTTP_HOST", ""), environ.get("HTTP_AUTHORIZATION", "")
+        )
+        match path:
+            case _ if refusal is not None:
+                status, text = f"{refusal.status} {refusal.status.phrase}", refusal.text
+                headers |= refusal.headers
             case "/metrics":
                 with self._one:
                     self._before_metrics()
                     page: Iterable[bytes] = [*self._metrics(environ, start_response)]
                 return page
-            case "/healthz":
+            case page_access.HEALTH:
                 well, text = self._health()
                 status = "200 OK" if well else "503 Service Unavailable"
             case "/why":
@@ -123,13 +128,8 @@ class MetricsServer:
                     status, text = "200 OK", self._why()
             case _:
                 status, text = "404 Not Found", "there are /metrics, /healthz and /why"
-        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        start_response(status, [*headers.items()])
         return [f"{text}\n".encode(errors="backslashreplace")]
-
-
-def _without_port(host: str) -> str:
-    """The host of a ``Host`` header, in lower case; an IPv6 address with its brackets."""
-    return re.sub(r":[0-9]*\Z", "", host.strip().lower())
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
+from dataclasses import replace
 from importlib import import_module
 from typing import Annotated
 
@@ -18,7 +21,9 @@ from rdzv_plugins.cli.options import (
 
 __all__ = ["dashboard", "exporter"]
 
-HostOption = Annotated[str, typer.Option(help="address to listen at; it asks for no password")]
+HostOption = Annotated[
+    str, typer.Option(help="address to listen at; one that others reach needs a token")
+]
 
 
 def dashboard(
@@ -26,20 +31,33 @@ def dashboard(
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 8265,
 ) -> None:  # fmt: skip
-    """Serve a page that shows all runs under a prefix while they go on, until Ctrl-C."""
+    """Serve a page that shows all runs under a prefix while they go on, until Ctrl-C.
+
+    Where others reach it, it asks for the token of RDZV_PLUGINS_PAGE_TOKEN or of page_token_file in
+    --rdzv-conf, or for a new one, which is shown once.
+    """
     _require("dashboard", "dashboard", "starlette", "uvicorn")
+    from rdzv_plugins.addresses import is_loopback
     from rdzv_plugins.dashboard.server import Dashboard
+    from rdzv_plugins.page_access import PageAccess
     from rdzv_plugins.survey import Survey
 
     access = Access(backend, endpoint, conf)
-    where = _where(access)
+    where, settings, new = _where(access), access.settings, ""
+    if not is_loopback(host) and settings.current_page_token() is None:
+        new = secrets.token_urlsafe(24)
+        settings = replace(settings, page_token=new)
+    who = PageAccess(host, settings)
     survey = Survey(access.open, access.archive)
     survey.look()
     try:
-        page = Dashboard(survey, where, host, port)
+        page = Dashboard(survey, where, host, port, who)
     except (OSError, UnicodeError) as error:
         raise _cannot_listen(host, port, error) from error
     typer.echo(f"{page.url} shows the runs of {where}; Ctrl-C ends it")
+    if new:
+        name = socket.gethostname()
+        typer.echo(f"  http://{name}:{page.port}/?token={new}  # its token, shown this once")
     page.serve()
 
 
@@ -48,19 +66,24 @@ def exporter(
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 9747,
 ) -> None:  # fmt: skip
-    """Serve metrics of all runs under a prefix to Prometheus, until Ctrl-C."""
+    """Serve metrics of all runs under a prefix to Prometheus, until Ctrl-C.
+
+    Where others reach it, it needs the token of RDZV_PLUGINS_PAGE_TOKEN or of page_token_file in
+    --rdzv-conf, which Prometheus sends.
+    """
     _require("exporter", "metrics", "prometheus_client")
     from rdzv_plugins.exporter import Exporter
+    from rdzv_plugins.page_access import PageAccess
     from rdzv_plugins.survey import Survey
 
     access = Access(backend, endpoint, conf)
-    where = _where(access)
+    where, who = _where(access), PageAccess(host, access.settings)
     survey = Survey(access.open, access.archive)
     # Two looks tell whether a heartbeat moves: the second is the first scrape.
     survey.look()
     source = Exporter(survey)
     try:
-        url = source.serve(host, port)
+        url = source.serve(host, port, who)
     except (OSError, UnicodeError) as error:
         raise _cannot_listen(host, port, error) from error
     interrupt = Interrupt()

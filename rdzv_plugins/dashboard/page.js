@@ -446,7 +446,8 @@ function listen(id) {
   });
   events.onerror = () => {
     mark($("live"), "data-live", "no");
-    say($("live"), "rdzv dashboard does not answer");
+    const refused = events.readyState === EventSource.CLOSED;
+    say($("live"), refused ? "rdzv dashboard refuses this browser: load the page again" : "rdzv dashboard does not answer");
   };
 }
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 
@@ -13,15 +14,19 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rdzv_plugins.addresses import is_loopback
 from rdzv_plugins.dashboard.poller import Poller, Snapshot
+from rdzv_plugins.page_access import HEALTH, PageAccess
 from rdzv_plugins.survey import Survey
 
 __all__ = ["Dashboard"]
@@ -63,18 +68,21 @@ class Dashboard:
         survey: of the runs; closed when the server ends.
         where: names the store on the page; without secrets.
         host, port: where it listens; port 0: on any free one.
+        access: who may look.
 
     Raises OSError if it cannot listen there.
     """
 
-    def __init__(self, survey: Survey, where: str, host: str, port: int) -> None:
+    def __init__(
+        self, survey: Survey, where: str, host: str, port: int, access: PageAccess
+    ) -> None:
         self._poller = Poller(survey)
         self._where = where
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self.application(host),
+                self._application(access),
                 log_level="warning",
                 server_header=False,
                 limit_concurrency=_MOST_CLIENTS,
@@ -96,23 +104,21 @@ class Dashboard:
         with suppress(KeyboardInterrupt):
             self._server.run(sockets=[self._socket])
 
-    def application(self, host: str) -> Starlette:
-        middleware = [Middleware(_Headers)]
-        if is_loopback(host):
-            # A page of somebody else's whose name resolves to this host may not read this one.
-            local = ["localhost", "127.0.0.1", "::1", "[::1]", host]
-            middleware.append(
-                Middleware(TrustedHostMiddleware, allowed_hosts=local, www_redirect=False)
-            )
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def _application(self, access: PageAccess) -> Starlette:
         return Starlette(
             routes=[
                 *(Route(path, _file(*what)) for path, what in _FILES.items()),
                 Route("/api/runs", self._runs),
                 Route("/api/runs/{run_id:path}", self._run),
                 Route("/events", self._events),
-                Route("/healthz", self._health),
+                Route(HEALTH, self._health),
             ],
-            middleware=middleware,
+            middleware=[Middleware(_Headers), Middleware(_Access, access, self.port)],
             lifespan=self._lifespan,
         )
 
@@ -213,6 +219,37 @@ class _Headers:
             await send(message)
 
         await self._app(scope, receive, with_headers)
+
+
+class _Access:
+    """Refuses who may not look. A browser that has the token in an address gets a cookie for it."""
+
+    def __init__(self, app: ASGIApp, access: PageAccess, port: int) -> None:
+        self._app = app
+        self._access = access
+        # Browsers send cookies to all ports of a host.
+        self._cookie = f"rdzv-{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._answer(Request(scope)) if scope["type"] == "http" else None
+        await (self._app if answer is None else answer)(scope, receive, send)
+
+    def _answer(self, request: Request) -> Response | None:
+        headers, access = request.headers, self._access
+        refusal = access.refusal(
+            request.url.path, headers.get("host", ""), headers.get("authorization", "")
+        )
+        if refusal is None or access.is_cookie(request.cookies.get(self._cookie, "")):
+            return None
+        if access.is_token(request.query_params.get("token", "")):
+            # The token stays neither in the address nor in the browser's history.
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(self._cookie, access.cookie, httponly=True, samesite="lax")
+            return answer
+        text = refusal.text
+        if refusal.status is HTTPStatus.UNAUTHORIZED:
+            text += "; a browser opens it as /?token=..."
+        return PlainTextResponse(f"{text}\n", refusal.status, refusal.headers)
 
 
 def _file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:

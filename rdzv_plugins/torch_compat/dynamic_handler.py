@@ -150,7 +150,7 @@ def check_settings(settings: Settings) -> None:
 
 def _refuse_ours(settings: Settings) -> None:
     every = option_names(Settings)
-    names = ["master_port", "metrics_port", "metrics_host", "otel"]
+    names = ["master_port", "metrics_port", "metrics_host", "otel", "page_token_file"]
     ours = (("restart_on_loss", "outage_limit"), ("abandoned_ttl", "check_disk_free"))
     for first, last in ours:
         names += every[every.index(first) : every.index(last) + 1]

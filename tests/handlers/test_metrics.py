@@ -255,6 +255,12 @@ class TestTheServer:
         assert alone._report._server.url.startswith("http://[::1]:")
         assert page(alone, "/healthz")
 
+    def test_without_a_token_no_agent_starts_that_would_tell_anybody(self, site: Site) -> None:
+        conf = {"metrics_port": "0", "metrics_host": "0.0.0.0"}
+        params = RendezvousParameters("redis", "redis://127.0.0.1:1", "run", 1, 1, **conf)
+        with pytest.raises(ValueError, match=r"^who reaches 0\.0\.0\.0 would read the"):
+            create_handler("redis", params)
+
     def test_a_taken_port_is_a_warning_and_the_node_goes_on(
         self, site: Site, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -293,9 +299,11 @@ class TestTheServer:
         program = """
 import os, signal, sys
 from prometheus_client import CollectorRegistry
+from rdzv_plugins.config import Settings
 from rdzv_plugins.metrics_server import MetricsServer
+from rdzv_plugins.page_access import PageAccess
 server = MetricsServer(
-    "127.0.0.1", 0, CollectorRegistry(),
+    "127.0.0.1", 0, PageAccess("127.0.0.1", Settings()), CollectorRegistry(),
     before_metrics=str, health=lambda: (True, "ok"), why=str, name="rdzv-run-metrics",
 )
 begun = os.pipe()

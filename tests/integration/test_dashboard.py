@@ -15,6 +15,7 @@ from datetime import datetime
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 from urllib.parse import quote, urlsplit
 from zoneinfo import ZoneInfo
 
@@ -43,9 +44,13 @@ HTML = "<img src=/x onerror=document.title='owned'><b>bold</b>"
 
 
 @contextmanager
-def dashboard(store: RunningStore) -> Iterator[str]:
-    """The address of a dashboard of the store, as a person starts and ends it."""
-    command = [sys.executable, "-m", "rdzv_plugins.cli", "dashboard", "--port", "0"]
+def dashboard(store: RunningStore, *options: str, lines: int = 1) -> Iterator[str]:
+    """The address of a dashboard of the store, as a person starts and ends it.
+
+    Args:
+        lines: that it says at its start; it is the last one's first word.
+    """
+    command = [sys.executable, "-m", "rdzv_plugins.cli", "dashboard", "--port", "0", *options]
     command += ["--rdzv-backend", store.backend, "--rdzv-endpoint", store.endpoint]
     if store.config:
         conf = ",".join(f"{name}={value}" for name, value in store.config.items())
@@ -53,8 +58,8 @@ def dashboard(store: RunningStore) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
         try:
             assert it.stdout is not None
-            line = it.stdout.readline()
-            yield line.partition(" ")[0]
+            said = [it.stdout.readline() for _ in range(lines)]
+            yield said[-1].split()[0]
             it.send_signal(signal.SIGINT)
             _, errors = it.communicate(timeout=20)
             assert errors == ""
@@ -88,11 +93,14 @@ def chrome(started: Chrome) -> Iterator[Chrome]:
     complaints(started)
 
 
-def ask(address: str, path: str, host: str | None = None) -> tuple[int, Mapping[str, str], bytes]:
+def ask(
+    address: str, path: str, host: str | None = None, **headers: str
+) -> tuple[int, Mapping[str, str], bytes]:
     parts = urlsplit(address)
     assert parts.hostname is not None
     with closing(HTTPConnection(parts.hostname, parts.port, timeout=20)) as connection:
-        connection.request("GET", path, headers={"Host": host} if host is not None else {})
+        headers |= {"Host": host} if host is not None else {}
+        connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.headers.items()), answer.read()
 
@@ -505,6 +513,34 @@ def test_it_refuses_foreign_hosts_and_allows_its_own_files_only(address: str) ->
         assert content.replace(b"http://www.w3.org/2000/svg", b"").find(b"http") == -1
         assert "content-security-policy" in headers
     assert ask(address, "/api/runs/none-such")[0] == 404
+
+
+def test_where_others_reach_it_it_shows_a_token_and_asks_for_it(
+    shared: RunningStore, chrome: Chrome
+) -> None:
+    write_run(shared, "guarded", {"a": record(0, "host1")})
+    # Loopback, as nobody can tell from its spelling.
+    with dashboard(shared, "--host", "127.1", lines=2) as shown:
+        link = urlsplit(shown)
+        address, token = f"http://127.0.0.1:{link.port}", link.query.removeprefix("token=")
+        assert len(token) >= 32
+        for path in ("/", "/page.js", "/api/runs", "/api/runs/guarded", "/events", "/?token=x"):
+            status, headers, said = ask(address, path)
+            assert (status, headers["www-authenticate"]) == (401, "Bearer"), path
+            assert b"guarded" not in said
+        assert ask(address, "/healthz") == (200, ANY, b"ok\n")
+        for sent, status in ((token, 200), (f"{token}x", 401), ("", 401)):
+            headers = {"Authorization": f"Bearer {sent}"}
+            assert ask(address, "/api/runs", **headers)[0] == status
+        status, headers, _ = ask(address, f"/?token={token}")
+        assert (status, headers["location"]) == (303, "/")
+        cookie = headers["set-cookie"]
+        assert "HttpOnly; Path=/; SameSite=lax" in cookie
+        assert token not in cookie
+        assert ask(address, "/api/runs", Cookie=cookie.partition(";")[0])[0] == 200
+        chrome.get(f"{address}/?token={token}#guarded")
+        await_that(lambda: "guarded" in text(chrome, "#name"), 60, chrome)
+        assert chrome.current_url == f"{address}/#guarded"
 
 
 def test_a_taken_port_and_a_bad_endpoint_are_one_line(shared: RunningStore) -> None:

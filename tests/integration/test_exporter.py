@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,9 +35,9 @@ Scrape = dict[tuple[str, ...], float]
 
 
 @contextmanager
-def exporter(store: RunningStore) -> Iterator[str]:
+def exporter(store: RunningStore, *options: str) -> Iterator[str]:
     """The address of an exporter of the store, as a person starts and ends it."""
-    command = [sys.executable, "-m", "rdzv_plugins.cli", "exporter", "--port", "0"]
+    command = [sys.executable, "-m", "rdzv_plugins.cli", "exporter", "--port", "0", *options]
     command += ["--rdzv-backend", store.backend, "--rdzv-endpoint", store.endpoint]
     if store.config:
         conf = ",".join(f"{name}={value}" for name, value in store.config.items())
@@ -114,7 +115,8 @@ def test_it_tells_of_a_lost_node_and_of_an_outage(store: RunningStore, tmp_path:
         assert store.server is not None
         store.server.nodes[0].kill()
         assert until(lambda: scrape(address) == {("rdzv_store_up",): 0.0}, 30)
-        assert page(f"{address}/healthz").startswith("the store is away: redis at ")
+        assert page(f"{address}/healthz") == "the store is away; /why says which\n"
+        assert page(f"{address}/why").startswith("the store is away: redis at ")
 
 
 def shows(address: str, *, nodes: int, round: int) -> bool:
@@ -231,6 +233,27 @@ def move(store: RunningStore, run_id: str, beat: int) -> None:
                 for node in range(64)
             }
         )
+
+
+def test_where_others_reach_it_it_needs_a_token(
+    store: RunningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Loopback, as nobody can tell from its spelling.
+    with pytest.raises(ValueError, match=r"^who reaches 127\.1 would read .* without a token: set"):
+        pages.exporter("redis", store.endpoint, host="127.1")
+    file = tmp_path / "token"
+    file.write_text("of Prometheus\n")
+    monkeypatch.setenv("RDZV_PLUGINS_PAGE_TOKEN_FILE", str(file))
+    with exporter(store, "--host", "127.1") as address:
+        with pytest.raises(HTTPError, match="401"):
+            page(f"{address}/metrics")
+        with pytest.raises(HTTPError, match="401"):
+            page(f"{address}/why")
+        assert page(f"{address}/healthz") == "ok\n"
+        asked = urllib.request.Request(f"{address}/metrics")
+        asked.add_header("Authorization", "Bearer of Prometheus")
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            assert samples(answer.read().decode()) == {("rdzv_store_up",): 1.0}
 
 
 def test_a_taken_port_and_a_missing_library_are_one_line(

@@ -206,7 +206,7 @@ def test_the_lease_is_the_interval_times_the_attempts() -> None:
 
 
 def test_what_workers_do_not_need_is_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
-    secret = ("PASSWORD", "SECRET", "TOKEN", "SENTINEL_PASSWORD")
+    secret = ("PASSWORD", "SECRET", "TOKEN", "SENTINEL_PASSWORD", "PAGE_TOKEN")
     others = ("PASSWORD_FILE", "SECRET_FILE", "PREFIX")
     for name in (*secret, *others):
         monkeypatch.setenv(f"RDZV_PLUGINS_{name}", "x")

@@ -13,7 +13,9 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 from prometheus_client import CollectorRegistry
 
+from rdzv_plugins.config import Settings
 from rdzv_plugins.metrics_server import MetricsServer
+from rdzv_plugins.page_access import PageAccess
 from rdzv_plugins.testing.harness import until
 
 
@@ -22,6 +24,7 @@ def server() -> Iterator[MetricsServer]:
     server = MetricsServer(
         "127.0.0.1",
         0,
+        PageAccess("127.0.0.1", Settings()),
         CollectorRegistry(),
         before_metrics=str,
         health=lambda: (True, "ok"),

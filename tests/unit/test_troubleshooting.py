@@ -115,6 +115,7 @@ EXPLAINS_ITSELF = (
     "whose death costs the run a restart: name three hosts to survive that of any",
     "option 'ports': '…' is no range such as 29600-29699",
     "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out",
+    "page_token_file and $RDZV_PLUGINS_PAGE_TOKEN are both set: leave one of them out",
     "has no member of '…' on its ports: '…' is there",
     "each run has members of its own: name the run with -i, or, where a command takes no run, with",
     # The endpoint.

@@ -29,6 +29,7 @@ from rdzv_plugins.entry_points import refuse_without_torch
 from rdzv_plugins.health import refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.page_access import refuse_open_metrics
 from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import client_class, strange_variables
@@ -171,6 +172,10 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
         refuse_unknown_checks(settings)
     except ValueError as error:
         of_handler.append(("checks", str(error)))
+    try:
+        refuse_open_metrics(settings)
+    except ValueError as error:
+        of_handler.append(("metrics_host", str(error)))
     if settings.handler != "torch" and job.nnodes is not None:
         try:
             Sizes(*job.nnodes, settings.node_unit, settings.segment).refuse_if_impossible()
