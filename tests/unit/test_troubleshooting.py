@@ -299,6 +299,7 @@ COMPUTED = (
     "self.where",
     "'; '.join(map(_said, failures))",
     "pgconn.error_message.decode('utf-8', 'replace')",
+    "str(self.connection.last_error or '')",
 )
 
 WHAT_TO_DO = """{place} has an error or warning that docs/troubleshooting.md does not know:
