@@ -3,11 +3,12 @@
 The kernel ends the connections of a process that dies, within a millisecond. A link that ends
 without a farewell is dialled again: where nobody listens any more, or somebody else answers, the
 process is gone, as far as this host can tell. Silence tells nothing, nor does a link that ends and
-is answered again. That is evidence, and no verdict: a proxy or a firewall may refuse for a node
-that lives.
+is answered again. Nor does a link of which the two ends see different addresses: what stands
+between them, such as a sidecar proxy, ends it and refuses for a node that lives. That is evidence,
+and no verdict: a firewall may refuse too.
 
 A greeting names the node by a digest, and a stranger is told nothing; the answer proves, by what
-only the nodes of the run know, that this very process gives it.
+only the nodes of the run know, that this very process gives it, and which ends it sees.
 """
 
 from __future__ import annotations
@@ -49,11 +50,19 @@ _MOST_LINKS = 256
 _SHORT_SECONDS, _MOST_SHORT = 1.0, 3
 
 _Address = tuple[int, Any]
+_DIGEST = 16  # Bytes; twice as many characters.
 
 
 def _digest(*parts: str) -> bytes:
-    # Each part is of fixed length, or the last one.
-    return blake2b(" ".join(parts).encode(), digest_size=16).hexdigest().encode()
+    # No part but the last one has a blank.
+    return blake2b(" ".join(parts).encode(), digest_size=_DIGEST).hexdigest().encode()
+
+
+def _ends(dialled_from: tuple[Any, ...], answered_at: tuple[Any, ...]) -> str:
+    """Both ends of a connection as one of them sees it."""
+    hosts = [ip_address(it[0].partition("%")[0]) for it in (dialled_from, answered_at)]
+    mapped = [getattr(it, "ipv4_mapped", None) or it for it in hosts]
+    return f"{mapped[0]},{dialled_from[1]},{mapped[1]},{answered_at[1]}"
 
 
 class Links:
@@ -85,9 +94,9 @@ class Links:
         self._back = back
         self._peers: dict[str, _Peer] = {}
         self._accepted: list[_Accepted] = []
-        # The hosts where a node has answered. That another refuses tells nothing where none has: a
-        # firewall may be why.
-        self._reached: set[str] = set()
+        # The hosts where a node has answered, and whether both ends saw the same addresses. That
+        # another refuses tells nothing where none has: a firewall may be why.
+        self._reached: dict[str, bool] = {}
         listener.answer(_OPENING + _digest(node, run_id) + b" ", _NONCE + 1, self._accept)
 
     def hold(self, peers: Mapping[str, str]) -> None:
@@ -102,36 +111,45 @@ class Links:
             if node not in self._peers:
                 self._peers[node] = _Peer(self, self._listener, node, endpoint)
 
-    def greeting(self, node: str) -> tuple[bytes, bytes]:
-        """What to send to a node, and what only it answers."""
+    def greeting(self, node: str) -> tuple[bytes, Callable[[str], bytes]]:
+        """What to send to a node, and what only it answers if it sees these ends."""
         nonce = secrets.token_hex(_NONCE // 2)
         greeting = _OPENING + _digest(node, self._run_id) + b" " + nonce.encode() + b"\n"
-        return greeting, self._answer(nonce, node)
+        return greeting, partial(self._answer, nonce, node)
 
-    def _answer(self, nonce: str, node: str) -> bytes:
-        return _digest(nonce, node, self._run_id) + b"\n"
+    def _answer(self, nonce: str, node: str, ends: str) -> bytes:
+        itself = _digest(nonce, node, self._run_id)
+        return itself + _digest(nonce, node, ends, self._run_id) + b"\n"
 
     def _accept(self, line: socket.socket, rest: bytes) -> Line:
         self._accepted = [it for it in self._accepted if it.socket.fileno() >= 0]
         if len(self._accepted) >= _MOST_LINKS:
             self._listener.drop(self._accepted.pop(0))
-        answer = self._answer(rest[:-1].decode("ascii", "replace"), self._node)
-        accepted = _Accepted(line, answer)
+        nonce = rest[:-1].decode("ascii", "replace")
+        ends = _ends(line.getpeername(), line.getsockname())
+        accepted = _Accepted(line, self._answer(nonce, self._node, ends))
         self._accepted.append(accepted)
         return accepted
 
     # What a peer tells.
 
-    def held(self, host: str) -> None:
-        self._reached.add(host)
+    def held(self, host: str, direct: bool) -> None:
+        self._reached[host] = direct
 
-    def found_gone(self, node: str, host: str) -> bool:
-        """Whether it counts as evidence: nodes of that host have answered, or of another one."""
-        # What does not leave this host passes no firewall.
-        counts = host in self._reached or bool(self._reached - {self._host})
-        if counts:
+    def found_gone(self, node: str, host: str, direct: bool | None) -> bool:
+        """Whether it counts as evidence: it had a direct link, or such ones show what refuses.
+
+        Args:
+            direct: whether the ends of its link saw the same addresses; None: it never had one.
+        """
+        if direct is None:
+            direct = self._reached.get(host)
+        if direct is None:
+            # What does not leave this host passes no firewall.
+            direct = any(it for other, it in self._reached.items() if other != self._host)
+        if direct:
             self._gone(node)
-        return counts
+        return direct
 
     def found_back(self, node: str) -> None:
         self._back(node)
@@ -170,8 +188,8 @@ class _Dialled(Line):
     def __init__(
         self,
         address: _Address,
-        greeting: tuple[bytes, bytes],
-        is_held: Callable[[], None],
+        greeting: tuple[bytes, Callable[[str], bytes]],
+        is_held: Callable[[bool], None],
         over: Callable[[_Dialled], None],
     ) -> None:
         family, target = address
@@ -179,8 +197,8 @@ class _Dialled(Line):
         self.writes = True
         self.error: OSError | None = None
         self.held = self.said_farewell = self.connected = False
-        self._greeting, self._expected = greeting
-        self._read = b""
+        self._greeting, self._answer = greeting
+        self._expected = self._read = b""
         self._is_held = is_held
         self._over = over
         self.socket.setblocking(False)
@@ -200,13 +218,14 @@ class _Dialled(Line):
             return None
         data = self.socket.recv(len(self._expected) - len(self._read))
         self._read += data
-        if not data or not self._expected.startswith(self._read):
+        itself = self._read[: 2 * _DIGEST]
+        if not data or not self._expected.startswith(itself):
             return None
-        if hmac.compare_digest(self._read, self._expected):
+        if len(self._read) == len(self._expected):
             self.held, self.expires = True, math.inf
             with suppress(OSError):
                 _keep_alive(self.socket)
-            self._is_held()
+            self._is_held(hmac.compare_digest(self._read, self._expected))
         return self
 
     def _send(self) -> Line | None:
@@ -214,10 +233,12 @@ class _Dialled(Line):
         if self._result:
             return None
         # A port that is free may be this socket's own, and TCP connects it to itself.
-        if self.socket.getsockname() == self.socket.getpeername():
+        own, other = self.socket.getsockname(), self.socket.getpeername()
+        if own == other:
             self._result = errno.ECONNREFUSED
             return None
-        self.connected = True
+        if not self.connected:
+            self.connected, self._expected = True, self._answer(_ends(own, other))
         self._greeting = self._greeting[self.socket.send(self._greeting) :]
         self.writes = bool(self._greeting)
         return self
@@ -256,7 +277,8 @@ class _Peer:
         self._ended = False
         # So many dials in a row were refused, or somebody else answered.
         self._noes = 0
-        self._was_held = False
+        # Whether both ends of its link saw the same addresses; None: it had none yet.
+        self._direct: bool | None = None
         # So many links in a row lasted for a moment only.
         self._short = 0
         # It was found gone, and since then it was dialled so often.
@@ -309,9 +331,9 @@ class _Peer:
         self._line = line
         self._listener.serve(line)
 
-    def _held(self) -> None:
-        self._noes, self._pause, self._was_held = 0, _FIRST_PAUSE, True
-        self._links.held(self._host)
+    def _held(self, direct: bool) -> None:
+        self._noes, self._pause, self._direct = 0, _FIRST_PAUSE, direct
+        self._links.held(self._host, direct)
         if self._times is not None:
             self._times = None
             self._links.found_back(self._node)
@@ -333,22 +355,25 @@ class _Peer:
                 self._dial_later()
 
     def _failed(self, refused: bool, strange: bool) -> None:
-        if not self._was_held:
+        if self._direct is None:
             self._at = (self._at + 1) % len(self._addresses)
         if not (refused or strange):
             self._noes = 0
             self._dial_later()
             return
         self._noes += 1
-        addresses = 1 if self._was_held else len(self._addresses)
+        addresses = len(self._addresses) if self._direct is None else 1
         if self._noes < (addresses if refused else 2 * addresses):
             self._listener.later(_AT_ONCE_SECONDS, self._dial)
-        elif self._times is None and not self._links.found_gone(self._node, self._host):
+        elif self._times is None and not self._found_gone():
             self._dial_later()
         else:
             self._times = (self._times or 0) + 1
             if self._times <= _MOST_TIMES:
                 self._listener.later(_AGAIN_SECONDS, self._dial)
+
+    def _found_gone(self) -> bool:
+        return self._links.found_gone(self._node, self._host, self._direct)
 
     def _dial_later(self) -> None:
         self._listener.later(self._pause, self._dial)

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
-from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
+from rdzv_plugins.handler import StoreRendezvousHandler, _answer_within, rules_of
 from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousConnectionError
 from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.testing.harness import until
@@ -96,11 +96,12 @@ class Site:
                 **options,
             }
         )
+        client = client or self.client()
         handler = StoreRendezvousHandler(
-            client or self.client(),
+            client,
             self.archive(),
             self.run_id,
-            rules_of(settings, low, high),
+            rules_of(settings, low, high, _answer_within(client, settings)),
             settings,
             address,
         )
