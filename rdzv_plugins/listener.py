@@ -221,9 +221,11 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError:
-                # This process may have no descriptor left: do not ask again at once.
+                # This process may have no descriptor left: do not ask again at once. A socket that
+                # something has destroyed accepts nobody any more.
                 self._selector.unregister(self._server)
-                self.later(_PAUSE_SECONDS, self._listen_again)
+                if self._server.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    self.later(_PAUSE_SECONDS, self._listen_again)
                 return
             line.setblocking(False)
             few = [it for it in self._lines if it.counts]

@@ -306,3 +306,13 @@ def test_nobody_who_does_not_know_the_node_is_told_anything(watcher: Watcher) ->
 def test_at_rest_the_thread_sleeps(watcher: Watcher, peer: Peer) -> None:
     linked(watcher, peer.port)
     assert until(lambda: watcher.listener._patience() is None, PATIENCE)
+
+
+def test_a_thread_whose_socket_was_destroyed_sleeps(watcher: Watcher, peer: Peer) -> None:
+    linked(watcher, peer.port)
+    listener = watcher.listener
+    # As `ss --kill` does: it accepts nobody, for ever.
+    listener._server.shutdown(socket.SHUT_RDWR)
+    assert until(lambda: listener._server not in listener._selector.get_map(), PATIENCE)
+    assert until(lambda: listener._patience() is None, PATIENCE)
+    assert watcher.has_link()
