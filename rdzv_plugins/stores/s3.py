@@ -19,7 +19,9 @@ a lifecycle rule of the bucket takes what nobody sweeps, after more days than yo
 
 Limits: linearizable, as S3 is. Values up to 4 MiB. `Client.put_many` writes one key after the
 other; it is not atomic. Highly available as a service. S3 takes 3,500 writes and 5,500 reads a
-second under a prefix.
+second under a prefix. obstore's threads survive no fork: a process that is forked from one that has
+asked a bucket is refused, in a line. Workers of torchrun are not; a DataLoader's are, and seldom
+open a store.
 The user needs ``s3:GetObject, PutObject, DeleteObject`` on the objects and ``s3:ListBucket`` on the
 bucket.
 """

@@ -128,7 +128,7 @@ class Run:
         options: dict[str, Any] = {
             "local_addr": "127.0.0.1",
             **QUICK,
-            **self._store.config,
+            **self._store.config_at(proxy),
             **config,
         }
         params = RendezvousParameters(

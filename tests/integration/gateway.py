@@ -1,0 +1,160 @@
+"""An HTTP gateway before an S3, at which it has an account of its own; run as a program.
+
+``python -m tests.integration.gateway HOST PORT OPTIONS``: the options are JSON:
+
+- ``drops``: names of headers, in lower case, that it does not pass on.
+- ``judges``: it looks itself whether the condition of a write holds, and then writes without one.
+
+It prints the port on which it listens, then, for each line of its input, as JSON how often it was
+asked so far, by kind of request. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+
+__all__ = ["Gateway", "gateway"]
+
+Address = tuple[str, int]
+Answer = tuple[int, dict[str, str], bytes]
+
+# What belongs to a connection, or to the signature that the gateway makes anew.
+_OWN = {
+    "host", "connection", "content-length", "transfer-encoding",
+    "authorization", "x-amz-date", "x-amz-content-sha256",
+}  # fmt: skip
+
+
+class Gateway:
+    """A running gateway.
+
+    Attributes:
+        address: where clients reach it.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.address: Address = "127.0.0.1", int(self._read())
+
+    def asked(self) -> Counter[str]:
+        """How often it was asked so far, by kind of request: put, get, list, delete."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return Counter(json.loads(self._read()))
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+@contextmanager
+def gateway(target: Address, *, drops: set[str], judges: bool) -> Iterator[Gateway]:
+    """Start one before the S3 at ``target``, whose account is that of the environment."""
+    options = json.dumps({"drops": [it.lower() for it in drops], "judges": judges})
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, target[0], str(target[1]), options],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield Gateway(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def __init__(self, target: Address, drops: set[str], judges: bool) -> None:
+        super().__init__(("127.0.0.1", 0), _Passing)
+        self.target, self.drops, self.judges = target, drops, judges
+        self.asked: Counter[str] = Counter()
+        self.lock = threading.Lock()
+        account = Credentials(os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
+        self.signer = S3SigV4Auth(account, "s3", "us-east-1")
+
+
+class _Passing(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        kind = "list" if "list-type=" in self.path else self.command.lower()
+        with self.server.lock:
+            # A POST deletes many.
+            self.server.asked["delete" if kind == "post" else kind] += 1
+        given = {name.lower(): value for name, value in self.headers.items()}
+        headers = {it: given[it] for it in given.keys() - _OWN - self.server.drops}
+        new = tag = None
+        if self.server.judges:
+            new, tag = headers.pop("if-none-match", None), headers.pop("if-match", None)
+        if new or tag:
+            status, found, _ = self._ask("HEAD", {}, b"")
+            there = found.get("etag") if status == 200 else None
+            if (new and there is not None) or (tag and tag != there):
+                self._answer(412, {}, b"")
+                return
+        self._answer(*self._ask(self.command, headers, body))
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on  # noqa: N815 - the base class names them
+
+    def _ask(self, method: str, headers: dict[str, str], body: bytes) -> Answer:
+        target = self.server.target
+        url = f"http://{target[0]}:{target[1]}{self.path}"
+        request = AWSRequest(method, url, headers=headers, data=body)
+        self.server.signer.add_auth(request)
+        with closing(HTTPConnection(*target, timeout=30)) as connection:
+            connection.request(method, self.path, body, dict(request.headers.items()))
+            answer = connection.getresponse()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, found, answer.read()
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        # The client may have given up.
+        with suppress(ConnectionError):
+            self.send_response_only(status)
+            for name in headers.keys() - _OWN:
+                self.send_header(name, headers[name])
+            if status != 204:
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+
+def main(host: str, port: str, options: str) -> None:
+    given = json.loads(options)
+    server = _Server((host, int(port)), set(given["drops"]), given["judges"])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    _say(str(server.server_address[1]))
+    for _ in sys.stdin:
+        with server.lock:
+            _say(json.dumps(server.asked))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
