@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import re
 import secrets
 import time
 from abc import abstractmethod
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,6 +47,9 @@ _LEAST_EXPIRY = 2 * _DEADLINE_SECONDS
 # Of a run of which nobody has set a deadline that has passed.
 _FIRST = "0"
 
+# A path may have 1,024 bytes; and a name in it 255, where the store keeps a file of each object.
+_LONGEST_NAME = 200
+
 # Objects that are fetched at once.
 _AT_ONCE = 16
 # A service answers within a fraction of this.
@@ -73,6 +78,7 @@ _METADATA = re.compile(r"169\.254\.|metadata", re.IGNORECASE)
 _UNKNOWN = re.compile("NotImplemented|A header you provided implies")
 # The process that asked first: obstore's threads run in it, and not in what is forked from it.
 _asks_from: int | None = None
+_LONG_URL = re.compile(r"(https?://\S{80})\S+")
 _STATUS = re.compile(r"(?i)(?:status|code|error)[: ]+(4\d\d)\b")
 
 
@@ -129,7 +135,9 @@ class BucketClient(StoreClient):
         self.longest_poll = self._polling.longest
         *prefix, run = segments(namespace, options.prefix)
         self._above = "/".join(filter(None, (*folder.split("/"), *prefix)))
-        self._run = f"{self._above}/{run}"
+        # Nobody reads a run's id from its folder.
+        short = f"{run[:_LONGEST_NAME]}+{hashlib.sha256(run.encode()).hexdigest()[:32]}"
+        self._run = f"{self._above}/{run if len(run) <= _LONGEST_NAME else short}"
         attempt = f"{max(1, math.ceil(min(request_timeout, _LONGEST_ATTEMPT) * 1000))}ms"
         plain = str(options.url or "").startswith("http://")
         self._store = self._make_store(
@@ -202,7 +210,7 @@ class BucketClient(StoreClient):
         others = {p: it for p, it in [*self._held.items()] if not p.startswith(f"{where}/")}
         self._held = others | kept
         keys = {_key(path[len(folder) + 1 :]): it for path, it in found.items()}
-        return {key: it for key, it in keys.items() if key.startswith(prefix)}
+        return {key: it for key, it in keys.items() if key is not None and key.startswith(prefix)}
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         path = f"{self._folder(limit)}/{_path(key)}"
@@ -459,7 +467,7 @@ def _is_absent(error: Exception) -> bool:
 
 def _said(error: Exception) -> str:
     """The error in one line, with the service's code instead of its whole answer."""
-    text = str(error).partition("Debug source")[0]
+    text = _LONG_URL.sub(r"\1…", str(error).partition("Debug source")[0])
     said = " ".join(text.partition(": <")[0].split())[:300]
     code = re.search(r"<Code>(\w+)</Code>", text)
     return f"{said}, {code[1]}" if code else said
@@ -474,15 +482,36 @@ def _of(request: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
 
 def _path(key: str) -> str:
     """A key as a path: each segment percent-encoded, "~" for one that is empty."""
-    return "/".join(_segment(part) for part in key.split("/"))
+    return "/".join(map(_segment, key.split("/")))
 
 
 def _segment(part: str) -> str:
     if not part:
         return "~"
     encoded = quote(part, safe="").replace("~", "%7E")
-    return encoded if encoded.strip(".") else encoded.replace(".", "%2E")
+    if len(encoded) <= _LONGEST_NAME:
+        return encoded if encoded.strip(".") else encoded.replace(".", "%2E")
+    # A run id, in the list of runs: as dense as may be, in names between "+" and "+".
+    dense = urlsafe_b64encode(part.encode()).decode().rstrip("=")
+    names = (dense[it : it + _LONGEST_NAME] for it in range(0, len(dense), _LONGEST_NAME))
+    return f"+{'/+'.join(names)}+"
 
 
-def _key(path: str) -> str:
-    return "/".join("" if part == "~" else unquote(part) for part in path.split("/"))
+def _key(path: str) -> str | None:
+    """The key that is stored there; None: no client of ours has written to this path."""
+    parts: list[str] = []
+    dense: str | None = None
+    try:
+        for name in path.split("/"):
+            if name.startswith("+"):
+                dense = (dense or "") + name.strip("+")
+                if name.endswith("+"):
+                    padding = "=" * (-len(dense) % 4)
+                    parts.append(urlsafe_b64decode(dense + padding).decode())
+                    dense = None
+            else:
+                parts.append("" if name == "~" else unquote(name))
+    except ValueError:
+        return None
+    key = "/".join(parts)
+    return key if _path(key) == path else None

@@ -80,6 +80,12 @@ def _key_in_nats(client: Any, key: bytes, data: bytes) -> None:
     client._transport.run(client._publish(subject, data), _limit())
 
 
+def _key_in_a_bucket(client: Any, key: bytes, data: bytes) -> None:
+    name = "".join(f"%{byte:02X}" for byte in key)
+    for path in (name, name.lower(), f"+{name}+", "+cut", "+/+"):
+        client._api.put(client._store, f"{client._folder(_limit())}/{path}", data)
+
+
 WRITES: dict[str, Callable[[Any, Any, bytes], None]] = {"redis": _hash, "dynamodb": _item}
 KEYS: dict[str, Callable[[Any, bytes, bytes], None]] = {
     "redis": _hash,
@@ -89,6 +95,8 @@ KEYS: dict[str, Callable[[Any, bytes, bytes], None]] = {
     "zookeeper": _key_in_zookeeper,
     "nats": _key_in_nats,
     "quorum": _key_in_nats,
+    "s3": _key_in_a_bucket,
+    "azure": _key_in_a_bucket,
 }
 
 
