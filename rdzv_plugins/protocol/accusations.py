@@ -1,9 +1,10 @@
 """Nodes that are accused of having ended: named, asked, and lost if they do not answer.
 
 Two signs are needed, which fail for different reasons. A participant that had a link to the node
-was refused when it dialled again, and says so in its record. And the node, named in the document,
-writes no heartbeat within the time that a wake-up takes on this store. A proxy, a firewall or a
-dead listener gives the first only, a node that stands still neither. Rule: accusations.
+was refused when it dialled again, or the cluster says that the node's pod has ended, and the
+participant says so in its record. And the node, named in the document, writes no heartbeat within
+the time that a wake-up takes on this store. A proxy, a firewall, a dead listener or a pod that was
+deleted by force gives the first only, a node that stands still neither. Rules: accusations, pods.
 """
 
 from __future__ import annotations
@@ -87,8 +88,7 @@ def judged(view: View, document: RoundDocument, records: Mapping[str, NodeRecord
     if not lost:
         return document
     named = (
-        Accusation(it.node, it.beat, accused[it.node].by, True) if it.node in lost else it
-        for it in document.accused
+        replace(accused[it.node], lost=True) if it.node in lost else it for it in document.accused
     )
     return replace(document, accused=tuple(named))
 
@@ -108,8 +108,8 @@ def until_a_verdict(
     return min(left) if left and not _too_many(document, accused) else None
 
 
-def found_gone(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, str]:
-    """Nodes that are lost by accusations, each with who has found it gone.
+def found_gone(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, Accusation]:
+    """Nodes that are lost by accusations.
 
     One that beats again was not gone: it comes in as others do.
     """
@@ -117,7 +117,7 @@ def found_gone(document: RoundDocument, records: Mapping[str, NodeRecord]) -> di
     for it in document.accused:
         record = records.get(it.node)
         if it.lost and record is not None and record.beat <= it.beat and not record.is_over:
-            found[it.node] = it.by
+            found[it.node] = it
     return found
 
 
@@ -141,10 +141,12 @@ def _accused(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict
     found: dict[str, Accusation] = {}
     for node, beat, by in _signs(document, records):
         record = records.get(node)
-        if record is None or record.beat != beat or record.is_over or not record.link:
+        if record is None or record.beat != beat or record.is_over or not record.answers:
             continue
         if node != by and document.names(node):
-            found.setdefault(node, Accusation(node, beat, records[by].label))
+            why = dict(records[by].ended).get(node, "")
+            if node not in found or (why and not found[node].why):
+                found[node] = Accusation(node, beat, records[by].label, why=why)
     return found
 
 

@@ -436,12 +436,13 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
     beat, record = dict(view.record.accuses).get(leader), view.leader
     if view.rules.answer is None or beat is None or record is None or record.beat > beat:
         return None
-    if record.is_over or not record.link:
+    if record.is_over or not record.answers:
         return None
     others = tuple(it for it in document.accused if it.node != leader)
-    if Accusation(leader, beat) not in (replace(it, by="") for it in document.accused):
+    if (leader, beat) not in ((it.node, it.beat) for it in document.accused if not it.lost):
         # In the document's own name: it is the leader's write that is a sign of life.
-        named = Accusation(leader, beat, view.record.label)
+        why = dict(view.record.ended).get(leader, "")
+        named = Accusation(leader, beat, view.record.label, why=why)
         return Write(replace(document, accused=(*others, named)))
     if leader not in view.unanswered:
         return None

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.documents import (
+    Accusation,
     Cause,
     NodeRecord,
     Phase,
@@ -21,7 +22,7 @@ from rdzv_plugins.protocol.roster import members_by_their_records
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import Situation, round_in, without
 
-NOBODY: Mapping[str, str] = {}
+NOBODY: Mapping[str, Accusation] = {}
 
 __all__ = [
     "amended",
@@ -225,14 +226,14 @@ def amended(
     cause: Cause,
     records: Mapping[str, NodeRecord],
     gone: Iterable[str],
-    found: Mapping[str, str] = NOBODY,
+    found: Mapping[str, Accusation] = NOBODY,
 ) -> Cause:
     """The cause with the nodes that are gone: each as lost, or as left.
 
     Args:
-        found: those whose processes have ended, each with who has found that.
+        found: those whose processes have ended, each with the accusation.
     """
-    ended: dict[str, str] = {}
+    ended: dict[str, Accusation] = {}
     left: list[str] = []
     silent: list[str] = []
     failed: list[str] = []

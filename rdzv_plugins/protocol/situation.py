@@ -11,7 +11,14 @@ import msgspec
 
 from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.accusations import found_gone, judged
-from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status, derived
+from rdzv_plugins.protocol.documents import (
+    Accusation,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+    derived,
+)
 from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.rules import Rules, View
 from rdzv_plugins.protocol.sizes import Sizes, world_size
@@ -111,7 +118,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         wall: the time on the wall clock of who judges, in seconds since the epoch.
         lost: nodes whose leases have run out, and what is forgiven of their silence; or whose
             processes are gone.
-        gone_by: of these, the latter, each with the label of who has found it.
+        gone_by: of these, the latter, each with the accusation.
         silent: as a node knows it: those whose leases have run out, also if they have one more. As
             an observer knows it: those of which a heartbeat was due and did not come.
         back: nodes that the document gives up as lost, and whose heartbeats move.
@@ -122,7 +129,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     rules: Rules
     wall: float
     lost: frozenset[str] = _NOBODY
-    gone_by: Mapping[str, str] = {}
+    gone_by: Mapping[str, Accusation] = {}
     silent: frozenset[str] = _NOBODY
     back: frozenset[str] = _NOBODY
 

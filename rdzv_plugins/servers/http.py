@@ -18,14 +18,15 @@ def ask(
     *,
     security: Security,
     headers: Mapping[str, str] | None = None,
+    timeout: float = 2.0,
 ) -> tuple[int, Any]:
     """The answer's status and JSON (else its text); `OSError` without an answer."""
     context = security.context()
     connection: http.client.HTTPConnection
     if context:
-        connection = http.client.HTTPSConnection(HOST, port, timeout=2, context=context)
+        connection = http.client.HTTPSConnection(HOST, port, timeout=timeout, context=context)
     else:
-        connection = http.client.HTTPConnection(HOST, port, timeout=2)
+        connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
     try:
         data = None if body is None else json.dumps(body)
         connection.request(method, path, data, dict(headers or {}))

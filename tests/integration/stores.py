@@ -333,7 +333,7 @@ def _started(
         # To others Valkey will do in its place; the tests have it under its own name.
         raise servers.NotInstalledError("redis-server is not installed")
     with (
-        servers.start(kind.server, nodes=nodes, security=security) as server,
+        servers.start(kind.server, nodes=nodes, security=security, timeout=120) as server,
         _environment(server.environ),
     ):
         store = RunningStore(

@@ -1,4 +1,4 @@
-"""Kubernetes' own: rights, kubeconfigs, pods' service accounts, and what owns a run's ConfigMaps.
+"""Kubernetes' own: rights, kubeconfigs, pods' service accounts and ends, what owns ConfigMaps.
 
 The API server and its etcd are real, and so is each object. No kubelet and no controller runs: the
 tests write what those would, such as a pod, or the files of its service account.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -24,6 +26,8 @@ from rdzv_plugins.servers import Security
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.stores import kubernetes, open_client
 from rdzv_plugins.testing.harness import until
+from tests import Measure
+from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, started
 
 KIND = next(kind for kind in KINDS if kind.name == "kubernetes")
@@ -66,7 +70,17 @@ class Cluster:
         if body is not None:
             headers["Content-Type"] = "application/json"
         secure = replace(ADMIN, cert_file=str(self.certificate))
-        return ask(self.port, method, path, body, security=secure, headers=headers)
+        return ask(
+            self.port, method, path, body, security=secure, headers=headers, timeout=PATIENCE
+        )
+
+    def make_pod(self, namespace: str, name: str) -> str:
+        """Its path; on a node, so that it is there until a kubelet has ended it."""
+        path = f"/api/v1/namespaces/{namespace}/pods"
+        container = {"name": "agent", "image": "train"}
+        spec = {"nodeName": "node1", "restartPolicy": "Never", "containers": [container]}
+        self.ask("POST", path, {"metadata": {"name": name}, "spec": spec})
+        return f"{path}/{name}"
 
     def namespace(self, name: str) -> str:
         self.ask("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
@@ -94,10 +108,10 @@ class Cluster:
         return open_client("kubernetes", self.store.endpoint, run, own | config)
 
 
-def manifests() -> list[dict[str, Any]]:
+def manifests(file: str = "role") -> list[dict[str, Any]]:
     """Of the page that tells which rights the pods need."""
     yaml: Any = pytest.importorskip("yaml")
-    text = re.search(r"```yaml role.yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    text = re.search(rf"```yaml {file}.yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert text is not None
     return list(yaml.safe_load_all(text[1]))
 
@@ -284,3 +298,162 @@ def test_a_kubeconfig_names_server_namespace_and_token(
         open_client("kubernetes", "", "run", given | {"context": "denied"}).close()
     with pytest.raises(ValueError, match="none"):
         open_client("kubernetes", "", "run", given | {"context": "none"}).close()
+
+
+class Ends:
+    """Agents, each with a pod of its own, whose ends the test writes as Kubernetes would."""
+
+    def __init__(self, cluster: Cluster, space: str, folder: Path) -> None:
+        self.cluster, self.space = cluster, space
+        config = {"ca_file": str(cluster.certificate), "namespace": space, "owner": "none"}
+        store = replace(cluster.store, config=config)
+        self.job = Job(
+            folder, store, nodes="2:3", pods="true", keep_alive_interval=5, last_call_timeout=2
+        )
+        self.pods = {name: cluster.make_pod(space, f"train-{name}") for name in "abc"}
+        for name in "abc":
+            within = ["env", f"POD_NAME=train-{name}"]
+            self.job.start(name, f"127.0.0.{ord(name) - ord('a') + 1}", within=within)
+        self.job.await_begun("abc")
+        self.job.await_that(lambda: len(self.watches()) >= 3, "watches of pods", 30)
+
+    def watches(self) -> list[str]:
+        """Threads of the agents that watch pods: the leader's, and those of the others."""
+        found = []
+        for agent in self.job.agents.values():
+            for task in Path(f"/proc/{agent.pid}/task").iterdir():
+                found += re.findall(r"rdzv-.*-pods|rdzv-run-\w+", (task / "comm").read_text())
+        return found
+
+    def set_status(self, name: str, **status: Any) -> None:
+        pod = self.cluster.ask("GET", self.pods[name])
+        self.cluster.ask("PUT", f"{self.pods[name]}/status", pod | {"status": status})
+
+    def resumes_without(self, name: str, began: float) -> tuple[float, str]:
+        """Seconds until the last worker of the others began again, and why they did."""
+        world = self.job.await_begun(sorted({*"abc"} - {name}), after=began)
+        document = self.job.document()
+        assert document is not None
+        return max(world.began.values()) - began, document.reason
+
+
+@pytest.fixture
+def ends(cluster: Cluster, space: str, login: str, tmp_path: Path) -> Iterator[Ends]:
+    cluster.apply(space, manifests("pods"))
+    made = Ends(cluster, space, tmp_path)
+    yield made
+    made.job.close()
+
+
+def of_leader(ends: Ends) -> str:
+    leader = ends.job.leader()
+    return next(name for name, it in ends.job.agents.items() if it is leader)
+
+
+def another(ends: Ends) -> str:
+    return next(name for name in "cba" if name != of_leader(ends))
+
+
+WHO = pytest.mark.parametrize("who", [of_leader, another])
+MESSAGE = "The node was low on resource: memory."
+
+
+@WHO
+def test_who_is_evicted_is_lost_long_before_its_lease(
+    ends: Ends, who: Callable[[Ends], str], record_property: Measure
+) -> None:
+    """The test kills the process, and writes the pod's status, as the kubelet does."""
+    name = who(ends)
+    label = ends.job.label(name)
+    ends.job.agents[name].kill()
+    began = time.monotonic()
+    ends.set_status(name, phase="Failed", reason="Evicted", message=MESSAGE)
+    took, why = ends.resumes_without(name, began)
+    assert why == f"lost {label}: evicted: {MESSAGE}"
+    record_property("last worker began again, s", round(took, 2))
+    assert took < 10, "the lease is 15 s"
+
+
+@WHO
+def test_a_pod_that_is_deleted_by_force_with_its_process(
+    ends: Ends, who: Callable[[Ends], str], record_property: Measure
+) -> None:
+    name = who(ends)
+    label = ends.job.label(name)
+    ends.job.agents[name].kill()
+    began = time.monotonic()
+    ends.cluster.ask("DELETE", ends.pods[name], {"gracePeriodSeconds": 0})
+    took, why = ends.resumes_without(name, began)
+    assert why == f"lost {label}: its pod was deleted"
+    record_property("last worker began again, s", round(took, 2))
+    assert took < 10, "the lease is 15 s"
+
+
+@WHO
+def test_who_lives_and_is_preempted_leaves(
+    ends: Ends, who: Callable[[Ends], str], record_property: Measure
+) -> None:
+    """No signal comes: as where a shell is the container's first process, and passes none on."""
+    name = who(ends)
+    label = ends.job.label(name)
+    condition = {
+        "type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler",
+        "message": "default-scheduler: preempting to accommodate a higher priority pod",
+    }  # fmt: skip
+    began = time.monotonic()
+    ends.set_status(name, phase="Running", conditions=[condition])
+    took, why = ends.resumes_without(name, began)
+    assert why == f"{label} left (preempted: {condition['message']})"
+    record_property("last worker began again, s", round(took, 2))
+    assert took < 10, "the lease is 15 s"
+    ends.job.await_that(
+        lambda: "asks for no round any more" in ends.job.agents[name].log.read_text(), "its log", 60
+    )
+    assert ends.job.agents[name].process.poll() is None
+
+
+def test_who_lives_and_whose_pod_is_being_deleted_leaves(
+    ends: Ends, record_property: Measure
+) -> None:
+    name = another(ends)
+    label = ends.job.label(name)
+    began = time.monotonic()
+    ends.cluster.ask("DELETE", ends.pods[name])
+    took, why = ends.resumes_without(name, began)
+    assert why == f"{label} left (its pod is being deleted)"
+    record_property("last worker began again, s", round(took, 2))
+
+
+def test_a_pod_that_seems_to_live_proves_nothing(ends: Ends, record_property: Measure) -> None:
+    name = another(ends)
+    ends.set_status(name, phase="Running")
+    label = ends.job.label(name)
+    began = ends.job.agents[name].signal(signal.SIGKILL, workers=True)
+    took, why = ends.resumes_without(name, began)
+    assert why == f"lost {label}: lease ran out"
+    record_property("last worker began again, s", round(took, 2))
+
+
+@pytest.mark.usefixtures("login")
+def test_pods_cannot_be_watched_without_the_rights_to(
+    cluster: Cluster, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(cluster.open(space, pods="true")) as client:
+        (_, pods) = (it for it in client.inspect() if it.what == "rights")
+        assert pods.mark is Mark.FAILED
+        assert "list, watch are missing on pods" in pods.found
+        cluster.apply(space, manifests("pods"))
+
+        def allowed() -> bool:
+            return all(it.mark is Mark.OK for it in client.inspect() if it.what == "rights")
+
+        assert until(allowed, PATIENCE)
+        assert client.pods is not None
+        with pytest.raises(ValueError, match="is not there: set POD_NAME"):
+            client.pods.own()
+        cluster.make_pod(space, "train-a")
+        monkeypatch.setenv("POD_NAME", "train-a")
+        assert client.pods.own().startswith("train-a/")
+        monkeypatch.setenv("POD_UID", "another")
+        with pytest.raises(ValueError, match="another one than"):
+            client.pods.own()

@@ -43,6 +43,8 @@ class Life:
         fails: which requests fail besides.
         told, said: the lines of its log: warnings, and others.
         links: where it has links to, by node.
+        pods: those that it watches.
+        own_pod_ends: what the cluster tells of its own.
         master: what opening a TCPStore comes to; None: it never ends.
         dials: what a dial of another node comes to: seconds, or why it failed; None: it never ends.
     """
@@ -55,6 +57,7 @@ class Life:
         rules: Rules,
         seed: int = 1,
         domain: str | None = None,
+        pod: str = "",
     ) -> None:
         self.client = MemoryClient(server, NAMESPACE)
         self.archive = archive(server)
@@ -66,6 +69,8 @@ class Life:
         self.master: str | Exception | None = "host:1"
         self.dials: Callable[[effects.DialPeer], float | Exception | None] = lambda request: 0.01
         self.links: dict[str, str] = {}
+        self.pods: tuple[str, ...] = ()
+        self.own_pod_ends = ""
         self.log: list[str] = []
         self.told: list[str] = []
         self.said: list[str] = []
@@ -75,7 +80,7 @@ class Life:
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
             interval=rules.interval, lease=rules.lease, domain=domain,
             port=4711 if rules.network_check else 0,
-            link=4711 if rules.answer is not None else 0,
+            link=4711 if rules.answer is not None and not pod else 0, pod=pod,
         )  # fmt: skip
         self.node = Node(name, record, rules, 60.0, time, random.Random(seed), wall=time)
         self.node.order_join()
@@ -146,6 +151,9 @@ class Life:
             case effects.HoldLinks(peers):
                 self.links = dict(peers)
                 return None
+            case effects.WatchPods(pods):
+                self.pods = pods
+                return None
             case effects.Tell(_, text):
                 return (self.told if request.warns else self.said).append(text)
             case effects.Begin():
@@ -167,6 +175,8 @@ class Life:
                 return self.master
             case effects.DialPeer():
                 return self.dials(begun)
+            case effects.LookAtPod():
+                return self.own_pod_ends
 
 
 def _name(request: effects.Effect[Any]) -> str:

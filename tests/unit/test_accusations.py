@@ -1,4 +1,7 @@
-"""Who is accused of having ended: those that have are lost at once, and those that live never."""
+"""Who is accused of having ended: those that have are lost at once, and those that live never.
+
+By links to their processes, or by their pods.
+"""
 
 from __future__ import annotations
 
@@ -212,3 +215,87 @@ def test_of_more_than_a_third_of_many_leases_decide(crowd: Crowd) -> None:
     # What refuses for so many at once may be the network.
     assert document(crowd).round == before
     crowd.play_until(lambda: runs_without(crowd, *many), 40.0)
+
+
+WHY = "evicted: The node was low on resource: memory."
+
+
+def begin_in_pods(crowd: Crowd, *names: str, rules: Rules = RULES) -> None:
+    """Each in a pod of its own, and without links."""
+    for name in names:
+        crowd.join(name, rules, pod=f"{name}/uid")
+        crowd.play(0.01)
+    crowd.play_until(lambda: all(it.given for it in crowd.members.values()), 60.0)
+    crowd.play(1.0)
+
+
+def ends(crowd: Crowd, name: str, why: str = WHY) -> None:
+    """The cluster tells those who watch the pod."""
+    for member in crowd.members.values():
+        if member.alive and f"{name}/uid" in member.pods:
+            member.node.report_pod(f"{name}/uid", why)
+
+
+def test_the_leader_watches_all_pods_and_the_next_nodes_that_of_the_leader(crowd: Crowd) -> None:
+    begin_in_pods(crowd, *NAMES)
+    watched = {name: [*crowd.members[name].pods] for name in NAMES}
+    others = ["n2/uid", "n3/uid", "n4/uid"]
+    assert watched == {"n1": others, "n2": ["n1/uid"], "n3": ["n1/uid"], "n4": []}
+    assert not any(it.links for it in crowd.members.values())
+
+
+@pytest.mark.parametrize("name", ["n1", "n3"])
+def test_a_node_whose_pod_was_evicted_is_lost_at_once_and_people_are_told_why(
+    crowd: Crowd, name: str
+) -> None:
+    begin_in_pods(crowd, *NAMES)
+    crowd.members[name].crash()
+    ends(crowd, name)
+    crowd.play_until(lambda: runs_without(crowd, name), 2.0)
+    assert document(crowd).reason == f"lost {name}[1]: {WHY}"
+    others = [it for it in crowd.members.values() if it.alive]
+    crowd.play(1.0)
+    leader = document(crowd).leader
+    assert leader is not None
+    assert len(crowd.members[leader].pods) == len(others) - 1
+
+
+@pytest.mark.parametrize("name", ["n1", "n3"])
+def test_one_that_lives_leaves_if_its_own_pod_is_to_end(crowd: Crowd, name: str) -> None:
+    begin_in_pods(crowd, *NAMES)
+    member = crowd.members[name]
+    member.own_pod_ends = "preempted: a pod of a higher priority"
+    member.stops = None  # Its agent waits for its end.
+    ends(crowd, name, "preempted: a pod of a higher priority")
+    crowd.play_until(lambda: runs_without(crowd, name), 2.0)
+    assert document(crowd).reason == f"{name}[1] left (preempted: a pod of a higher priority)"
+    settled = document(crowd).round
+    crowd.play(40.0)
+    assert document(crowd).round == settled
+
+
+@pytest.mark.parametrize("name", ["n1", "n3"])
+def test_one_that_lives_stays_if_it_knows_of_no_end_of_its_own_pod(crowd: Crowd, name: str) -> None:
+    begin_in_pods(crowd, *NAMES)
+    ends(crowd, name)
+    crowd.play(40.0)
+    assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
+
+
+def test_a_pod_that_seems_to_live_proves_nothing(crowd: Crowd) -> None:
+    begin_in_pods(crowd, *NAMES)
+    crowd.members["n2"].crash()
+    crowd.play_until(lambda: runs_without(crowd, "n2"), 30.0)
+    assert document(crowd).reason == "lost n2[1]: lease ran out"
+
+
+@pytest.mark.soak
+def test_twenty_pods_of_seventy_end_at_once(crowd: Crowd) -> None:
+    names = tuple(f"n{number:02}" for number in range(70))
+    begin_in_pods(crowd, *names, rules=replace(RULES, max_nodes=70))
+    gone = names[10:30]
+    for name in gone:
+        crowd.members[name].crash()
+    for name in gone:
+        ends(crowd, name)
+    crowd.play_until(lambda: runs_without(crowd, *gone), 5.0)

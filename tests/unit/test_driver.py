@@ -8,7 +8,7 @@ import importlib.util
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from rdzv_plugins.kv import (
     Entry,
     MemoryClient,
     MemoryServer,
+    Pods,
     RendezvousConnectionError,
     RendezvousStateError,
 )
@@ -124,6 +125,8 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     effects.OpenMaster: (effects.OpenMaster("1-world_id", 0.05), ["open"]),
     effects.FetchExclusions: (effects.FetchExclusions("the-run", 0.05), ["get_many", "close"]),
     effects.DialPeer: (effects.DialPeer("1-world_id 1", 0.05, "n2", "host:1", True, 1.0), ["dial"]),
+    effects.WatchPods: (effects.WatchPods(("pod",)), ["watch"]),
+    effects.LookAtPod: (effects.LookAtPod("the-run 1", 0.05), ["why_own_ends"]),
     effects.DropStores: (effects.DropStores("the-run", 1), ["list", "delete_many"]),
     effects.Expire: (effects.Expire(60.0), ["expire"]),
     effects.PutTombstone: (effects.PutTombstone(RUNNING), ["put", "expire", "list", "close"]),
@@ -156,8 +159,19 @@ def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
     def hold(peers: dict[str, str]) -> None:
         noted.append("hold")
 
+    class Watched(Pods):
+        def own(self) -> str:
+            return "pod"
+
+        def watch(self, pods: Collection[str], ends: Callable[[str, str], object]) -> None:
+            noted.append("watch")
+
+        def why_own_ends(self) -> str:
+            noted.append("why_own_ends")
+            return ""
+
     of = node, client, archive(noted), open_master, "test"
-    return Driver(*of, dial=dial, hold_links=hold)
+    return Driver(*of, dial=dial, hold_links=hold, pods=Watched())
 
 
 def test_every_request_is_carried_out() -> None:
