@@ -315,15 +315,6 @@ class Ends:
             within = ["env", f"POD_NAME=train-{name}"]
             self.job.start(name, f"127.0.0.{ord(name) - ord('a') + 1}", within=within)
         self.job.await_begun("abc")
-        self.job.await_that(lambda: len(self.watches()) >= 3, "watches of pods", 30)
-
-    def watches(self) -> list[str]:
-        """Threads of the agents that watch pods: the leader's, and those of the others."""
-        found = []
-        for agent in self.job.agents.values():
-            for task in Path(f"/proc/{agent.pid}/task").iterdir():
-                found += re.findall(r"rdzv-.*-pods|rdzv-run-\w+", (task / "comm").read_text())
-        return found
 
     def set_status(self, name: str, **status: Any) -> None:
         pod = self.cluster.ask("GET", self.pods[name])
