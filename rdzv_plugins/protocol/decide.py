@@ -439,7 +439,10 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
     if record.is_over or not record.answers:
         return None
     others = tuple(it for it in document.accused if it.node != leader)
-    if (leader, beat) not in ((it.node, it.beat) for it in document.accused if not it.lost):
+    asked = [it.beat for it in document.accused if it.node == leader and not it.lost]
+    if asked and max(asked) > beat:
+        return None  # Others have seen a later heartbeat, which this node has not read yet.
+    if beat not in asked:
         # In the document's own name: it is the leader's write that is a sign of life.
         why = dict(view.record.ended).get(leader, "")
         named = Accusation(leader, beat, view.record.label, why=why)

@@ -262,6 +262,8 @@ class Node:
         self._look_at_pod = ""
         # The nodes of each pod that this node watches, and for which round and leader.
         self._pods: dict[str, list[str]] = {}
+        # Why those of these end that do, by node.
+        self._ending: dict[str, str] = {}
         self._pods_of: tuple[str, str | None] | None = None
         # The remarks that the log has, by kind and key.
         self._told: set[tuple[str, object]] = set()
@@ -653,6 +655,9 @@ class Node:
                 self._next_beat = min(self._next_beat, soon)
         if interval_over:
             self._seen.read_again(leader=True, records=True)
+            # A beat that crossed the accusation was no answer to it: who lives is to look.
+            self._evidence.extend((node, True, why) for node, why in self._ending.items())
+            self._ending = {}
 
     def _take_evidence(self) -> Effects[None]:
         """Accusations: say in this node's record who is gone, or is not."""
@@ -665,7 +670,7 @@ class Node:
             if record is not None and record.answers and not record.is_over:
                 accuses[node] = record.beat
                 if why:
-                    ended[node] = why
+                    ended[node] = self._ending[node] = why
         self._evidence.popleft()
         most = _MOST_PODS if self._pods else _MOST_ACCUSED
         accused = tuple(accuses.items())[-most:]
@@ -753,6 +758,7 @@ class Node:
             if record is not None:
                 records = {leader: record}
         self._pods_of, self._pods = (document.world_id, leader), {}
+        self._ending = {node: why for node, why in self._ending.items() if node in records}
         for node, record in records.items():
             if record.pod and node != self.id:
                 self._pods.setdefault(record.pod, []).append(node)

@@ -282,6 +282,17 @@ def test_one_that_lives_stays_if_it_knows_of_no_end_of_its_own_pod(crowd: Crowd,
     assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
 
 
+def test_a_beat_that_crosses_the_accusation_is_no_answer(crowd: Crowd) -> None:
+    begin_in_pods(crowd, *NAMES)
+    member = crowd.members["n3"]
+    member.own_pod_ends = "its pod is being deleted"
+    member.stops = None
+    # Read with an older beat than the leader lists next.
+    crowd.members["n1"].node._evidence.append(("n3", True, "its pod is being deleted"))
+    member.node.allow_growth()
+    crowd.play_until(lambda: runs_without(crowd, "n3"), 2 * RULES.interval)
+
+
 def test_a_pod_that_seems_to_live_proves_nothing(crowd: Crowd) -> None:
     begin_in_pods(crowd, *NAMES)
     crowd.members["n2"].crash()
