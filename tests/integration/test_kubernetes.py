@@ -1,4 +1,4 @@
-"""Kubernetes' own: rights, kubeconfigs, pods' service accounts and ends, what owns ConfigMaps.
+"""Kubernetes' own: rights, tokens, kubeconfigs, pods' accounts and ends, watches, many requests.
 
 The API server and its etcd are real, and so is each object. No kubelet and no controller runs: the
 tests write what those would, such as a pod, or the files of its service account.
@@ -6,6 +6,7 @@ tests write what those would, such as a pod, or the files of its service account
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import secrets
@@ -14,18 +15,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from rdzv_plugins.cli.check.store import check_requests
-from rdzv_plugins.kv import AccessDeniedError, KeyValueClient
+from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.servers import Security
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.stores import kubernetes, open_client
-from rdzv_plugins.testing.harness import until
+from rdzv_plugins.stores.kubernetes import Client
+from rdzv_plugins.testing.harness import present, until
+from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, started
@@ -40,6 +48,9 @@ RULES = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/{}"
 PATIENCE = 60.0
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300), pytest.mark.xdist_group("kubernetes")]
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples/kubernetes/api"
 
 
 @dataclass(frozen=True)
@@ -90,9 +101,8 @@ class Cluster:
         """As ``kubectl -n <namespace> apply``, of what is not there yet."""
         for it in manifests:
             kind = it["kind"].lower() + "s"
-            place = RULES.format(namespace, kind)
-            if it["apiVersion"] == "v1":
-                place = f"/api/v1/namespaces/{namespace}/{kind}"
+            group = "api" if it["apiVersion"] == "v1" else "apis"
+            place = f"/{group}/{it['apiVersion']}/namespaces/{namespace}/{kind}"
             # kubectl adds it to the subjects too.
             subjects = [{**them, "namespace": namespace} for them in it.get("subjects", ())]
             self.ask("POST", place, it | ({"subjects": subjects} if subjects else {}))
@@ -103,9 +113,32 @@ class Cluster:
         answer = self.ask("POST", path, {"spec": {"expirationSeconds": 600}})
         return str(answer["status"]["token"])
 
+    def brief_token(self, namespace: str, seconds: float) -> str:
+        """Signed as the API server signs it, which signs none for less than 600 s.
+
+        It is accepted for a minute longer than it says.
+        """
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/rdzv"
+        account = {"name": "rdzv", "uid": self.ask("GET", path)["metadata"]["uid"]}
+        issuer, now = "https://kubernetes.default.svc", int(time.time())
+        claims = {
+            "iss": issuer, "aud": [issuer], "sub": f"system:serviceaccount:{namespace}:rdzv",
+            "iat": now - 120, "nbf": now - 120, "exp": now + seconds - 60,
+            "kubernetes.io": {"namespace": namespace, "serviceaccount": account},
+        }  # fmt: skip
+        key = load_pem_private_key(self.certificate.with_suffix(".key").read_bytes(), None)
+        assert isinstance(key, RSAPrivateKey)
+        parts = [_encoded(json.dumps(it).encode()) for it in ({"alg": "RS256"}, claims)]
+        signature = key.sign(".".join(parts).encode(), PKCS1v15(), SHA256())
+        return ".".join([*parts, _encoded(signature)])
+
     def open(self, namespace: str, run: str = "run", **config: str) -> KeyValueClient:
         own = {"ca_file": str(self.certificate), "namespace": namespace, "owner": "none"}
         return open_client("kubernetes", self.store.endpoint, run, own | config)
+
+
+def _encoded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 def manifests(file: str = "role") -> list[dict[str, Any]]:
@@ -159,6 +192,45 @@ def allow(cluster: Cluster, space: str, verbs: list[str]) -> None:
     assert until(lambda: [it for it in VERBS if allowed(it)] == verbs, PATIENCE)
 
 
+def test_the_files_of_the_recipe_are_applied(cluster: Cluster) -> None:
+    """The server, 1.20, drops what later versions brought, and runs no Job: no controller does."""
+    yaml: Any = pytest.importorskip("yaml")
+    space = cluster.namespace(f"test-{secrets.token_hex(4)}")
+    role = list(yaml.safe_load_all((EXAMPLES / "role.yaml").read_text()))
+    assert role == manifests() + manifests("pods")
+    cluster.apply(space, role)
+    made = {}
+    for name in ("job", "indexed-job"):
+        jobs = list(yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text()))
+        jobs[-1]["metadata"]["name"] = name
+        cluster.apply(space, jobs)
+        path = f"/apis/batch/v1/namespaces/{space}/jobs/{name}"
+        made[name] = cluster.ask("GET", path)["spec"]["template"]["spec"]
+    for pod in made.values():
+        assert pod["serviceAccountName"] == "rdzv"
+        (container,) = pod["containers"]
+        fields = {it["name"]: it["valueFrom"]["fieldRef"]["fieldPath"] for it in container["env"]}
+        assert fields["POD_NAME"] == "metadata.name"
+        assert fields["POD_UID"] == "metadata.uid"
+    wanted = {("configmaps", it) for it in VERBS} | {("pods", it) for it in VERBS[:3]}
+    assert until(lambda: rights(cluster, space) == wanted | {("jobs", "get")}, PATIENCE)
+
+
+def rights(cluster: Cluster, space: str) -> set[tuple[str, str]]:
+    """What the service account may do with objects of these kinds."""
+    found = set()
+    user = f"system:serviceaccount:{space}:rdzv"
+    groups = {"configmaps": "", "pods": "", "secrets": "", "jobs": "batch"}
+    for kind, group in groups.items():
+        for verb in (*VERBS, "patch", "deletecollection"):
+            asked = {"namespace": space, "resource": kind, "verb": verb, "group": group}
+            review = {"spec": {"resourceAttributes": asked, "user": user}}
+            path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+            if cluster.ask("POST", path, review)["status"]["allowed"]:
+                found.add((kind, verb))
+    return found
+
+
 @pytest.mark.usefixtures("login")
 def test_the_documented_role_is_enough(cluster: Cluster, space: str) -> None:
     with closing(cluster.open(space)) as client:
@@ -191,6 +263,31 @@ def test_without_one_of_its_verbs_a_job_is_told_which(
     allow(cluster, space, VERBS)
     with closing(cluster.open(space)) as client:
         assert check_requests(client).mark is Mark.OK
+
+
+def test_a_token_that_is_renewed_outlives_the_old_one(
+    cluster: Cluster, space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet renews the file before the token in it expires; here it is late once, too."""
+    monkeypatch.delenv("RDZV_PLUGINS_USER", raising=False)
+    monkeypatch.delenv("RDZV_PLUGINS_PASSWORD", raising=False)
+    path = f"/api/v1/namespaces/{space}/configmaps"
+    file = tmp_path / "token"
+    old = cluster.brief_token(space, 15)
+    file.write_text(old)
+    with closing(cluster.open(space, token_file=str(file))) as client:
+        client.put("key", b"one")
+        # The API server remembers for some seconds that a token was good.
+        assert until(lambda: cluster.status("GET", path, token=old) == 401, PATIENCE)
+        with pytest.raises(AccessDeniedError, match="refused the token"):
+            client.put("key", b"late")
+        file.write_text(cluster.brief_token(space, 15))
+        client.put("key", b"two")
+        renewed = file.read_text()
+        file.write_text(cluster.token(space))
+        assert until(lambda: cluster.status("GET", path, token=renewed) == 401, PATIENCE)
+        client.put("key", b"three")
+        assert present(client.get("key")).value == b"three"
 
 
 @pytest.fixture
@@ -308,7 +405,7 @@ class Ends:
         config = {"ca_file": str(cluster.certificate), "namespace": space, "owner": "none"}
         store = replace(cluster.store, config=config)
         self.job = Job(
-            folder, store, nodes="2:3", pods="true", keep_alive_interval=5, last_call_timeout=2
+            folder, store, nodes="2:3", pods="true", keep_alive_interval=5, last_call_timeout=0.3
         )
         self.pods = {name: cluster.make_pod(space, f"train-{name}") for name in "abc"}
         for name in "abc":
@@ -372,7 +469,7 @@ def test_a_pod_that_is_deleted_by_force_with_its_process(
     label = ends.job.label(name)
     ends.job.agents[name].kill()
     began = time.monotonic()
-    ends.cluster.ask("DELETE", ends.pods[name], {"gracePeriodSeconds": 0})
+    ends.cluster.ask("DELETE", f"{ends.pods[name]}?gracePeriodSeconds=0")
     took, why = ends.resumes_without(name, began)
     assert why == f"lost {label}: its pod was deleted"
     record_property("last worker began again, s", round(took, 2))
@@ -445,3 +542,183 @@ def test_pods_cannot_be_watched_without_the_rights_to(
         monkeypatch.setenv("POD_UID", "another")
         with pytest.raises(ValueError, match="another one than"):
             client.pods.own()
+
+
+@pytest.mark.usefixtures("login")
+def test_a_list_comes_in_pages_and_begins_again_if_the_server_forgets(
+    cluster: Cluster, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "_PAGE", 7)
+    with closing(cluster.open(space)) as client:
+        assert isinstance(client, Client)
+        keys = {f"nodes/{number}": b"%d" % number for number in range(30)}
+        client.put_many(keys)
+        asked: list[str] = []
+        statuses: list[int] = []
+        http = client._login.http
+        whole = http.ask
+
+        def watched(request: Any, limit: Any) -> Any:
+            if re.search(r"continue=\w", request.target) and len(asked) == 3:
+                forget_the_past(cluster, space)
+            asked.append(request.target)
+            answer = whole(request, limit)
+            statuses.append(answer.status)
+            return answer
+
+        monkeypatch.setattr(http, "ask", watched)
+        assert {key: it.value for key, it in client.list("nodes/").items()} == keys
+        pages = [it for it in asked if "continue=" in it]
+        # Five pages; three of them twice, since the fourth was of a state that was gone.
+        assert statuses.count(410) == 1
+        assert len(pages) > 5
+
+
+def forget_the_past(cluster: Cluster, space: str) -> None:
+    """Have etcd forget all but its latest state, as the API server does every five minutes."""
+    path = f"/api/v1/namespaces/{space}/configmaps"
+    cluster.ask("POST", path, {"metadata": {"name": f"other-{time.monotonic_ns()}"}})
+    server = cluster.store.server
+    assert server is not None
+    port, plain = server.nodes[0].ports[1], Security()
+    latest = ask(port, "POST", "/v3/kv/range", {"key": "AA=="}, security=plain)[1]
+    revision = latest["header"]["revision"]
+    body = {"revision": revision, "physical": True}
+    assert ask(port, "POST", "/v3/kv/compaction", body, security=plain)[0] == 200
+
+
+@pytest.fixture
+def open_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a server without access control beside the one that has it."""
+    for name in ("USER", "PASSWORD", "CA_FILE"):
+        monkeypatch.delenv(f"RDZV_PLUGINS_{name}", raising=False)
+
+
+@pytest.mark.usefixtures("open_to_all")
+def test_a_watch_of_what_the_server_has_forgotten_misses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The API server is started anew between a waiter's read and its watch: 410, Gone."""
+    with started(KIND) as store, closing(store.open("run")) as writer:
+        assert store.server is not None
+        node = store.server.nodes[0]
+        events: list[Any] = []
+        first = writer.put("key", b"one")
+        waiter = store.open("run", request_timeout=60)
+        assert isinstance(waiter, Client)
+        http = waiter._login.http
+        whole, once = http.follow, [True]
+
+        def late(request: Any, limit: Any) -> Any:
+            if once:
+                once.clear()
+                # Of other keys; the last change of all is that of the key.
+                writer.put_many({f"other/{number}": b"x" for number in range(3)})
+                node.stop()
+                node.start()
+                patiently(partial(writer.put, "last", b"x"))
+            stream = whole(request, limit)
+            lines = stream.lines
+
+            def told(limit: Any) -> list[bytes]:
+                found = lines(limit)
+                events.extend(json.loads(it) for it in found)
+                return found
+
+            monkeypatch.setattr(stream, "lines", told)
+            return stream
+
+        monkeypatch.setattr(http, "follow", late)
+        waiting = Background(lambda: waiter.wait("key", first, 120))
+        assert until(lambda: not once, PATIENCE)
+        assert until(lambda: bool(events) or waiting.done(), PATIENCE)
+        second = patiently(partial(writer.put, "key", b"two"))
+        assert present(waiting.result(PATIENCE)).version == second
+        gone = [it["object"].get("code") for it in events if it["type"] == "ERROR"]
+        assert gone == [410], events
+        waiter.close()
+
+
+def patiently(request: Callable[[], Any]) -> Any:
+    """Again and again, as whoever has a store that is away."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return request()
+        except RendezvousConnectionError:
+            if time.monotonic() >= deadline:
+                raise
+
+
+@pytest.mark.usefixtures("open_to_all")
+def test_one_of_two_api_servers_is_killed() -> None:
+    with started(KIND, nodes=2) as store:
+        assert store.server is not None
+        # The first one has the etcd of both as its child: clients use the second first.
+        hosts = store.endpoint.removeprefix("https://").split(",")
+        swapped = replace(store, endpoint=f"https://{','.join(reversed(hosts))}")
+        with closing(swapped.open("run")) as client, closing(store.open("run")) as other:
+            version = client.put("key", b"one")
+            waiting = Background(lambda: client.wait("key", version, PATIENCE))
+            assert not waiting.done(1.0)
+            store.server.nodes[1].kill()
+            began = time.monotonic()
+            client.put("bell", b"after")
+            took = time.monotonic() - began
+            written = other.put("key", b"two")
+            assert present(waiting.result(PATIENCE)).version == written
+            assert present(other.get("bell")).value == b"after"
+            assert took < 5, "a request takes its time, and no more"
+
+
+@pytest.mark.usefixtures("login")
+def test_an_api_server_that_is_too_busy_is_asked_again_when_it_says(
+    cluster: Cluster, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its priority and fairness lets this user make few requests at once, and rejects the rest."""
+    flow = "/apis/flowcontrol.apiserver.k8s.io/v1beta1"
+    limited = {"assuredConcurrencyShares": 1, "limitResponse": {"type": "Reject"}}
+    level = {"metadata": {"name": "few"}, "spec": {"type": "Limited", "limited": limited}}
+    subject = {"kind": "ServiceAccount", "serviceAccount": {"namespace": space, "name": "rdzv"}}
+    everything = {
+        "verbs": ["*"], "apiGroups": ["*"], "resources": ["*"], "namespaces": ["*"],
+    }  # fmt: skip
+    rule = {"subjects": [subject], "resourceRules": [everything]}
+    schema = {
+        "metadata": {"name": "few"},
+        "spec": {
+            "priorityLevelConfiguration": {"name": "few"}, "matchingPrecedence": 10,
+            "distinguisherMethod": {"type": "ByUser"}, "rules": [rule],
+        },
+    }  # fmt: skip
+    cluster.ask("POST", f"{flow}/prioritylevelconfigurations", level)
+    cluster.ask("POST", f"{flow}/flowschemas", schema)
+    rejected: list[str | None] = []
+    refuse = Client._refuse
+
+    def counted(self: Client, status: int, headers: Any, *rest: Any) -> Any:
+        if status == 429:
+            rejected.append(headers.get("Retry-After"))
+        return refuse(self, status, headers, *rest)
+
+    monkeypatch.setattr(Client, "_refuse", counted)
+    config = {"ca_file": str(cluster.certificate), "namespace": space, "owner": "none"}
+    clients = [
+        open_client("kubernetes", cluster.store.endpoint, "run", config, request_timeout=60)
+        for _ in range(16)
+    ]
+    written = 0
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not rejected and time.monotonic() < deadline:
+            value = b"x" * 300_000
+            together([partial(it.put, f"key/{n}", value) for n, it in enumerate(clients)])
+            written += 1
+        assert {it.value for it in clients[0].list("key/").values()} == {value}
+    finally:
+        for it in clients:
+            it.close()
+        cluster.ask("DELETE", f"{flow}/flowschemas/few")
+        cluster.ask("DELETE", f"{flow}/prioritylevelconfigurations/few")
+    assert rejected, f"{written} times 16 writers were not too many"
+    assert set(rejected) == {"1"}

@@ -33,13 +33,21 @@ def documents(file: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(file.read_text()))
 
 
-@pytest.mark.parametrize("file", ["kubernetes/quorum.yaml", "kubernetes/job.yaml", "aws/job.yaml"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "kubernetes/quorum.yaml", "kubernetes/job.yaml", "aws/job.yaml",
+        "kubernetes/api/role.yaml", "kubernetes/api/job.yaml", "kubernetes/api/indexed-job.yaml",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("version", ["1.33", "1.37"])
 def test_it_fits_the_schema_of_kubernetes(file: str, version: str) -> None:
     run("kubernetes-validate", "--strict", "--kubernetes-version", version, EXAMPLES / file)
 
 
-@pytest.mark.parametrize("file", ["jobset.yaml", "trainjob.yaml"])
+@pytest.mark.parametrize(
+    "file", ["jobset.yaml", "trainjob.yaml", "api/jobset.yaml", "api/trainjob.yaml"]
+)
 def test_it_fits_the_models_of_jobset_and_kubeflow_trainer(file: str) -> None:
     models: Any = import_module("kubeflow_trainer_api.models")
     for document in documents(EXAMPLES / "kubernetes" / file):
