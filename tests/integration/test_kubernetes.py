@@ -411,7 +411,7 @@ class Ends:
         for name in "abc":
             within = ["env", f"POD_NAME=train-{name}"]
             self.job.start(name, f"127.0.0.{ord(name) - ord('a') + 1}", within=within)
-        self.job.await_begun("abc")
+        self.job.await_begun("abc", timeout=180)
 
     def set_status(self, name: str, **status: Any) -> None:
         pod = self.cluster.ask("GET", self.pods[name])
@@ -419,7 +419,8 @@ class Ends:
 
     def resumes_without(self, name: str, began: float) -> tuple[float, str]:
         """Seconds until the last worker of the others began again, and why they did."""
-        world = self.job.await_begun(sorted({*"abc"} - {name}), after=began)
+        others = sorted({*"abc"} - {name})
+        world = self.job.await_begun(others, after=began, timeout=120)
         document = self.job.document()
         assert document is not None
         return max(world.began.values()) - began, document.reason
