@@ -912,10 +912,13 @@ class StoreRendezvousHandler(RendezvousHandler):
         ports = settings.ports if rules.network_check else ANY_PORT
         try:
             listener = Listener(self._address, name, ports)
-        except OSError as error:
+        except (OSError, RuntimeError, MemoryError) as error:
+            # Also where no thread can start.
             if not rules.network_check:
                 log.debug("run '%s': this node has no links to others: %s", self._run_id, error)
                 return None
+            if not isinstance(error, OSError):
+                raise
             raise RendezvousStateError(
                 f"no port of master_port={settings.master_port or 'any'} is free at "
                 f"'{self._address}' for the network check ({error}): name more, or end what "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -48,3 +49,15 @@ def test_a_sidecar_that_restarts_has_nobody_lost(site: Site) -> None:
         site.await_that(lambda: all(has_link(other, behind) for other in others))
         assert site.document.round == number
         assert not any(handler._node.record.accuses for handler in (behind, *others))
+
+
+def test_a_node_whose_host_lets_it_start_no_thread_has_no_links(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        listened = site.handler(1, 2, links=True)._listen("a-node")
+    assert listened is None
