@@ -170,6 +170,8 @@ def life(
         "keep_alive_max_attempt": str(_LEASE_ATTEMPTS),
         # The rounds are to begin when the nodes are there: this wait is a setting, not a cost.
         "last_call_timeout": "0",
+        # A loss is to be found by the lease, as that of a host is.
+        "links": "false",
     }
     run = target.run(least, nodes + 1, **config)
     found: dict[str, Sample] = {}
