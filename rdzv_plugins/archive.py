@@ -31,6 +31,7 @@ from rdzv_plugins.kv.gate import (
     RefusedValueError,
     Text,
     decode,
+    is_time,
     plain,
 )
 from rdzv_plugins.kv.retry import pause_after
@@ -189,9 +190,11 @@ class Archive:
         found = []
         for entry in entries.values():
             try:
-                found.append(decode(_ROWS, entry.value, SMALL_BYTES))
+                row = decode(_ROWS, entry.value, SMALL_BYTES)
             except RefusedValueError:
                 continue  # For display only: another version's.
+            if is_time(row.at):
+                found.append(row)
         return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
 
     def why_unreadable(self) -> str:
@@ -225,10 +228,7 @@ class Archive:
         rows = self.rows() if ended.expires else []
         for row in reversed(rows):
             if row.incarnation == ended.incarnation and row.kept is not None:
-                try:
-                    since = now - datetime.fromisoformat(row.at)
-                except (TypeError, ValueError):  # It stands in the store, and is not ours to trust.
-                    break
+                since = now - datetime.fromisoformat(row.at)
                 # More, and less than nothing, are another clock's, or a store's that is late.
                 if 0 < (left := row.kept - since.total_seconds()) <= row.kept:
                     return left, f"its id is free in {left:.0f} s; now: {_clean(self._run_id)}"
@@ -388,9 +388,11 @@ def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:
     runs = {}
     for run, entry in entries.items():
         try:
-            runs[run] = decode(_LISTED, entry.value, SMALL_BYTES)
+            listed = decode(_LISTED, entry.value, SMALL_BYTES)
         except RefusedValueError:
             continue
+        if listed.run == run and all(map(is_time, (listed.began, listed.at, listed.until))):
+            runs[run] = listed
     return runs
 
 

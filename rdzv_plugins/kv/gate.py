@@ -8,6 +8,7 @@ character that a terminal, a log or a page would take for more than text.
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from functools import lru_cache
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -28,6 +29,7 @@ __all__ = [
     "Count",
     "Id",
     "Key",
+    "Lasted",
     "Long",
     "Moment",
     "Nodes",
@@ -38,6 +40,7 @@ __all__ = [
     "decode",
     "is_host",
     "is_master",
+    "is_time",
     "may_hold_controls",
     "plain",
     "refuse_size",
@@ -69,6 +72,8 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 """Any number that grows."""
 Nodes = Annotated[int, Meta(ge=0, le=2**31)]
 """A number of nodes, a rank."""
+Lasted = Annotated[float, Meta(ge=0, le=1e9)]
+"""A duration that is reckoned with dates."""
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 """A duration."""
 Clock = Annotated[int, Meta(ge=-(2**40), le=2**40)]
@@ -86,6 +91,8 @@ _CONTROLS = re.compile(
 # The fields that people write, and errors: they are cleaned. In any other such a character is
 # refused, for it is part of a name.
 _FREE = frozenset({"why", "note", "unfit", "restart", "reason", "policy", "unreached", "out"})
+
+_LAST_YEAR = 9000
 
 _HOST = re.compile(r"[\w.:%\[\]-]{1,255}")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
@@ -148,6 +155,16 @@ def _vetted(value: Any, field: str) -> Any:
         for key in value:
             _vetted(key, field)
     return value
+
+
+def is_time(text: str) -> bool:
+    """Whether it is a date and time with its zone, in ISO 8601, that can be reckoned with."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    # A host without a clock of its own begins in 1970.
+    return found.tzinfo is not None and 1970 <= found.year < _LAST_YEAR
 
 
 def plain(text: object, most: int = _MOST_TEXT) -> str:

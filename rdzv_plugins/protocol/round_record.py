@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from rdzv_plugins.kv.gate import Count, Id, Key, Nodes, Seconds, Text, plain
+from rdzv_plugins.kv.gate import Count, Id, Key, Lasted, Nodes, Seconds, Text, plain
 from rdzv_plugins.protocol.documents import Names, NodeRecord, Outcome, Phase, RoundDocument
 
 __all__ = ["CAUSES", "Durations", "Member", "RoundRecord", "record_of"]
@@ -28,9 +28,9 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
         confirming: from then until each of them had confirmed its rank.
     """
 
-    gathering: Seconds = 0.0
-    last_call: Seconds = 0.0
-    confirming: Seconds = 0.0
+    gathering: Lasted = 0.0
+    last_call: Lasted = 0.0
+    confirming: Lasted = 0.0
 
     @property
     def total(self) -> float:

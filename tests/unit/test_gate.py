@@ -86,7 +86,8 @@ ROW = Row(
     incarnation="r", round=3, phase=Phase.RUNNING, nodes=2, reason="why", at="2026-01-01T00:00:00"
 )
 LISTED = (
-    b'{"run":"job","incarnation":"r","began":"2026","at":"2026","until":"2027",'
+    b'{"run":"job","incarnation":"r","began":"2026-01-01T00:00+00:00",'
+    b'"at":"2026-01-01T00:00+00:00","until":"2027-01-01T00:00+00:00",'
     b'"phase":"running","round":1,"nodes":2}'
 )
 ARCHIVED = archive_run_id("job")
@@ -322,6 +323,24 @@ def test_thousands_of_strange_records_are_told_a_few_times(pair: tuple[Life, Lif
     assert all(line.isprintable() for line in told)
 
 
+@pytest.mark.parametrize("size", [3000, 1 << 20])
+def test_a_reason_that_changes_each_second_fills_no_log(pair: tuple[Life, Life], size: int) -> None:
+    """One of a megabyte is refused and told once; one that passes is told cut, or not at all."""
+    leader, joiner = pair
+    finish(leader, joiner)
+    for second in range(100):
+        why = f"{second} " + "x" * size
+        odd = replace(RECORD, status=Status.LEFT, unfit=why, beat=second, lease=RULES.lease)
+        leader.client.put(NODES_PREFIX + "x1", odd.encode())
+        leader.client.put(NODES_PREFIX + "x2", replace(odd, status=Status.JOIN).encode())
+        leader.client.put(BELL_KEY, str(second).encode())
+        leader.wake()
+        leader.go()
+        joiner.go()
+    lines = [*leader.told, *leader.said]
+    assert sum(len(plain(line)) for line in lines) < 20_000, len(lines)
+
+
 @pytest.mark.parametrize(
     "forged",
     [
@@ -409,9 +428,13 @@ def test_one_broken_entry_costs_the_list_no_other(time: Time) -> None:
     client.put("job", LISTED)
     for run, value in (
         ("nested", NESTED),
-        ("a\x1b]0;x\x07", LISTED),
-        ("x" * 600, LISTED),
-        ("!runs", LISTED),
+        ("a\x1b]0;x\x07", LISTED.replace(b'"job"', rb'"a\u001b]0;x\u0007"')),
+        ("x" * 600, LISTED.replace(b"job", b"x" * 600)),
+        ("!runs", LISTED.replace(b"job", b"!runs")),
+        ("of another", LISTED),
+        ("no zone", LISTED.replace(b"job", b"no zone").replace(b"+00:00", b"")),
+        ("no date", LISTED.replace(b"job", b"no date").replace(b"2026-01", b"2026-99")),
+        ("last year", LISTED.replace(b"job", b"last year").replace(b"2026", b"9999")),
         ("cut", LISTED[:40]),
         ("utf", b'{"run":"\xff"}'),
     ):

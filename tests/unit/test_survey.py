@@ -232,7 +232,10 @@ def test_rows_are_read_once_a_round_and_kept_through_an_outage(
 
 
 def test_runs_are_listed_the_newest_first(store: Store, survey: Survey) -> None:
-    began = {"old": "2026-01-01T00:00", "new": "2026-01-03T00:00", "middle": "2026-01-02T00:00"}
+    began = {
+        run_id: f"2026-01-{day:02}T00:00+00:00"
+        for run_id, day in (("old", 1), ("new", 3), ("middle", 2))
+    }
     client = MemoryClient(store.server, LIST)
     for run_id, at in began.items():
         store.write(run_id, RUNNING)
@@ -275,14 +278,15 @@ def test_hundreds_of_entries_open_few_connections() -> None:
     store = Store()
     many = [f"run{at}" for at in range(120)]
     entry = (
-        b'{"run":"x","incarnation":"r","began":"2026","at":"2026","until":"2027",'
-        b'"phase":"running","round":1,"nodes":2}'
+        '{"run":"%s","incarnation":"r","began":"2026-01-01T00:00+00:00",'
+        '"at":"2026-01-01T00:00+00:00","until":"2027-01-01T00:00+00:00",'
+        '"phase":"running","round":1,"nodes":2}'
     )
     with closing(store.open(LIST)) as client:
         for at in range(600):
-            client.put(f"forged{at}", entry)
+            client.put(f"forged{at}", (entry % f"forged{at}").encode())
         for run in many:
-            client.put(run, entry)
+            client.put(run, (entry % run).encode())
     for run in many:
         store.write(run, replace(RUNNING, run=run))
     open_now: set[str] = set()
