@@ -110,8 +110,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if neighbours is not None and (ended := int(neighbours.communicate(timeout=120)[0])):
             findings.append(f"{ended} of {options.neighbours} neighbours' rounds have ended")
         notes = list(site.read_notes())
+        worlds = checks.worlds(notes)
         for row, episode in zip(rows, episodes, strict=True):
-            during = [it for it in checks.worlds(notes) if episode.began <= it.began < episode.over]
+            during = [it for it in worlds if episode.began <= it.began < episode.over]
             row["causes"] = [it.cause for it in during]
             row["restarts"] = len(during)
         findings += checks.steps(notes)
@@ -128,7 +129,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "interval": INTERVAL,
             "lease": LEASE,
             "machine": f"{os.cpu_count()} cores, {platform.release()}",
-            "rounds": len(checks.worlds(notes)),
+            "rounds": len(worlds),
             "steps": max(it.step for it in notes),
             "first": first,
             "last": last,
