@@ -596,6 +596,7 @@ def open_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"RDZV_PLUGINS_{name}", raising=False)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("open_to_all")
 def test_a_watch_of_what_the_server_has_forgotten_misses_nothing(
     monkeypatch: pytest.MonkeyPatch,
@@ -606,7 +607,7 @@ def test_a_watch_of_what_the_server_has_forgotten_misses_nothing(
         node = store.server.nodes[0]
         events: list[Any] = []
         first = writer.put("key", b"one")
-        waiter = store.open("run", request_timeout=60)
+        waiter = store.open("run", request_timeout=5 * PATIENCE)
         assert isinstance(waiter, Client)
         http = waiter._login.http
         whole, once = http.follow, [True]
@@ -618,6 +619,7 @@ def test_a_watch_of_what_the_server_has_forgotten_misses_nothing(
                 writer.put_many({f"other/{number}": b"x" for number in range(3)})
                 node.stop()
                 node.start()
+                node.await_ready(4 * PATIENCE)
                 patiently(partial(writer.put, "last", b"x"))
             stream = whole(request, limit)
             lines = stream.lines
@@ -631,9 +633,9 @@ def test_a_watch_of_what_the_server_has_forgotten_misses_nothing(
             return stream
 
         monkeypatch.setattr(http, "follow", late)
-        waiting = Background(lambda: waiter.wait("key", first, 120))
+        waiting = Background(lambda: waiter.wait("key", first, 6 * PATIENCE))
         assert until(lambda: not once, PATIENCE)
-        assert until(lambda: bool(events) or waiting.done(), PATIENCE)
+        assert until(lambda: bool(events) or waiting.done(), 5 * PATIENCE)
         second = patiently(partial(writer.put, "key", b"two"))
         assert present(waiting.result(PATIENCE)).version == second
         gone = [it["object"].get("code") for it in events if it["type"] == "ERROR"]
