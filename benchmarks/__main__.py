@@ -71,7 +71,6 @@ class Plan:
             "dynamodb": (2, 16, 64, 512),
             "postgres": (2, 16, 64, 256, 512),
             "nats": (2, 16, 64, 256),
-            "kubernetes": (2, 16, 64, 256),
             # One member; three are below.
             "quorum": (2, 16, 64, 256),
             "c10d": (2, 16, 64, 128, 256),
