@@ -618,8 +618,7 @@ def test_a_watch_of_what_the_server_has_forgotten_misses_nothing(
                 # Of other keys; the last change of all is that of the key.
                 writer.put_many({f"other/{number}": b"x" for number in range(3)})
                 node.stop()
-                node.start()
-                node.await_ready(4 * PATIENCE)
+                node.start(timeout=4 * PATIENCE)
                 patiently(partial(writer.put, "last", b"x"))
             stream = whole(request, limit)
             lines = stream.lines
