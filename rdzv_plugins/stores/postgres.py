@@ -33,6 +33,7 @@ import hashlib
 import os
 import re
 import select
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -66,6 +67,7 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.stores._files import FromFiles
+from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, refuses_client
 
 __all__ = ["Client", "Options"]
@@ -588,7 +590,7 @@ class Client(StoreClient):
                 db.close()
 
     def _open(self, limit: Limit) -> Connection:
-        attempts: list[Any] = conninfo_attempts(self._server.get())
+        attempts: list[Any] = conninfo_attempts(_with_addresses(self._server.get(), limit.seconds))
         # Try the last known primary first.
         attempts.sort(key=lambda it: (it.get("host"), it.get("port")) != self._host)
         failures: list[Exception] = []
@@ -695,3 +697,29 @@ def _refuse_half_encrypted(options: Options, given: Mapping[str, Any]) -> None:
     if encrypted or not ("service" in given or "PGSERVICE" in os.environ):
         # Its error names the option of an unusable file; libpq's does not.
         context_if(encrypted, options, "set tls=true, or sslmode=verify-full in the endpoint")
+
+
+def _with_addresses(server: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
+    """The parameters with the addresses of the hosts: a resolver that hangs costs a moment only.
+
+    A host that cannot be resolved is left out; raises `psycopg.OperationalError` if none can be.
+    """
+    hosts = str(server.get("host") or "").split(",")
+    ports = [it for it in str(server.get("port") or "").split(",") if it]
+    if not all(hosts) or server.get("hostaddr") or len(ports) not in (0, 1, len(hosts)):
+        return server
+    places: list[tuple[str, str, str]] = []
+    problem: Exception | None = None
+    for at, host in enumerate(hosts):
+        try:
+            # A path is a socket of this host.
+            found = [] if host.startswith(("/", "@")) else look_up(host, 0, seconds)
+        except (socket.gaierror, UnicodeError) as error:
+            problem = psycopg.OperationalError(str(error))
+            continue
+        port = ports[at % len(ports)] if ports else ""
+        places += ((host, it, port) for it in [str(it[4][0]) for it in found] or [""])
+    if not places and problem is not None:
+        raise problem
+    named = zip(("host", "hostaddr", "port"), zip(*places, strict=True), strict=True)
+    return {**server, **{name: ",".join(them) for name, them in named if any(them)}}

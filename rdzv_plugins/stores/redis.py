@@ -723,7 +723,7 @@ class _NamedTLS(redis.SSLConnection, _Named):
 
 
 _NAMED: dict[type, type] = {redis.Connection: _Named, redis.SSLConnection: _NamedTLS}
-"""By redis-py's own. Sentinels tell addresses, and are asked by redis-py's clients."""
+"""By redis-py's own. That of a primary which Sentinels have told is its own too: an address."""
 
 
 class _Parked(msgspec.Struct):
@@ -989,11 +989,15 @@ def _clients_of_sentinels(
     encrypted = target.tls if options.sentinel_tls is None else options.sentinel_tls
     settings = {**common, **_encryption(encrypted, options)}
     settings |= _share(timeout, len(target.hosts) * len(ways))
-    return [
+    clients = [
         redis.Redis(host, port, **{**settings, "credential_provider": log_in})
         for log_in in ways
         for host, port in target.hosts
     ]
+    for client in clients:
+        pool: Any = client.connection_pool
+        pool.connection_class = _NAMED[pool.connection_class]
+    return clients
 
 
 def _encryption(wanted: bool, options: Options) -> dict[str, Any]:

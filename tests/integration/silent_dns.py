@@ -185,6 +185,8 @@ def reconnects(dns: MutedDns, store: str, amount: int) -> dict[str, Any]:
     took = []
     with servers.start(store) as server, Proxy(("127.0.0.1", server.nodes[0].port)) as proxy:
         endpoint = f"{_STORE_NAME}:{proxy.address[1]}"
+        if store == "postgres":
+            endpoint = f"postgresql://postgres@{endpoint}/postgres"
         backend = {"etcd": "etcd-v3"}.get(store, store)
         client = open_client(
             backend, endpoint, "run", server.config, request_timeout=REQUEST_TIMEOUT

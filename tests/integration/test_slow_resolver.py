@@ -50,7 +50,13 @@ def test_beats_go_on_while_a_look_up_hangs(lease: float, record_property: Measur
 
 @pytest.mark.parametrize(
     "store",
-    ["redis", *(pytest.param(it, marks=pytest.mark.soak) for it in ("etcd", "consul", "nats"))],
+    [
+        "redis",
+        *(
+            pytest.param(it, marks=pytest.mark.soak)
+            for it in ("etcd", "consul", "nats", "postgres")
+        ),
+    ],
 )
 def test_a_store_whose_name_was_known_is_reached_while_dns_hangs(
     store: str, record_property: Measure

@@ -83,7 +83,12 @@ def _read(run_id: str, key: str, read: Callable[[Archive, Any], object]) -> Call
 
 
 ROW = Row(
-    incarnation="r", round=3, phase=Phase.RUNNING, nodes=2, reason="why", at="2026-01-01T00:00:00"
+    incarnation="r",
+    round=3,
+    phase=Phase.RUNNING,
+    nodes=2,
+    reason="why",
+    at="2026-01-01T00:00:00+00:00",
 )
 LISTED = (
     b'{"run":"job","incarnation":"r","began":"2026-01-01T00:00+00:00",'
