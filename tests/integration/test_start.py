@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rdzv_plugins import servers
-from rdzv_plugins.stores import STORES, _dynamodb_table, dynamodb
+from rdzv_plugins.stores import STORES, _dynamodb_table, dynamodb, s3
 from rdzv_plugins.stores import redis as redis_store
 from tests import Measure
 from tests.integration.namespaces import in_namespaces
@@ -25,7 +25,7 @@ from tests.integration.stores import absent
 PAGES = [
     "quorum", "redis", "zookeeper", "dynamodb", "consul", "etcd", "postgres", "nats",
     # A recipe has the shorter name.
-    "kubernetes-api",
+    "kubernetes-api", "s3", "azure",
 ]  # fmt: skip
 TOOLS = {
     "redis": "redis-cli", "zookeeper": "zkCli.sh", "consul": "consul", "etcd": "etcdctl",
@@ -81,8 +81,7 @@ def test_all_pages_have_the_same_shape() -> None:
 
 
 def test_each_store_has_a_page() -> None:
-    # Of a bucket, docs/choosing.md has what there is to say.
-    assert {name.removesuffix("-v3") for name in STORES} - {"s3", "azure"} == {
+    assert {name.removesuffix("-v3") for name in STORES} == {
         it.removesuffix("-api") for it in PAGES
     }
     listed = re.findall(r"^- \[.*\]\(([\w-]+)\.md\)$", page("index").read_text(), re.MULTILINE)
@@ -94,7 +93,7 @@ def test_only_what_cannot_run_here_is_left_out(name: str) -> None:
     left_out = [text for purpose, text in blocks(page(name)) if purpose == "sh elsewhere"]
     assert left_out
     for text in left_out:
-        begins = ("docker compose ", "aws ", "nats kv ", "rdzv serve quorum ", "kubectl ")
+        begins = ("docker compose ", "aws ", "az ", "nats kv ", "rdzv serve quorum ", "kubectl ")
         assert text.startswith(begins), text
 
 
@@ -135,6 +134,16 @@ def test_the_rights_on_dynamodb_are_for_what_is_called() -> None:
     described = {"describe_table", "describe_time_to_live"}
     assert {*check["Action"]} == set(map(action, described))
     assert runs["Action"] == sorted(set(map(action, requests() - described)))
+
+
+def test_the_rights_on_s3_are_the_documented_ones() -> None:
+    policy = saved("s3", "policy.json")
+    objects, listing = policy["Statement"]
+    documented = re.search(r"needs ``s3:([^`]*)`` on the objects", s3.__doc__ or "")
+    assert documented is not None
+    assert objects["Action"] == sorted(f"s3:{it}" for it in documented[1].split(", "))
+    assert listing["Action"] == "s3:ListBucket"
+    assert objects["Resource"].startswith(f"{listing['Resource']}/")
 
 
 def action(request: str) -> str:
