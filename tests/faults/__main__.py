@@ -39,8 +39,9 @@ def main() -> int:
     parser.add_argument("--torch", action="store_true", help="workers that use torch's gloo")
     parser.add_argument("--neighbours", type=int, default=0, help="other runs on the server")
     parser.add_argument("--only", default="", help="of the faults, those whose name has this")
-    parser.add_argument("--folder", type=Path, help="for logs and journals; default: one of /tmp")
-    parser.add_argument("--output", type=Path, help="the report, as JSON")
+    parser.add_argument(
+        "--folder", type=Path, help="for logs, journals and report.json; default: one of /tmp"
+    )
     parser.add_argument("--keep", type=Path, help="a report, to be kept in docs/faults.json")
     parser.add_argument("--note", default="", help="what else there is to say of that report")
     parser.add_argument("--page", action="store_true", help="write docs/faults.md anew")
@@ -59,8 +60,7 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="rdzv-faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     report = run(options, folder)
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     for finding in report["findings"]:
         say(f"FOUND: {finding}")
     say(f"{len(report['episodes'])} faults, {report['rounds']} rounds, {report['steps']} steps, "

@@ -37,7 +37,7 @@ This is checked:
 - the cause of each restart names the node that was struck, and blames no other;
 - all nodes train in one world again within a minute of the fault's end;
 - threads, descriptors, sockets, processes, connections and keys are no more at the end than after
-  the first minute, but for one connection and one pipe that an agent's client keeps for later.
+  the first minute, but for a connection or two and a pipe that an agent's client keeps for later.
 
 The program itself holds the cable of a host that is struck (`tests/faults/wire.py`), and loses and
 delays its frames: not every kernel has `tc netem`. Other tests have what is not done here: Sentinel
