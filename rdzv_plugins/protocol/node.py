@@ -99,10 +99,10 @@ _WRITES = (rules.Write, rules.Abdicate)
 _ENDS = (rules.Start, rules.Fail)
 _TELLS = (rules.Wait, *_ENDS)
 
-# A node has links to so many of the next ones in rank order, and so many more that were found gone.
-_LINKS, _MOST_ACCUSED = 2, 8
-# A leader that watches the pods of all may find more of them gone.
-_MOST_PODS = 64
+# A node has links to so many of the next ones in rank order, past those that were found gone.
+_LINKS = 2
+# It accuses so many, of more the first: as many as stand in a document.
+_MOST_ACCUSED = 64
 # Of the first so many in rank order, all watch the pod of the leader.
 _HEIRS = 3
 # An accused node beats so often within the time that it has, and for so many times as long.
@@ -672,8 +672,7 @@ class Node:
                 if why:
                     ended[node] = self._ending[node] = why
         self._evidence.popleft()
-        most = _MOST_PODS if self._pods else _MOST_ACCUSED
-        accused = tuple(accuses.items())[-most:]
+        accused = tuple(accuses.items())[:_MOST_ACCUSED]
         if accused == self.record.accuses:
             return
         told = tuple((it, ended[it]) for it, _ in accused if it in ended)

@@ -310,3 +310,22 @@ def test_twenty_pods_of_seventy_end_at_once(crowd: Crowd) -> None:
     for name in gone:
         ends(crowd, name)
     crowd.play_until(lambda: runs_without(crowd, *gone), 5.0)
+
+
+def test_a_row_of_twelve_that_die_at_once_is_found_from_its_edge(crowd: Crowd) -> None:
+    """Who has links to the first of them goes on to the next ones, past all that refuse."""
+    names = tuple(f"n{number:02}" for number in range(40))
+    begin(crowd, replace(RULES, max_nodes=40), names)
+    gone = names[10:22]
+    for name in gone:
+        crowd.members[name].crash()
+    told = set[tuple[str, str]]()
+    began = crowd.time.now
+    while not runs_without(crowd, *gone):
+        for name, member in crowd.members.items():
+            for other in {*member.links} & {*gone} if member.alive else ():
+                if (name, other) not in told:
+                    told.add((name, other))
+                    member.node.report_gone(other)
+        crowd.play(0.05)
+        assert crowd.time.now < began + 5.0
