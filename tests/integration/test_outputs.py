@@ -128,7 +128,12 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
             ROW,
             at=it,
             lost=(Member(name="a"),),
-            seconds=Durations(gathering=1e12, last_call=0.0, confirming=0.0),
+            seconds=Durations(gathering=1.0),
+        )
+    },
+    "row's length": lambda it: {
+        "row": replace(
+            ROW, reason=it, lost=(Member(name="a"),), seconds=Durations(gathering=1e12)
         )
     },
     "member": lambda it: {"row": replace(ROW, lost=(Member(name=it),), members=(Member(name=it),))},
