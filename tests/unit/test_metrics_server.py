@@ -7,12 +7,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from rdzv_plugins import metrics_server
 from rdzv_plugins.config import Settings
 from rdzv_plugins.metrics_server import MetricsServer
 from rdzv_plugins.page_access import PageAccess
@@ -21,18 +22,21 @@ from rdzv_plugins.testing.harness import until
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    server = MetricsServer(
+    with closing(serving(str)) as server:
+        yield server
+
+
+def serving(before_metrics: Callable[[], object]) -> MetricsServer:
+    return MetricsServer(
         "127.0.0.1",
         0,
         PageAccess("127.0.0.1", Settings()),
         CollectorRegistry(),
-        before_metrics=str,
+        before_metrics=before_metrics,
         health=lambda: (True, "ok"),
         why=str,
         name="rdzv-test-metrics",
     )
-    with closing(server):
-        yield server
 
 
 def drips(server: MetricsServer, ends: threading.Event) -> socket.socket:
@@ -70,6 +74,14 @@ def test_it_answers_beside_clients_that_drip(server: MetricsServer) -> None:
                 while line.recv(4096):
                     pass
     assert asks(server, "/healthz") == b"ok\n"
+
+
+def test_what_takes_long_to_show_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that a client has is not for what the server does."""
+    monkeypatch.setattr(metrics_server, "_CLIENT_SECONDS", 0.2)
+    with closing(serving(lambda: time.sleep(1.5))) as server:
+        assert asks(server, "/metrics") == b""
+        assert until(lambda: not server._server._clients, 30)
 
 
 def test_none_of_its_threads_stays(server: MetricsServer) -> None:
