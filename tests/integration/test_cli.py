@@ -116,7 +116,7 @@ def test_help_names_all_stores_and_servers() -> None:
         "excluded": ("-i or $RDZV_ID may name it instead", "all runs under the prefix"),
         "clean": ("all dead runs under the prefix instead of one", "even if nodes live"),
         "check": ("write JSON, which rdzv docs check describes",),
-        "exporter": ("port to listen at; 0: a free one", "asks for no password"),
+        "exporter": ("port to listen at; 0: a free one", "one that others reach needs a token"),
     }.items(),
 )
 def test_the_help_says_what_each_option_is(command: str, lines: tuple[str, ...]) -> None:

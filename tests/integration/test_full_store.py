@@ -238,7 +238,11 @@ def test_a_newcomer_waits_for_room(
     began = time.monotonic()
     until(one_world(agents), 30)
     record_property("in a round after, s", round(time.monotonic() - began, 2))
-    assert [len(agent.rounds) for agent in agents] == [2, 2, 1]
+    one, other, newcomer = (len(agent.rounds) for agent in agents)
+    # The first heartbeat that finds room may be the leader's: it may take its peer for lost.
+    assert one == other
+    assert one in (2, 3)
+    assert newcomer == 1
 
 
 def test_a_join_ends_with_join_timeout(full: Full, run: Run) -> None:
