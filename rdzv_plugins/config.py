@@ -154,7 +154,7 @@ class Settings:
     network_check           false   a round runs once its nodes, each with one other, have exchanged
                                     4 MiB each way, and all have reached rank 0's MASTER_PORT; a
                                     node that fails with several others is left out; see policies.md
-    links                   false   nodes keep connections to the next two in rank order, at a port
+    links                   true    nodes keep connections to the next two in rank order, at a port
                                     that is free, so that the others go on about a second after a
                                     process was killed, and not after its lease; a node that lives
                                     is asked first. Without effect with on_outage=stop
@@ -242,7 +242,7 @@ class Settings:
     node_unit: int = option(1, least=1, of_run=True)
     segment: int = option(1, least=1, of_run=True)
     network_check: bool = option(False, of_run=True)
-    links: bool = option(False)
+    links: bool = option(True)
     rejoin_timeout: float = option(600.0, least=0.001)
     on_outage: str = option("continue", choices=("continue", "stop"))
     outage_limit: float | None = option(None, least=0)
