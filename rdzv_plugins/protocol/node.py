@@ -526,7 +526,7 @@ class Node:
                 # Others would wait for a node that beats and may read nothing.
                 yield from Read(STATE_KEY)
                 self._reads_first = False
-                self._take_orders()  # Of the meantime: what it beats next is not to be outdated.
+            self._take_orders()  # Of the meantime: what it beats next is not to be outdated.
             yield from self._keep_alive()
         yield from seen.observe()
         while seen.refused:

@@ -165,6 +165,8 @@ class Host:
         self._asked_at = self._looked = 0.0
         self._trouble: float | None = None
         self._turn = 0
+        # The turn whose request was lost: it hears of nothing until that fails.
+        self.deaf = -1
         # What the answer on its way tells of others, and as of when.
         self._delivery: tuple[int, str | None, dict[str, NodeRecord], float] | None = None
         # Grows when the agent goes on to something else: what was planned before is void.
@@ -273,6 +275,7 @@ class Host:
         waits = self._request is not None and asks and now - self._asked_at > _SLOW
         return (
             bool(self.stalls or self.cut_off or self.refused or self.grey or waits)
+            or self.deaf == self._turn
             or bool(network.down or network.slow)
             or max(self.last_stall, self.track.evidence.troubled) >= since - _SLOW
             or self.stalled_until >= since

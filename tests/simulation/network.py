@@ -85,6 +85,7 @@ class Network:
             draw = chance.random()
             if draw < plan.lost:
                 world.inject("request lost")
+                host.deaf = turn
                 after(chance.choice((_REFUSED, timeout)), host.fails, turn, "lost")
                 return
             draw -= plan.lost

@@ -141,6 +141,8 @@ FOUND = (
         "who read before it beat again wrote that it was unfit, and was fit by then",
     ),
     (20004787, Focus(), "the checker took an excluded node that was unfit for one waited for"),
+    (350002543, Focus(), "the checker forgot that a wait which is lost hears of no accusation"),
+    (350003471, Focus(), "who read whom it accuses wrote a record that did not say it is unfit"),
     (310000437, Focus(), "the checker did not see that a lost document, closed anew, had formed"),
     (310002077, Focus(), "a node that was lost and is back hid one that a lost roster had"),
 )
