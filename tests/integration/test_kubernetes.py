@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from rdzv_plugins.cli.check.store import check_requests
-from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv import AccessDeniedError, KeyValueClient
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.servers import Security
 from rdzv_plugins.servers.http import ask
@@ -37,6 +37,7 @@ from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.test_rotation import patiently
 
 KIND = next(kind for kind in KINDS if kind.name == "kubernetes")
 PAGE = Path(__file__).parents[2] / "docs/start/kubernetes-api.md"
@@ -619,7 +620,7 @@ def test_a_watch_of_what_the_server_has_forgotten_misses_nothing(
                 writer.put_many({f"other/{number}": b"x" for number in range(3)})
                 node.stop()
                 node.start(timeout=4 * PATIENCE)
-                patiently(partial(writer.put, "last", b"x"))
+                patiently(partial(writer.put, "last", b"x"), PATIENCE)
             stream = whole(request, limit)
             lines = stream.lines
 
@@ -635,22 +636,11 @@ def test_a_watch_of_what_the_server_has_forgotten_misses_nothing(
         waiting = Background(lambda: waiter.wait("key", first, 6 * PATIENCE))
         assert until(lambda: not once, PATIENCE)
         assert until(lambda: bool(events) or waiting.done(), 5 * PATIENCE)
-        second = patiently(partial(writer.put, "key", b"two"))
+        second = patiently(partial(writer.put, "key", b"two"), PATIENCE)
         assert present(waiting.result(PATIENCE)).version == second
         gone = [it["object"].get("code") for it in events if it["type"] == "ERROR"]
         assert gone == [410], events
         waiter.close()
-
-
-def patiently(request: Callable[[], Any]) -> Any:
-    """Again and again, as whoever has a store that is away."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return request()
-        except RendezvousConnectionError:
-            if time.monotonic() >= deadline:
-                raise
 
 
 @pytest.mark.usefixtures("open_to_all")
