@@ -30,6 +30,7 @@ __all__ = [
     "environment",
     "first_line",
     "give_back",
+    "given_or_in_file",
     "idle_options",
     "option_names",
     "parse_options",
@@ -345,9 +346,7 @@ class Settings:
         Raises:
             UnreadableFileError: the file has none.
         """
-        if self.page_token is not None or self.page_token_file is None:
-            return self.page_token
-        return first_line("page_token_file", self.page_token_file)
+        return given_or_in_file(self.page_token, "page_token_file", self.page_token_file)
 
     @property
     def sweep_after(self) -> float:
@@ -439,9 +438,7 @@ class ServerOptions(StoreOptions):
         Raises:
             UnreadableFileError: the file has none.
         """
-        if self.password is not None or self.password_file is None:
-            return self.password
-        return first_line("password_file", self.password_file)
+        return given_or_in_file(self.password, "password_file", self.password_file)
 
 
 class UnreadableFileError(ValueError):
@@ -458,6 +455,15 @@ def first_line(name: str, path: str) -> str:
         UnreadableFileError: there is none.
     """
     return _lines(name, path)[0]
+
+
+def given_or_in_file(given: str | None, name: str, path: str | None) -> str | None:
+    """A secret that is given, or else what is now the first line of its file; None: neither is.
+
+    Raises:
+        UnreadableFileError: the file ``path``, the value of option ``name``, has none.
+    """
+    return given if given is not None or path is None else first_line(name, path)
 
 
 def _lines(name: str, path: str) -> list[str]:

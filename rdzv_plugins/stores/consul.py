@@ -38,7 +38,7 @@ from urllib.parse import quote, unquote, urlencode
 import consul.base
 from consul import ConsulException
 
-from rdzv_plugins.config import ServerOptions, first_line, option
+from rdzv_plugins.config import ServerOptions, given_or_in_file, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     Limit,
@@ -412,9 +412,7 @@ class _Transport:
 def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
     """Of each request; raises `ValueError` for credentials that are incomplete or too many."""
     user, password = target.user or options.user, target.password or options.current_password()
-    token = options.token
-    if token is None and options.token_file is not None:
-        token = first_line("token_file", options.token_file)
+    token = given_or_in_file(options.token, "token_file", options.token_file)
     headers = {"Content-Type": "application/json"}
     if user is not None and token is None:
         raise ValueError(

@@ -56,7 +56,7 @@ from urllib.parse import quote, unquote, urlencode
 
 import msgspec
 
-from rdzv_plugins.config import ServerOptions, first_line, option
+from rdzv_plugins.config import ServerOptions, first_line, given_or_in_file, option
 from rdzv_plugins.endpoint import Place, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     Limit,
@@ -1042,8 +1042,7 @@ def _of_endpoint(endpoint: str, options: Options, timeout: float) -> _Login:
 
     def headers() -> dict[str, str]:
         token = options.token or options.current_password()
-        if token is None and options.token_file is not None:
-            token = first_line("token_file", options.token_file)
+        token = given_or_in_file(token, "token_file", options.token_file)
         return _HEADERS | ({"Authorization": f"Bearer {token}"} if token else {})
 
     kept = FromFiles(headers, options.token_file, options.password_file)

@@ -51,7 +51,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.errors import APIError
 
-from rdzv_plugins.config import ServerOptions, first_line, option
+from rdzv_plugins.config import ServerOptions, first_line, given_or_in_file, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     Limit,
@@ -827,9 +827,7 @@ def is_refusal(error: Exception) -> bool:
 def _login(target: Endpoint, options: Options) -> dict[str, Any]:
     """nats-py's arguments; raises `ValueError` for credentials that are incomplete or too many."""
     user, password = target.user or options.user, target.password or options.current_password()
-    token = options.token
-    if token is None and options.token_file is not None:
-        token = first_line("token_file", options.token_file)
+    token = given_or_in_file(options.token, "token_file", options.token_file)
     # A user alone is a token, as other clients read nats://token@host.
     as_user = {"token": user} if password is None else {"user": user, "password": password}
     ways: dict[str, tuple[str | None, dict[str, Any]]] = {

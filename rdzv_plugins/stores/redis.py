@@ -40,7 +40,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
-from rdzv_plugins.config import ServerOptions, first_line, option
+from rdzv_plugins.config import ServerOptions, given_or_in_file, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.base import (
@@ -177,9 +177,8 @@ class Options(ServerOptions):
 
     def current_sentinel_password(self) -> str | None:
         """As `current_password`, of the Sentinels' own password."""
-        if self.sentinel_password is not None or self.sentinel_password_file is None:
-            return self.sentinel_password
-        return first_line("sentinel_password_file", self.sentinel_password_file)
+        given, path = self.sentinel_password, self.sentinel_password_file
+        return given_or_in_file(given, "sentinel_password_file", path)
 
 
 class Client(StoreClient):
