@@ -239,6 +239,10 @@ class _Keeper(threading.Thread):
         finally:
             self._end()
 
+    def was_led(self) -> None:
+        """Note that the store has answered: where this host's member runs, it has a leader."""
+        self._remembers = self.has_member
+
     def stop(self) -> None:
         """End the member; idempotent."""
         self._ending.set()
@@ -574,6 +578,8 @@ class QuorumAttendance(Attendance):
                         client = opened.client if isinstance(opened, SealedClient) else opened
                         assert isinstance(client, Client)
                         client.take_part()
+                        # A loss within the next seconds must find that it has data to forget.
+                        self._keeper.was_led()
                         return opened
                     except AccessDeniedError:
                         raise

@@ -38,6 +38,7 @@ from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.test_dashboard import ask, dashboard
 from tests.integration.test_exporter import exporter, scrape
+from tests.integration.test_killed import DEFAULTS, measured
 from tests.integration.torchrun import PATIENCE
 
 pytestmark = pytest.mark.timeout(240)
@@ -228,6 +229,16 @@ def test_a_member_is_killed_with_its_agent_and_replaced(
     record_property("all run again, s", round(time.monotonic() - back, 2))
     assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
     assert_nothing_is_left(job, tmp_path, quorum())
+
+
+@soak
+@pytest.mark.parametrize("victim", [*"abc"])
+def test_a_killed_agent_is_noticed_at_once(
+    submit: Submit, victim: str, record_property: Measure
+) -> None:
+    """Its member of the store ends with it, and may have been the leader."""
+    took = measured(submit(**DEFAULTS), victim)
+    record_property("last worker began again, s", round(took, 2))
 
 
 @soak
