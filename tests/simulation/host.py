@@ -1104,7 +1104,7 @@ class Host:
     def perform(
         self, turn: int, request: Effect[Any], back: float, evidence: Evidence | None
     ) -> None:
-        """The request has reached the store: do it, and send the answer."""
+        """The request has reached the store: do it, and send the answer; turn -1: nobody waits."""
         world, store = self.world, self.world.store
         answer: Any = None
         match request:
@@ -1136,7 +1136,7 @@ class Host:
                         after = RoundDocument.decode(value)
                     except RendezvousStateError as error:
                         world.violated("readable", f"{self.id}: {error}")
-                    world.wrote(self, before, after, evidence)
+                    world.wrote(self, before, after, evidence, given_up=turn < 0)
             case effects.List(prefix):
                 answer = world.network.list(prefix)
                 if prefix == NODES_PREFIX:

@@ -145,6 +145,8 @@ FOUND = (
     (350003471, Focus(), "who read whom it accuses wrote a record that did not say it is unfit"),
     (310000437, Focus(), "the checker did not see that a lost document, closed anew, had formed"),
     (310002077, Focus(), "a node that was lost and is back hid one that a lost roster had"),
+    (370001878, Focus(), "the checker held a node's failing listings against one that left"),
+    (730056, Focus(), "the checker judged a closing that landed late by a later listing"),
 )
 
 

@@ -181,8 +181,14 @@ class World:
 
     @property
     def usable(self) -> list[Host]:
-        """Hosts that can be in a round, if there are enough of them."""
-        hosts = [
+        """Hosts that can be in a round, unless none of them can list records."""
+        hosts = self._able
+        return hosts if any(host.grey != "lists" for host in hosts) else []
+
+    @property
+    def _able(self) -> list[Host]:
+        """Hosts that can be in a round, as far as others know: none sees that listings fail."""
+        return [
             host
             for host in self.hosts
             if host.alive
@@ -192,7 +198,6 @@ class World:
             and not self._runs_on(host)
             and not self._is_excluded(host)
         ]
-        return hosts if any(host.grey != "lists" for host in hosts) else []
 
     def _is_excluded(self, host: Host, more: tuple[Exclusion, ...] = ()) -> bool:
         """Whether the clock of some host may say so; a quarantine ends where it must."""
@@ -346,7 +351,13 @@ class World:
         return cut
 
     def wrote(
-        self, host: Host, before: Entry | None, after: RoundDocument, evidence: Evidence
+        self,
+        host: Host,
+        before: Entry | None,
+        after: RoundDocument,
+        evidence: Evidence,
+        *,
+        given_up: bool,
     ) -> None:
         try:
             was = self.whole(RoundDocument.decode(before.value)) if before else None
@@ -355,7 +366,13 @@ class World:
         after = self.whole(after)
         self.note(f"{host.id} writes {show(after)} ({after.reason})")
         self.rounds += after.phase is Phase.RUNNING
-        if host.gives_up and after.outcome is Ended.FAILED and not (was and was.closed):
+        # A write that it gave up was of an earlier listing, and may land after the next.
+        if (
+            host.gives_up
+            and after.outcome is Ended.FAILED
+            and not (was and was.closed)
+            and not given_up
+        ):
             self._judge_end(host)
         if after.phase is Phase.RUNNING:
             self._running_since.setdefault(after.world_id, self.kernel.now)
@@ -612,7 +629,7 @@ class World:
             if not host.alive and entry is not None and not self.decode(entry).is_over:
                 return
         if all((known := it.node.latest) is not None and known.is_whole for it in gone):
-            left = self.usable
+            left = self._able
             if not largest([it.domain for it in left], self.plan.rules):
                 names = " ".join(it.id for it in left) or "nobody"
                 self.violated("goes on", f"{names} is left in {show(document)}, all others failed")
