@@ -286,8 +286,10 @@ class StoreClient(KeyValueClient):
     Attributes:
         where: names the store in errors: "<store> at <endpoint>", without secrets.
         timeout: seconds that a request may take with its retries.
+        named_by: the option that names the host, for errors.
     """
 
+    named_by = "--rdzv-endpoint"
     batch: ClassVar[tuple[int, int]] = (100, 1 << 20)
     """The most keys, and bytes of values, that one call of `_put`, `_read` or `_delete` gets."""
 
@@ -653,7 +655,7 @@ class StoreClient(KeyValueClient):
         """The problem behind an answer that is cut off, or not as the store's own are."""
         said = plain(f"{type(error).__name__}: {error}", 200)
         return Problem(
-            f"sent an answer that makes no sense ({said}); does --rdzv-endpoint name it, and is a "
+            f"sent an answer that makes no sense ({said}); does {self.named_by} name it, and is a "
             "proxy in between?",
             retryable=True,
         )
@@ -663,14 +665,14 @@ class StoreClient(KeyValueClient):
         if is_unresolved(error):
             return Problem(
                 f"{UNREACHED} within {self.timeout:g} s, for its name cannot be resolved "
-                f"({error}); check the spelling in --rdzv-endpoint, and this host's DNS",
+                f"({error}); check the spelling in {self.named_by}, and this host's DNS",
                 retryable=True,
                 undone=undone,
             )
         return Problem(
             f"{UNREACHED} within {self.timeout:g} s "
             f"({str(error) or type(error).__name__}); "
-            f"is it running, and does --rdzv-endpoint name it{hint}?",
+            f"is it running, and does {self.named_by} name it{hint}?",
             retryable=True,
             undone=undone,
         )

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 from rdzv_plugins.endpoint import Place, parse_endpoint, redact
-from rdzv_plugins.kv import Capabilities, LateCredentialsError, RendezvousStateError
+from rdzv_plugins.kv import Capabilities, LateCredentialsError, RendezvousStateError, Version
 from rdzv_plugins.kv.base import (
     Limit,
     Problem,
@@ -32,6 +32,7 @@ from rdzv_plugins.kv.base import (
     refused,
     segments,
     stamped,
+    version_of,
 )
 from rdzv_plugins.kv.findings import Finding, of_connection
 from rdzv_plugins.run_ids import RESERVED
@@ -44,6 +45,8 @@ T = TypeVar("T")
 # What a client knows of a run's deadline is good for so long.
 _DEADLINE_SECONDS = 1.0
 _LEAST_EXPIRY = 2 * _DEADLINE_SECONDS
+# What a waiter polls without a change needs no younger deadline than this.
+_UNCHANGED_SECONDS = 10.0
 
 # Of a run of which nobody has set a deadline that has passed.
 _FIRST = "0"
@@ -72,7 +75,10 @@ _BUSY = re.compile(r"(?i)\b(429|503|Slow ?Down|ServerBusy|TooManyRequests|Operat
 # As AWS says it with the status 400.
 _EXPIRED = re.compile(r"\b(ExpiredToken|InvalidToken|TokenRefreshRequired)\b")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
-_UNTRUSTED = re.compile("(?i)certificate|tls handshake")
+# What obstore says in its "Debug source" only.
+_UNTRUSTED = re.compile(r"InvalidCertificate\(\s*(\w+)")
+_SPEAKS_NO_TLS = "InvalidMessage("
+_CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
 # Where a host's own credentials come from.
 _METADATA = re.compile(r"169\.254\.|metadata", re.IGNORECASE)
 # Of a store that knows no conditional write, and says so.
@@ -82,6 +88,7 @@ _UNKNOWN = re.compile("NotImplemented|A header you provided implies")
 _REST_SECONDS = 0.1
 # The process that asked first: obstore's threads run in it, and not in what is forked from it.
 _asks_from: int | None = None
+_URL = re.compile(r"https?://[^/\s]")
 _LONG_URL = re.compile(r"(https?://\S{80})\S+")
 _STATUS = re.compile(r"(?i)(?:status|code|error)[: ]+(4\d\d)\b")
 
@@ -134,8 +141,15 @@ class BucketClient(StoreClient):
                 f'({error}). Install it with: pip install "rdzv-plugins[{self.name}]"'
             ) from error
         bucket, folder = self._parse(endpoint)
-        where = f" of {redact(options.url)}" if options.url else ""
+        url = self._url(options)
+        if url is not None and not _URL.match(url):
+            raise ValueError(
+                f"the url '{redact(url)}' must begin with http:// or https:// and name a host"
+            )
+        where = f" of {redact(url)}" if url else ""
         super().__init__(f"{self.name} at {redact(endpoint)}{where}", request_timeout)
+        if url:
+            self.named_by = "the url"
         self.longest_poll = self._polling.longest
         *prefix, run = segments(namespace, options.prefix)
         self._above = "/".join(filter(None, (*folder.split("/"), *prefix)))
@@ -143,18 +157,20 @@ class BucketClient(StoreClient):
         short = f"{run[:_LONGEST_NAME]}+{hashlib.sha256(run.encode()).hexdigest()[:32]}"
         self._run = f"{self._above}/{run if len(run) <= _LONGEST_NAME else short}"
         attempt = f"{max(1, math.ceil(min(request_timeout, _LONGEST_ATTEMPT) * 1000))}ms"
-        plain = str(options.url or "").startswith("http://")
-        self._store = self._make_store(
-            bucket,
-            options,
-            {
-                "client_options": {
-                    "timeout": attempt, "connect_timeout": attempt, "allow_http": plain,
-                },
-                # The base class repeats what failed.
-                "retry_config": {"max_retries": 0},
+        plain = (url or "").startswith("http://")
+        more: dict[str, Any] = {
+            "client_options": {
+                "timeout": attempt, "connect_timeout": attempt, "allow_http": plain,
             },
-        )  # fmt: skip
+            # The base class repeats what failed.
+            "retry_config": {"max_retries": 0},
+        }  # fmt: skip
+        try:
+            self._store = self._make_store(bucket, options, more)
+        except self._api.exceptions.BaseError as error:
+            raise ValueError(
+                f"the options and the credentials in the environment cannot be used: {_said(error)}"
+            ) from None
         self._known, self._asked = _Known(), -math.inf
         # By path: what an object held under an ETag, so that a list fetches what has changed.
         self._held: dict[str, tuple[str, Stored]] = {}
@@ -170,6 +186,12 @@ class BucketClient(StoreClient):
     @abstractmethod
     def _scheme(cls) -> str:
         """Of the endpoint."""
+
+    @classmethod
+    def _url(cls, options: Any) -> str | None:
+        """Where the service is; None: where its own cloud has it."""
+        url: str | None = options.url
+        return url
 
     @classmethod
     def locate(cls, endpoint: str) -> Place:
@@ -252,6 +274,20 @@ class BucketClient(StoreClient):
         with suppress(TimeoutError):
             self._sweep(limit.within(limit.seconds / 2))
 
+    def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
+        """As `_read`, but polls what stays as it was without a look at the deadline.
+
+        Whoever has the run begin anew empties the old folder, so that its waiters look then.
+        """
+        known, left = self._known, self._asked + _UNCHANGED_SECONDS - time.monotonic()
+        if version is None or known.is_over() or left <= 0:
+            return super()._look(key, version, limit)
+        path = f"{self._run}/{known.folder}/{_path(key)}"
+        found = self._ask(limit, lambda: self._fetch([path])).get(path)
+        if version_of(found) == version or self._living(limit).folder == known.folder:
+            return found
+        return super()._look(key, version, limit)
+
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
         self._polling.sleep(key, seen, limit)
         return None
@@ -285,9 +321,19 @@ class BucketClient(StoreClient):
             )
         if _STATUS.search(said) or kind != "GenericError":
             return refused(said, "are bucket, region and url right?")
-        unsent = "kind: Connect" in str(error)
-        problem = self._unreachable(OSError(said), undone=unsent)
-        return replace(problem, retryable=not _UNTRUSTED.search(said))
+        if (untrusted := _UNTRUSTED.search(str(error))) is not None:
+            return Problem(
+                f"failed the TLS handshake ({untrusted[1]}): the certificate must name the host of "
+                "the url, and $SSL_CERT_FILE the PEM file of an authority that this host does not "
+                "know"
+            )
+        if _SPEAKS_NO_TLS in str(error):
+            return Problem(
+                f"does not speak TLS ({said}); write http:// in the url, or name the port for TLS"
+            )
+        if (cause := _CAUSE.search(str(error).partition("Debug source")[2])) is not None:
+            said = f"{said}: {cause[1]}"
+        return self._unreachable(OSError(said), undone="kind: Connect" in str(error))
 
     def inspect(self) -> Iterable[Finding]:
         # Signatures send no secret.

@@ -13,21 +13,25 @@ bounded by ``poll_interval_min`` and ``poll_interval_max``, less up to half of i
 
 `Client.expire` writes an object ``deadline`` of the run, on the clock of this host: the clocks of
 the nodes must agree within a second or two. A client reads it again once what it knows of it is a
-second old. Whoever finds that the time has come has the run begin anew in another folder, and
-deletes the old one. The next `Client.expire` under the prefix removes some runs that have expired;
-a lifecycle rule of the bucket takes what nobody sweeps, after more days than your longest run has.
+second old; one that polls a key which stays as it was, once it is ten seconds old. Whoever finds
+that the time has come has the run begin anew in another folder, and deletes the old one. The next
+`Client.expire` under the prefix removes some runs that have expired; a lifecycle rule of the bucket
+takes what nobody sweeps, after more days than your longest run has.
 
 Limits: linearizable, as S3 is. Values up to 4 MiB. `Client.put_many` writes one key after the
 other; it is not atomic. Highly available as a service. S3 takes 3,500 writes and 5,500 reads a
 second under a prefix. obstore's threads survive no fork: a process that is forked from one that has
 asked a bucket is refused, in a line. Workers of torchrun are not; a DataLoader's are, and seldom
 open a store.
+Over https the certificate of the url's host is verified; ``$SSL_CERT_FILE`` names the PEM file of an
+authority that this host does not know.
 The user needs ``s3:GetObject, PutObject, DeleteObject`` on the objects and ``s3:ListBucket`` on the
 bucket.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -72,8 +76,13 @@ class Client(BucketClient):
     def _scheme(cls) -> str:
         return "s3"
 
+    @classmethod
+    def _url(cls, options: Any) -> str | None:
+        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+        return options.url or next(filter(None, map(os.environ.get, names)), None)
+
     def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:
         config: dict[str, Any] = {"conditional_put": "etag"}
         config |= {"region": options.region} if options.region else {}
-        config |= {"endpoint": options.url} if options.url else {}
+        config |= {"endpoint": url} if (url := self._url(options)) else {}
         return import_module("obstore.store").S3Store(bucket, config=config, **more)

@@ -1,8 +1,12 @@
-"""An HTTP gateway before an S3, at which it has an account of its own; run as a program.
+"""An HTTP gateway before a bucket; at an S3 it has an account of its own; run as a program.
+
+What is signed for an Azure names no host, and is passed on as it is.
 
 ``python -m tests.integration.gateway HOST PORT OPTIONS``: the options are JSON:
 
 - ``drops``: names of headers, in lower case, that it does not pass on.
+- ``signs``: it signs what it passes on, as an S3 wants it.
+- ``tls``: files with its certificate and its key.
 - ``judges``: it looks itself whether the condition of a write holds, and then writes without one.
 
 It prints the port on which it listens, then, for each line of its input, as JSON how often it was
@@ -13,11 +17,12 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,9 +67,16 @@ class Gateway:
 
 
 @contextmanager
-def gateway(target: Address, *, drops: set[str], judges: bool) -> Iterator[Gateway]:
-    """Start one before the S3 at ``target``, whose account is that of the environment."""
-    options = json.dumps({"drops": [it.lower() for it in drops], "judges": judges})
+def gateway(
+    target: Address, *, drops: set[str], judges: bool, signs: bool, tls: Sequence[str] = ()
+) -> Iterator[Gateway]:
+    """Start one before the bucket at ``target``.
+
+    Args:
+        signs: with the account of an S3 in the environment; ``drops`` and ``judges`` need it.
+    """
+    given = {"drops": [it.lower() for it in drops], "judges": judges, "signs": signs, "tls": tls}
+    options = json.dumps(given)
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, target[0], str(target[1]), options],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -80,13 +92,16 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, target: Address, drops: set[str], judges: bool) -> None:
+    def __init__(self, target: Address, drops: set[str], judges: bool, signs: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Passing)
         self.target, self.drops, self.judges = target, drops, judges
         self.asked: Counter[str] = Counter()
         self.lock = threading.Lock()
-        account = Credentials(os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
-        self.signer = S3SigV4Auth(account, "s3", "us-east-1")
+        self.signer: S3SigV4Auth | None = None
+        if signs:
+            names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+            account = Credentials(*(os.environ[name] for name in names))
+            self.signer = S3SigV4Auth(account, "s3", "us-east-1")
 
 
 class _Passing(BaseHTTPRequestHandler):
@@ -99,12 +114,14 @@ class _Passing(BaseHTTPRequestHandler):
 
     def pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        kind = "list" if "list-type=" in self.path else self.command.lower()
+        lists = "list-type=" in self.path or "comp=list" in self.path
+        kind = "list" if lists else self.command.lower()
         with self.server.lock:
             # A POST deletes many.
             self.server.asked["delete" if kind == "post" else kind] += 1
         given = {name.lower(): value for name, value in self.headers.items()}
-        headers = {it: given[it] for it in given.keys() - _OWN - self.server.drops}
+        own = _OWN if self.server.signer is not None else _OWN - {"authorization"}
+        headers = {it: given[it] for it in given.keys() - own - self.server.drops}
         new = tag = None
         if self.server.judges:
             new, tag = headers.pop("if-none-match", None), headers.pop("if-match", None)
@@ -120,11 +137,13 @@ class _Passing(BaseHTTPRequestHandler):
 
     def _ask(self, method: str, headers: dict[str, str], body: bytes) -> Answer:
         target = self.server.target
-        url = f"http://{target[0]}:{target[1]}{self.path}"
-        request = AWSRequest(method, url, headers=headers, data=body)
-        self.server.signer.add_auth(request)
+        if self.server.signer is not None:
+            url = f"http://{target[0]}:{target[1]}{self.path}"
+            request = AWSRequest(method, url, headers=headers, data=body)
+            self.server.signer.add_auth(request)
+            headers = dict(request.headers.items())
         with closing(HTTPConnection(*target, timeout=30)) as connection:
-            connection.request(method, self.path, body, dict(request.headers.items()))
+            connection.request(method, self.path, body, headers)
             answer = connection.getresponse()
             found = {name.lower(): value for name, value in answer.getheaders()}
             return answer.status, found, answer.read()
@@ -143,7 +162,13 @@ class _Passing(BaseHTTPRequestHandler):
 
 def main(host: str, port: str, options: str) -> None:
     given = json.loads(options)
-    server = _Server((host, int(port)), set(given["drops"]), given["judges"])
+    server = _Server((host, int(port)), set(given["drops"]), given["judges"], given["signs"])
+    if given["tls"]:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*given["tls"])
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     _say(str(server.server_address[1]))
     for _ in sys.stdin:

@@ -1,4 +1,5 @@
-"""Buckets: one that does not heed a condition is refused; forks; and what a run asks, counted."""
+"""Buckets: one that does not heed a condition is refused; what keeps a job from its bucket; forks;
+and what a run asks, counted."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -19,8 +21,11 @@ from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
 from rdzv_plugins.testing.threads import together
 from tests import Measure
 from tests.integration.agents import Run
+from tests.integration.certificates import Certificates
 from tests.integration.gateway import Gateway, gateway
 from tests.integration.stores import KINDS, RunningStore, started
+
+KEYS = {"s3": "AWS_SECRET_ACCESS_KEY", "azure": "AZURE_STORAGE_ACCOUNT_KEY"}
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
@@ -31,23 +36,33 @@ def s3() -> Iterator[RunningStore]:
         yield store
 
 
+@pytest.fixture(scope="module", params=["s3", "azure"])
+def bucket(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
+    with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
+        yield store
+
+
 @contextmanager
 def behind(
-    store: RunningStore, *drops: str, judges: bool = False
+    store: RunningStore, *drops: str, judges: bool = False, tls: Sequence[str] = ()
 ) -> Iterator[tuple[Gateway, RunningStore]]:
     """A gateway, and the store as it is reached through it."""
-    with gateway(store.address, drops=set(drops), judges=judges) as started:
-        yield started, replace(store, config=store.config_at(started.address))
+    signs = store.backend == "s3"
+    with gateway(store.address, drops=set(drops), judges=judges, signs=signs, tls=tls) as started:
+        config = store.config_at(started.address)
+        if tls:
+            config["url"] = config["url"].replace("http:", "https:")
+        yield started, replace(store, config=config)
 
 
 def conf(store: RunningStore) -> str:
     return ",".join(f"{name}={value}" for name, value in store.config.items())
 
 
-def check(store: RunningStore) -> tuple[int, str]:
+def check(store: RunningStore, *, patience: float = 60) -> tuple[int, str]:
     """The exit status of `rdzv check`, and what it printed."""
     # Patience with the machine: a contest is to end with one winner, not in time.
-    options = f"{conf(store)},heartbeat_timeout=60"
+    options = f"{conf(store)},heartbeat_timeout={patience:g}"
     command = ["check", "-b", store.backend, "-e", store.endpoint, "-c", options]
     told = CliRunner().invoke(app, command)
     return told.exit_code, told.output
@@ -104,6 +119,85 @@ def test_a_store_that_looks_before_it_writes_loses_the_contest(s3: RunningStore)
     assert "of 16 writers won a compare-and-set, not one" in failed
 
 
+def failed(store: RunningStore) -> str:
+    """The only line of `rdzv check` about what failed."""
+    status, told = check(store, patience=1)
+    assert status == 2, told
+    (line,) = (it for it in told.splitlines() if it.startswith("failed"))
+    assert line.startswith("failed   store: "), line
+    return line
+
+
+def test_credentials_that_are_refused_are_not_shown(
+    bucket: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = {"s3": "hunter2", "azure": "aHVudGVyMg=="}[bucket.name]
+    monkeypatch.setenv(KEYS[bucket.name], secret)
+    line = failed(bucket)
+    assert " refused the credentials (" in line
+    assert secret not in line
+
+
+def test_no_credentials(bucket: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEYS[bucket.name])
+    if bucket.name == "s3":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    # No host that a test runs on has a role.
+    assert "without credentials (" in failed(bucket)
+
+
+def test_a_key_of_azure_that_is_none(bucket: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bucket.name != "azure":
+        pytest.skip("any text may be a key of S3")
+    monkeypatch.setenv(KEYS["azure"], "hunter2")
+    line = failed(bucket)
+    assert "the credentials in the environment cannot be used: " in line
+    assert "hunter2" not in line
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:9/", "Connection refused); is it running, and does the url name it?"),
+        ("http://nowhere.invalid:9000", "check the spelling in the url, and this host's DNS"),
+        ("127.0.0.1:9000", "the url '127.0.0.1:9000' must begin with http:// or https://"),
+        ("https", "does not speak TLS ("),
+    ],
+    ids=["down", "unknown", "no scheme", "no TLS"],
+)
+def test_a_url_that_leads_nowhere(bucket: RunningStore, url: str, said: str) -> None:
+    there = bucket.config["url"].replace("http:", "https:") if url == "https" else url
+    assert said in failed(replace(bucket, config={**bucket.config, "url": there}))
+
+
+def test_no_bucket(bucket: RunningStore) -> None:
+    assert " has no such bucket (" in failed(replace(bucket, endpoint=f"{bucket.endpoint}-none"))
+
+
+def test_tls_with_an_authority_of_ones_own(
+    bucket: RunningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = Certificates.make(tmp_path)
+    pair = certificates.server
+    with behind(bucket, tls=(pair.cert_file, pair.key_file)) as (_, store):
+        line = failed(store)
+        assert "failed the TLS handshake (UnknownIssuer)" in line
+        assert "$SSL_CERT_FILE" in line
+        monkeypatch.setenv("SSL_CERT_FILE", certificates.ca_file)
+        status, told = check(store)
+        assert status < 2, told
+        assert "TLS: encrypted; certificate and name verified" in told
+    misnamed = certificates.misnamed
+    with behind(bucket, tls=(misnamed.cert_file, misnamed.key_file)) as (_, store):
+        assert "failed the TLS handshake (NotValidForName" in failed(store)
+
+
+def test_the_url_of_the_environment(s3: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.config["url"])
+    with closing(replace(s3, config={}).open("rdzv/environment")) as client:
+        client.put("key", b"here")
+
+
 def test_a_forked_process_is_told_that_it_cannot_ask(s3: RunningStore) -> None:
     with closing(s3.open("rdzv/forked")) as client:
         version = client.put("key", b"here")
@@ -128,9 +222,11 @@ def _ask(client: KeyValueClient) -> None:
 NODES, INTERVAL, SECONDS = 64, 5.0, 60.0
 
 
-def test_what_a_round_of_64_and_its_rest_ask(s3: RunningStore, record_property: Measure) -> None:
+def test_what_a_round_of_64_and_its_rest_ask(
+    bucket: RunningStore, record_property: Measure
+) -> None:
     """With the default intervals; docs/choosing.md has the figures."""
-    with behind(s3) as (passing, store):
+    with behind(bucket) as (passing, store):
         run = Run(store, "counted")
         options = {"keep_alive_interval": f"{INTERVAL:g}", "last_call_timeout": "1"}
         handlers = [run.handler((NODES, NODES), **options) for _ in range(NODES)]
