@@ -157,10 +157,10 @@ class BucketClient(StoreClient):
         short = f"{run[:_LONGEST_NAME]}+{hashlib.sha256(run.encode()).hexdigest()[:32]}"
         self._run = f"{self._above}/{run if len(run) <= _LONGEST_NAME else short}"
         attempt = f"{max(1, math.ceil(min(request_timeout, _LONGEST_ATTEMPT) * 1000))}ms"
-        plain = (url or "").startswith("http://")
+        self._is_plain = (url or "").startswith("http://")
         more: dict[str, Any] = {
             "client_options": {
-                "timeout": attempt, "connect_timeout": attempt, "allow_http": plain,
+                "timeout": attempt, "connect_timeout": attempt, "allow_http": self._is_plain,
             },
             # The base class repeats what failed.
             "retry_config": {"max_retries": 0},
@@ -169,7 +169,8 @@ class BucketClient(StoreClient):
             self._store = self._make_store(bucket, options, more)
         except self._api.exceptions.BaseError as error:
             raise ValueError(
-                f"the options and the credentials in the environment cannot be used: {_said(error)}"
+                f"the options or the credentials in the environment are not valid: {_said(error)}; "
+                "correct what that names"
             ) from None
         self._known, self._asked = _Known(), -math.inf
         # By path: what an object held under an ETag, so that a list fetches what has changed.
@@ -337,11 +338,7 @@ class BucketClient(StoreClient):
 
     def inspect(self) -> Iterable[Finding]:
         # Signatures send no secret.
-        yield of_connection(not self._is_plain(), False, [])
-
-    def _is_plain(self) -> bool:
-        options: Any = self._store.client_options or {}
-        return bool(options.get("allow_http"))
+        yield of_connection(not self._is_plain, False, [])
 
     # The deadline.
 

@@ -151,7 +151,7 @@ def test_a_key_of_azure_that_is_none(bucket: RunningStore, monkeypatch: pytest.M
         pytest.skip("any text may be a key of S3")
     monkeypatch.setenv(KEYS["azure"], "hunter2")
     line = failed(bucket)
-    assert "the credentials in the environment cannot be used: " in line
+    assert "the credentials in the environment are not valid: " in line
     assert "hunter2" not in line
 
 
