@@ -22,9 +22,8 @@ Limits: linearizable, as S3 is. Values up to 4 MiB. `Client.put_many` writes one
 other; it is not atomic. Highly available as a service. S3 takes 3,500 writes and 5,500 reads a
 second under a prefix. obstore's threads survive no fork: a process that is forked from one that has
 asked a bucket is refused, in a line. Workers of torchrun are not; a DataLoader's are, and seldom
-open a store.
-Over https the certificate of the url's host is verified; ``$SSL_CERT_FILE`` names the PEM file of an
-authority that this host does not know.
+open a store. Over https the certificate of the url's host is verified; ``$SSL_CERT_FILE`` names the
+PEM file of an authority that this host does not know.
 The user needs ``s3:GetObject, PutObject, DeleteObject`` on the objects and ``s3:ListBucket`` on the
 bucket.
 """
