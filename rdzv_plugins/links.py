@@ -41,8 +41,9 @@ _DIAL_SECONDS = 2.0
 _AT_ONCE_SECONDS = 0.05
 # Between two dials of what is silent, or was never reached: twice as long each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-# A process that is gone is dialled again as often: it may be a proxy that refuses for it.
-_AGAIN_SECONDS, _MOST_TIMES = 0.2, 50
+# A process that was found gone is dialled again so soon, so often, and then after those pauses: a
+# firewall that refused for it may be taken down, and the link is what its death will show by.
+_AGAIN_SECONDS, _OFTEN = 0.2, 50
 # Without traffic a firewall forgets a connection; the kernel sees to this, and wakes no process.
 _KEEP_ALIVE_SECONDS = 60
 _MOST_LINKS = 256
@@ -281,7 +282,7 @@ class _Peer:
         self._direct: bool | None = None
         # So many links in a row lasted for a moment only.
         self._short = 0
-        # It was found gone, and since then it was dialled so often.
+        # It was found gone, and has refused so often since then.
         self._times: int | None = None
         self._pause = _FIRST_PAUSE
         self._resolve(int(endpoint.rpartition(":")[2]))
@@ -369,8 +370,10 @@ class _Peer:
             self._dial_later()
         else:
             self._times = (self._times or 0) + 1
-            if self._times <= _MOST_TIMES:
+            if self._times <= _OFTEN:
                 self._listener.later(_AGAIN_SECONDS, self._dial)
+            else:
+                self._dial_later()
 
     def _found_gone(self) -> bool:
         return self._links.found_gone(self._node, self._host, self._direct)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 import selectors
 import socket
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
+from weakref import WeakSet
 
 from rdzv_plugins.addresses import ANY_PORT, listen
 
@@ -132,6 +134,7 @@ class Listener:
         except BaseException:
             self._close()
             raise
+        _open.add(self)
 
     def answer(
         self, opening: bytes, more: int, serve: Callable[[socket.socket, bytes], Line]
@@ -173,6 +176,12 @@ class Listener:
 
     def _close(self) -> None:
         for it in (self._server, self._selector, self._wakes, self._woken):
+            it.close()
+
+    def close_in_child(self) -> None:
+        """Close what a forked process has of its sockets; they stay open in this one."""
+        # The selector is shared: it is not told.
+        for it in (self._server, self._wakes, self._woken, *(line.socket for line in self._lines)):
             it.close()
 
     def _serve(self) -> None:
@@ -273,3 +282,16 @@ class Listener:
 
 def _events(line: Line) -> int:
     return selectors.EVENT_WRITE if line.writes else selectors.EVENT_READ
+
+
+_open: WeakSet[Listener] = WeakSet()
+
+
+def _close_in_child() -> None:
+    for listener in [*_open]:
+        listener.close_in_child()
+
+
+# A forked worker that outlives its agent would keep the agent's links, and its port: nobody would
+# see that the agent has ended.
+os.register_at_fork(after_in_child=_close_in_child)

@@ -23,7 +23,9 @@ RUN, PEER = "a-run", "the-peer"
 PATIENCE = 30.0
 
 # A node of its own, in a process without torch; it ends in good order when its standard input does.
+# For a line of that it forks a process, which ends with it too, and says so.
 CHILD = f"""
+import os
 import sys
 from rdzv_plugins.links import Links
 from rdzv_plugins.listener import Listener
@@ -31,8 +33,11 @@ from rdzv_plugins.listener import Listener
 listener = Listener("127.0.0.1", "child", [int(sys.argv[1])])
 Links(listener, {RUN!r}, {PEER!r}, "127.0.0.1", print, print)
 print(listener.port, flush=True)
+forked = bool(sys.stdin.readline()) and os.fork() == 0
+if forked:
+    print("forked", flush=True)
 sys.stdin.read()
-listener.close()
+forked or listener.close()
 """
 
 
@@ -49,6 +54,14 @@ class Peer:
     @property
     def address(self) -> tuple[str, int]:
         return "127.0.0.1", self.port
+
+    def fork(self) -> None:
+        """Returns once it has forked a process, which outlives it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == b"forked\n"
 
     def kill(self) -> None:
         self.process.kill()
@@ -148,6 +161,16 @@ def test_a_killed_process_is_gone(watcher: Watcher, peer: Peer) -> None:
     assert watcher.hears() == ("gone", PEER)
 
 
+def test_a_killed_process_is_gone_though_one_that_it_forked_lives(
+    watcher: Watcher, peer: Peer
+) -> None:
+    """As a worker that waits in a collective, and hears no signal there."""
+    linked(watcher, peer.port)
+    peer.fork()
+    peer.kill()
+    assert watcher.hears() == ("gone", PEER)
+
+
 def test_one_that_ends_in_good_order_says_so(watcher: Watcher, peer: Peer) -> None:
     linked(watcher, peer.port)
     peer.end()
@@ -183,6 +206,27 @@ def test_who_is_gone_and_answers_again_is_back(watcher: Watcher, peer: Peer) -> 
     try:
         assert watcher.hears() == ("back", PEER)
         assert until(watcher.has_link, PATIENCE)
+    finally:
+        again.close()
+
+
+def test_who_was_refused_for_long_is_dialled_again(
+    watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a firewall: without its link, nobody would see it die after that."""
+    for name, value in {"_AGAIN_SECONDS": 0.01, "_OFTEN": 3, "_FIRST_PAUSE": 0.01}.items():
+        monkeypatch.setattr(module, name, value)
+    linked(watcher, peer.port)
+    peer.kill()
+    assert watcher.hears() == ("gone", PEER)
+    assert until(lambda: watcher.links._peers[PEER]._pause > 4 * module._FIRST_PAUSE, PATIENCE)
+    assert watcher.heard_nothing
+    again = Peer(peer.port)
+    try:
+        assert watcher.hears() == ("back", PEER)
+        linked(watcher, peer.port)
+        again.kill()
+        assert watcher.hears() == ("gone", PEER)
     finally:
         again.close()
 
