@@ -242,6 +242,8 @@ class _Keeper(threading.Thread):
     def was_led(self) -> None:
         """Note that the store has answered: where this host's member runs, it has a leader."""
         self._remembers = self.has_member
+        # What the first nodes stored may stand on one host yet, whose loss would be that of all.
+        self._peers_at = 0.0
 
     def stop(self) -> None:
         """End the member; idempotent."""
