@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 _CLIENT_SECONDS = 5.0
 # Where a request says whose it is.
 _CLIENT = "rdzv.client"
-# Of more clients at once the one goes that has been there for longest.
+# Of more clients at once the one goes that has been there for longest, and none whose page is being
+# made while there is another: who may read no page would cut off each that takes long.
 _MOST_CLIENTS = 16
 # How soon the thread sees that it is to end, where closing the socket does not wake it.
 _LOOK_SECONDS = 0.5
@@ -149,7 +150,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._clients[request] = time.monotonic() + _CLIENT_SECONDS
-            oldest = next(iter(self._clients)) if len(self._clients) > _MOST_CLIENTS else None
+            others = [*self._clients][:-1]
+            oldest = min(others, key=self._is_at_work) if len(others) >= _MOST_CLIENTS else None
         if oldest is not None:
             self._cut(oldest)
         try:
@@ -184,9 +186,12 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         finally:
             self._give(client, time.monotonic() + _CLIENT_SECONDS)
 
+    def _is_at_work(self, client: socket.socket) -> bool:
+        return self._clients[client] == math.inf
+
     def _give(self, client: socket.socket, until: float) -> None:
         with self._lock:
-            if client in self._clients:
+            if self._clients.pop(client, None) is not None:
                 self._clients[client] = until
 
     def cut_all(self) -> None:

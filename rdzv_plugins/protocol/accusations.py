@@ -30,21 +30,21 @@ __all__ = [
 _LARGE_PART, _FEWEST = 3, 8
 # So many stand in a document, of very many; the others follow.
 _MOST_NAMED = 64
-# The accused is given so many times as much more as this node itself is held up by, on a busy host
-# or store.
+# The accused is given so many times as much more as this node, or the accused by its own word, is
+# held up by, on a busy host or a store that is slow or far.
 _TIMES = 4.0
 
 
-def answered_within(view: View) -> float | None:
-    """Seconds within which an accused node that lives has answered; None: nobody is accused."""
+def answered_within(view: View, record: NodeRecord) -> float | None:
+    """Seconds within which this accused node has answered, if it lives; None: nobody is accused."""
     if view.rules.answer is None:
         return None
-    return view.rules.answer + view.lag + _TIMES * view.latency
+    return view.rules.answer + view.lag + _TIMES * max(view.latency, record.slow / 1000)
 
 
-def until_answered(view: View, node: str) -> float:
+def until_answered(view: View, node: str, record: NodeRecord) -> float:
     """Seconds after which to look whether it has; 0: it has not in time."""
-    patience = answered_within(view)
+    patience = answered_within(view, record)
     if patience is None:
         return 0.0
     silence, least = view.unanswered.get(node, 0.0), (view.rules.answer or 0.0) + view.lag
@@ -71,8 +71,7 @@ def naming_the_accused(
 
 def judged(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> RoundDocument:
     """The document with the verdict on those who have not answered in time."""
-    patience = answered_within(view)
-    if patience is None or not document.accused:
+    if view.rules.answer is None or not document.accused:
         return document
     accused = _accused(document, records)
     if not accused or _too_many(document, accused):
@@ -82,7 +81,8 @@ def judged(view: View, document: RoundDocument, records: Mapping[str, NodeRecord
         against = accused.get(it.node)
         if against is None or against.beat != it.beat or it.node not in view.unanswered:
             return False
-        return view.unanswered[it.node] >= patience
+        patience = answered_within(view, records[it.node])
+        return patience is not None and view.unanswered[it.node] >= patience
 
     lost = {it.node for it in document.accused if not it.lost and is_lost(it)}
     if not lost:
@@ -101,7 +101,7 @@ def until_a_verdict(
         return None
     accused = _accused(document, records)
     left = [
-        until_answered(view, it.node)
+        until_answered(view, it.node, records[it.node])
         for it in document.accused
         if not it.lost and it.node in accused and it.node in view.unanswered
     ]

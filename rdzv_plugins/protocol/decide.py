@@ -449,7 +449,7 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
         return Write(replace(document, accused=(*others, named)))
     if leader not in view.unanswered:
         return None
-    if (left := until_answered(view, leader)) > 0:
+    if (left := until_answered(view, leader, record)) > 0:
         return Wait(left)
     return Write(replace(document, leader=view.me))
 

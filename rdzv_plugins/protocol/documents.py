@@ -692,6 +692,8 @@ class NodeRecord(
         at: when it wrote this, in seconds since the epoch on its wall clock; for people alone. 0:
             not known.
         schema: as the document's; a node of another version disturbs no round of this one.
+        slow: milliseconds that one of its last two heartbeats took to be written, or by which it
+            woke late; 0: less than 50.
     """
 
     address: Id
@@ -723,6 +725,7 @@ class NodeRecord(
     last_call: tuple[Count, Clock] | None = None
     schema: Literal[2] = 2
     # Last, for they change with each heartbeat: a store may send no more than the end of a value.
+    slow: Count = 0
     looks: Count = 0
     at: Clock = 0
     beat: Count

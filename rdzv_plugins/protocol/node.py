@@ -105,6 +105,8 @@ _LINKS = 2
 _MOST_ACCUSED = 64
 # Of the first so many in rank order, all watch the pod of the leader.
 _HEIRS = 3
+# It says by what it is held up, in milliseconds, if by so much.
+_SLOW = 50
 # An accused node beats so often within the time that it has, and for so many times as long.
 _ANSWERS, _ANSWERS_FOR = 3, 4
 
@@ -253,6 +255,8 @@ class Node:
         # Links are due to other nodes; and where those that are known listen, None: nowhere.
         self._links_due = False
         self._endpoints: dict[str, str | None] = {}
+        # How long the store took for its last two heartbeats.
+        self._took = (0.0, 0.0)
         # The accusation that this node answers, and until when it beats more often for that.
         self._answers: tuple[str, Accusation] | None = None
         self._answers_until = -math.inf
@@ -767,12 +771,16 @@ class Node:
         self.record = replace(self.record, beat=self.record.beat + 1, looks=self._seen.looks)
         # For people alone.
         self.record = replace(self.record, at=int(self._wall()), last_call=self._last_call())
+        slow = int(1000 * max(*self._took, self._seen.overslept))
+        self.record = replace(self.record, slow=slow if slow >= _SLOW else 0)
         ring, self._record_due, self._ring = self._ring, False, False
+        asked = self._clock()
         try:
             yield from PutRecord(self.id, self.record, ring)
         except RendezvousConnectionError:
             self._record_due, self._ring = True, ring
             raise
+        self._took = self._took[1], self._clock() - asked
 
     def _last_call(self) -> tuple[int, int] | None:
         """As `documents.NodeRecord.last_call`."""

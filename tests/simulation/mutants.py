@@ -2105,7 +2105,7 @@ def gives_up_too_soon(patch: Patch) -> None:
 
 @_mutant("who is found gone is lost without having been asked", focus=_LINKED)
 def asks_nobody(patch: Patch) -> None:
-    patch(accusations, "answered_within", lambda answered_within, view: 0.0)
+    patch(accusations, "answered_within", lambda answered_within, view, record: 0.0)
 
 
 @_mutant("an accused node that lives answers at once", focus=_LINKED)

@@ -121,6 +121,23 @@ def test_one_that_lives_answers_and_stays(crowd: Crowd, name: str) -> None:
     assert all(len(member.given) == 1 for member in crowd.members.values())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_one_for_whom_alone_the_store_is_far_has_time_to_answer(crowd: Crowd, name: str) -> None:
+    """It says so in its record: to whoever judges it the store is near."""
+    begin(crowd)
+    crowd.members[name].slow = lambda request: 0.6
+    crowd.play(3 * RULES.interval)
+    assert 600 <= record(crowd, name).slow < 700
+    for other in crowd.members.values():
+        if name in other.links:
+            other.node.report_gone(name)
+    crowd.play(40.0)
+    assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
+    # And one that is killed is lost sooner than by its lease still.
+    dies(crowd, crowd.members[name])
+    crowd.play_until(lambda: runs_without(crowd, name), 6.0)
+
+
 def test_an_answer_that_is_lost_is_repeated_in_time(crowd: Crowd) -> None:
     begin(crowd)
     before = record(crowd, "n3").beat

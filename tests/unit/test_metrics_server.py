@@ -84,6 +84,33 @@ def test_what_takes_long_to_show_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
         assert until(lambda: not server._server._clients, 30)
 
 
+def test_clients_that_say_nothing_cut_no_page_off_that_takes_long() -> None:
+    """They may have no token, and be many."""
+    begun, ends = threading.Event(), threading.Event()
+
+    def make_page() -> None:
+        begun.set()
+        ends.wait(60)
+
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(serving(make_page)))
+        stack.callback(ends.set)
+
+        def connect() -> socket.socket:
+            target = "127.0.0.1", server._server.server_port
+            return stack.enter_context(closing(socket.create_connection(target, 60)))
+
+        asks_for_page = connect()
+        asks_for_page.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert begun.wait(60)
+        strangers = [connect() for _ in range(40)]
+        # Each new one has the one go that has been there for longest.
+        for line in strangers[: -metrics_server._MOST_CLIENTS]:
+            assert line.recv(1) == b""
+        ends.set()
+        assert asks_for_page.recv(15).startswith(b"HTTP/1.0 200")
+
+
 def test_none_of_its_threads_stays(server: MetricsServer) -> None:
     ends = threading.Event()
     with ExitStack() as stack:
