@@ -37,6 +37,8 @@ STORES = (
     "postgres",
     "nats",
     "quorum",
+    "s3",
+    "azure",
 )
 SCENARIOS = ("requests", "form", "late", "life", "rest", "swarm", "first-step", "start-up")
 ENSEMBLES = ("zookeeper", "consul", "etcd-v3", "nats", "quorum")
@@ -73,6 +75,8 @@ class Plan:
             "nats": (2, 16, 64, 256),
             # One member; three are below.
             "quorum": (2, 16, 64, 256),
+            "s3": (2, 16, 64),
+            "azure": (2, 16, 64),
             "c10d": (2, 16, 64, 128, 256),
             "etcd-v2": (2, 16, 64, 128, 256),
         }
@@ -127,6 +131,7 @@ WHY = {
     "zookeeper, 3 servers": "keep_alive_interval=30 at 1,024: three servers and three threads of "
     "kazoo's a node share two cores, where heartbeats of the default interval come late.",
     "dynamodb": "DynamoDB Local, which is one process; its waiters poll. Up to 512 nodes.",
+    "s3, azure": "SeaweedFS and Azurite, whose waiters poll. Up to 64 nodes.",
     "postgres": "up to 512 nodes: the server allows 600 connections here.",
     "c10d, etcd-v2": "up to the first number of nodes that did not finish within 60 s.",
 }

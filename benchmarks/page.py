@@ -60,7 +60,7 @@ def _requests(results: Results) -> list[str]:
     ]
     text = (
         "`compare-and-set` and `read` use 2 KB. `wake-up` is the time from a write until a blocked "
-        "waiter returns (DynamoDB cannot push changes: its waiters poll)."
+        "waiter returns (DynamoDB and buckets cannot push changes: their waiters poll)."
     )
     return _section("One request, milliseconds", text, ["store", *measures], rows)
 

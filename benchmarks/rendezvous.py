@@ -254,10 +254,12 @@ def count_bytes(target: Target, nodes: int, processes: int, limit: float) -> Sam
     assert target.server is not None
     ports = [node.port for node in target.server.nodes]
     with counted([("127.0.0.1", port) for port in ports]) as (proxies, counter):
-        endpoint = target.endpoint
+        # A bucket's endpoint names no host; its url does.
+        endpoint, url = target.endpoint, target.config.get("url", "")
         for port, (_, instead) in zip(ports, proxies, strict=True):
-            endpoint = endpoint.replace(f":{port}", f":{instead}")
-        run = replace(target.run(nodes, nodes), endpoint=endpoint)
+            endpoint, url = (it.replace(f":{port}", f":{instead}") for it in (endpoint, url))
+        config = {"url": url} if url else {}
+        run = replace(target.run(nodes, nodes, **config), endpoint=endpoint)
         with contextlib.closing(Crowd(run, shares(nodes, processes))) as crowd:
             before = counter.read()
             crowd.join(crowd.workers)

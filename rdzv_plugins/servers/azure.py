@@ -23,7 +23,7 @@ from rdzv_plugins.servers.process import (
 _CONTAINER = "rdzv"
 # Of every Azurite, as its documentation says.
 _ACCOUNT = "devstoreaccount1"
-_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _SCRIPT = "node_modules/azurite/dist/src/blob/main.js"
 
 
@@ -58,20 +58,25 @@ class Azure(Kind):
         return {"url": self._url, "account": _ACCOUNT}
 
     def environ(self) -> dict[str, str]:
-        return {"AZURE_STORAGE_ACCOUNT_KEY": _KEY}
+        return {"AZURE_STORAGE_ACCOUNT_KEY": KEY}
 
     def ready(self, node: ServerProcess) -> bool:
         return ask(node.port, "GET", "/", security=self.security)[0] < 500
 
     def prepare(self, nodes: Sequence[ServerProcess]) -> None:
-        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
-        signed = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
-        place = f"/{_ACCOUNT}/{_ACCOUNT}/{_CONTAINER}\nrestype:container"
-        text = "PUT" + "\n" * 12 + signed + place
-        key = base64.b64decode(_KEY)
-        signature = base64.b64encode(hmac.new(key, text.encode(), hashlib.sha256).digest())
-        headers["Authorization"] = f"SharedKey {_ACCOUNT}:{signature.decode()}"
-        path = f"/{_ACCOUNT}/{_CONTAINER}?restype=container"
-        status, said = ask(nodes[0].port, "PUT", path, security=self.security, headers=headers)
-        if status not in (201, 409):
-            raise ServerError(f"the container could not be made: {said}")
+        create_container(nodes[0].port)
+
+
+def create_container(port: int) -> None:
+    """Create the container in the Azurite at this port of this host; one that is there stays."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    signed = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
+    place = f"/{_ACCOUNT}/{_ACCOUNT}/{_CONTAINER}\nrestype:container"
+    text = "PUT" + "\n" * 12 + signed + place
+    key = base64.b64decode(KEY)
+    signature = base64.b64encode(hmac.new(key, text.encode(), hashlib.sha256).digest())
+    headers["Authorization"] = f"SharedKey {_ACCOUNT}:{signature.decode()}"
+    path = f"/{_ACCOUNT}/{_CONTAINER}?restype=container"
+    status, said = ask(port, "PUT", path, security=Security(), headers=headers)
+    if status not in (201, 409):
+        raise ServerError(f"the container could not be made: {said}")

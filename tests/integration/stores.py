@@ -19,6 +19,8 @@ from rdzv_plugins import servers
 from rdzv_plugins.addresses import is_loopback
 from rdzv_plugins.endpoint import parse_endpoint
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.servers.azure import KEY as AZURITES_KEY
+from rdzv_plugins.servers.azure import create_container
 from rdzv_plugins.servers.process import HOST, find_file
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing import Proxy, Store
@@ -49,7 +51,8 @@ class Kind:
         image: what testcontainers starts where no binary is installed; "": nothing.
         command: the container's.
         environment: the container's.
-        config: what ``--rdzv-conf`` needs to reach the container.
+        config: what ``--rdzv-conf`` needs to reach the container; with a "url", that is what
+            the variable names.
         client_environ: what a client's environment needs to reach the container.
         keeps: whether a server that was stopped has its data again.
     """
@@ -147,8 +150,33 @@ KINDS = [
         keeps=False,  # A majority does, in its memory.
     ),
     Kind(name="kubernetes", backend="kubernetes", server="kubernetes", port=0, image=""),
-    Kind(name="s3", backend="s3", server="s3", port=0, image=""),
-    Kind(name="azure", backend="azure", server="azure", port=0, image=""),
+    Kind(
+        name="s3",
+        backend="s3",
+        server="s3",
+        port=8333,
+        image="chrislusf/seaweedfs:4.48",
+        command="server -s3",
+        environment={"AWS_ACCESS_KEY_ID": "rdzv", "AWS_SECRET_ACCESS_KEY": "rdzv-local"},
+        endpoint="s3://rdzv",
+        config={"url": "http://{host}:{port}"},
+        client_environ={
+            "AWS_ACCESS_KEY_ID": "rdzv",
+            "AWS_SECRET_ACCESS_KEY": "rdzv-local",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        },
+    ),
+    Kind(
+        name="azure",
+        backend="azure",
+        server="azure",
+        port=10000,
+        image="mcr.microsoft.com/azure-storage/azurite:3.35.0",
+        command="azurite-blob --blobHost 0.0.0.0 --skipApiVersionCheck",
+        endpoint="az://rdzv",
+        config={"url": "http://{host}:{port}/devstoreaccount1", "account": "devstoreaccount1"},
+        client_environ={"AZURE_STORAGE_ACCOUNT_KEY": AZURITES_KEY},
+    ),
 ]
 
 LONG = ("kubernetes", "s3", "azure")
@@ -288,6 +316,8 @@ def running(kind: Kind) -> Iterator[RunningStore]:
     """
     if endpoint := os.environ.get(kind.variable):
         config = dict(kind.config)
+        if "url" in config:
+            endpoint, config["url"] = kind.endpoint, endpoint
         with _environment(kind.client_environ, override=False):
             yield RunningStore(
                 name=kind.name, backend=kind.backend, endpoint=endpoint, config=config
@@ -391,10 +421,23 @@ def _container(kind: Kind) -> Iterator[RunningStore]:
             name=kind.name,
             backend=kind.backend,
             endpoint=kind.endpoint.format(host=host, port=port),
-            config=dict(kind.config),
+            config={name: it.format(host=host, port=port) for name, it in kind.config.items()},
         )
+        if kind.server == "azure":
+            assert until(_has_container(int(port)), 60), f"{kind.image} makes no container"
         assert until(_answering(store), 60), f"the container of {kind.image} does not answer"
         yield store
+
+
+def _has_container(port: int) -> Callable[[], bool]:
+    def made() -> bool:
+        try:
+            create_container(port)
+        except (OSError, servers.ServerError):
+            return False
+        return True
+
+    return made
 
 
 def _answering(store: RunningStore) -> Callable[[], bool]:
