@@ -654,6 +654,21 @@ class Link:
                 await oldest.subscription.unsubscribe()
         return watch
 
+    async def unless_it_fails(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it; raises what the connection fails of meanwhile: a server answers no request for
+        which the user lacks a right, and tells of it apart.
+        """
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if self.failure is None:
+                raise
+            raise self.failure from None
+        finally:
+            self.tasks.discard(task)
+
     async def failed(self, error: Exception) -> None:
         """As nats-py tells it: while it connects, and later."""
         connects = not self.connection.is_connected
@@ -779,7 +794,7 @@ class Transport:
                 )  # fmt: skip
                 link.failure = None
                 if self._welcome is not None:
-                    await self._welcome(link)
+                    await link.unless_it_fails(self._welcome(link))
                 return link
             except (OSError, nats.errors.Error, UnfitServerError) as error:
                 # A server that refuses tells more than one that is away.

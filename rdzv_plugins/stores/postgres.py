@@ -47,6 +47,7 @@ from psycopg.conninfo import conninfo_attempts, conninfo_to_dict, make_conninfo
 from psycopg.errors import (
     DuplicateObject,
     DuplicateTable,
+    InsufficientPrivilege,
     ReadOnlySqlTransaction,
     UndefinedTable,
     UniqueViolation,
@@ -117,6 +118,11 @@ _EXPIRE = """WITH swept AS (DELETE FROM {table} AS r USING {table} AS e
  INSERT INTO {table} VALUES
  (%(run)b, '', '', clock_timestamp() + make_interval(secs => %(seconds)s))
  ON CONFLICT (run, key) DO UPDATE SET time = excluded.time"""
+
+# Who may not use its schema is told that there is no such table.
+_HIDDEN = """SELECT nspname FROM pg_class JOIN pg_namespace AS n ON n.oid = relnamespace
+ WHERE relname = '{table}' AND NOT has_schema_privilege(n.oid, 'USAGE') AND nspname = ANY(
+ regexp_split_to_array(replace(current_setting('search_path'), '"$user"', current_user), ', *'))"""
 
 _RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
 # The table's name stands in a literal; those of more than one schema are told apart by its oid.
@@ -208,7 +214,8 @@ _PROBLEMS = {
     ),
     r"^(53|58)": Problem("lacks resources ({said}); its log says more", retryable=True),
     r"^42P01": Problem("has no table {table}; set create_table=true, or run: {statement}"),
-    r"^42501": Problem(
+    # The latter of who may use no schema, and is to create the table.
+    r"^42501|no schema has been selected": Problem(
         "denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the table "
         "{table}, USAGE on its schema and, to create the table, CREATE on the schema; run: {grant}",
         denied=True,
@@ -543,8 +550,10 @@ class Client(StoreClient):
         given = {"run": self._run, **arguments}
         try:
             cursor = db.execute(statement, given, binary=True)
-        except UndefinedTable:
+        except UndefinedTable as error:
             if not self._create:
+                if hidden := db.execute(_HIDDEN.format(table=self._name)).fetchone():
+                    raise InsufficientPrivilege(f"no USAGE on schema {hidden[0]}") from error
                 raise
             # Also if the server restarted without the table. Another client may be faster.
             with suppress(DuplicateTable, DuplicateObject, UniqueViolation):

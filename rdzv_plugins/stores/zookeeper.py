@@ -156,7 +156,8 @@ class Client(StoreClient):
         self._root = self._parents.pop()
         user = target.user or options.user
         who = f"{'sasl' if options.sasl else 'auth'}:{user}" if user else "world:anyone"
-        self._grant = f"setAcl {self._parents[-1]} {who}:cdrwa"
+        # Admin is for who grants it: without that nobody could change the list any more.
+        self._grant = f"setAcl {self._parents[-1]} {who}:cdra"
         # The run as last read; and the mark's mzxid with the monotonic time of the run's end.
         self._run: _Run | None = None
         self._end: tuple[int, float] = (0, 0.0)
@@ -300,7 +301,7 @@ class Client(StoreClient):
             )
         if isinstance(error, KazooException):
             said = f"{type(error).__name__} {error}".rstrip()
-            return refused(said, f"the user needs all rights there, in zkCli.sh: {self._grant}")
+            return refused(said, f"the user needs rights there, in zkCli.sh: {self._grant}")
         return None
 
     def _disconnect(self) -> None:
@@ -412,12 +413,15 @@ class Client(StoreClient):
         """Create the run's znode, after removing the expired ``run``; others may be faster."""
         if run is not None:
             self._remove(self._root, run.guard, limit)
-        (results,) = self._session.ask(limit, ReadMany(self._parents))
-        existing = _found(self._parents, results)
         name = secrets.token_hex(8)
-        operations = [
-            Create(path, b"", OPEN_ACL_UNSAFE, 0) for path in self._parents if path not in existing
-        ]
+        missing: list[str] = []
+        # From the prefix upwards: the user may read no other znode, nor may need to.
+        for path in reversed(self._parents[1:]):
+            (results,) = self._session.ask(limit, ReadMany([path]))
+            if _found([path], results):
+                break
+            missing.insert(0, path)
+        operations = [Create(path, b"", OPEN_ACL_UNSAFE, 0) for path in missing]
         operations.append(Create(self._root, name.encode(), self._acl, 0))
         operations.append(Create(f"{self._root}/#{name}", b"", self._acl, 0))
         self._commit(operations, limit)

@@ -516,7 +516,7 @@ def test_zookeeper_rights(shared: Shared) -> None:
         admin.close()
     what, text = check_store(store, prefix="closed").only("failed")
     assert what == "rights"
-    assert text.endswith("in zkCli.sh: setAcl /closed world:anyone:cdrwa")
+    assert text.endswith("in zkCli.sh: setAcl /closed world:anyone:cdra")
 
 
 # What only some servers have.

@@ -32,7 +32,7 @@ def administrator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ad
 # What an administrator can paste.
 GRANTS = {
     "redis": "ACL SETUSER joe ~{rdzv/* +@hash +@stream",
-    "zookeeper": "setAcl /rdzv sasl:joe:cdrwa",
+    "zookeeper": "setAcl /rdzv sasl:joe:cdra",
     "consul": 'key_prefix "rdzv/" { policy = "write" }',
     "etcd-v3": "etcdctl role grant-permission <role> readwrite --prefix 'rdzv/'",
     "postgres": "GRANT SELECT, INSERT, UPDATE, DELETE ON rdzv TO joe",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,8 @@ def test_missing_right_is_told_as_such(server: RunningStore, run_id: str) -> Non
     client.close()
 
 
-def ask_for_everything(endpoint: str, run_id: str) -> None:
-    with closing(open_client("redis", endpoint, run_id)) as client:
+def ask_for_everything(open: Callable[[str], KeyValueClient], run_id: str) -> None:
+    with closing(open(run_id)) as client:
         version = client.put("key", b"value")
         client.put_many({"nodes/a": b"1", "nodes/b": b"2"})
         client.get_many(["key", "none"])
@@ -100,6 +101,7 @@ def ask_for_everything(endpoint: str, run_id: str) -> None:
         client.put("key", b"w")
         client.expire(60)
         client.delete_many(["key", "nodes/a"])
+        client.expire(0)
 
 
 @pytest.mark.soak
@@ -114,7 +116,7 @@ def test_without_any_one_right_a_run_fails_in_one_line(
     admin.set(f"{{rdzv/{run_id}}}:watch:key", "of another program")
     admin.close()
     with pytest.raises(RendezvousConnectionError, match=r"the rights") as caught:
-        ask_for_everything(endpoint, run_id)
+        ask_for_everything(partial(open_client, "redis", endpoint), run_id)
     assert "\n" not in str(caught.value)
     assert PASSWORD not in str(caught.value)
 
