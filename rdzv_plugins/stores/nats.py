@@ -22,7 +22,9 @@ The user needs to publish to ``$KV.<bucket>.<prefix>.>`` and, of JetStream's API
 ``$JS.API.STREAM.INFO.KV_<bucket>``, ``$JS.API.STREAM.MSG.GET.KV_<bucket>`` and
 ``$JS.API.STREAM.PURGE.KV_<bucket>``, with create_bucket=true also to
 ``$JS.API.STREAM.CREATE.KV_<bucket>``, and to subscribe to ``_INBOX.>`` and
-``$RKV.<bucket>.<prefix>.>``.
+``$RKV.<bucket>.<prefix>.>``. Only writes are kept to the prefix: the names of the API have the
+bucket alone, and whoever subscribes to ``_INBOX.>`` hears what others of the account are answered.
+Users who are not to read each other's keys need an account each.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ set); a node needs one. Highly available with three servers or more, while a maj
 `Client.put_many` is atomic up to 500 keys and 500,000 bytes. With a user, only this user has access
 to the run's znodes (``CREATOR_ALL``; a client certificate also counts as a user, so clients with
 the same certificate have access too). The znodes of the prefix are open to all; to restrict them,
-create them beforehand.
+create them beforehand. There the user needs ``cdr``: create, delete and read; on those above none.
+The list of runs belongs to the user that made it, so each user needs a prefix of its own.
 """
 
 from __future__ import annotations
