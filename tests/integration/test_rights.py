@@ -371,7 +371,7 @@ def work(store: RunningStore, run_id: str) -> None:
         assert code == 0, told
         (left,) = (agent for agent in agents if agent.error is None)
         until(one_world([left]), 120)
-        code, told = rdzv(store, "exclude", "-i", run_id, "far-away", "--for", "60")
+        code, told = rdzv(store, "exclude", "-i", run_id, "far-away", "--for", "60s")
         assert code == 0, told
         left.crash()
         code, told = rdzv(store, "clean", "-i", run_id)
@@ -382,6 +382,7 @@ def work(store: RunningStore, run_id: str) -> None:
             agent.end()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.soak
 @each_guard
 def test_documented_rights_suffice_for_a_run(guards: Guarded, name: str, run_id: str) -> None:
@@ -462,6 +463,7 @@ def test_a_user_of_others_does_not_see_a_run(guards: Guarded, name: str, run_id:
         assert entry.value == b"value"
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.soak
 def test_the_rights_on_dynamodb_are_those_that_a_run_uses(
     run_id: str, monkeypatch: pytest.MonkeyPatch
