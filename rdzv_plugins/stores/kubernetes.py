@@ -71,6 +71,7 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.contract import UNREADABLE, Capabilities, Pods, Version
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
+from rdzv_plugins.kv.retry import pause_after
 from rdzv_plugins.run_ids import RESERVED
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Answer, Http, Request, Stream, http_of, http_problem, time_of
@@ -100,6 +101,8 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _RUN, _PREFIX, _PART = "rdzv-plugins/run", "rdzv-plugins/prefix", "rdzv-plugins/part"
 _KEY = "rdzv-plugins/key"
+# Of what was written without a condition.
+_PUT = "rdzv-plugins/put"
 _OF_MARK = "mark"
 _VALUE = "value"
 
@@ -185,6 +188,8 @@ class Client(StoreClient):
         self._mark_asked = -math.inf
         # The server's clock less this host's monotonic one.
         self._offset = time.time() - time.monotonic()
+        # The keys that only this client puts, by name, as it wrote them last.
+        self._own: dict[str, _Guard] = {}
         self._watches: dict[str, _Watch] = {}
         self._watches_lock = threading.Lock()
         self.pods: _Pods | None = _Pods(self) if options.pods else None
@@ -232,10 +237,7 @@ class Client(StoreClient):
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         self._living(limit)
         for key, data in values.items():
-            made = self._object(key, data)
-            # Somebody may create or delete it in between.
-            while self._update(made, limit) is None and self._create(made, limit) is None:
-                pass
+            self._put_one(key, data, limit)
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
         for key in keys:
@@ -471,6 +473,37 @@ class Client(StoreClient):
     def _server_time(self) -> float:
         return self._offset + time.monotonic()
 
+    # Writes without a condition.
+
+    def _put_one(self, key: str, data: bytes, limit: Limit) -> None:
+        """Write it on condition that nobody else does at this moment, whose write then replaces it.
+
+        Without a condition the API server tries again and again where many nodes write one key.
+        """
+        name, refused = self._name_of(key), 0
+        guard = self._own.pop(name, None)
+        if guard is not None:
+            written = self._update(self._object(key, data, guard, put=True), limit)
+            if written is not None:
+                self._own[name] = written.guard
+                return
+        there = self._get(name, limit)
+        while True:
+            if there is None:
+                written = self._create(self._object(key, data, put=True), limit)
+                if written is not None:
+                    self._own[name] = written.guard
+                    return
+            elif self._update(self._object(key, data, there.guard, put=True), limit) is not None:
+                return  # Others write it too.
+            before, there = there, self._get(name, limit)
+            others = there is not None and (before is None or there.guard != before.guard)
+            if there is not None and others and there.is_put:
+                return  # As if that had come right after this one.
+            # A compare-and-set has not seen this one, and a delete may not have.
+            limit.sleep(min(limit.seconds, pause_after(refused)))
+            refused += 1
+
     # Watches.
 
     def _watch(self, key: str, limit: Limit) -> _Watch:
@@ -518,11 +551,13 @@ class Client(StoreClient):
     def _name_of(self, key: str) -> str:
         return f"{self._run}-{_hash(key)}"
 
-    def _object(self, key: str, data: bytes, guard: _Guard | None = None) -> dict[str, Any]:
+    def _object(
+        self, key: str, data: bytes, guard: _Guard | None = None, *, put: bool = False
+    ) -> dict[str, Any]:
         metadata: dict[str, Any] = {
             "name": self._name_of(key),
             "labels": self._labels | {_PART: _part(key.partition("/")[0])},
-            "annotations": {_KEY: key},
+            "annotations": {_KEY: key} | ({_PUT: "true"} if put else {}),
             "ownerReferences": self._owners,
         }
         if guard is not None:
@@ -679,6 +714,10 @@ class _Item(msgspec.Struct):
     @property
     def key(self) -> str:
         return self.metadata.annotations.get(_KEY, "")
+
+    @property
+    def is_put(self) -> bool:
+        return _PUT in self.metadata.annotations
 
     @property
     def guard(self) -> _Guard:
