@@ -31,6 +31,7 @@ from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.servers import Security
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.stores import kubernetes, open_client
+from rdzv_plugins.stores._http import Http
 from rdzv_plugins.stores.kubernetes import Client
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import Background, together
@@ -414,6 +415,12 @@ class Ends:
             self.job.start(name, f"127.0.0.{ord(name) - ord('a') + 1}", within=within)
         self.job.await_begun("abc", timeout=180)
 
+    def kill(self, name: str) -> tuple[str, float]:
+        """Kill an agent with its workers; returns how the run calls it, and when that was."""
+        label = self.job.label(name)
+        self.job.agents[name].kill()
+        return label, time.monotonic()
+
     def set_status(self, name: str, **status: Any) -> None:
         pod = self.cluster.ask("GET", self.pods[name])
         self.cluster.ask("PUT", f"{self.pods[name]}/status", pod | {"status": status})
@@ -454,9 +461,7 @@ def test_who_is_evicted_is_lost_long_before_its_lease(
 ) -> None:
     """The test kills the process, and writes the pod's status, as the kubelet does."""
     name = who(ends)
-    label = ends.job.label(name)
-    ends.job.agents[name].kill()
-    began = time.monotonic()
+    label, began = ends.kill(name)
     ends.set_status(name, phase="Failed", reason="Evicted", message=MESSAGE)
     took, why = ends.resumes_without(name, began)
     assert why == f"lost {label}: evicted: {MESSAGE}"
@@ -468,9 +473,7 @@ def test_a_pod_that_is_deleted_by_force_with_its_process(
     ends: Ends, who: Callable[[Ends], str], record_property: Measure
 ) -> None:
     name = who(ends)
-    label = ends.job.label(name)
-    ends.job.agents[name].kill()
-    began = time.monotonic()
+    label, began = ends.kill(name)
     ends.cluster.ask("DELETE", f"{ends.pods[name]}?gracePeriodSeconds=0")
     took, why = ends.resumes_without(name, began)
     # Whichever of its events comes first.
@@ -575,6 +578,54 @@ def test_a_list_comes_in_pages_and_begins_again_if_the_server_forgets(
         # Five pages; three of them twice, since the fourth was of a state that was gone.
         assert statuses.count(410) == 1
         assert len(pages) > 5
+
+
+@pytest.mark.usefixtures("login")
+def test_many_write_one_key_at_once(
+    cluster: Cluster, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they ring a bell. Whose write meets another has been replaced by it, and is done."""
+    asked: list[tuple[str, int]] = []
+    whole = Http.ask
+
+    def counted(self: Http, request: Any, limit: Any, held: float = 0.0) -> Any:
+        answer = whole(self, request, limit, held)
+        asked.append((request.method, answer.status))
+        return answer
+
+    clients = [cluster.open(space) for _ in range(16)]
+    monkeypatch.setattr(Http, "ask", counted)
+    try:
+        for number in range(10):
+            values = [b"%d of %d" % (it, number) for it in range(len(clients))]
+            together(
+                [partial(it.put, "bell", own) for it, own in zip(clients, values, strict=True)]
+            )
+            assert {present(it.get("bell")).value for it in clients[:2]} < {*values}
+    finally:
+        for it in clients:
+            it.close()
+    writes = [status for method, status in asked if method in ("PUT", "POST")]
+    assert max(writes) == 409, "none met another one, or the server gave up"
+    # The first of all may have found none to replace.
+    assert len(writes) <= 2 * 10 * len(clients)
+
+
+@pytest.mark.usefixtures("login")
+def test_a_write_that_meets_a_compare_and_set_comes_after_it(cluster: Cluster, space: str) -> None:
+    """Nobody's compare-and-set is lost by a write that it did not see."""
+    with closing(cluster.open(space)) as one, closing(cluster.open(space)) as other:
+        for number in range(50):
+            before = one.put("key", b"%d" % number)
+            calls: list[Callable[[], Any]] = [
+                partial(other.put, "key", b"put"),
+                partial(one.compare_and_set, "key", b"set", before),
+            ]
+            put, (entry, won) = together(calls)
+            # In either order the write is the last.
+            found = present(one.get("key"))
+            assert (found.value, found.version) == (b"put", put)
+            assert won == (present(entry).value == b"set")
 
 
 def forget_the_past(cluster: Cluster, space: str) -> None:
