@@ -268,6 +268,27 @@ def test_commands_about_a_run(site: Site, as_json: bool) -> None:
         judge(site.rdzv(*command), is_json=as_json)
 
 
+@pytest.mark.parametrize(
+    "places",
+    [("host", "closed"), pytest.param(tuple(PLACES), marks=pytest.mark.soak)],
+    ids=["some", "all"],
+)
+def test_commands_that_act(site: Site, places: tuple[str, ...]) -> None:
+    """What they refuse, wait for, and say of what they did, and of those whom they name."""
+    for place in places:
+        run_id, soon = f"acts: {place}", ["--timeout", "0.05", "--force"]
+        write(site.store, run_id, PLACES[place](HOSTILE["controls"]), HOSTILE["controls"])
+        for command in (
+            ["drain", run_id, "nobody"], ["drain", "--dry-run", run_id, "n1"],
+            ["drain", *soon, run_id, "n1"], ["resize", *soon[:2], run_id, "1:1"],
+            ["exclude", "--dry-run", run_id, "host1"], ["exclude", *soon, run_id, "host1"],
+            ["include", *soon[:2], run_id, "host1"], ["restart", *soon[:2], run_id],
+            ["accuse", *soon[:2], run_id, "n1"], ["clean", run_id], ["close", run_id],
+            ["watch", run_id], ["clean", "--force", run_id],
+        ):  # fmt: skip
+            judge(site.rdzv(*command))
+
+
 def test_the_page(site: Site) -> None:
     with dashboard(site) as url:
         judge(page(url))
