@@ -35,7 +35,8 @@ __all__ = ["Dashboard"]
 _LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
 _END_SECONDS = 5
-# More clients at once are told that the server is busy.
+# Of more clients at once the one goes that has asked nothing for longest; where all wait for an
+# answer, the new one is told that the server is busy.
 _MOST_CLIENTS = 200
 _KEEP_ALIVE_SECONDS = 10
 # A request is there within so long, however it drips, and has no more bytes than this.
@@ -190,14 +191,24 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._idle_in: object = None
+        self._since = self.loop.time()
+        if len(self.connections) >= _MOST_CLIENTS:
+            others = (it for it in self.connections if isinstance(it, _Protocol) and it is not self)
+            idle = [it for it in others if it._is_idle and not it.transport.is_closing()]
+            if idle:
+                min(idle, key=lambda it: it._since).transport.close()
         self._late = self.loop.call_later(_REQUEST_SECONDS / 2, self._end_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._late.cancel()
         super().connection_lost(exc)
 
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
     def _end_if_idle(self) -> None:
-        idle = self.cycle is None or self.cycle.response_complete
+        idle = self._is_idle
         if idle and self._idle_in is (self.cycle or self):
             self.transport.close()
             return

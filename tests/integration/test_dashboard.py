@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import datetime
 from http.client import HTTPConnection
 from pathlib import Path
@@ -513,6 +514,16 @@ def test_it_refuses_foreign_hosts_and_allows_its_own_files_only(address: str) ->
         assert content.replace(b"http://www.w3.org/2000/svg", b"").find(b"http") == -1
         assert "content-security-policy" in headers
     assert ask(address, "/api/runs/none-such")[0] == 404
+
+
+def test_it_answers_beside_more_clients_than_it_has_room_for(address: str) -> None:
+    """They say nothing, and may have no token."""
+    parts = urlsplit(address)
+    with ExitStack() as stack:
+        for _ in range(250):
+            stack.enter_context(closing(socket.create_connection((parts.hostname, parts.port), 20)))
+        for path in ("/healthz", "/api/runs"):
+            assert ask(address, path)[0] == 200
 
 
 def test_where_others_reach_it_it_shows_a_token_and_asks_for_it(
