@@ -88,7 +88,7 @@ LIKELY = [
     (
         zookeeper.Client,
         InvalidACLError(),
-        "all rights there, in zkCli.sh: the right",
+        "the user needs rights there, in zkCli.sh: the right",
     ),
     (
         consul.Client,
