@@ -13,16 +13,20 @@ compares a Lease with every watch of a Lease there is; and a Lease has no room f
 
 `Client.expire` writes a mark, the ConfigMap ``rdzv-<hash of prefix and run>``, with the time from
 which the run reads as empty, on the API server's clock, which is in the Date of each answer. A
-client reads the mark again once what it knows of it is a second old, so an expiry takes two seconds
-or more. Whoever finds that the time has come replaces the mark; from then on, what is older than
-the mark's new version reads as absent, and is deleted. The next `Client.expire` under the prefix
-does so for other runs. In a pod that has a controller, such as a Job, the ConfigMaps of a run
-belong to it (option ``owner``), and Kubernetes deletes them with it.
+client reads the mark again once what it knows of it is ten seconds old, so an expiry takes twelve
+seconds or more. Whoever finds that the time has come replaces the mark; from then on, what is older
+than the mark's new version reads as absent, and is deleted. The next `Client.expire` under the
+prefix does so for other runs. In a pod that has a controller, such as a Job, the ConfigMaps of a
+run belong to it (option ``owner``), and Kubernetes deletes them with it.
 
 With ``pods=true`` the leader watches the pods of the namespace, and the next nodes that of the
 leader. A pod that is deleted, evicted, preempted or has failed makes its node accused: it is lost
 unless it beats at once, and if it lives it looks at its own pod, and leaves. A pod that seems to
 live proves nothing. A pod is known by its name, ``POD_NAME`` or the host's, and its uid.
+
+A node whose round runs makes some 36 requests a minute with the default `keep_alive_interval`: in
+each interval an update of its record and a read of its leader's, every other one a read of the
+mark, and every 30 s a watch begins anew.
 
 Limits: linearizable. Values up to 1,000,000 bytes. `Client.put_many` writes one key after the
 other; it is not atomic. Highly available as the cluster's API server and etcd are. For a list, the
@@ -82,9 +86,10 @@ log = logging.getLogger(__name__)
 
 _LARGEST_VALUE = 1_000_000
 
-# What a client knows of the mark is good for so long; a deadline is never nearer than twice that.
-_MARK_SECONDS = 1.0
-_LEAST_EXPIRY = 2 * _MARK_SECONDS
+# What a client knows of the mark is good for so long: two heartbeats of the default interval. A
+# deadline is never nearer than that and two seconds, for the server tells whole ones.
+_MARK_SECONDS = 10.0
+_LEAST_EXPIRY = _MARK_SECONDS + 2.0
 
 # A watch is renewed this often, in seconds, in case its server hangs.
 _WATCH_SECONDS = 30

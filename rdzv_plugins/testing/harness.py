@@ -53,6 +53,7 @@ class Store:
         deadline_unit: of the suite's deadlines, and of its waits for what must not come, in
             seconds; less than 1 for a store that keeps fractions of a second and answers within
             microseconds.
+        least_deadline: seconds; the store makes a shorter deadline as long.
         forks: ``open`` also works in a forked process, whose writes all clients see; False for a
             store within one process, and for a client library that survives no fork.
     """
@@ -63,6 +64,7 @@ class Store:
     keeps: bool = True
     stored: Callable[[str], int] | None = None
     deadline_unit: float = 1.0
+    least_deadline: float = 0.0
     forks: bool = True
 
 
@@ -81,6 +83,11 @@ class Harness:
     @pytest.fixture
     def unit(self, store: Store) -> float:
         return store.deadline_unit
+
+    @pytest.fixture
+    def expiry_slack(self, store: Store) -> float:
+        """As `SLACK`, of what expires."""
+        return SLACK + store.least_deadline
 
     @pytest.fixture
     def client(self, open: Open) -> KeyValueClient:

@@ -287,7 +287,7 @@ class ReadWriteTests(Harness):
         assert {*two.list("")} == {"key", "b/key"}
 
     def test_expire_empties_the_namespace(
-        self, client: KeyValueClient, open: Open, namespace: str, unit: float
+        self, client: KeyValueClient, open: Open, namespace: str, unit: float, expiry_slack: float
     ) -> None:
         neighbour = open(f"{namespace}/neighbour")
         neighbour.put("key", b"stays")
@@ -298,7 +298,7 @@ class ReadWriteTests(Harness):
         before = client.get("key")
         if time.monotonic() - begun < unit:
             assert before is not None, "the namespace expired before its time"
-        assert until(lambda: client.list("") == {}, 2 * unit + SLACK)
+        assert until(lambda: client.list("") == {}, 2 * unit + expiry_slack)
         assert client.get("key") is None
         assert client.get_many(["key", "other/key"]) == {}
         assert open().list("") == {}
@@ -307,12 +307,12 @@ class ReadWriteTests(Harness):
         assert present(neighbour.get("key")).value == b"stays"
 
     def test_run_begins_anew_after_expire(
-        self, client: KeyValueClient, open: Open, unit: float
+        self, client: KeyValueClient, open: Open, unit: float, expiry_slack: float
     ) -> None:
         client.put("key", b"old")
         client.add("count", 7)
         client.expire(0.2 * unit)
-        assert until(lambda: client.list("") == {}, SLACK)
+        assert until(lambda: client.list("") == {}, expiry_slack)
         newcomer = open()
         created, won = newcomer.compare_and_set("key", b"new", None)
         assert won
@@ -322,7 +322,7 @@ class ReadWriteTests(Harness):
         assert not until(lambda: client.get("key") is None, unit)
 
     def test_emptied_namespace_outlives_the_old_deadline(
-        self, client: KeyValueClient, open: Open, unit: float
+        self, client: KeyValueClient, open: Open, unit: float, expiry_slack: float
     ) -> None:
         client.put_many({"key": b"old", "other/key": b"old"})
         client.add("count", 7)
@@ -338,7 +338,7 @@ class ReadWriteTests(Harness):
         newcomer.put_many({"other/key": b"new", "third": b"new"})
         assert newcomer.add("count", 1) == 1
         # Until after the old deadline, by both clients: one may remember the deadline.
-        past = begun + (2 + SLACK) * unit
+        past = begun + (2 + expiry_slack) * unit
         assert not until(
             lambda: {*client.list("")} != {"key", "other/key", "third", "count"},
             past - time.monotonic(),
@@ -357,11 +357,13 @@ class ReadWriteTests(Harness):
             assert present(client.get("key")).value == b"%d" % number
         assert not until(lambda: client.get("key") is None, 1.5 * unit)
 
-    def test_what_expired_stays_so(self, client: KeyValueClient, open: Open, unit: float) -> None:
+    def test_what_expired_stays_so(
+        self, client: KeyValueClient, open: Open, unit: float, expiry_slack: float
+    ) -> None:
         client.put_many({"key": b"one", "other/key": b"two"})
         client.add("count", 7)
         client.expire(0.2 * unit)
-        assert until(lambda: client.list("") == {}, SLACK)
+        assert until(lambda: client.list("") == {}, expiry_slack)
         newcomer = open()
         newcomer.expire(30)
         assert newcomer.list("") == client.list("") == {}
@@ -369,7 +371,7 @@ class ReadWriteTests(Harness):
         assert client.get("key") is None
 
     def test_what_is_written_after_expire_ends_too(
-        self, client: KeyValueClient, open: Open, unit: float
+        self, client: KeyValueClient, open: Open, unit: float, expiry_slack: float
     ) -> None:
         client.put_many({"key": b"one", "mine": b"one", "count": b"1"})
         begun = time.monotonic()
@@ -388,7 +390,7 @@ class ReadWriteTests(Harness):
         before = {*client.list("")}
         if time.monotonic() - begun < 2 * unit:
             assert before == keys, "something expired before its time"
-        assert until(lambda: client.list("") == {} == other.list(""), 3 * unit + SLACK)
+        assert until(lambda: client.list("") == {} == other.list(""), 3 * unit + expiry_slack)
         # A client that remembers the old deadline must not give it to a new run.
         client.put("mine", b"new")
         other.put("key", b"new")
@@ -396,15 +398,15 @@ class ReadWriteTests(Harness):
         assert not until(lambda: {*open().list("")} != {"mine", "key", "count"}, unit)
 
     def test_an_empty_namespace_can_have_a_deadline(
-        self, client: KeyValueClient, unit: float
+        self, client: KeyValueClient, unit: float, expiry_slack: float
     ) -> None:
         client.expire(unit)
         client.put("key", b"one")
-        assert until(lambda: client.get("key") is None, unit + SLACK)
+        assert until(lambda: client.get("key") is None, unit + expiry_slack)
 
     @pytest.mark.parametrize("by", ["the same", "another"])
     def test_deadline_is_moved_forward(
-        self, client: KeyValueClient, open: Open, by: str, unit: float
+        self, client: KeyValueClient, open: Open, by: str, unit: float, expiry_slack: float
     ) -> None:
         client.put_many({"key": b"one", "stays": b"one"})
         begun = time.monotonic()
@@ -422,26 +424,26 @@ class ReadWriteTests(Harness):
         assert time.monotonic() - begun < 4 * unit, "this machine is too slow for the test"
         assert not until(
             lambda: {*open().list("")} != {"key", "stays", "new", "newer", "mine"},
-            begun + (4 + SLACK) * unit - time.monotonic(),
+            begun + (4 + expiry_slack) * unit - time.monotonic(),
         )
         assert present(client.get("key")).value == b"three"
 
     def test_deadline_is_renewed_again_and_again(
-        self, client: KeyValueClient, other: KeyValueClient, unit: float
+        self, client: KeyValueClient, other: KeyValueClient, unit: float, expiry_slack: float
     ) -> None:
         client.put("key", b"0")
         begun = time.monotonic()
         number = 0
-        while time.monotonic() - begun < (4 + SLACK) * unit:
+        while time.monotonic() - begun < (4 + expiry_slack) * unit:
             client.expire(4 * unit)
             assert present(other.get("key")).value == b"%d" % number
             number += 1
             other.put("key", b"%d" % number)
             time.sleep(0.2 * unit)
-        assert until(lambda: client.list("") == {}, 4 * unit + SLACK)
+        assert until(lambda: client.list("") == {}, 4 * unit + expiry_slack)
 
     def test_deadline_is_moved_back(
-        self, client: KeyValueClient, other: KeyValueClient, unit: float
+        self, client: KeyValueClient, other: KeyValueClient, unit: float, expiry_slack: float
     ) -> None:
         client.put_many({"key": b"one", "stays": b"one"})
         client.expire(600)
@@ -450,7 +452,7 @@ class ReadWriteTests(Harness):
         client.expire(unit)
         assert other.get("stays") is not None
         other.put("newer", b"three")
-        assert until(lambda: client.list("") == {}, unit + SLACK)
+        assert until(lambda: client.list("") == {}, unit + expiry_slack)
 
     def test_close_is_idempotent_and_final(self, client: KeyValueClient) -> None:
         client.put("key", b"one")

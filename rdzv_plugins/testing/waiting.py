@@ -228,11 +228,11 @@ class WaitingTests(Harness):
         assert 1 <= following.result(20) <= 200
 
     def test_expired_namespace_does_not_wake(
-        self, client: KeyValueClient, open: Open, park: Park, unit: float
+        self, client: KeyValueClient, open: Open, park: Park, unit: float, expiry_slack: float
     ) -> None:
         version = client.put("key", b"old")
         client.expire(0.3 * unit)
-        assert until(lambda: client.get("key") is None, SLACK)
+        assert until(lambda: client.get("key") is None, expiry_slack)
         waiter = park(client, version)
         new = open().put("key", b"new")
         assert waiter.result(POLLED_WAKE) == Entry(b"new", new)

@@ -24,8 +24,10 @@ from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins.cli.check.store import check_requests
+from rdzv_plugins.handler import create_handler
 from rdzv_plugins.kv import AccessDeniedError, KeyValueClient
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.servers import Security
@@ -406,9 +408,11 @@ class Ends:
         self.cluster, self.space = cluster, space
         config = {"ca_file": str(cluster.certificate), "namespace": space, "owner": "none"}
         store = replace(cluster.store, config=config)
+        # What is seen of an end is the cluster's word, and no link's.
         self.job = Job(
-            folder, store, nodes="2:3", pods="true", keep_alive_interval=5, last_call_timeout=0.3
-        )
+            folder, store, nodes="2:3", pods="true", links="false",
+            keep_alive_interval=5, last_call_timeout=0.3,
+        )  # fmt: skip
         self.pods = {name: cluster.make_pod(space, f"train-{name}") for name in "abc"}
         for name in "abc":
             within = ["env", f"POD_NAME=train-{name}"]
@@ -609,6 +613,50 @@ def test_many_write_one_key_at_once(
     assert max(writes) == 409, "none met another one, or the server gave up"
     # The first of all may have found none to replace.
     assert len(writes) <= 2 * 10 * len(clients)
+
+
+@pytest.mark.usefixtures("login")
+def test_a_node_at_rest_asks_as_often_as_the_page_says(
+    cluster: Cluster, space: str, monkeypatch: pytest.MonkeyPatch, record_property: Measure
+) -> None:
+    text = (Path(__file__).parents[2] / "docs/stores.md").read_text()
+    said = re.search(r"some (\d+)\s+requests\s+a\s+minute", text)
+    assert said is not None
+    nodes, seconds = 4, 60.0
+    config = {"ca_file": str(cluster.certificate), "namespace": space, "owner": "none"}
+    asked: list[float] = []
+    for name in ("ask", "follow"):
+        whole = getattr(Http, name)
+
+        def counted(*args: Any, whole: Any = whole, **more: Any) -> Any:
+            asked.append(time.monotonic())
+            return whole(*args, **more)
+
+        monkeypatch.setattr(Http, name, counted)
+    handlers = [
+        create_handler(
+            "kubernetes",
+            RendezvousParameters(
+                "kubernetes", cluster.store.endpoint, "rest", nodes, nodes,
+                local_addr="127.0.0.1", **config,
+            ),
+        )
+        for _ in range(nodes)
+    ]  # fmt: skip
+    try:
+        together([it.next_rendezvous for it in handlers])
+        # The leader tidies up, and the history is written.
+        time.sleep(10)
+        began = time.monotonic()
+        while time.monotonic() < began + seconds:
+            assert all(it.num_nodes_waiting() == 0 for it in handlers)
+            time.sleep(1)
+        each = sum(it > began for it in asked) / nodes * 60 / (time.monotonic() - began)
+    finally:
+        for it in handlers:
+            it.shutdown()
+    record_property("requests a node and minute", round(each, 1))
+    assert 0.7 * int(said[1]) < each < 1.3 * int(said[1])
 
 
 @pytest.mark.usefixtures("login")
