@@ -168,10 +168,8 @@ class Run(Fleet):
         return self.await_that(found, f"a round above {after}", timeout)
 
     def round(self) -> int:
-        """The round's number as it stands in the store."""
-        document = self.document()
-        assert document is not None
-        return document.round
+        """The round's number as it stands in the store; waits while that is slow to answer."""
+        return self.await_that(self.document, "the round document", 30).round
 
 
 Begin = Callable[..., Run]
