@@ -283,7 +283,7 @@ class _Nats(Guard):
         return self.let_in(self.rights)
 
     def _loaded(self, port: int) -> Any:
-        return ask(port, "GET", "/varz", security=Security())[1]["config_load_time"]
+        return ask(port, "GET", "/varz", security=Security(), timeout=30)[1]["config_load_time"]
 
 
 def _base64(text: str) -> str:
