@@ -16,6 +16,7 @@ from abc import abstractmethod
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, TypeVar
@@ -120,6 +121,20 @@ class _Known:
 
     def is_over(self, since: float = 0.0) -> bool:
         return self.ends is not None and time.time() >= self.ends + since
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Passes over late answers to what was given up: obstore printed a traceback of each."""
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            return asyncio.Handle(callback, args, self, context)
 
 
 class BucketClient(StoreClient):
@@ -489,7 +504,7 @@ class BucketClient(StoreClient):
         wake = limit.wake
         seconds = limit.seconds
         # A loop that is kept would save 0.1 ms of the 0.8 ms of processor time of a request.
-        loop = asyncio.new_event_loop()
+        loop = _Loop()
         try:
 
             async def bounded() -> T:

@@ -18,11 +18,6 @@ from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
 from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
-from rdzv_plugins.servers import Security
-from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import HOST, free_ports
-from rdzv_plugins.testing import NetworkConformance, Store, TorchConformance
-from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import together
 from tests import Measure
 from tests.integration.agents import Run
@@ -45,45 +40,6 @@ def s3() -> Iterator[RunningStore]:
 def bucket(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
     with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
         yield store
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[RunningStore]:
-    """Another S3, which looks whether a condition holds and then writes, in a thread a request."""
-    (port,) = free_ports(1)
-    account = {
-        "AWS_ACCESS_KEY_ID": "rdzv", "AWS_SECRET_ACCESS_KEY": "rdzv-local",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in account.items():
-                patch.setenv(name, value)
-            assert until(lambda: server.poll() is not None or _answers(port), 60)
-            # Conditions and signatures are those of the store; a bucket is made without either.
-            assert ask(port, "PUT", "/rdzv", security=Security(), timeout=60)[0] == 200
-            url = f"http://{HOST}:{port}"
-            yield RunningStore(name="moto", backend="s3", endpoint="s3://rdzv", config={"url": url})
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _answers(port: int) -> bool:
-    try:
-        return ask(port, "GET", "/moto-api/", security=Security())[0] < 500
-    except OSError:
-        return False
-
-
-class TestMoto(NetworkConformance, TorchConformance):
-    @pytest.fixture
-    def store(self, moto: RunningStore) -> Store:
-        return moto.conformance()
 
 
 @contextmanager
