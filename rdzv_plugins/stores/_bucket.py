@@ -19,7 +19,7 @@ from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 from urllib.parse import quote, unquote
 
 from rdzv_plugins.endpoint import Place, parse_endpoint, redact
@@ -42,6 +42,7 @@ from rdzv_plugins.stores._polling import Polling
 __all__ = ["BucketClient"]
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # What a client knows of a run's deadline is good for so long.
 _DEADLINE_SECONDS = 1.0
@@ -127,7 +128,10 @@ class _Loop(asyncio.SelectorEventLoop):
     """Passes over late answers to what was given up: obstore printed a traceback of each."""
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.Handle:
         try:
             return super().call_soon_threadsafe(callback, *args, context=context)
