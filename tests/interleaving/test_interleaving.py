@@ -29,6 +29,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.timeout(600)
 def test_whatever_the_turns_all_ends_as_it_must(record_property: Measure) -> None:
     turns = 0
     for seed in range(SEEDS):
