@@ -92,7 +92,7 @@ class Job(Run):
             time.sleep(0.05)
 
     def await_event(
-        self, name: str, kind: str, timeout: float = 10, *, after: float = 0.0
+        self, name: str, kind: str, timeout: float = 30, *, after: float = 0.0
     ) -> float:
         """Wait until a worker of this agent has noted such an event; returns when the last did.
 
