@@ -35,21 +35,20 @@ _MOST_NAMED = 64
 _TIMES = 4.0
 
 
-def answered_within(view: View, record: NodeRecord) -> float | None:
-    """Seconds within which this accused node has answered, if it lives; None: nobody is accused."""
-    if view.rules.answer is None:
-        return None
-    return view.rules.answer + view.lag + _TIMES * max(view.latency, record.slow / 1000)
+def answered_within(view: View, record: NodeRecord) -> float:
+    """Seconds within which this accused node has answered, if it lives."""
+    return _least(view) + _TIMES * max(view.latency, record.slow / 1000)
+
+
+def _least(view: View) -> float:
+    return (view.rules.answer or 0.0) + view.lag
 
 
 def until_answered(view: View, node: str, record: NodeRecord) -> float:
     """Seconds after which to look whether it has; 0: it has not in time."""
-    patience = answered_within(view, record)
-    if patience is None:
-        return 0.0
-    silence, least = view.unanswered.get(node, 0.0), (view.rules.answer or 0.0) + view.lag
+    silence, least = view.unanswered.get(node, 0.0), _least(view)
     # How late this node wakes is known best once it has waited.
-    return max(0.0, (least if silence < least else patience) - silence)
+    return max(0.0, (least if silence < least else answered_within(view, record)) - silence)
 
 
 def naming_the_accused(
@@ -81,8 +80,7 @@ def judged(view: View, document: RoundDocument, records: Mapping[str, NodeRecord
         against = accused.get(it.node)
         if against is None or against.beat != it.beat or it.node not in view.unanswered:
             return False
-        patience = answered_within(view, records[it.node])
-        return patience is not None and view.unanswered[it.node] >= patience
+        return view.unanswered[it.node] >= answered_within(view, records[it.node])
 
     lost = {it.node for it in document.accused if not it.lost and is_lost(it)}
     if not lost:

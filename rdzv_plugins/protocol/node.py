@@ -768,11 +768,16 @@ class Node:
         yield from WatchPods(tuple(self._pods))
 
     def _write_record(self) -> Effects[None]:
-        self.record = replace(self.record, beat=self.record.beat + 1, looks=self._seen.looks)
-        # For people alone.
-        self.record = replace(self.record, at=int(self._wall()), last_call=self._last_call())
         slow = int(1000 * max(*self._took, self._seen.overslept))
-        self.record = replace(self.record, slow=slow if slow >= _SLOW else 0)
+        self.record = replace(
+            self.record,
+            beat=self.record.beat + 1,
+            looks=self._seen.looks,
+            slow=slow if slow >= _SLOW else 0,
+            # For people alone.
+            at=int(self._wall()),
+            last_call=self._last_call(),
+        )
         ring, self._record_due, self._ring = self._ring, False, False
         asked = self._clock()
         try:

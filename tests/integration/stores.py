@@ -272,14 +272,12 @@ class RunningStore:
             address=self.address,
             restart=self.restart if self.server is not None else None,
             keeps=self.keeps,
-            least_deadline=_LEAST_DEADLINES.get(self.backend, 0.0),
+            least_deadline=12.0 if self.backend == "kubernetes" else 0.0,
             # obstore's threads survive no fork.
             forks=self.backend not in ("s3", "azure"),
             stored=count(self) if count is not None else None,
         )
 
-
-_LEAST_DEADLINES = {"kubernetes": 12.0}
 
 Stored = Callable[[str], int]
 

@@ -123,7 +123,20 @@ class _Postgres(Guard):
 
 
 class _Http(Guard):
+    """Its rights are those on one prefix."""
+
     headers: dict[str, str]
+    prefix: str
+
+    def let_in(self, rights: Sequence[str]) -> RunningStore:
+        return self._let_in(rights, self.prefix)
+
+    def of_others(self) -> RunningStore:
+        # It begins alike.
+        return self._let_in(self.rights, f"{self.prefix.rstrip('/')}2/")
+
+    def _let_in(self, rights: Sequence[str], prefix: str) -> RunningStore:
+        raise NotImplementedError
 
     def ask(self, method: str, path: str, body: object) -> Any:
         port = self.store.address[1]
@@ -150,13 +163,6 @@ class _Etcd(_Http):
         self.headers = {}
         login = {"name": "root", "password": PASSWORD}
         self.headers = {"Authorization": self._post("authenticate", login)["token"]}
-
-    def let_in(self, rights: Sequence[str]) -> RunningStore:
-        return self._let_in(rights, self.prefix)
-
-    def of_others(self) -> RunningStore:
-        # It begins alike.
-        return self._let_in(self.rights, f"{self.prefix.rstrip('/')}2/")
 
     def _let_in(self, rights: Sequence[str], prefix: str) -> RunningStore:
         name = secrets.token_hex(4)
@@ -190,12 +196,6 @@ class _Consul(_Http):
     def __init__(self, store: RunningStore) -> None:
         super().__init__(store)
         self.headers = {"X-Consul-Token": PASSWORD}
-
-    def let_in(self, rights: Sequence[str]) -> RunningStore:
-        return self._let_in(rights, self.prefix)
-
-    def of_others(self) -> RunningStore:
-        return self._let_in(self.rights, f"{self.prefix.rstrip('/')}2/")
 
     def _let_in(self, rights: Sequence[str], prefix: str) -> RunningStore:
         name, token = secrets.token_hex(4), str(uuid.uuid4())
