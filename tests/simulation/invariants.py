@@ -1048,6 +1048,8 @@ class Checker:
     ) -> None:
         """The node leaves this run; ``listing``, ``new``: as for `could_go_on`."""
         self.checks += 1
+        if run.closed:
+            return  # Another node closed the run meanwhile: nobody is left behind.
         track = self._tracks[node]
         others = [
             other

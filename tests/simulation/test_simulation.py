@@ -147,6 +147,7 @@ FOUND = (
     (310002077, Focus(), "a node that was lost and is back hid one that a lost roster had"),
     (370001878, Focus(), "the checker held a node's failing listings against one that left"),
     (730056, Focus(), "the checker judged a closing that landed late by a later listing"),
+    (360007216, Focus(), "the checker judged a node that left a run which another had closed"),
 )
 
 
