@@ -155,9 +155,9 @@ class Settings:
     network_check           false   a round runs once its nodes, each with one other, have exchanged
                                     4 MiB each way, and all have reached rank 0's MASTER_PORT; a
                                     node that fails with several others is left out; see policies.md
-    links                   true    nodes keep connections to the next two in rank order, at a port
-                                    that is free, so that the others go on about a second after a
-                                    process was killed, and not after its lease; a node that lives
+    links                   true    neighbours in rank order keep connections to each other, at a
+                                    port that is free, so that the others go on about a second after
+                                    a process was killed, and not after its lease; a node that lives
                                     is asked first. Without effect with on_outage=stop
     rejoin_timeout          600     seconds that a round waits for a live node of the last round
                                     before it starts without that node; a tenth of this if the

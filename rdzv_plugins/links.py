@@ -3,12 +3,13 @@
 The kernel ends the connections of a process that dies, within a millisecond. A link that ends
 without a farewell is dialled again: where nobody listens any more, or somebody else answers, the
 process is gone, as far as this host can tell. Silence tells nothing, nor does a link that ends and
-is answered again. Nor does a link of which the two ends see different addresses: what stands
-between them, such as a sidecar proxy, ends it and refuses for a node that lives. That is evidence,
-and no verdict: a firewall may refuse too.
+is answered again. Nor does a refusal while the node's own link to this one stands: neighbours have
+one each way, and a process that dies ends both. Nor does a link of which the two ends see different
+addresses: what stands between them, such as a sidecar proxy, ends it and refuses for a node that
+lives. That is evidence, and no verdict: a firewall may refuse too.
 
-A greeting names the node by a digest, and a stranger is told nothing; the answer proves, by what
-only the nodes of the run know, that this very process gives it, and which ends it sees.
+A greeting names the node by a digest, and a stranger is told nothing; greeting and answer prove, by
+what only the nodes of the run know, which process gives them, and which ends it sees.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rdzv_plugins.listener import Line, Listener
 __all__ = ["Links"]
 
 _OPENING = b"rdzv-plugins link "
-_NONCE = 16  # Characters.
+_NONCE = 16  # Characters; a digest of who greets follows.
 _FAREWELL = b"bye\n"
 
 # For a connection, and the answer to its greeting.
@@ -98,7 +99,8 @@ class Links:
         # The hosts where a node has answered, and whether both ends saw the same addresses. That
         # another refuses tells nothing where none has: a firewall may be why.
         self._reached: dict[str, bool] = {}
-        listener.answer(_OPENING + _digest(node, run_id) + b" ", _NONCE + 1, self._accept)
+        rest = _NONCE + 2 * _DIGEST + 2
+        listener.answer(_OPENING + _digest(node, run_id) + b" ", rest, self._accept)
 
     def hold(self, peers: Mapping[str, str]) -> None:
         """Have links to these nodes and to no others: ``address:port`` by id. From any thread."""
@@ -112,25 +114,37 @@ class Links:
             if node not in self._peers:
                 self._peers[node] = _Peer(self, self._listener, node, endpoint)
 
-    def greeting(self, node: str) -> tuple[bytes, Callable[[str], bytes]]:
-        """What to send to a node, and what only it answers if it sees these ends."""
-        nonce = secrets.token_hex(_NONCE // 2)
-        greeting = _OPENING + _digest(node, self._run_id) + b" " + nonce.encode() + b"\n"
-        return greeting, partial(self._answer, nonce, node)
+    def greeting(self, node: str, nonce: str, ends: str) -> bytes:
+        """What this node says to another, over a connection with these ends."""
+        itself = _digest("from", nonce, self._node, ends, self._run_id)
+        return b"%s%s %s %s\n" % (_OPENING, _digest(node, self._run_id), nonce.encode(), itself)
 
-    def _answer(self, nonce: str, node: str, ends: str) -> bytes:
+    def answer(self, node: str, nonce: str, ends: str) -> bytes:
+        """What only that node answers, and only if it sees these ends."""
         itself = _digest(nonce, node, self._run_id)
         return itself + _digest(nonce, node, ends, self._run_id) + b"\n"
 
     def _accept(self, line: socket.socket, rest: bytes) -> Line:
-        self._accepted = [it for it in self._accepted if it.socket.fileno() >= 0]
+        self._accepted = [it for it in self._accepted if it.is_open]
         if len(self._accepted) >= _MOST_LINKS:
             self._listener.drop(self._accepted.pop(0))
-        nonce = rest[:-1].decode("ascii", "replace")
+        nonce, _, by = rest[:-1].decode("ascii", "replace").partition(" ")
         ends = _ends(line.getpeername(), line.getsockname())
-        accepted = _Accepted(line, self._answer(nonce, self._node, ends))
+        answer = self.answer(self._node, nonce, ends)
+
+        def is_from(node: str) -> bool:
+            itself = _digest("from", nonce, node, ends, self._run_id)
+            return hmac.compare_digest(itself, by.encode())
+
+        accepted = _Accepted(line, answer, is_from, self._over)
         self._accepted.append(accepted)
         return accepted
+
+    def _over(self, accepted: _Accepted) -> None:
+        """What refused counts now, if nothing else than its own link spoke for the node."""
+        for node, peer in self._peers.items():
+            if accepted.is_from(node):
+                peer.dial()
 
     # What a peer tells.
 
@@ -143,6 +157,8 @@ class Links:
         Args:
             direct: whether the ends of its link saw the same addresses; None: it never had one.
         """
+        if any(it.is_open and it.is_from(node) for it in self._accepted):
+            return False
         if direct is None:
             direct = self._reached.get(host)
         if direct is None:
@@ -161,10 +177,19 @@ class _Accepted(Line):
 
     counts = False
 
-    def __init__(self, line: socket.socket, answer: bytes) -> None:
+    def __init__(
+        self,
+        line: socket.socket,
+        answer: bytes,
+        is_from: Callable[[str], bool],
+        over: Callable[[_Accepted], None],
+    ) -> None:
         super().__init__(line)
         self.writes = True
+        # Whether this very node has begun it, from where this end sees it.
+        self.is_from = is_from
         self._answer = answer
+        self._over = over
         with suppress(OSError):
             _keep_alive(line)
 
@@ -180,6 +205,13 @@ class _Accepted(Line):
         self.socket.send(_FAREWELL)
         self.socket.shutdown(socket.SHUT_WR)
 
+    def over(self, error: OSError | None) -> None:
+        self._over(self)
+
+    @property
+    def is_open(self) -> bool:
+        return self.socket.fileno() >= 0
+
 
 class _Dialled(Line):
     """A link that this node begins."""
@@ -189,7 +221,8 @@ class _Dialled(Line):
     def __init__(
         self,
         address: _Address,
-        greeting: tuple[bytes, Callable[[str], bytes]],
+        greeting: Callable[[str], bytes],
+        answer: Callable[[str], bytes],
         is_held: Callable[[bool], None],
         over: Callable[[_Dialled], None],
     ) -> None:
@@ -198,8 +231,8 @@ class _Dialled(Line):
         self.writes = True
         self.error: OSError | None = None
         self.held = self.said_farewell = self.connected = False
-        self._greeting, self._answer = greeting
-        self._expected = self._read = b""
+        self._greet, self._answer = greeting, answer
+        self._greeting = self._expected = self._read = b""
         self._is_held = is_held
         self._over = over
         self.socket.setblocking(False)
@@ -239,7 +272,8 @@ class _Dialled(Line):
             self._result = errno.ECONNREFUSED
             return None
         if not self.connected:
-            self.connected, self._expected = True, self._answer(_ends(own, other))
+            self.connected, ends = True, _ends(own, other)
+            self._greeting, self._expected = self._greet(ends), self._answer(ends)
         self._greeting = self._greeting[self.socket.send(self._greeting) :]
         self.writes = bool(self._greeting)
         return self
@@ -313,14 +347,17 @@ class _Peer:
     def _begin(self, addresses: list[_Address]) -> None:
         self._addresses = addresses
         if addresses:
-            self._dial()
+            self.dial()
 
-    def _dial(self) -> None:
-        if self._ended or self._line is not None:
+    def dial(self) -> None:
+        """Now, unless it has a link."""
+        if self._ended or self._line is not None or not self._addresses:
             return
-        greeting = self._links.greeting(self._node)
+        nonce = secrets.token_hex(_NONCE // 2)
+        greeting = partial(self._links.greeting, self._node, nonce)
+        answer = partial(self._links.answer, self._node, nonce)
         try:
-            line = _Dialled(self._addresses[self._at], greeting, self._held, self._over)
+            line = _Dialled(self._addresses[self._at], greeting, answer, self._held, self._over)
         except OSError:
             # This process has no descriptor left.
             self._failed(refused=False, strange=False)
@@ -351,7 +388,7 @@ class _Peer:
             lasted = time.monotonic() - line.since
             self._short = self._short + 1 if lasted < _SHORT_SECONDS else 0
             if self._short < _MOST_SHORT:
-                self._dial()
+                self.dial()
             else:
                 self._dial_later()
 
@@ -365,13 +402,13 @@ class _Peer:
         self._noes += 1
         addresses = len(self._addresses) if self._direct is None else 1
         if self._noes < (addresses if refused else 2 * addresses):
-            self._listener.later(_AT_ONCE_SECONDS, self._dial)
+            self._listener.later(_AT_ONCE_SECONDS, self.dial)
         elif self._times is None and not self._found_gone():
             self._dial_later()
         else:
             self._times = (self._times or 0) + 1
             if self._times <= _OFTEN:
-                self._listener.later(_AGAIN_SECONDS, self._dial)
+                self._listener.later(_AGAIN_SECONDS, self.dial)
             else:
                 self._dial_later()
 
@@ -379,7 +416,7 @@ class _Peer:
         return self._links.found_gone(self._node, self._host, self._direct)
 
     def _dial_later(self) -> None:
-        self._listener.later(self._pause, self._dial)
+        self._listener.later(self._pause, self.dial)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 

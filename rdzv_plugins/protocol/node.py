@@ -10,7 +10,7 @@ import dataclasses
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -99,8 +99,6 @@ _WRITES = (rules.Write, rules.Abdicate)
 _ENDS = (rules.Start, rules.Fail)
 _TELLS = (rules.Wait, *_ENDS)
 
-# A node has links to so many of the next ones in rank order, past those that were found gone.
-_LINKS = 2
 # It accuses so many, of more the first: as many as stand in a document.
 _MOST_ACCUSED = 64
 # Of the first so many in rank order, all watch the pod of the leader.
@@ -706,7 +704,7 @@ class Node:
             self._record_due = self._ring = True
 
     def _hold_links(self) -> Effects[None]:
-        """Have links to the next nodes of the round, and go on to others past those that are gone.
+        """Have links to both neighbours in the round, and go on to others past those that are gone.
 
         Nobody waits for this: the round runs.
         """
@@ -715,12 +713,11 @@ class Node:
         if member is not None and self._rules.answer is not None:
             ring = self._seen.ring(member)
         here = ring.index(self.id) if self.id in ring else len(ring)
+        others = (*ring[here + 1 :], *ring[:here])
+        after, before = _as_far_as(others, accused), _as_far_as(others[::-1], accused)
         peers: dict[str, str] = {}
-        left = _LINKS
         known, self._endpoints = self._endpoints, {}
-        for node in (*ring[here + 1 :], *ring[:here]):
-            if not left:
-                break
+        for node in dict.fromkeys((*after, *before)):
             endpoint = known.get(node)
             if node not in known:
                 record = (self._seen.records or {}).get(node)
@@ -731,7 +728,6 @@ class Node:
             self._endpoints[node] = endpoint
             if endpoint is not None:
                 peers[node] = endpoint
-            left -= node not in accused
         self._links_due = False
         yield from HoldLinks(tuple(peers.items()))
 
@@ -1268,3 +1264,13 @@ class Node:
         if isinstance(error, CorruptDocumentError):
             return self._clock() >= self._join_deadline
         return isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline
+
+
+def _as_far_as(nodes: Iterable[str], accused: Container[str]) -> list[str]:
+    """These nodes up to the first that is not accused, which is among them."""
+    found = []
+    for node in nodes:
+        found.append(node)
+        if node not in accused:
+            break
+    return found

@@ -23,7 +23,8 @@ class Connections:
     """All links of a world.
 
     Attributes:
-        refusing: hosts whose proxies refuse all connections.
+        refusing: hosts whose firewalls refuse all connections to them.
+        cut: those of them whose firewalls refuse their own as well.
         silent: hosts that no dial reaches, and that refuse none.
     """
 
@@ -32,6 +33,7 @@ class Connections:
         # Of its own source, so that all else is as it would be without.
         self._chance = random.Random(f"connections of {world.plan.seed}")
         self.refusing: set[str] = set()
+        self.cut: set[str] = set()
         self.silent: set[str] = set()
         # By who holds them: those that it holds links to, and whether it was told that one is gone.
         self._held: dict[str, dict[str, bool]] = {}
@@ -55,12 +57,19 @@ class Connections:
         peer = next(it for it in self._world.hosts if it.id == node)
         if node in self.silent or (peer.alive and peer.stalls):
             return
-        if peer.alive and node not in self.refusing:
+        if peer.alive and node not in self.refusing and host.id not in self.cut:
             self._reaches.add(host.id)
+        elif peer.alive and self._has_link(peer, host):
+            self._world.inject("a link speaks for who refuses")
         elif host.id in self._reaches:
             held[node] = True
             self._world.inject("a link tells that a process is gone")
             host.hear_of(node, gone=True)
+
+    def _has_link(self, one: Host, other: Host) -> bool:
+        """Whether one that lives has a link of its own to the other."""
+        hidden = other.id in self.refusing | self.silent or one.id in self.cut
+        return not hidden and self._held.get(one.id, {}).get(other.id) is False
 
     def ended(self, host: Host) -> None:
         """A process has ended without a farewell, if it is not the whole machine."""
@@ -88,25 +97,33 @@ class Connections:
         world.note(f"links {kind} for {seconds:.1f} s: {' '.join(sorted(whom))}")
         if kind == "refuse":
             self.refusing |= whom
+            if chance.random() < 0.5:
+                self.cut |= whom
             world.kernel.after(seconds, self._end, whom)
         elif kind == "hang":
             self.silent |= whom
             world.kernel.after(seconds, self._answer, whom)
         self._break(whom)
+        for node in sorted(self.cut & whom):
+            for peer in self._held.get(node, ()):
+                self._later(self._dial, next(it for it in world.hosts if it.id == node), peer)
 
     def _answer(self, whom: set[str]) -> None:
         self.silent -= {it.id for it in self._world.hosts if it.alive and it.id in whom}
 
     def _end(self, whom: set[str]) -> None:
         self.refusing -= whom
+        self.cut -= whom
         for holder in self._world.hosts:
-            for node in sorted(whom.intersection(self._held.get(holder.id, ()))):
+            held = {*self._held.get(holder.id, ())}
+            for node in sorted(held if holder.id in whom else held & whom):
                 self._world.kernel.after(self._chance.uniform(0, _AGAIN), self._again, holder, node)
 
     def _again(self, host: Host, node: str) -> None:
         held = self._held.get(host.id, {})
         peer = next(it for it in self._world.hosts if it.id == node)
-        if host.alive and held.get(node) and peer.alive and node not in self.refusing:
+        cut = node in self.refusing or host.id in self.cut
+        if host.alive and held.get(node) and peer.alive and not cut:
             held[node] = False
             host.hear_of(node, gone=False)
 

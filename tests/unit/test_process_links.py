@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -23,7 +24,8 @@ RUN, PEER = "a-run", "the-peer"
 PATIENCE = 30.0
 
 # A node of its own, in a process without torch; it ends in good order when its standard input does.
-# For a line of that it forks a process, which ends with it too, and says so.
+# It does what lines of that tell: forks a process, which ends with it too; holds a link to a port;
+# accepts nobody any more. It says when each is done.
 CHILD = f"""
 import os
 import sys
@@ -31,12 +33,28 @@ from rdzv_plugins.links import Links
 from rdzv_plugins.listener import Listener
 
 listener = Listener("127.0.0.1", "child", [int(sys.argv[1])])
-Links(listener, {RUN!r}, {PEER!r}, "127.0.0.1", print, print)
+links = Links(listener, {RUN!r}, {PEER!r}, "127.0.0.1", print, print)
+
+
+def refuse():
+    listener._selector.unregister(listener._server)
+    listener._server.close()
+    print("refuses", flush=True)
+
+
 print(listener.port, flush=True)
-forked = bool(sys.stdin.readline()) and os.fork() == 0
-if forked:
-    print("forked", flush=True)
-sys.stdin.read()
+forked = False
+for line in iter(sys.stdin.readline, ""):
+    match line.split():
+        case ["fork"]:
+            forked = os.fork() == 0
+            if forked:
+                print("forked", flush=True)
+        case ["link", port]:
+            links.hold({{"this-node": f"127.0.0.1:{{port}}"}})
+            print("links", flush=True)
+        case ["refuse"]:
+            listener.call(refuse)
 forked or listener.close()
 """
 
@@ -57,11 +75,23 @@ class Peer:
 
     def fork(self) -> None:
         """Returns once it has forked a process, which outlives it."""
+        self._does("fork", "forked")
+
+    def link(self, watcher: Watcher) -> None:
+        """Returns once it has a link to the watcher."""
+        self._does(f"link {watcher.listener.port}", "links")
+        assert until(lambda: watcher.is_linked, PATIENCE)
+
+    def refuse(self) -> None:
+        """Accept nobody any more, as where its listener has died."""
+        self._does("refuse", "refuses")
+
+    def _does(self, what: str, answer: str) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(b"\n")
+        self.process.stdin.write(f"{what}\n".encode())
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == b"forked\n"
+        assert self.process.stdout.readline() == f"{answer}\n".encode()
 
     def kill(self) -> None:
         self.process.kill()
@@ -106,6 +136,17 @@ class Watcher:
     def has_link(self, node: str = PEER) -> bool:
         peer = self.links._peers.get(node)
         return peer is not None and peer._line is not None and peer._line.held
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the peer has a link to it."""
+        return any(it.is_open and it.is_from(PEER) for it in self.links._accepted)
+
+    def breaks(self) -> None:
+        """Its link, at its own end."""
+        line = self.links._peers[PEER]._line
+        assert line is not None
+        line.socket.shutdown(socket.SHUT_RDWR)
 
     def loses(self, proxy: Proxy) -> None:
         """Its link, which the proxy cuts."""
@@ -169,6 +210,46 @@ def test_a_killed_process_is_gone_though_one_that_it_forked_lives(
     peer.fork()
     peer.kill()
     assert watcher.hears() == ("gone", PEER)
+
+
+def test_who_refuses_is_not_gone_while_its_own_link_stands(
+    watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a firewall, or after its listener has died. Its death shows by that link."""
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.01)
+    linked(watcher, peer.port)
+    peer.link(watcher)
+    peer.refuse()
+    watcher.breaks()
+    assert until(lambda: watcher.links._peers[PEER]._pause > 100 * module._FIRST_PAUSE, PATIENCE)
+    assert watcher.heard_nothing
+    peer.kill()
+    assert watcher.hears() == ("gone", PEER)
+
+
+def test_both_links_of_a_killed_process_end(watcher: Watcher, peer: Peer) -> None:
+    linked(watcher, peer.port)
+    peer.link(watcher)
+    began = time.monotonic()
+    peer.kill()
+    assert watcher.hears() == ("gone", PEER)
+    # It does not wait for the next dial, whichever end it reads first.
+    assert time.monotonic() - began < module._FIRST_PAUSE
+
+
+def test_a_stranger_speaks_for_nobody(watcher: Watcher, peer: Peer) -> None:
+    """One that has heard a greeting says it again."""
+    linked(watcher, peer.port)
+    ends = f"127.0.0.1,1,127.0.0.1,{watcher.listener.port}"
+    nonce = b"0" * module._NONCE
+    itself = module._digest("from", nonce.decode(), PEER, ends, RUN)
+    to = module._digest("this-node", RUN)
+    with socket.create_connection(("127.0.0.1", watcher.listener.port), PATIENCE) as line:
+        line.sendall(module._OPENING + to + b" " + nonce + b" " + itself + b"\n")
+        assert line.recv(1)
+        assert not watcher.is_linked
+        peer.kill()
+        assert watcher.hears() == ("gone", PEER)
 
 
 def test_one_that_ends_in_good_order_says_so(watcher: Watcher, peer: Peer) -> None:
@@ -269,9 +350,7 @@ def test_somebody_else_at_its_port_is_not_it(watcher: Watcher) -> None:
     linked(watcher, listener.port)
     listener._greetings = ()
     Links(listener, RUN, "another-node", "127.0.0.1", print, print)
-    line = watcher.links._peers[PEER]._line
-    assert line is not None
-    line.socket.shutdown(socket.SHUT_RDWR)
+    watcher.breaks()
     assert watcher.hears() == ("gone", PEER)
     listener.close()
 
@@ -336,6 +415,7 @@ def test_a_name_is_looked_up(watcher: Watcher, peer: Peer) -> None:
 def test_nobody_who_does_not_know_the_node_is_told_anything(watcher: Watcher) -> None:
     strangers = [
         b"rdzv-plugins link " + b"0" * 32 + b" " + b"0" * 16 + b"\n",
+        b"rdzv-plugins link " + b"0" * 32 + b" " + b"0" * 16 + b" " + b"0" * 32 + b"\n",
         b"rdzv-plugins link this-node ",
         b"GET / HTTP/1.1\r\n\r\n",
     ]
