@@ -152,7 +152,7 @@ def goes_on_without(
         # Its record is the last that it wrote.
         and record.label not in document.cause.lost
         and fits(record, document)
-        and (record.asks or _runs(document, record))
+        and (record.asks or _runs(document, node, record))
     ]
     # Of so many newcomers nobody knows the names.
     others = others[newcomers.more :]
@@ -184,12 +184,13 @@ def all_live(
     )
 
 
-def _runs(document: RoundDocument, record: NodeRecord) -> bool:
+def _runs(document: RoundDocument, node: str, record: NodeRecord) -> bool:
     """Whether the node works in the round, or in the one before that forms anew."""
     if record.status is not Status.RUN or record.incarnation != document.incarnation:
         return False
     forms = document.phase is not Phase.RUNNING
-    return record.round >= document.round - forms
+    # A store that forgot its last writes shows an older round, until the node's next heartbeat.
+    return document.names(node) or record.round >= document.round - forms
 
 
 def others_go_on(

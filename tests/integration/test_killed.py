@@ -100,23 +100,17 @@ def destroy(*sockets: str) -> None:
     subprocess.run(["ss", "--kill", "--tcp", "--no-header", *sockets], check=True, stdout=PIPE)
 
 
-def refuse_for(job: Job, name: str) -> int:
-    """End all links to a node that lives, and refuse new ones, as a proxy may.
+def refuse_for(job: Job, names: str) -> dict[str, int]:
+    """End all links to nodes that live, and refuse new ones, as a firewall may.
 
-    Returns its heartbeat, once the others have said that it is gone.
+    Returns their heartbeats, by node.
     """
-    pids = {record.pid: key for key, record in by_key(job).items()}
-    key = pids[job.agents[name].pid]
-    link = f"sport = :{by_key(job)[key].link}"
-    destroy("state", "listening", link)
-    destroy("state", "established", link)
-
-    def accused_at() -> int | None:
-        accused = [dict(it.accuses).get(key.removeprefix(NODES_PREFIX)) for it in job.records()]
-        found = [beat for beat in accused if beat is not None]
-        return max(found) if len(found) == len(accused) - 1 else None
-
-    return job.await_that(accused_at, f"accusations of {name}", 30)
+    pids = {job.agents[name].pid for name in names}
+    records = {key: record for key, record in by_key(job).items() if record.pid in pids}
+    for state in ("listening", "established"):
+        for record in records.values():
+            destroy("state", state, f"sport = :{record.link}")
+    return {key.removeprefix(NODES_PREFIX): record.beat for key, record in records.items()}
 
 
 def by_key(job: Job) -> dict[str, NodeRecord]:
@@ -126,21 +120,39 @@ def by_key(job: Job) -> dict[str, NodeRecord]:
 
 @soak
 @every_store
-def test_one_that_is_accused_and_lives_answers_and_nobody_restarts(job: Job) -> None:
-    """As where a proxy, or a firewall, refuses for it; each in turn, the leader too."""
+def test_those_that_are_accused_and_live_answer_and_nobody_restarts(job: Job) -> None:
+    """As where a firewall refuses for all."""
     world, number = job.begin("abc"), job.round()
     await_links(job, "abc")
-    for name in "bca":
-        before = refuse_for(job, name)
+    before = refuse_for(job, "abc")
+    job.await_that(lambda: all(it.accuses for it in job.records()), "accusations of all", 30)
 
-        def answered(name: str = name, before: int = before) -> bool:
-            pid = job.agents[name].pid
-            return any(it.pid == pid and it.beat > before for it in job.records())
+    def answered() -> bool:
+        records = by_key(job)
+        return all(records[NODES_PREFIX + node].beat > beat for node, beat in before.items())
 
-        job.await_that(answered, f"an answer of {name}", 30)
-        time.sleep(2.0)
-        assert job.round() == number, job.document()
+    job.await_that(answered, "answers of all", 30)
+    time.sleep(2.0)
+    assert job.round() == number, job.document()
     assert all(len(job.noted(name, 0.0)) == 1 for name in "abc"), world
+
+
+@soak
+@every_store
+def test_one_whose_own_links_stand_is_accused_only_once_it_is_killed(job: Job) -> None:
+    """As where its listener has died, or a firewall refuses for it."""
+    world, number = job.begin("abc"), job.round()
+    await_links(job, "abc")
+    refuse_for(job, "b")
+    time.sleep(3.0)
+    assert not any(it.accuses for it in job.records())
+    assert job.round() == number, job.document()
+    assert all(len(job.noted(name, 0.0)) == 1 for name in "abc"), world
+    label, killed = job.label("b"), job.agents["b"].kill()
+    job.await_begun("ac", after=killed)
+    document = job.document()
+    assert document is not None
+    assert f"lost {label}: its process is gone" in document.reason
 
 
 @soak

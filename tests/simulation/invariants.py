@@ -744,15 +744,15 @@ class Checker:
                 raise InvariantError("closed", f"{node} wrote {show(after)} over a closed run")
             if after.place < before.place:
                 raise InvariantError("rounds of a run", f"{show(before)} became {show(after)}")
-        if after.leader == node and (before is None or before.leader != node):
+        image = _image(after)
+        # Else it was written back after an amnesia, or only its leader changed.
+        is_new = image not in self._stood
+        if after.leader == node and (is_new if before is None else before.leader != node):
             track.evidence.leads_since = self._now()
             track.evidence.leads_after = before.leader if before else None
             if before is not None:
                 # What it does to its predecessor rests on the window from before it led.
                 evidence.leads_after = before.leader
-        image = _image(after)
-        # Else it was written back after an amnesia, or only its leader changed.
-        is_new = image not in self._stood
         if is_new and before is not None:
             declared = set(_declared_lost(before, after, evidence.seen))
             for gone in {it.node for it in after.accused if it.lost} & declared:
@@ -1208,6 +1208,8 @@ class Checker:
             return
         if before.phase is not Phase.RUNNING or after.phase is not Phase.RUNNING:
             return
+        if before.world_id in self._tracks[node].done:
+            return  # It knows that of itself before a listing shows it.
         if not any(record.status is Status.DONE for record in evidence.seen.values()):
             raise InvariantError("orders", f"{node} does not restart {show(after)}")
 

@@ -147,6 +147,10 @@ FOUND = (
     (310002077, Focus(), "a node that was lost and is back hid one that a lost roster had"),
     (370001878, Focus(), "the checker held a node's failing listings against one that left"),
     (730056, Focus(), "the checker judged a closing that landed late by a later listing"),
+    (380012327, Focus(), "the checker forgot that a leader knows first that it is done itself"),
+    (380016244, Focus(), "the checker began a tenure anew with a document that was put again"),
+    (380001708, Focus(), "who failed closed a run whose records the store had just set back"),
+    (380011693, Focus(), "who failed closed a run whose leader's record had just been set back"),
     (360007216, Focus(), "the checker judged a node that left a run which another had closed"),
 )
 
