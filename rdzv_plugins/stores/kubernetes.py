@@ -313,6 +313,11 @@ class Client(StoreClient):
                 undone=error.renewed,
                 denied=True,
             )
+        if status == 403 and 'User "system:anonymous"' in text:
+            return Problem(
+                f"was asked without a token ({text}); set one in $RDZV_PLUGINS_TOKEN or token_file",
+                denied=True,
+            )
         if status == 403 and 'resource "pods"' in text:
             return Problem(
                 f"denied a right ({text}); with pods=true the user needs the verbs {_POD_VERBS} on "

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from trustme import KeyType
 
 from rdzv_plugins.servers import Security
 
@@ -53,8 +54,9 @@ class Certificates:
         return cls(
             ca_file=_write(folder / "ca.pem", ours.cert_pem.bytes()),
             foreign_ca_file=_write(folder / "foreign-ca.pem", foreign.cert_pem.bytes()),
-            server=_issue(folder / "server", ours, "127.0.0.1", "localhost"),
-            misnamed=_issue(folder / "misnamed", ours, "elsewhere.example"),
+            # kube-apiserver signs with the key too, and reads no elliptic curve in this form.
+            server=_issue(folder / "server", ours, "127.0.0.1", "localhost", kind=KeyType.RSA),
+            misnamed=_issue(folder / "misnamed", ours, "elsewhere.example", kind=KeyType.RSA),
             client=_issue(folder / "client", ours, "node.example"),
             foreign_client=_issue(folder / "foreign-client", foreign, "node.example"),
         )
@@ -80,8 +82,8 @@ class Certificates:
         )
 
 
-def _issue(stem: Path, authority: trustme.CA, *names: str) -> Pair:
-    issued = authority.issue_cert(*names)
+def _issue(stem: Path, authority: trustme.CA, *names: str, kind: KeyType = KeyType.ECDSA) -> Pair:
+    issued = authority.issue_cert(*names, key_type=kind)
     key = load_pem_private_key(issued.private_key_pem.bytes(), None)
     # ZooKeeper reads no other form than PKCS #8.
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
