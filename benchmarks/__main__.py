@@ -37,6 +37,7 @@ STORES = (
     "postgres",
     "nats",
     "quorum",
+    "kubernetes",
     "s3",
     "azure",
 )
@@ -75,6 +76,7 @@ class Plan:
             "nats": (2, 16, 64, 256),
             # One member; three are below.
             "quorum": (2, 16, 64, 256),
+            "kubernetes": (2, 16, 64, 256),
             "s3": (2, 16, 64),
             "azure": (2, 16, 64),
             "c10d": (2, 16, 64, 128, 256),
@@ -131,6 +133,7 @@ WHY = {
     "zookeeper, 3 servers": "keep_alive_interval=30 at 1,024: three servers and three threads of "
     "kazoo's a node share two cores, where heartbeats of the default interval come late.",
     "dynamodb": "DynamoDB Local, which is one process; its waiters poll. Up to 512 nodes.",
+    "kubernetes": "one API server with one etcd. Up to 256 nodes.",
     "s3, azure": "SeaweedFS and Azurite, whose waiters poll. Up to 64 nodes.",
     "postgres": "up to 512 nodes: the server allows 600 connections here.",
     "c10d, etcd-v2": "up to the first number of nodes that did not finish within 60 s.",
@@ -331,6 +334,9 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="few nodes, two samples; writes to build/benchmarks")
     ] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="keep what the results have of other subjects")
+    ] = False,
     page: Annotated[
         bool, typer.Option("--page", help="measure nothing: write the page from the results")
     ] = False,
@@ -353,7 +359,7 @@ def main(
         (*STORES, *FLOORS, *TORCH_OWN, *SCENARIOS)
     )
     # A part of the figures must not replace all of them.
-    folder = output or (DOCS if whole else ROOT / "build" / "benchmarks")
+    folder = output or (DOCS if whole or add else ROOT / "build" / "benchmarks")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "benchmarks.json"
     if page:
@@ -366,12 +372,15 @@ def main(
         plan = _replaced(plan, form=tuple(int(it) for it in nodes.split(",")), form_of={})
     options = dict(pair.split("=", 1) for pair in conf.split(",") if pair)
     here = machine()
+    stored = Results.read(file) if add else None
     bench = Bench(plan, processes, options, console)
 
     def save() -> Results:
         facts = msgspec.structs.replace(here, versions={**here.versions, **bench.versions})
         limits = {} if quick or nodes else WHY
         results = Results(machine=facts, figures=bench.figures, limits=limits)
+        if stored is not None:
+            results = stored.with_later(results, (*STORES, *FLOORS, *TORCH_OWN))
         results.write(file)
         return results
 

