@@ -41,7 +41,17 @@ STORES = (
     "s3",
     "azure",
 )
-SCENARIOS = ("requests", "form", "late", "life", "rest", "swarm", "first-step", "start-up")
+SCENARIOS = (
+    "requests",
+    "form",
+    "late",
+    "life",
+    "killed",
+    "rest",
+    "swarm",
+    "first-step",
+    "start-up",
+)
 ENSEMBLES = ("zookeeper", "consul", "etcd-v3", "nats", "quorum")
 # A round that takes longer has failed.
 LIMIT = 60.0
@@ -60,6 +70,7 @@ class Plan:
         ensemble: numbers of nodes on three servers.
         seldom: seconds between heartbeats there, by subject and number of nodes; else the default.
         life: seconds between heartbeats by number of nodes; of redis also `life_large`.
+        killed: numbers of nodes; of redis also `killed_large`.
         repeats: samples of each figure; those in `more` have more, by number of nodes.
     """
 
@@ -97,6 +108,8 @@ class Plan:
     )
     life: Mapping[int, float] = field(default_factory=lambda: {64: 1.0})
     life_large: Mapping[int, float] = field(default_factory=lambda: {256: 1.0, 1024: 2.0})
+    killed: tuple[int, ...] = (16, 64)
+    killed_large: tuple[int, ...] = (256, 1024)
     rest: tuple[int, ...] = (64, 1024, 4096)
     rest_seconds: float = 5.5
     swarm: Mapping[str, tuple[int, ...]] = field(
@@ -119,6 +132,8 @@ QUICK = Plan(
     first_step=(2,),
     life={16: 0.5},
     life_large={},
+    killed=(16,),
+    killed_large=(),
     rest=(64,),
     swarm={"redis": (256,), "etcd-v3": (64,)},
     requests=50,
@@ -182,6 +197,10 @@ class Bench:
                 large_life = self.plan.life_large if name == "redis" else {}
                 for size, interval in {**self.plan.life, **large_life}.items():
                     self._life(name, target, size, interval)
+            if store and "killed" in scenarios:
+                large = self.plan.killed_large if name == "redis" else ()
+                for size in (*self.plan.killed, *large):
+                    self._killed(name, target, size)
             if name == "redis" and "rest" in scenarios:
                 for size in self.plan.rest:
                     self._rest(name, target, size)
@@ -288,6 +307,12 @@ class Bench:
                 self._show(scenario, name, nodes, found.get(scenario))
         for scenario, taken in samples.items():
             self._keep(scenario, name, nodes, taken)
+
+    def _killed(self, name: str, target: Target, nodes: int) -> None:
+        def take(nodes: int) -> Sample | None:
+            return rendezvous.killed(target, nodes, self._processes(nodes), LIMIT)
+
+        self._take("killed", name, nodes, take)
 
     def _take(
         self, scenario: str, name: str, nodes: int, take: Callable[[int], Sample | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.plots import PLOTS
-from benchmarks.rendezvous import LIFE
+from benchmarks.rendezvous import KILLED, LIFE
 from benchmarks.results import Figure, Machine, Results
 
 __all__ = ["page"]
@@ -25,6 +25,7 @@ def page(results: Results) -> str:
         *_shared(results),
         *_ratios(results),
         *_life(results),
+        *_killed(results),
         *_rest(results),
         *_swarm(results),
         *_first_step(results),
@@ -156,6 +157,19 @@ def _life(results: Results) -> list[str]:
         cells = [*(_cell(figure, _seconds) for figure in found), _cell(rounds, _three)]
         rows.append([it.subject, str(it.nodes), *cells])
     return _section("Growing, leaving, losing nodes", text, ["store", "N", *LIFE, "rounds"], rows)
+
+
+def _killed(results: Results) -> list[str]:
+    text = (
+        "A round runs, with the default options but no last call: so the lease is 15 s, and links "
+        "tell of what is killed by SIGKILL. Seconds from the kill until the last of the others has "
+        "its rank in the next round."
+    )
+    rows = []
+    for it in results.of("killed", f"{next(iter(KILLED))} s"):
+        found = [results.get("killed", it.subject, it.nodes, f"{whom} s") for whom in KILLED]
+        rows.append([it.subject, str(it.nodes), *(_cell(figure, _seconds) for figure in found)])
+    return _section("Killed processes", text, ["store", "N", *KILLED], rows)
 
 
 def _rest(results: Results) -> list[str]:

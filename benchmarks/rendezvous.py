@@ -26,12 +26,14 @@ from rdzv_plugins.protocol.documents import NODES_PREFIX
 from rdzv_plugins.stores import is_store, open_client
 
 __all__ = [
+    "KILLED",
     "LIFE",
     "TORCH_OWN",
     "Sample",
     "Target",
     "count_bytes",
     "form",
+    "killed",
     "late",
     "life",
     "rest",
@@ -44,11 +46,16 @@ TORCH_OWN = ("c10d", "etcd-v2")
 LIFE = ("grow", "leave", "lose one", "lose the leader", "lose a third")
 """What `life` measures, in this order."""
 
+KILLED = {"one": 1, "two at once": 2, "the leader": 0}
+"""Whom `killed` kills, in this order, and how many of those that do not lead."""
+
 _SERVERS = {"etcd-v3": "etcd", "etcd-v2": "etcd"}
 _BACKENDS = {"valkey": "redis"}
 # Until the last nodes that were ordered to join wait in the store.
 _QUIET = 0.5
 _LEASE_ATTEMPTS = 3
+# Until neighbours have their links, once a round runs.
+_LINKED = 2.0
 
 
 @dataclass(frozen=True)
@@ -213,6 +220,36 @@ def life(
                 seconds = world.at - began - (lease if scenario.startswith("lose") else 0.0)
                 found[scenario] = {"s": seconds, "rounds": _rounds(before, crowd.joins())}
     return found
+
+
+def killed(target: Target, nodes: int, processes: int, limit: float) -> Sample | None:
+    """Seconds from SIGKILL of `KILLED` until the last of the others has its rank again.
+
+    With the default keep-alive and with links, which tell of it; without a last call.
+    """
+    run = target.run(nodes - 4, nodes, last_call_timeout="0")
+    found: Sample = {}
+    with contextlib.closing(Crowd(run, [1, 1, 1, 1, *shares(nodes - 4, processes)])) as crowd:
+        first, *others = crowd.workers
+        members, dead = [*crowd.workers], iter(others)
+        crowd.watch(members)
+        # The first to come leads.
+        crowd.join([first])
+        _await_records(target, run, 1, limit)
+        crowd.join(others)
+        world = crowd.settle(members, limit)
+        for whom in KILLED:
+            if world is None or [members[it] for it in world.leads] != [first]:
+                return None  # Too few came, or the lead has moved: there was too much load.
+            time.sleep(_LINKED)
+            lost = [next(dead) for _ in range(KILLED[whom])] or [first]
+            members = [it for it in members if it not in lost]
+            began = time.monotonic()
+            crowd.kill(lost)
+            world = crowd.settle(members, limit)
+            if world is not None:
+                found[f"{whom} s"] = world.at - began
+    return found if len(found) == len(KILLED) else None
 
 
 def _rounds(before: Mapping[Worker, Sequence[int]], after: Mapping[Worker, Sequence[int]]) -> float:

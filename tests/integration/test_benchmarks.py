@@ -47,6 +47,10 @@ def test_handlers_form_grow_leave_and_lose_nodes() -> None:
         # Not before the lease, but for an interval: then the last heartbeat may have been sent.
         assert all(found[it]["s"] > -1.2 for it in rendezvous.LIFE if it.startswith("lose"))
         assert all(sample["rounds"] >= 1 for sample in found.values())
+        gone = rendezvous.killed(target, 6, 1, 60.0)
+        assert gone is not None
+        # The lease has 15 s.
+        assert all(0 < seconds < 10 for seconds in gone.values())
         # Longer than an interval: a node that rests sends nothing between two heartbeats.
         [window] = rendezvous.rest(target, 2, 1, 60.0, 1, 6.0)
         assert window["bytes a node and s"] > 0

@@ -13,7 +13,7 @@ from benchmarks.__main__ import STORES, Plan
 from benchmarks.crowd import World, shares
 from benchmarks.floors import FLOORS
 from benchmarks.page import page
-from benchmarks.rendezvous import LIFE, TORCH_OWN
+from benchmarks.rendezvous import KILLED, LIFE, TORCH_OWN
 from benchmarks.results import Figure, Machine, Results
 from benchmarks.usage import Usage
 
@@ -41,6 +41,7 @@ def results() -> Results:
         Figure.of("form", "c10d", 1024, "s", [None]),
         Figure.of("late", "redis", 64, "s", [0.02]),
         *(Figure.of(scenario, "redis", 64, "s", [-0.2, 0.3]) for scenario in LIFE),
+        *(Figure.of("killed", "redis", 64, f"{whom} s", [0.7]) for whom in KILLED),
         Figure.of("rest", "redis", 64, "bytes a node and s", [276]),
         Figure.of("rest", "redis", 64, "server us a node and s", [21.5]),
         Figure.of("swarm", "redis", 10_000, "s", [10.0]),
@@ -76,6 +77,7 @@ def test_the_page_has_a_table_of_each_scenario() -> None:
         "| redis | 0.005 (0.004 to 0.009) | 1.20 (1.00 to 1.50) |",
         "| c10d | 1.10 (1.10 to 1.10) | not in time |",
         "| redis | 1024 | 17,800 (17,800 to 17,800) | - | - | 1.8 (1.8 to 1.8) |",
+        "| redis | 64 | 0.700 (0.700 to 0.700) | 0.700 (0.700 to 0.700) | 0.700 (0.700 to 0.700) |",
         "| redis | 64 | 276 (276 to 276) | 21.5 (21.5 to 21.5) |",
     ):
         assert line in text.splitlines()
