@@ -87,18 +87,25 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of one run, and those of subjects that a later run has measured."""
+    """All figures of one run, and those that a later run has measured, of subjects or of parts."""
 
     machine: Machine
     figures: list[Figure]
     limits: dict[str, str] = {}
     """Why a subject has no figures of more nodes."""
     later: dict[str, Machine] = {}
-    """Where those of later runs were made, by subject; with the versions that differ."""
+    """Where those of later runs were made, with the versions that differ.
+
+    By subject, and its scenario where others were not measured again.
+    """
 
     def with_later(self, other: Results, order: Sequence[str]) -> Results:
-        """These, with all of a later run's subjects in the place of what was known of them."""
-        measured = dict.fromkeys(it.subject for it in other.figures)
+        """These, with a later run's scenarios of its subjects in the place of what was known."""
+        again = {(it.subject, it.scenario) for it in other.figures}
+        kept = [it for it in self.figures if (it.subject, it.scenario) not in again]
+        stay, measured = {it.subject for it in kept}, dict[str, None]()
+        for it in other.figures:
+            measured[f"{it.subject} ({it.scenario})" if it.subject in stay else it.subject] = None
         places = {name: place for place, name in enumerate(order)}
 
         def place_of(figure: Figure) -> int:
@@ -108,13 +115,16 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
         known = self.machine.versions.items()
         versions = dict(it for it in other.machine.versions.items() if it not in known)
         there = msgspec.structs.replace(other.machine, versions=versions)
-        kept = [it for it in self.figures if it.subject not in measured]
         named = {why: set(why.split(", ")) for why in other.limits}
         return msgspec.structs.replace(
             self,
             figures=sorted([*kept, *other.figures], key=place_of),
             limits=self.limits
-            | {why: other.limits[why] for why, names in named.items() if names & {*measured}},
+            | {
+                why: other.limits[why]
+                for why, names in named.items()
+                if names & {subject for subject, _ in again}
+            },
             later=self.later | dict.fromkeys(measured, there),
         )
 

@@ -112,6 +112,16 @@ def test_a_later_run_replaces_and_adds_subjects() -> None:
     assert both.limits == {"c10d": "it does not finish.", "s3, azure": "up to 64"}
 
 
+def test_a_later_run_of_a_scenario_leaves_the_others() -> None:
+    figures = [Figure.of("late", "redis", 64, "s", [0.05]), Figure.of("killed", "s3", 64, "s", [1])]
+    later = Results(machine=replace(MACHINE, commit="abcdef"), figures=figures, limits={})
+    both = results().with_later(later, (*STORES, *FLOORS, *TORCH_OWN))
+    found, before = both.get("late", "redis", 64, "s"), both.get("form", "redis", 2, "s")
+    assert found is not None
+    assert (found.median, before) == (0.05, results().get("form", "redis", 2, "s"))
+    assert "Later, redis (late), s3: " in page(both)
+
+
 def test_the_page_of_some_scenarios_has_no_empty_tables() -> None:
     some = Results(machine=MACHINE, figures=[Figure.of("late", "redis", 64, "s", [0.02])])
     text = page(some)
