@@ -319,6 +319,7 @@ class _Peer:
         # It was found gone, and has refused so often since then.
         self._times: int | None = None
         self._pause = _FIRST_PAUSE
+        self._turn = 0
         self._resolve(int(endpoint.rpartition(":")[2]))
 
     def end(self) -> None:
@@ -402,13 +403,13 @@ class _Peer:
         self._noes += 1
         addresses = len(self._addresses) if self._direct is None else 1
         if self._noes < (addresses if refused else 2 * addresses):
-            self._listener.later(_AT_ONCE_SECONDS, self.dial)
+            self._dial_after(_AT_ONCE_SECONDS)
         elif self._times is None and not self._found_gone():
             self._dial_later()
         else:
             self._times = (self._times or 0) + 1
             if self._times <= _OFTEN:
-                self._listener.later(_AGAIN_SECONDS, self.dial)
+                self._dial_after(_AGAIN_SECONDS)
             else:
                 self._dial_later()
 
@@ -416,8 +417,14 @@ class _Peer:
         return self._links.found_gone(self._node, self._host, self._direct)
 
     def _dial_later(self) -> None:
-        self._listener.later(self._pause, self.dial)
+        self._dial_after(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _dial_after(self, seconds: float) -> None:
+        """In the place of what was to be dialled later before."""
+        self._turn += 1
+        turn = self._turn
+        self._listener.later(seconds, lambda: self.dial() if turn == self._turn else None)
 
 
 def _keep_alive(line: socket.socket) -> None:
