@@ -675,9 +675,9 @@ class Node:
                     ended[node] = self._ending[node] = why
         self._evidence.popleft()
         accused = tuple(accuses.items())[:_MOST_ACCUSED]
-        if accused == self.record.accuses:
-            return
         told = tuple((it, ended[it]) for it, _ in accused if it in ended)
+        if (accused, told) == (self.record.accuses, self.record.ended):
+            return
         self.record = replace(self.record, accuses=accused, ended=told)
         self._record_due = self._ring = self._links_due = True
         document = self._seen.document

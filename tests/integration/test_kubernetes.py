@@ -165,6 +165,7 @@ def space(cluster: Cluster) -> str:
     name = f"test-{secrets.token_hex(4)}"
     cluster.namespace(name)
     cluster.apply(name, manifests())
+    await_rights(cluster, name, VERBS)
     return name
 
 
@@ -184,15 +185,21 @@ def allow(cluster: Cluster, space: str, verbs: list[str]) -> None:
     (rule,) = (it for it in role["rules"] if it["resources"] == ["configmaps"])
     rule["verbs"] = verbs
     cluster.ask("PUT", RULES.format(space, "roles/rdzv"), role)
+    await_rights(cluster, space, verbs)
+
+
+def await_rights(
+    cluster: Cluster, space: str, verbs: list[str], resource: str = "configmaps"
+) -> None:
+    """The API server learns of a role by a watch of its own."""
     user = f"system:serviceaccount:{space}:rdzv"
 
     def allowed(verb: str) -> bool:
-        asked = {"namespace": space, "resource": "configmaps", "verb": verb}
+        asked = {"namespace": space, "resource": resource, "verb": verb}
         review = {"spec": {"user": user, "resourceAttributes": asked}}
         path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
         return bool(cluster.ask("POST", path, review)["status"]["allowed"])
 
-    # The API server learns of it by a watch of its own.
     assert until(lambda: [it for it in VERBS if allowed(it)] == verbs, PATIENCE)
 
 
@@ -404,13 +411,12 @@ def test_a_kubeconfig_names_server_namespace_and_token(
 class Ends:
     """Agents, each with a pod of its own, whose ends the test writes as Kubernetes would."""
 
-    def __init__(self, cluster: Cluster, space: str, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, space: str, folder: Path, links: bool) -> None:
         self.cluster, self.space = cluster, space
         config = {"ca_file": str(cluster.certificate), "namespace": space, "owner": "none"}
         store = replace(cluster.store, config=config)
-        # What is seen of an end is the cluster's word, and no link's.
         self.job = Job(
-            folder, store, nodes="2:3", pods="true", links="false",
+            folder, store, nodes="2:3", pods="true", links=str(links).lower(),
             keep_alive_interval=5, last_call_timeout=0.3,
         )  # fmt: skip
         self.pods = {name: cluster.make_pod(space, f"train-{name}") for name in "abc"}
@@ -439,9 +445,12 @@ class Ends:
 
 
 @pytest.fixture
-def ends(cluster: Cluster, space: str, login: str, tmp_path: Path) -> Iterator[Ends]:
+def ends(request: pytest.FixtureRequest, cluster: Cluster, space: str, login: str,
+         tmp_path: Path) -> Iterator[Ends]:  # fmt: skip
+    """What is seen of an end is the cluster's word, and no link's, unless a test asks for both."""
     cluster.apply(space, manifests("pods"))
-    made = Ends(cluster, space, tmp_path)
+    await_rights(cluster, space, VERBS[:3], "pods")
+    made = Ends(cluster, space, tmp_path, getattr(request, "param", False))
     yield made
     made.job.close()
 
@@ -456,9 +465,13 @@ def another(ends: Ends) -> str:
 
 
 WHO = pytest.mark.parametrize("who", [of_leader, another])
+LINKS = pytest.mark.parametrize(
+    "ends", [False, True], ids=["pods", "pods and links"], indirect=True
+)
 MESSAGE = "The node was low on resource: memory."
 
 
+@LINKS
 @WHO
 def test_who_is_evicted_is_lost_long_before_its_lease(
     ends: Ends, who: Callable[[Ends], str], record_property: Measure
@@ -472,6 +485,7 @@ def test_who_is_evicted_is_lost_long_before_its_lease(
     record_property("last worker began again, s", round(took, 2))
 
 
+@LINKS
 @WHO
 def test_a_pod_that_is_deleted_by_force_with_its_process(
     ends: Ends, who: Callable[[Ends], str], record_property: Measure

@@ -278,6 +278,20 @@ def test_a_node_whose_pod_was_evicted_is_lost_at_once_and_people_are_told_why(
 
 
 @pytest.mark.parametrize("name", ["n1", "n3"])
+def test_people_are_told_why_a_pod_ended_though_a_link_told_first(crowd: Crowd, name: str) -> None:
+    """Of the same participant: in a run of three all are neighbours of the leader."""
+    begin_in_pods(crowd, *NAMES)
+    crowd.members[name].crash()
+    for other in crowd.members.values():
+        if other.alive and f"{name}/uid" in other.pods:
+            other.node.report_gone(name)
+    crowd.play(0.1)
+    ends(crowd, name)
+    crowd.play_until(lambda: runs_without(crowd, name), 2.0)
+    assert document(crowd).reason == f"lost {name}[1]: {WHY}"
+
+
+@pytest.mark.parametrize("name", ["n1", "n3"])
 def test_one_that_lives_leaves_if_its_own_pod_is_to_end(crowd: Crowd, name: str) -> None:
     begin_in_pods(crowd, *NAMES)
     member = crowd.members[name]
