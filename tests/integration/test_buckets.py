@@ -3,6 +3,7 @@ and what a run asks, counted."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -217,6 +218,32 @@ def _ask(client: KeyValueClient) -> None:
     except RendezvousStateError as error:
         os._exit(0 if "was forked" in str(error) else 1)
     os._exit(2)
+
+
+ENDING = """
+import json, sys, threading, time
+from rdzv_plugins.stores import open_client
+
+backend, endpoint, config = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+
+def ask(client):
+    while True:
+        client.put("key", b"value")
+        client.list("")
+
+for number in range(4):
+    client = open_client(backend, endpoint, f"ending/{number}", config)
+    threading.Thread(target=ask, args=(client,), daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+def test_a_process_ends_though_its_threads_ask(bucket: RunningStore) -> None:
+    """One of 20 ended by SIGABRT, of obstore's threads."""
+    where = [bucket.backend, bucket.endpoint, json.dumps(dict(bucket.config))]
+    for _ in range(20):
+        ended = subprocess.run([sys.executable, "-c", ENDING, *where], stderr=subprocess.PIPE)
+        assert ended.returncode == 0, ended.stderr
 
 
 NODES, INTERVAL, SECONDS = 64, 5.0, 60.0
