@@ -580,9 +580,18 @@ class _Connection(nats.aio.client.Client):
 
     Attributes:
         vet: raises where the server is not to be logged in to, by what it says of itself.
+        broke: called with what has broken it.
     """
 
     vet: Callable[[Mapping[str, Any]], None]
+    broke: Callable[[Exception], None]
+
+    async def _process_op_err(self, e: Exception) -> None:
+        # Private: nats-py first writes what is left, and tells nobody where that fails. Who waits
+        # for an answer, or for a change, would wait until its time is over.
+        if not self.is_closed:
+            self.broke(e)
+        await super()._process_op_err(e)
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
@@ -630,7 +639,7 @@ class Link:
     def __init__(self, api: str, vet: Callable[[Mapping[str, Any]], None]) -> None:
         self._api = api
         self.connection = _Connection()
-        self.connection.vet = vet
+        self.connection.vet, self.connection.broke = vet, self.fail
         self.watches: dict[str, _Watch] = {}
         # The request under way, and why it ended.
         self.tasks: set[asyncio.Task[Any]] = set()
