@@ -127,7 +127,7 @@ class Links:
     def _accept(self, line: socket.socket, rest: bytes) -> Line:
         self._accepted = [it for it in self._accepted if it.is_open]
         if len(self._accepted) >= _MOST_LINKS:
-            self._listener.drop(self._accepted.pop(0))
+            self._make_room()
         nonce, _, by = rest[:-1].decode("ascii", "replace").partition(" ")
         ends = _ends(line.getpeername(), line.getsockname())
         answer = self.answer(self._node, nonce, ends)
@@ -140,11 +140,19 @@ class Links:
         self._accepted.append(accepted)
         return accepted
 
+    def _make_room(self) -> None:
+        """Close the oldest that is of no neighbour, without a farewell: this node goes on."""
+        strangers = (it for it in self._accepted if not any(map(it.is_from, self._peers)))
+        oldest = next(strangers, self._accepted[0])
+        self._accepted.remove(oldest)
+        oldest.says_farewell = False
+        self._listener.drop(oldest)
+
     def _over(self, accepted: _Accepted) -> None:
         """What refused counts now, if nothing else than its own link spoke for the node."""
         for node, peer in self._peers.items():
             if accepted.is_from(node):
-                peer.dial()
+                peer.ask_again()
 
     # What a peer tells.
 
@@ -185,7 +193,7 @@ class _Accepted(Line):
         over: Callable[[_Accepted], None],
     ) -> None:
         super().__init__(line)
-        self.writes = True
+        self.writes = self.says_farewell = True
         # Whether this very node has begun it, from where this end sees it.
         self.is_from = is_from
         self._answer = answer
@@ -202,7 +210,8 @@ class _Accepted(Line):
         return self if self.socket.recv(64) == _FAREWELL else None
 
     def part(self) -> None:
-        self.socket.send(_FAREWELL)
+        if self.says_farewell:
+            self.socket.send(_FAREWELL)
         self.socket.shutdown(socket.SHUT_WR)
 
     def over(self, error: OSError | None) -> None:
@@ -316,7 +325,9 @@ class _Peer:
         self._direct: bool | None = None
         # So many links in a row lasted for a moment only.
         self._short = 0
-        # It was found gone, and has refused so often since then.
+        # It was found gone, and has not answered since.
+        self._is_gone = False
+        # It has refused so often since that was told last; None: it is to be told.
         self._times: int | None = None
         self._pause = _FIRST_PAUSE
         self._turn = 0
@@ -370,11 +381,16 @@ class _Peer:
         self._line = line
         self._listener.serve(line)
 
+    def ask_again(self) -> None:
+        """Dial it now, for its own link has ended: it lived until then, whatever was told of it."""
+        self._times = None
+        self.dial()
+
     def _held(self, direct: bool) -> None:
-        self._noes, self._pause, self._direct = 0, _FIRST_PAUSE, direct
+        self._noes, self._pause, self._direct, self._times = 0, _FIRST_PAUSE, direct, None
         self._links.held(self._host, direct)
-        if self._times is not None:
-            self._times = None
+        if self._is_gone:
+            self._is_gone = False
             self._links.found_back(self._node)
 
     def _over(self, line: _Dialled) -> None:
@@ -407,7 +423,7 @@ class _Peer:
         elif self._times is None and not self._found_gone():
             self._dial_later()
         else:
-            self._times = (self._times or 0) + 1
+            self._is_gone, self._times = True, (self._times or 0) + 1
             if self._times <= _OFTEN:
                 self._dial_after(_AGAIN_SECONDS)
             else:

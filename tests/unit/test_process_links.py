@@ -227,6 +227,45 @@ def test_who_refuses_is_not_gone_while_its_own_link_stands(
     assert watcher.hears() == ("gone", PEER)
 
 
+def test_who_was_gone_and_has_a_link_again_is_gone_once_that_ends(
+    watcher: Watcher, peer: Peer
+) -> None:
+    """It has answered that accusation; nothing else would tell of its death."""
+    linked(watcher, peer.port)
+    peer.refuse()
+    watcher.breaks()
+    assert watcher.hears() == ("gone", PEER)
+    peer.link(watcher)
+    peer.kill()
+    assert watcher.hears() == ("gone", PEER)
+
+
+def test_so_many_links_that_one_has_to_go(
+    watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of neighbours stay: what they tell is heard by nobody else."""
+    monkeypatch.setattr(module, "_MOST_LINKS", 3)
+    linked(watcher, peer.port)
+    peer.link(watcher)
+    lines = [greeted(watcher) for _ in range(4)]
+    # The first ones have ended, without a farewell: this node goes on.
+    assert [line.recv(64) for line in lines[:2]] == [b"", b""]
+    assert watcher.is_linked
+    for line in lines:
+        line.close()
+
+
+def greeted(watcher: Watcher) -> socket.socket:
+    """A link of some other node to the watcher, which has answered."""
+    line = socket.create_connection(("127.0.0.1", watcher.listener.port), PATIENCE)
+    nonce, nobody = b"0" * module._NONCE, b"0" * 2 * module._DIGEST
+    line.sendall(
+        b"%s%s %s %s\n" % (module._OPENING, module._digest("this-node", RUN), nonce, nobody)
+    )
+    assert len(line.recv(128)) == 4 * module._DIGEST + 1
+    return line
+
+
 def test_both_links_of_a_killed_process_end(watcher: Watcher, peer: Peer) -> None:
     linked(watcher, peer.port)
     peer.link(watcher)
