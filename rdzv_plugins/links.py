@@ -28,7 +28,7 @@ from hashlib import blake2b
 from ipaddress import ip_address
 from typing import Any
 
-from rdzv_plugins.listener import Line, Listener
+from rdzv_plugins.listener import Line, Listener, unforked
 
 __all__ = ["Links"]
 
@@ -368,18 +368,20 @@ class _Peer:
         nonce = secrets.token_hex(_NONCE // 2)
         greeting = partial(self._links.greeting, self._node, nonce)
         answer = partial(self._links.answer, self._node, nonce)
-        try:
-            line = _Dialled(self._addresses[self._at], greeting, answer, self._held, self._over)
-        except OSError:
+        line: _Dialled | None = None
+        with unforked:
+            with suppress(OSError):
+                line = _Dialled(self._addresses[self._at], greeting, answer, self._held, self._over)
+            if line is not None and line.has_begun:
+                self._line = line
+                self._listener.serve(line)
+                return
+        if line is None:
             # This process has no descriptor left.
             self._failed(refused=False, strange=False)
             return
-        if not line.has_begun:
-            line.socket.close()
-            self._failed(line.is_refused, strange=False)
-            return
-        self._line = line
-        self._listener.serve(line)
+        line.socket.close()
+        self._failed(line.is_refused, strange=False)
 
     def ask_again(self) -> None:
         """Dial it now, for its own link has ended: it lived until then, whatever was told of it."""

@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from rdzv_plugins.addresses import ANY_PORT, listen
 
-__all__ = ["Line", "Listener"]
+__all__ = ["Line", "Listener", "unforked"]
 
 _GREETING_SECONDS = 5.0
 # Of those that have not greeted yet, or that have something to exchange.
@@ -160,10 +160,11 @@ class Listener:
 
     def drop(self, line: Line) -> None:
         """Close a connection in good order; in the thread."""
-        self._forget(line)
-        with suppress(OSError):
-            line.part()
-        line.socket.close()
+        with unforked:
+            self._forget(line)
+            with suppress(OSError):
+                line.part()
+            line.socket.close()
 
     def close(self, seconds: float = 2.0) -> None:
         """End the thread; after ``seconds`` it is left to end by itself."""
@@ -225,23 +226,30 @@ class Listener:
 
     def _accept(self) -> None:
         for _ in range(_MOST_ACCEPTED_AT_ONCE):
-            try:
-                line, _ = self._server.accept()
-            except BlockingIOError:
-                return
-            except OSError:
-                # This process may have no descriptor left: do not ask again at once. A socket that
-                # something has destroyed accepts nobody any more.
-                self._selector.unregister(self._server)
-                if self._server.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    self.later(_PAUSE_SECONDS, self._listen_again)
-                return
-            line.setblocking(False)
-            few = [it for it in self._lines if it.counts]
-            if len(few) >= _MOST_CLIENTS:
-                # Strangers first, then who has been here for longest.
-                self.drop(min(few, key=lambda it: (it.known, it.since)))
-            self.serve(_Stranger(line, self._greetings))
+            with unforked:
+                if not self._accept_one():
+                    return
+
+    def _accept_one(self) -> bool:
+        """Whether somebody was there."""
+        try:
+            line, _ = self._server.accept()
+        except BlockingIOError:
+            return False
+        except OSError:
+            # This process may have no descriptor left: do not ask again at once. A socket that
+            # something has destroyed accepts nobody any more.
+            self._selector.unregister(self._server)
+            if self._server.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                self.later(_PAUSE_SECONDS, self._listen_again)
+            return False
+        line.setblocking(False)
+        few = [it for it in self._lines if it.counts]
+        if len(few) >= _MOST_CLIENTS:
+            # Strangers first, then who has been here for longest.
+            self.drop(min(few, key=lambda it: (it.known, it.since)))
+        self.serve(_Stranger(line, self._greetings))
+        return True
 
     def _listen_again(self) -> None:
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -258,8 +266,8 @@ class Listener:
         if after is None:
             self._finish(line, None)
         elif after is not line:
-            self._lines.discard(line)
             self._lines.add(after)
+            self._lines.discard(line)
             self._selector.modify(after.socket, _events(after), after)
         elif line.writes != wrote:
             self._selector.modify(line.socket, _events(line), line)
@@ -270,8 +278,9 @@ class Listener:
             self._finish(line, TimeoutError("timed out"))
 
     def _finish(self, line: Line, error: OSError | None) -> None:
-        self._forget(line)
-        line.socket.close()
+        with unforked:
+            self._forget(line)
+            line.socket.close()
         line.over(error)
 
     def _forget(self, line: Line) -> None:
@@ -284,14 +293,20 @@ def _events(line: Line) -> int:
     return selectors.EVENT_WRITE if line.writes else selectors.EVENT_READ
 
 
+unforked = threading.RLock()
+"""Held while a connection is open and no listener serves it: this process does not fork then."""
+
 _open: WeakSet[Listener] = WeakSet()
 
 
 def _close_in_child() -> None:
+    unforked.release()
     for listener in [*_open]:
         listener.close_in_child()
 
 
 # A forked worker that outlives its agent would keep the agent's links, and its port: nobody would
-# see that the agent has ended.
-os.register_at_fork(after_in_child=_close_in_child)
+# see that the agent has ended. It closes those that it knows of, which are all that are served.
+os.register_at_fork(
+    before=unforked.acquire, after_in_parent=unforked.release, after_in_child=_close_in_child
+)

@@ -212,6 +212,56 @@ def test_a_killed_process_is_gone_though_one_that_it_forked_lives(
     assert watcher.hears() == ("gone", PEER)
 
 
+# A listener that is slow to take up whom it has accepted. Its process forks meanwhile, and ends;
+# the other one ends with its standard input.
+FORKS = """
+import os
+import socket
+import sys
+import threading
+import time
+from rdzv_plugins import listener as module
+
+accepted = threading.Event()
+
+
+class Slow(socket.socket):
+    def accept(self):
+        line = super().accept()
+        accepted.set()
+        time.sleep(0.5)
+        return line
+
+
+def listen(address, ports):
+    server = Slow()
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    return server
+
+
+module.listen = listen
+print(module.Listener("127.0.0.1", "slow").port, flush=True)
+accepted.wait()
+if os.fork() == 0:
+    sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_one_that_is_forked_while_a_link_is_made_does_not_keep_it() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=pipe, stdout=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        address = "127.0.0.1", int(process.stdout.readline())
+        with socket.create_connection(address, PATIENCE) as line, process.stdin:
+            process.wait(PATIENCE)
+            line.settimeout(5.0)
+            with suppress(ConnectionResetError):
+                assert line.recv(1) == b""
+
+
 def test_who_refuses_is_not_gone_while_its_own_link_stands(
     watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
