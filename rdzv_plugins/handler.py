@@ -247,11 +247,12 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
         self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
         self._report: Report | None = None
-        pods = client.pods
+        pods, store = client.pods, client
         if settings.metrics_port is not None or settings.otel:
             self._report = Report(run_id, self._node, client.name, rules, settings, self._log)
             self._client = client = self._report.measured(client)
             self._watchers.append(self._report.watch)
+        _tell_of_retries(store, self._node)
         self._driver = Driver(
             self._node,
             client,
@@ -1041,6 +1042,18 @@ class StoreRendezvousHandler(RendezvousHandler):
         if said is None:
             return came, "nothing is known of it"
         return came, str(said.at_the_end(left, gave_up))
+
+
+def _tell_of_retries(client: KeyValueClient, node: Node) -> None:
+    """Have the node told too of each attempt after a request's first."""
+    counts = client.on_retry
+
+    def note() -> None:
+        node.note_retry()
+        if counts is not None:
+            counts()
+
+    client.on_retry = note
 
 
 def _what_failed(error: BaseException) -> str:

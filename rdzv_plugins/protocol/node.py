@@ -412,6 +412,10 @@ class Node:
         """Say that a node of which `report_gone` was called answers. Like `order_join`."""
         self._evidence.append((node, False, ""))
 
+    def note_retry(self) -> None:
+        """Say that the store's client makes a request again, in a wait too; from any thread."""
+        self._seen.repeats()
+
     def report_pod(self, pod: str, why: str) -> None:
         """Say that a pod has ended, as the cluster tells, and why. Like `order_join`."""
         self._evidence.extend((node, True, why) for node in self._pods.get(pod, ()))

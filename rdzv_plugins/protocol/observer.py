@@ -52,6 +52,9 @@ _CLOCKS_APART = 600_000
 # So many documents of another version are written over before they are told.
 _MOST_STRANGE = 8
 _OUTDATED_KEPT = 16
+# So much later than this node another one is back after a short outage: as long as a node pauses
+# between two requests then, and a client between two attempts.
+_BACK_WITHIN = 1.0
 
 
 def with_rank(
@@ -187,6 +190,8 @@ class Observer:
         self._answered: float | None = None
         self._paused = 0.0
         self._in_trouble = False
+        # The store's client makes a request again, perhaps in a wait.
+        self._repeated = False
 
     @property
     def closed(self) -> bool:
@@ -583,6 +588,10 @@ class Observer:
         if not self._in_trouble:
             self._paused += seconds
 
+    def repeats(self) -> None:
+        """Note that the store's client makes a request again; from any thread."""
+        self._repeated = True
+
     def failed(self) -> None:
         """Note that a request failed: read everything again."""
         self._in_trouble = True
@@ -595,17 +604,21 @@ class Observer:
         either. A short outage is taken out of each window. After a longer one, see `Rules.outage`,
         all windows begin again: each node's when it beats again or a lease later, for some are
         connected again later than others. Whether requests failed, one was repeated by the store's
-        client until it was answered, or this process stood still, is all the same.
+        client until it was answered, or this process stood still, is all the same. Those who are
+        accused have little time, so theirs begins again after any of these.
         """
-        now, trouble = self._clock(), self._in_trouble
+        now, trouble, repeated = self._clock(), self._in_trouble, self._repeated
         away = now - self._answered - self._paused if self._answered is not None else 0.0
-        self._answered, self._paused, self._in_trouble = now, 0.0, False
+        self._answered, self._paused = now, 0.0
+        self._in_trouble = self._repeated = False
         if away > self._rules.outage:
             self._reset_windows(now)
-        elif trouble:
+            return
+        if trouble:
             self.liveness.discount(away, now)
-            self.accused.discount(away, now)
             self.progress.discount(away, now)
+        if trouble or repeated:
+            self.accused.restart(now, _BACK_WITHIN)
 
     def _reset_windows(self, now: float) -> None:
         """Begin all windows now.

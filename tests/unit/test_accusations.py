@@ -138,6 +138,22 @@ def test_one_for_whom_alone_the_store_is_far_has_time_to_answer(crowd: Crowd, na
     crowd.play_until(lambda: runs_without(crowd, name), 6.0)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_after_an_outage_of_a_moment_some_answer_later(crowd: Crowd, name: str) -> None:
+    """All pause between two attempts, each for a time of its own."""
+    begin(crowd)
+    late, back = crowd.members[name], crowd.time.now + 1.0
+    late.slow = lambda request: max(0.001, back - late.since)
+    for other in crowd.members.values():
+        if name in other.links:
+            other.node.report_gone(name)
+    crowd.play(0.1)
+    for other in crowd.members.values():
+        other.node.note_retry()
+    crowd.play(40.0)
+    assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
+
+
 def test_an_answer_that_is_lost_is_repeated_in_time(crowd: Crowd) -> None:
     begin(crowd)
     before = record(crowd, "n3").beat
