@@ -149,7 +149,8 @@ WHY = {
     "kazoo's a node share two cores, where heartbeats of the default interval come late.",
     "dynamodb": "DynamoDB Local, which is one process; its waiters poll. Up to 512 nodes.",
     "kubernetes": "one API server with one etcd. Up to 256 nodes.",
-    "s3, azure": "SeaweedFS and Azurite, whose waiters poll. Up to 64 nodes.",
+    "s3, azure": "SeaweedFS and Azurite, whose waiters poll. Up to 64 nodes. SeaweedFS answers "
+    "some writers that lose a race for an object after 1 s, 2 s, up to 8 s, whoever asks it.",
     "postgres": "up to 512 nodes: the server allows 600 connections here.",
     "c10d, etcd-v2": "up to the first number of nodes that did not finish within 60 s.",
 }
