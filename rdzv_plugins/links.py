@@ -45,6 +45,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 # A process that was found gone is dialled again so soon, so often, and then after those pauses: a
 # firewall that refused for it may be taken down, and the link is what its death will show by.
 _AGAIN_SECONDS, _OFTEN = 0.2, 50
+# When it has refused so often it is told of once more: its last heartbeat may have reached the
+# store after the first time, and have seemed an answer.
+_TOLD_AGAIN = 10
 # Without traffic a firewall forgets a connection; the kernel sees to this, and wakes no process.
 _KEEP_ALIVE_SECONDS = 60
 _MOST_LINKS = 256
@@ -427,6 +430,8 @@ class _Peer:
         else:
             self._is_gone, self._times = True, (self._times or 0) + 1
             if self._times <= _OFTEN:
+                if self._times == _TOLD_AGAIN:
+                    self._found_gone()
                 self._dial_after(_AGAIN_SECONDS)
             else:
                 self._dial_later()
