@@ -384,11 +384,11 @@ def test_no_table(kind: str, shared: Shared) -> None:
 
 
 # DynamoDB, a service, has no versions to choose from.
-@pytest.mark.parametrize("name", [kind.name for kind in GUARDED])
-def test_too_old(name: str, shared: Shared, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("kind", GUARDED, ids=lambda kind: kind.name)
+def test_too_old(kind: Kind, shared: Shared, monkeypatch: Patch) -> None:
     """No old server is installed here: the least version is raised above that of a real one."""
-    monkeypatch.setattr(client_class(name), "least_version", (99, 1))
-    told = check_store(shared(name))
+    monkeypatch.setattr(client_class(kind.name), "least_version", (99, 1))
+    told = check_store(shared(kind.name))
     what, text = told.only("failed")
     assert what == "version"
     assert "is too old; upgrade it: this backend needs 99.1 or later" in text
