@@ -118,7 +118,10 @@ class Launch:
             )
 
     def end(self, timeout: float = 60) -> int:
-        return self.process.wait(timeout)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end: {self.log.read_text()}") from None
 
     def __enter__(self) -> Launch:
         return self
