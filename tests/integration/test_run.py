@@ -110,7 +110,8 @@ class Launch:
         self.log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, *arguments],
+                # Where the tests run in a shell's background, that has SIGINT ignored.
+                ["env", "--default-signal=INT", sys.executable, *launcher, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
