@@ -361,7 +361,7 @@ def main(
         bool, typer.Option("--quick", help="few nodes, two samples; writes to build/benchmarks")
     ] = False,
     add: Annotated[
-        bool, typer.Option("--add", help="keep what the results have of other subjects")
+        bool, typer.Option("--add", help="keep what the results have of all else")
     ] = False,
     page: Annotated[
         bool, typer.Option("--page", help="measure nothing: write the page from the results")

@@ -93,7 +93,7 @@ _METADATA = re.compile(r"169\.254\.|metadata", re.IGNORECASE)
 # Of a store that knows no conditional write, and says so.
 _UNKNOWN = re.compile("NotImplemented|A header you provided implies")
 # obstore's threads let go of Python's objects after an answer. Where they still did so as Python
-# ended, 2 of 200 processes died of SIGABRT, and 5 of 100 before.
+# ended, 1 to 5 of 100 processes died of SIGABRT.
 _REST_SECONDS = 0.1
 # Nobody asks any more meanwhile. A store that does not answer holds up an end for no longer.
 _LONGEST_END = 1.0

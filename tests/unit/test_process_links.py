@@ -310,13 +310,15 @@ def test_so_many_links_that_one_has_to_go(
         line.close()
 
 
-def greeted(watcher: Watcher) -> socket.socket:
-    """A link of some other node to the watcher, which has answered."""
+NONCE = "0" * module._NONCE
+NOBODY = b"0" * 2 * module._DIGEST
+
+
+def greeted(watcher: Watcher, by: bytes = NOBODY) -> socket.socket:
+    """A link of somebody to the watcher, which has answered; ``by``: who that says to be."""
     line = socket.create_connection(("127.0.0.1", watcher.listener.port), PATIENCE)
-    nonce, nobody = b"0" * module._NONCE, b"0" * 2 * module._DIGEST
-    line.sendall(
-        b"%s%s %s %s\n" % (module._OPENING, module._digest("this-node", RUN), nonce, nobody)
-    )
+    to = module._digest("this-node", RUN)
+    line.sendall(b"%s%s %s %s\n" % (module._OPENING, to, NONCE.encode(), by))
     assert len(line.recv(128)) == 4 * module._DIGEST + 1
     return line
 
@@ -335,12 +337,7 @@ def test_a_stranger_speaks_for_nobody(watcher: Watcher, peer: Peer) -> None:
     """One that has heard a greeting says it again."""
     linked(watcher, peer.port)
     ends = f"127.0.0.1,1,127.0.0.1,{watcher.listener.port}"
-    nonce = b"0" * module._NONCE
-    itself = module._digest("from", nonce.decode(), PEER, ends, RUN)
-    to = module._digest("this-node", RUN)
-    with socket.create_connection(("127.0.0.1", watcher.listener.port), PATIENCE) as line:
-        line.sendall(module._OPENING + to + b" " + nonce + b" " + itself + b"\n")
-        assert line.recv(1)
+    with greeted(watcher, module._digest("from", NONCE, PEER, ends, RUN)):
         assert not watcher.is_linked
         peer.kill()
         assert watcher.hears() == ("gone", PEER)
