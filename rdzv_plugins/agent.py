@@ -50,7 +50,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 from torch.distributed.launcher import api
 
 from rdzv_plugins.handler import StoreRendezvousHandler
@@ -347,11 +347,25 @@ def torchrun(arguments: Sequence[str]) -> None:
     `SystemExit`, and the errors of a rendezvous.
     """
     options = run.parse_args(arguments)  # type: ignore[no-untyped-call]
+    if hasattr(options, "signals_to_handle"):
+        options.signals_to_handle = _without_ignored(options.signals_to_handle)
+    # As torchrun's main function does, which takes no options that are parsed.
+    launch = record(run.run)
     if options.standalone or not is_store(options.rdzv_backend):
-        run.main(arguments)
+        launch(options)
         return
     with _in_the_place_of_torchs_agent():
-        run.main(arguments)
+        launch(options)
+
+
+def _without_ignored(names: str) -> str:
+    """The signals of ``--signals-to-handle`` that this process does not ignore.
+
+    What it ignored from its start, as under nohup, its workers ignore too: torch's handlers would
+    undo that for both.
+    """
+    ignored = {it.name for it in signal.Signals if signal.getsignal(it) is signal.SIG_IGN}
+    return ",".join(name for name in names.split(",") if name.strip() not in ignored)
 
 
 @contextmanager

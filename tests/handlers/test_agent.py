@@ -381,6 +381,7 @@ def test_torchs_launcher_still_looks_its_agent_up_where_we_put_ours() -> None:
     assert "LocalElasticAgent" in names(api.launch_agent), CHANGED + "launch_agent"
     assert "elastic_launch" in names(run.run), CHANGED + "torch.distributed.run"
     assert vars(run)["elastic_launch"] is api.elastic_launch, CHANGED + "torch.distributed.run"
+    assert {"parse_args", "run"} >= names(run.main) - {None}, CHANGED + "torch.distributed.run"
     options = run.parse_args(["--rdzv-backend=redis", "train.py"])  # type: ignore[no-untyped-call]
     assert (options.rdzv_backend, options.standalone) == ("redis", False), CHANGED + "parse_args"
 
@@ -408,7 +409,7 @@ def test_torch_still_stops_its_workers_where_we_give_them_time() -> None:
 
 def test_another_backends_agent_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(run, "main", lambda arguments: seen.append(vars(api)["LocalElasticAgent"]))
+    monkeypatch.setattr(run, "run", lambda options: seen.append(vars(api)["LocalElasticAgent"]))
     agent.torchrun(["--rdzv-backend=c10d", "train.py"])
     agent.torchrun(["--standalone", "--rdzv-backend=redis", "train.py"])
     agent.torchrun(["train.py"])

@@ -104,14 +104,24 @@ def test_a_killed_worker_counts_on_its_node_alone(begin: Begin) -> None:
 
 
 class Launch:
-    """One agent of any launcher with any arguments; its output goes to a file."""
+    """One agent of any launcher with any arguments; its output goes to a file.
 
-    def __init__(self, log: Path, launcher: Sequence[str], *arguments: str) -> None:
+    Args:
+        starter: the command that starts it.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        launcher: Sequence[str],
+        *arguments: str,
+        # Where the tests run in a shell's background, that has SIGINT ignored.
+        starter: Sequence[str] = ("env", "--default-signal=INT"),
+    ) -> None:
         self.log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                # Where the tests run in a shell's background, that has SIGINT ignored.
-                ["env", "--default-signal=INT", sys.executable, *launcher, *arguments],
+                [*starter, sys.executable, *launcher, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -153,10 +153,41 @@ def test_workers_have_as_long_as_it_was_said(
     record_property("stopped after, s", round(time.monotonic() - began, 2))
 
 
-@pytest.mark.skipif(
+takes_signals = pytest.mark.skipif(
     "--signals-to-handle" not in get_args_parser().format_help(),
     reason="this torch has no such option",
 )
+
+
+@takes_signals
+@pytest.mark.parametrize(
+    ("starter", "number"),
+    [
+        pytest.param(["nohup"], signal.SIGHUP, id="nohup"),
+        pytest.param(["env", "--ignore-signal=INT"], signal.SIGINT, id="a shell's background"),
+    ],
+)
+def test_what_was_ignored_at_the_start_stays_ignored(
+    store: RunningStore,
+    tmp_path: Path,
+    run_id: str,
+    starter: Sequence[str],
+    number: signal.Signals,
+) -> None:
+    """While an agent waits for a round, and while it trains; by its workers too."""
+    script = f"echo $$$$ >> {tmp_path}/pids; until [ -e {tmp_path}/done ]; do sleep 0.1; done"
+    arguments = of_a_run(store, run_id, "2:2", 6, script)
+    with Launch(tmp_path / "a", RDZV_RUN, *arguments, starter=starter) as a:
+        assert until(lambda: said(a, "joined as"), 60), a.log.read_text()
+        a.process.send_signal(number)
+        with Launch(tmp_path / "b", RDZV_RUN, *arguments, starter=starter) as b:
+            for process in [*pids(tmp_path / "pids", 2), a.process.pid, b.process.pid]:
+                os.kill(process, number)
+            (tmp_path / "done").touch()
+            assert (a.end(), b.end()) == (0, 0), a.log.read_text()
+
+
+@takes_signals
 def test_the_others_go_on_at_a_signal_that_torch_was_told_of(
     store: RunningStore, tmp_path: Path, record_property: Measure
 ) -> None:
