@@ -101,6 +101,9 @@ _NOT_CLUSTERED = 10074
 _OTHER_SEQUENCE = (10071, 10164)
 OUT_OF_SPACE = (10023, 10025, 10047, 10077, 10118)
 NO_JETSTREAM = (10039, 10076)
+# After these another link is dialled, which makes a bucket that is gone. None: nobody takes what is
+# published.
+_GONE = (None, NO_STREAM, *NO_JETSTREAM)
 
 _REFUSED = re.compile("(?i)authorization|authentication|permissions violation|credentials|expired")
 _LACKS_A_RIGHT = re.compile("(?i)permissions violation")
@@ -261,7 +264,6 @@ class Client(StoreClient):
         said = f"{error.description} [{error.err_code}]"
         bucket = self._options.bucket
         if error.err_code == NO_STREAM and self._options.create_bucket:
-            self._transport.renew()
             return Problem(f"has lost its bucket '{bucket}'; it is created again", retryable=True)
         if error.err_code == NO_STREAM:
             return Problem(
@@ -406,6 +408,8 @@ class Client(StoreClient):
                 latest is not told if seen is None else latest.guard > seen.guard
             ):
                 return latest
+            if seen is not None and latest is not told:
+                return None  # It came late, or the bucket was made anew: look again.
             await watch.changed()
 
     # Epochs.
@@ -774,6 +778,10 @@ class Transport:
             if link is None or link.failure is None or given_up.is_set():
                 raise
             raise link.failure from None
+        except (APIError, nats.errors.NoRespondersError) as error:
+            if link is not None and getattr(error, "err_code", None) in _GONE:
+                self._leave(link)
+            raise
         finally:
             work.close()
             if link is not None:
@@ -826,11 +834,6 @@ class Transport:
             self._hosts.append(self._hosts.pop(0))
         link.fail(TimeoutError("no answer in time"))
         self._ending = asyncio.ensure_future(_end(link))
-
-    def renew(self) -> None:
-        """Have the next request dial anew."""
-        if (link := self._link) is not None:
-            _loop().call_soon_threadsafe(self._leave, link)
 
     def close(self) -> None:
         """End the connection; idempotent."""

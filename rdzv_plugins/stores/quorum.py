@@ -341,10 +341,8 @@ class Client(store.Client):
     def _answered(self, error: APIError) -> Problem:
         said = f"{error.description} [{error.err_code}]"
         if error.err_code == store.NO_STREAM:
-            self._transport.renew()
             return Problem("has lost its data; the nodes that live write it again", retryable=True)
         if error.err_code in store.NO_JETSTREAM:
-            self._transport.renew()  # Another member may.
             return Problem(
                 f"has a member that keeps no data ({said}): the log of that member says why, which "
                 "its agent names",
