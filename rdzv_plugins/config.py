@@ -73,6 +73,8 @@ _OF_A_WORLD_THAT_VARIES = (
 )  # fmt: skip
 
 _LARGEST_PORT = 65535
+# That of a round, and that of the round before.
+_LEAST_PORTS = 2
 
 # One, and the one that replaces it.
 _MOST_SECRETS = 2
@@ -194,10 +196,12 @@ class Settings:
                                     does so at loopback, that of the default route
     network                 none    the network in which the address is that the others dial, e.g.
                                     10.1.0.0/16. ``--local-addr`` overrides both
-    master_port             none    the port, or the range of ports such as 30000-30010, that rank
-                                    0's MASTER_PORT is of, and ``network_check``'s: the next one
-                                    that is free, in turn; none: any free one. Not the ports that
-                                    gloo or NCCL open
+    master_port             none    the range of ports, such as 30000-30999, that rank 0's
+                                    MASTER_PORT is of, and ``network_check``'s; none: any free one.
+                                    Each round has another port than the one before. Two runs whose
+                                    hosts may get each other's addresses need ranges of their own,
+                                    or a wide one; see two-worlds.md. Not the ports that gloo
+                                    or NCCL open
     log_level               INFO    from which level on this package's lines go to stderr: DEBUG,
                                     INFO, WARNING or ERROR; without effect where the application
                                     has set up logging
@@ -300,8 +304,14 @@ class Settings:
             first, last = _port_range(self.master_port)
             if not 0 < first <= last <= _LARGEST_PORT:
                 raise ValueError(
-                    f"option 'master_port': '{self.master_port}' is neither a port nor a range "
-                    f"such as 30000-30010, up to {_LARGEST_PORT}"
+                    f"option 'master_port': '{self.master_port}' is no range such as 30000-30999, "
+                    f"up to {_LARGEST_PORT}"
+                )
+            if last - first + 1 < _LEAST_PORTS:
+                raise ValueError(
+                    f"option 'master_port': '{self.master_port}' has less than {_LEAST_PORTS} "
+                    "ports, and no round may have that of the round before: name more, such as "
+                    "30000-30999"
                 )
 
     @property

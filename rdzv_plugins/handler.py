@@ -196,8 +196,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         # Rank 0 looks a name up later, in a thread of its own.
         self._address_checked = is_own_ip(address)
         self._store_is_here = store_is_here
-        # Of master_port, where the next search for a free port begins.
-        self._next_port = 0
         self._servers: dict[str, TCPStore] = {}
         self._store: AgentStore | None = None
         self._was_told = False
@@ -889,20 +887,24 @@ class StoreRendezvousHandler(RendezvousHandler):
         return f"{self._address}:{port}"
 
     def _open_port(self, world_id: str) -> int:
-        """Open a TCPStore, on the next port in turn; if workers open it, find a port for them."""
-        ports = [*self._settings.ports]
-        ports = ports[self._next_port :] + ports[: self._next_port]
+        """Open a TCPStore; if workers open it, find a port for them.
+
+        A worker that was cut off still dials the port of its own round, and any TCPStore there
+        takes it in. Hence no round has the port of the one before, and each round searches in an
+        order of its own.
+        """
+        latest = self._node.latest
+        before = latest.master.rpartition(":")[2] if latest and latest.master else ""
+        every = self._settings.ports
+        order = random.Random(world_id).sample(every, len(every))
+        ports = [port for port in order if str(port) != before]
         if not self.use_agent_store:
             with listen(self._address, ports) as server:
-                port: int = server.getsockname()[1]
-        else:
-            timeout = max(_MASTER_SECONDS, self._rules.lease)
-            name = f"rdzv-{self._run_id}-door"
-            opened = self._servers[world_id] = open_store(self._address, timeout, ports, name)
-            port = opened.port
-        if port in self._settings.ports:
-            self._next_port = (port - self._settings.ports[0] + 1) % len(ports)
-        return port
+                return int(server.getsockname()[1])
+        timeout = max(_MASTER_SECONDS, self._rules.lease)
+        name = f"rdzv-{self._run_id}-door"
+        opened = self._servers[world_id] = open_store(self._address, timeout, ports, name)
+        return opened.port
 
     def _listen(self, node_id: str) -> Listener | None:
         """Where others reach this node for the network check, and for links."""

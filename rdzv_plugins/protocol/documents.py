@@ -467,7 +467,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         expires: of a closed run: its keys have been told to expire after ``closed_ttl``.
         ran: `world_id` of the round that runs; it stays until the next one has its participants,
             for those of a round that was over before they saw it run.
-        master: ``address:port`` of rank 0's TCPStore in that round.
+        master: ``address:port`` of rank 0's TCPStore in the round that runs, or ran last: rank 0
+            of the next one opens another port.
         resize: somebody said that now is the moment to let newcomers in.
         grew: the last round that let newcomers in.
         short_rounds: how many of the last rounds in a row ran for less than ``no_progress_uptime``.

@@ -192,7 +192,6 @@ def naming_participants(at: Situation) -> RoundDocument:
         cause=cause,
         grew=document.round if taken - old else document.grew,
         ran=None,
-        master=None,
         # Fencing token: milliseconds, so that it grows also where the store forgot the last one.
         fencing_token=max(document.fencing_token + 1, int(at.wall * 1000)),
     )

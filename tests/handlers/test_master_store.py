@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -56,29 +56,61 @@ def test_somebody_else_may_have_the_port_at_loopback() -> None:
         TCPStore(address, port, is_master=False).set("key", "x")
 
 
-def two_neighbours() -> int:
-    """The first of two free ports that follow each other."""
-    for first in free_ports(20):
-        with suppress(OSError), socket.create_server(("127.0.0.1", first + 1)):
-            return first
-    raise AssertionError("no free port has a free neighbour")
+def free_range(count: int) -> str:
+    """So many free ports that follow each other, as ``master_port`` has them."""
+    for first in free_ports(40):
+        with ExitStack() as held, suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return f"{first}-{first + count - 1}"
+    raise AssertionError(f"nowhere {count} free ports follow each other")
 
 
-def test_the_next_port_is_taken_in_turn_and_its_own_old_ones_last() -> None:
-    first = two_neighbours()
+def port_of(master: str) -> int:
+    return int(master.rpartition(":")[2])
+
+
+def test_workers_of_an_earlier_round_dial_nobody_though_rank_0_is_a_new_process() -> None:
+    conf, ports = free_range(3), []
     with site() as run:
-        handler = run.handler(1, 1, master_port=f"{first}-{first + 1}")
-        opened = [int(handler._open_master(f"world-{n}").rpartition(":")[2]) for n in range(4)]
-        # The third has to end the first two: a port alone is no reason to be in no round.
-        assert opened == [first, first + 1, first, first + 1]
-        assert [*handler._servers] == ["world-2", "world-3"]
+        for _ in range(4):
+            handler = run.handler(1, 1, master_port=conf, keep_alive_interval=0.1)
+            (info,) = run.join(handler)
+            assert info.bootstrap_store_info is not None
+            ports.append(info.bootstrap_store_info.master_port)
+            assert not any(answers("127.0.0.1", it) for it in ports[-2:-1]), ports
+            run.kill(handler)
+
+
+def test_workers_of_a_run_whose_rank_0_is_gone_dial_nobody_where_another_run_is() -> None:
+    met = []
+    with site() as run, site() as other_run:
+        conf = free_range(20)
+        one, other = (it.handler(1, 1, master_port=conf) for it in (run, other_run))
+        for world in range(3):
+            old = port_of(one._open_master(f"{world}-of-one"))
+            one._servers.clear()
+            other._open_master(f"{world}-of-another")
+            met.append(answers("127.0.0.1", old))
+            other._servers.clear()
+    # Each begins its search anywhere in the range, not at its first port.
+    assert not all(met)
 
 
 def test_a_range_that_others_have_is_told_as_such() -> None:
-    (port,) = free_ports(1)
-    with site() as run, socket.create_server(("127.0.0.1", port)):
-        handler = run.handler(1, 1, master_port=str(port))
-        with pytest.raises(RendezvousConnectionError, match=f"no port of master_port={port} is fr"):
-            handler._open_master("world")
-        with pytest.raises(RendezvousStateError, match=r"at '127\.0\.0\.1' for the network check"):
-            run.handler(1, 2, master_port=str(port), network_check=True)
+    conf = free_range(3)
+    with site() as run, ExitStack() as others:
+        for port in range(*map(int, conf.split("-"))):
+            others.enter_context(socket.create_server(("127.0.0.1", port)))
+        handler = run.handler(1, 1, master_port=conf)
+        run.join(handler)
+        # The one that is free was the last round's.
+        handler._servers.clear()
+        with pytest.raises(RendezvousConnectionError, match=f"no port of master_port={conf} is fr"):
+            handler._open_master("1-another")
+        last = int(conf.split("-")[1])
+        with (
+            socket.create_server(("127.0.0.1", last)),
+            pytest.raises(RendezvousStateError, match=r"at '127\.0\.0\.1' for the network check"),
+        ):
+            run.handler(1, 2, master_port=conf, network_check=True)

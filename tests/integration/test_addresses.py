@@ -204,8 +204,8 @@ def test_a_master_at_loopback_of_another_host_is_told() -> None:
 
 def test_ports_of_master() -> None:
     seen = play("ports")
-    # The first was taken; the second was of the round before.
-    assert seen["masters"] == ["10.1.0.1:30001", "10.1.0.1:30002"]
+    # The first was taken, and no round has the port of the one before.
+    assert sorted(seen["masters"]) == ["10.1.0.1:30001", "10.1.0.1:30002"]
     # The host has 10.2.0.1 as well, where a TCPStore of an older torch listens, too.
     assert seen["reached"] == (["10.1.0.1"] if TAKES_SOCKETS else ["10.1.0.1", "10.2.0.1"])
     assert seen["statuses"] == [1]

@@ -70,6 +70,7 @@ INVARIANTS = {
     "one world": "all hosts with a valid lease run the same world (amnesia exception: see above)",
     "agreement": "all hosts that get a round get the same participants in the same rank order, "
     "and the same address of rank 0; the store held this round as running",
+    "fresh MASTER": "a round that is named tells its rank 0 which MASTER was the last",
     "ranks": "the participants of a round are distinct, and each host that gets the round is one "
     "of them",
     "size": "a round has at least the minimum and at most the maximum of nodes, fewer than the "
@@ -795,6 +796,10 @@ class Checker:
             if not after.min_nodes <= len(after.participants) <= after.max_nodes:
                 raise InvariantError("size", show(after))
             self._judge_places(before, after, evidence)
+            if before is not None and before.is_of(after) and before.master != after.master:
+                raise InvariantError(
+                    "fresh MASTER", f"rank 0 is not told of {before.master}: {show(after)}"
+                )
             for person in after.participants:
                 listed = evidence.seen.get(person)
                 unfit = self._tracks[person].is_unfit

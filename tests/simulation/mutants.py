@@ -24,7 +24,15 @@ from msgspec.structs import replace
 
 from rdzv_plugins import protocol
 from rdzv_plugins.kv import Attempts, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.protocol import accusations, cleanup, parting, roster, situation, sizes
+from rdzv_plugins.protocol import (
+    accusations,
+    cleanup,
+    parting,
+    roster,
+    rounds,
+    situation,
+    sizes,
+)
 from rdzv_plugins.protocol import decide as decisions
 from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.documents import (
@@ -1241,6 +1249,15 @@ def old_master_is_taken(patch: Patch) -> None:
 
     patch(Node, "run", run)
     patch(Node, "finished", finished)
+
+
+@_mutant("the round that is named does not tell rank 0 which MASTER was the last", seed=0)
+def forgets_the_last_master(patch: Patch) -> None:
+    def naming(original: Any, at: Any) -> RoundDocument:
+        named: RoundDocument = original(at)
+        return replace(named, master=None)
+
+    patch(rounds, "naming_participants", naming)
 
 
 @_mutant(

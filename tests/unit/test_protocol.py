@@ -209,11 +209,12 @@ class TestRunning:
         assert not isinstance(decide(view(again, later, confirmed=as_named(self.NOW))), Start)
 
     def test_what_follows_says_that_it_ran_until_the_next_is_named(self) -> None:
+        """Rank 0 of that one is told which MASTER was the last."""
         following = written(self.lead({}, n3=3.0))
         assert (following.ran, following.master) == (self.NOW.world_id, "n1:1")
         everybody = joining("n1", "n2", round_=4)
         named = written(decide(view(everybody["n1"], following, everybody, enough_for=9.0)))
-        assert (named.phase, named.ran, named.master) == (Phase.CONFIRMING, None, None)
+        assert (named.phase, named.ran, named.master) == (Phase.CONFIRMING, None, "n1:1")
 
     def test_who_did_not_confirm_is_not_in_it(self) -> None:
         assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Status.JOIN, RUN, 4)
