@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote
 
-__all__ = ["Endpoint", "Place", "parse_endpoint", "redact"]
+__all__ = ["Endpoint", "Place", "parse_endpoint", "redact", "redact_urls"]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A parsed ``--rdzv-endpoint``; its ``repr`` hides password and query.
+    """A parsed ``--rdzv-endpoint``; its ``repr`` shows only where the servers are.
 
     Attributes:
         scheme: in lower case; "" if absent.
@@ -25,9 +25,9 @@ class Endpoint:
 
     scheme: str
     hosts: tuple[tuple[str, int], ...]
-    user: str | None = None
+    user: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
-    path: str = ""
+    path: str = field(default="", repr=False)
     query: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def refuse_all_but(
@@ -45,7 +45,7 @@ class Endpoint:
             instead: what to write for other names.
         """
         if self.path.strip("/") and not path:
-            raise ValueError(f"the endpoint has a path, '{self.path}': leave it out")
+            raise ValueError(f"the endpoint has a path, '{redact(self.path)}': leave it out")
         for name, value in self.query.items():
             if name not in parameters:
                 names = f"are: {', '.join(parameters)}" if parameters else "are none"
@@ -82,42 +82,50 @@ _ANY_PORT = 9
 # only as the single host.
 _URL = re.compile(r"(?s)(?:([^:/?#]+)://)?([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?")
 _PORT = re.compile(r"[0-9]{1,5}")
-# A user, and the colon before the password; a scheme's colon has "//" behind it.
-_USER = re.compile(r"(?:^|//)[^/@:]*?(?::(?!//)|%3[aA])")
-_SECRET_NAME = re.compile(r"(?i)pass|pwd|token|secret|key|auth|cred|signature|\bsig\b")
-# The ends of a value, by what stands before its name; libpq's are apart by spaces.
-_VALUES = {
-    "?": re.compile(r"[^&]*"),
-    "&": re.compile(r"[^&]*"),
-    "#": re.compile(r"[^&]*"),
-    ";": re.compile(r"[^&;]*"),
-}
-_VALUE_OF_LIBPQ = re.compile(r"\s*(?:'(?:[^'\\]|\\.)*'?|[^\s&;]*)", re.DOTALL)
+_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
+_ANY_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+# Also percent-encoded, and the letters that a normalization makes of it.
+_AT = re.compile("@|%40|\uff20|\ufe6b")
+# What stands before parameters, in a URL or in a line of libpq's.
+_PARAMETERS = re.compile(r"[?#;\s]|^\s*\w+\s*=")
+# All that is shown: hosts, ports, a path, and parameters that hold no secret.
+_PLAIN = re.compile(
+    r"""(?x)
+    (?: (?: (?:[\w.-]|%2[Ff])++ (?!\s*=) | \[[0-9A-Fa-f:.]*+(?:%\w++)?\] )
+        (?: :[0-9]{1,5}+ (?![^,/?&\s]) )? ,? )*+
+    (?: /[^\s?#;=&:]*+ )?
+    (?: [?&\s]*+ (?:db|host|hostaddr|port|dbname|sslmode|target_session_attrs)
+        =[\w.,:/%\[\]-]*+ (?![^&\s]) )*+
+    """
+)
 
 
 def redact(endpoint: str) -> str:
-    """The endpoint with its passwords, and whatever else may be secret, replaced by ``***``.
+    """The endpoint with all that may be secret replaced by ``***``, also in one that is malformed.
 
-    Also in one that no store takes. It takes time in proportion to the endpoint's length.
+    What stands before the last ``@`` is hidden. Of the rest only its beginning is shown, up to what
+    is neither a host, a port, a path nor a parameter that is known to hold no secret.
+
+    It takes time in proportion to the endpoint's length.
     """
-    last = endpoint.rfind("@")
-    if last >= 0 and (user := _USER.search(endpoint, 0, last)) is not None:
-        # Up to the last "@": also hide a password whose "/", "#" or "@" is not percent-encoded.
-        named = re.sub(r"(?::|%3[aA])$", "", user[0])
-        endpoint = f"{endpoint[: user.start()]}{named}:***{endpoint[last:]}"
-    shown, begin = [], 0
-    while (equals := endpoint.find("=", begin)) >= 0:
-        before = endpoint[begin:equals].rstrip()
-        name = re.split(r"[?&;#\s]", before)[-1]
-        mark = before[: len(before) - len(name)][-1:]
-        shown.append(endpoint[begin : equals + 1])
-        begin = equals + 1
-        if _SECRET_NAME.search(name):
-            value = _VALUES.get(mark, _VALUE_OF_LIBPQ).match(endpoint, begin)
-            assert value is not None  # Each matches an empty text.
-            begin = value.end()
-            shown.append("***")
-    return "".join((*shown, endpoint[begin:]))
+    found = _SCHEME.match(endpoint)
+    scheme = found[0] if found is not None else ""
+    rest = endpoint[len(scheme) :]
+    at = max((it.end() for it in _AT.finditer(rest)), default=0)
+    if at and _PARAMETERS.search(rest[:at]):
+        # The "@" is part of a password or of a parameter: nobody can tell.
+        return f"{scheme}***"
+    shown = _PLAIN.match(rest, at)
+    assert shown is not None  # It matches an empty text.
+    hidden = rest[shown.end() :]
+    mark = hidden[:1] if hidden[:1] in (":", "?", "#", "&", ";", " ") else ""
+    more = f"{mark}***" if hidden != mark else mark
+    return f"{scheme}{'***@' if at else ''}{shown[0]}{more}"
+
+
+def redact_urls(text: str) -> str:
+    """The text with each URL in it redacted: the libraries' errors quote what they asked."""
+    return _ANY_URL.sub(lambda found: redact(found[0]), text)
 
 
 def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] = ()) -> Endpoint:
@@ -145,10 +153,10 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
             f"front of the first host, as in {again}://host1:{default_port},host2:{default_port}"
         )
     rest = text.partition("://")[2] or text
-    if "@" in rest[len(authority) :] and re.match(r"(?s)[^/@:]*:.*@", rest):
+    if "@" in rest[len(authority) :]:
         raise ValueError(
             f"the endpoint '{redact(text)}' has an '@' after a '/', '?' or '#'; percent-encode "
-            "these characters in a password"
+            "these characters, in a password too"
         )
     if fragment:
         raise ValueError(

@@ -84,6 +84,7 @@ def serve(
 
 def _serve_member(kind: str, endpoint: str, run_id: str, conf: str, local_addr: str | None) -> None:
     from rdzv_plugins.config import parse_options
+    from rdzv_plugins.endpoint import redact
     from rdzv_plugins.servers import KINDS
     from rdzv_plugins.stores import client_class
 
@@ -102,7 +103,8 @@ def _serve_member(kind: str, endpoint: str, run_id: str, conf: str, local_addr: 
         nonlocal told
         if attendance.member_runs() and not told:
             told = True
-            typer.echo(f"the member of this host runs, of those on {endpoint}; Ctrl-C stops it")
+            where = redact(endpoint)
+            typer.echo(f"the member of this host runs, of those on {where}; Ctrl-C stops it")
 
     try:
         look()

@@ -35,6 +35,7 @@ from urllib.parse import quote
 import msgspec
 
 from rdzv_plugins.config import UnreadableFileError
+from rdzv_plugins.endpoint import redact_urls
 from rdzv_plugins.kv.contract import (
     AccessDeniedError,
     ClientClosedError,
@@ -144,7 +145,6 @@ class Problem:
         undone: the request has certainly changed nothing.
         state: the store answered, and its data or the request is wrong: raise
             `RendezvousStateError` instead of `RendezvousConnectionError`.
-        secret: the library's error may show a password: it is not chained.
         denied: the store answered, and refuses this client: raise `AccessDeniedError`.
         exhausted: this host has run out of something: raise `ExhaustedError`.
     """
@@ -153,7 +153,6 @@ class Problem:
     retryable: bool = False
     undone: bool = False
     state: bool = False
-    secret: bool = False
     denied: bool = False
     exhausted: bool = False
 
@@ -645,10 +644,10 @@ class StoreClient(KeyValueClient):
         elif problem.denied:
             kind = AccessDeniedError
         # With a server's own words, which may be anything.
-        text = plain(f"{self.where} {problem.text}")
-        if not problem.secret:
-            # Not as a cause: torchrun would print the library's frames before the line that counts.
-            log.debug("%s", text, exc_info=error)
+        text = plain(redact_urls(f"{self.where} {problem.text}"))
+        # Not as a cause: torchrun would print the library's frames before the line that counts.
+        told = str(error)
+        log.debug("%s", text, exc_info=error if redact_urls(told) == told else None)
         raise kind(text) from None
 
     def _odd(self, error: Exception) -> Problem:

@@ -146,6 +146,9 @@ class KeyValueClient(ABC):
     begins_with_tls: ClassVar[bool] = True
     """With TLS, a connection begins with its handshake; False: the server is asked first."""
 
+    user_is_token: ClassVar[bool] = False
+    """Whether a user without a password, in the endpoint, is a secret."""
+
     run_by: ClassVar[str] = "servers"
     """What the endpoint names: ``servers``; ``agents`` of the same servers, of which each host may
     have its own; or ``nodes`` of the run, which keep the store up themselves (`attend`)."""

@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import Any, TypeVar, TypeVarTuple
 from urllib.parse import quote, unquote
 
-from rdzv_plugins.endpoint import Place, parse_endpoint, redact
+from rdzv_plugins.endpoint import Place, parse_endpoint, redact, redact_urls
 from rdzv_plugins.kv import (
     Capabilities,
     ClientClosedError,
@@ -97,7 +97,7 @@ _UNKNOWN = re.compile("NotImplemented|A header you provided implies")
 _REST_SECONDS = 0.1
 # Nobody asks any more meanwhile. A store that does not answer holds up an end for no longer.
 _LONGEST_END = 1.0
-_URL = re.compile(r"https?://[^/\s]")
+_URL = re.compile(r"https?://[^/\s@?#][^\s@?#]*")
 _LONG_URL = re.compile(r"(https?://\S{80})\S+")
 _STATUS = re.compile(r"(?i)(?:status|code|error)[: ]+(4\d\d)\b")
 
@@ -204,9 +204,10 @@ class BucketClient(StoreClient):
             ) from error
         bucket, folder = self._parse(endpoint)
         url = self._url(options)
-        if url is not None and not _URL.match(url):
+        if url is not None and not _URL.fullmatch(url):
             raise ValueError(
-                f"the url '{redact(url)}' must begin with http:// or https:// and name a host"
+                f"the url '{redact(url)}' must begin with http:// or https:// and name a host, "
+                "without a user or parameters"
             )
         where = f" of {redact(url)}" if url else ""
         super().__init__(f"{self.name} at {redact(endpoint)}{where}", request_timeout)
@@ -577,7 +578,7 @@ def _is_absent(error: Exception) -> bool:
 def _said(error: Exception) -> str:
     """The error in one line, with the service's code instead of its whole answer."""
     text = _LONG_URL.sub(r"\1…", str(error).partition("Debug source")[0])
-    said = " ".join(text.partition(": <")[0].split())[:300]
+    said = redact_urls(" ".join(text.partition(": <")[0].split())[:300])
     code = re.search(r"<Code>(\w+)</Code>", text)
     return f"{said}, {code[1]}" if code else said
 

@@ -416,7 +416,7 @@ def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
     headers = {"Content-Type": "application/json"}
     if user is not None and token is None:
         raise ValueError(
-            f"the user '{user}' is for HTTP basic authentication, which needs a token besides: "
+            "a user is for HTTP basic authentication, which needs a token besides: "
             "set $RDZV_PLUGINS_TOKEN; a token alone needs no user"
         )
     if user is not None and token is not None:

@@ -153,6 +153,7 @@ class Client(StoreClient):
     name = "nats"
     default_port: ClassVar[int | None] = 4222
     tls_schemes = ("tls",)
+    user_is_token = True
     options: ClassVar[type[Any]] = Options
     capabilities = Capabilities(
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=_LARGEST_VALUE

@@ -909,7 +909,7 @@ def _target(endpoint: str, options: Options) -> _Target:
         raise ValueError("the endpoint names two databases, in its path and with db=")
     for text in named:
         if not text.isdecimal():
-            raise ValueError(f"the database '{text}' in the endpoint is not a number")
+            raise ValueError(f"the database '{redact(text)}' in the endpoint is not a number")
     database = int(named.pop()) if named else options.database
     if options.sentinel and options.cluster:
         raise ValueError("sentinel= and cluster=true are two ways to find a primary: set one")

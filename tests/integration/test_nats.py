@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import secrets
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -17,7 +21,9 @@ from typing import Any
 import nats
 import nkeys
 import pytest
+from typer.testing import CliRunner
 
+from rdzv_plugins.cli import app
 from rdzv_plugins.kv import (
     AccessDeniedError,
     RendezvousConnectionError,
@@ -29,6 +35,7 @@ from rdzv_plugins.servers.process import HOST, free_ports
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import together
 from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.test_security import form_a_round
 
 Patch = pytest.MonkeyPatch
 
@@ -83,6 +90,39 @@ def test_a_token(tmp_path: Path, run_id: str, monkeypatch: Patch) -> None:
         works(replace(store, endpoint=f"nats://a-token@{store.endpoint}"), run_id)
         monkeypatch.setenv("RDZV_PLUGINS_TOKEN", "a-token")
         works(store, run_id)
+
+
+def test_no_output_shows_a_token_of_the_endpoint(
+    tmp_path: Path, run_id: str, caplog: pytest.LogCaptureFixture, monkeypatch: Patch
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with configured(tmp_path, {"authorization": {"token": "hunter2"}}) as store:
+        store = replace(store, endpoint=f"nats://hunter2@{store.endpoint}")
+        form_a_round(store, run_id)
+        where = ["-b", "nats", "-e", store.endpoint]
+        told = {
+            name: CliRunner().invoke(app, [name, *where, *arguments])
+            for name, arguments in {
+                "check": ["--rdzv-conf", "create_bucket=true"], "runs": ["--json"],
+                "status": ["-i", run_id], "history": ["-i", run_id],
+            }.items()
+        }  # fmt: skip
+        assert "other users of each host see it" in told["check"].output
+        assert "set $RDZV_PLUGINS_TOKEN" in told["check"].output
+        command = [sys.executable, "-m", "rdzv_plugins.cli", "dashboard", "--port=0", *where]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
+            try:
+                assert page.stdout is not None
+                line = page.stdout.readline()
+                with urllib.request.urlopen(f"{line.split()[0]}/api/runs") as answer:
+                    line += answer.read().decode()
+            finally:
+                page.kill()
+        shown = line + caplog.text + "".join(f"{it.output}{it.exception}" for it in told.values())
+    # The server is gone.
+    shown += CliRunner().invoke(app, ["runs", *where]).output
+    assert f"nats://***@{store.endpoint.partition('@')[2]}" in shown
+    assert "hunter2" not in shown
 
 
 def seed(prefix: int) -> bytes:

@@ -46,8 +46,8 @@ PARTS: Mapping[str, Mapping[str, str | None]] = {
     "consul": {
         "{at}/path": "the endpoint has a path, '/path': leave it out",
         "{at}?dc=dc1": "unknown parameter 'dc'; there are none",
-        "joe:secret@{at}": "the user 'joe' is for HTTP basic authentication, which needs a token",
-        "joe@{at}": "the user 'joe' is for HTTP basic authentication, which needs a token",
+        "joe:secret@{at}": "a user is for HTTP basic authentication, which needs a token",
+        "joe@{at}": "a user is for HTTP basic authentication, which needs a token",
         ":secret@{at}": None,
         "{at},{at}": None,
         "unix:///run/none.sock": "starts with 'unix://'",

@@ -92,7 +92,7 @@ EXPLAINS_ITSELF = (
     "option 'sentinel_…' needs sentinel=<name>",
     "password_file and $RDZV_PLUGINS_PASSWORD are both set: leave one of them out",
     "the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user=",
-    "the user '…' is for HTTP basic authentication, which needs a token besides",
+    "a user is for HTTP basic authentication, which needs a token besides",
     "sentinel= and cluster=true are two ways to find a primary: set one",
     "a Redis Cluster has the database 0 only: leave out …",
     "option '…' is not for a unix:// endpoint: leave it out",

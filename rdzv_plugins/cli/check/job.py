@@ -24,7 +24,7 @@ from rdzv_plugins.config import (
     unknown_options,
     without_effect,
 )
-from rdzv_plugins.endpoint import parse_endpoint, redact
+from rdzv_plugins.endpoint import parse_endpoint
 from rdzv_plugins.entry_points import refuse_without_torch
 from rdzv_plugins.health import refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient
@@ -38,6 +38,9 @@ __all__ = ["Chosen", "Job", "check_options", "check_secrets", "parse_nnodes", "p
 
 # Who reads the store can try secrets by the million.
 _SHORTEST_SECRET = 16
+_PASSWORD = re.compile(
+    r"(?i)(?:^|//)[^/?#:]*(?::(?!//)|%3a)[^?#]*@|(?:pass|pwd|secret|token)[^=]*="
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +211,11 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
 
 def check_secrets(job: Job, chosen: Chosen) -> Iterator[Finding]:
     """Who sees the password, whether values are sealed, and whether the secret can be guessed."""
-    if redact(job.endpoint) != job.endpoint:
+    password = _PASSWORD.search(job.endpoint) is not None
+    if password or (chosen.client.user_is_token and "@" in job.endpoint):
         found = "in the endpoint: other users of each host see it in its list of processes"
-        advice = "set $RDZV_PLUGINS_PASSWORD, or name a file with password_file=..."
+        name = "password" if password else "token"
+        advice = f"set $RDZV_PLUGINS_{name.upper()}, or name a file with {name}_file=..."
         yield Finding(Mark.WARNING, "password", found, advice)
     yield _secret(chosen)
 
