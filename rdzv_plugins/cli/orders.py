@@ -313,7 +313,9 @@ def include(
     told = _Told("include", None if all_runs else run_id, as_json)
     told.say(f"{host} may join {whose} again", host=host)
     if not all_runs and any(it.host == host for it in archive.exclusions(time.time(), True)):
-        told.say(f"but {host} is excluded from all runs: rdzv include {host} --all-runs")
+        told.say(
+            f"but {host} is excluded from all runs: rdzv include {shlex.quote(host)} --all-runs"
+        )
     told.end()
 
 
