@@ -76,6 +76,9 @@ _LARGEST_PORT = 65535
 # That of a round, and that of the round before.
 _LEAST_PORTS = 2
 
+# Seconds that a request may take by default.
+_SHORTEST_REQUEST, _LONGEST_REQUEST = 2.0, 5.0
+
 # One, and the one that replaces it.
 _MOST_SECRETS = 2
 
@@ -121,7 +124,8 @@ class Settings:
                                     torchrun itself adds where --rdzv-conf has none
     last_call_timeout       30      seconds to wait for more nodes once the minimum has joined
     close_timeout           30      seconds within which closing the run must succeed
-    heartbeat_timeout       5       seconds that one request to the store may take, retries included
+    heartbeat_timeout       none    seconds that one request to the store may take, retries
+                                    included; none: a third of the lease, from 2 to 5
     keep_alive_interval     5       seconds between two heartbeats of a node
     keep_alive_max_attempt  3       intervals without a heartbeat until a node is lost (the lease)
     restart_on_loss         true    when a node is lost, restart the others at once
@@ -226,7 +230,7 @@ class Settings:
     join_timeout: float = option(600.0, least=0.001)
     last_call_timeout: float = option(30.0, least=0)
     close_timeout: float = option(30.0, least=0.001)
-    heartbeat_timeout: float = option(5.0, least=0.01)
+    heartbeat_timeout: float | None = option(None, least=0.01)
     keep_alive_interval: float = option(5.0, least=0.05)
     # At least two: a lease of one interval would expire between two punctual heartbeats.
     keep_alive_max_attempt: int = option(3, least=2)
@@ -342,6 +346,16 @@ class Settings:
     def lease(self) -> float:
         """Seconds without a heartbeat, on the observer's clock, after which a node is lost."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    @property
+    def request_timeout(self) -> float:
+        """Seconds that one request to the store may take, retries included.
+
+        A heartbeat whose connection is lost is sent again over another one within the lease.
+        """
+        if self.heartbeat_timeout is not None:
+            return self.heartbeat_timeout
+        return min(max(self.lease / 3, _SHORTEST_REQUEST), _LONGEST_REQUEST)
 
     @property
     def patience_in_an_outage(self) -> float:

@@ -1307,7 +1307,7 @@ def rules_of(
         interval=settings.keep_alive_interval,
         last_call=settings.last_call_timeout,
         replacement=settings.replacement_timeout,
-        request=settings.heartbeat_timeout,
+        request=settings.request_timeout,
         # Sooner than the nodes that wait for it time out.
         rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
         outage_limit=settings.patience_in_an_outage,

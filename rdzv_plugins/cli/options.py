@@ -194,7 +194,7 @@ class Access:
         own = {
             name: it for name, it in parse_conf(self.conf).items() if name not in handler_options
         }
-        timeout = self.settings.heartbeat_timeout
+        timeout = self.settings.request_timeout
         return open_client(
             self.backend, self.endpoint, run_id, own, request_timeout=timeout, job=job
         )

@@ -186,7 +186,7 @@ def opener(
         client,
         params.endpoint,
         options=parse_options(client.options, _own_options(params), environment()),
-        request_timeout=settings.heartbeat_timeout,
+        request_timeout=settings.request_timeout,
         patience=settings.lease,
         job=params.run_id,
     )

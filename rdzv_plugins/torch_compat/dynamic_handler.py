@@ -132,7 +132,7 @@ def create_torch_handler(
             # torch refuses 0.
             last_call=timedelta(seconds=max(settings.last_call_timeout, 1e-6)),
             close=timedelta(seconds=settings.close_timeout),
-            heartbeat=timedelta(seconds=settings.heartbeat_timeout),
+            heartbeat=timedelta(seconds=settings.request_timeout),
         ),
         **_keep_alive(settings),
     )

@@ -21,7 +21,10 @@ from tests.integration.stores import RunningStore
 __all__ = ["QUICK", "Agent", "Run", "crash", "exchange_roles", "one_world", "until"]
 
 # Long enough for a busy machine to beat three times in, short enough to wait for.
-QUICK = {"keep_alive_interval": "0.5", "last_call_timeout": "0.2", "join_timeout": "30"}
+QUICK = {
+    "keep_alive_interval": "0.5", "last_call_timeout": "0.2", "join_timeout": "30",
+    "heartbeat_timeout": "5",
+}  # fmt: skip
 
 T = TypeVar("T")
 

@@ -81,6 +81,7 @@ class Run(Fleet):
             config={
                 "keep_alive_interval": INTERVAL,
                 "keep_alive_max_attempt": ATTEMPTS,
+                "heartbeat_timeout": 5,
                 "last_call_timeout": 0.3,
                 "join_timeout": 90,
                 **store.config,

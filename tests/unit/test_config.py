@@ -54,6 +54,18 @@ def test_an_option_is_converted_to_its_type(name: str, raw: object, value: objec
 
 
 @pytest.mark.parametrize(
+    ("interval", "given", "seconds"),
+    [(5, None, 5), (2, None, 2), (1, None, 2), (60, None, 5), (1, 4, 4)],
+)
+def test_a_request_over_a_lost_connection_ends_within_the_lease(
+    interval: float, given: float | None, seconds: float
+) -> None:
+    assert (
+        Settings(keep_alive_interval=interval, heartbeat_timeout=given).request_timeout == seconds
+    )
+
+
+@pytest.mark.parametrize(
     ("name", "raw", "says"),
     [
         ("join_timeout", "soon", "'soon' is not a valid float"),

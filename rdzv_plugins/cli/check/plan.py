@@ -50,7 +50,7 @@ def carry_out(job: Job) -> Iterator[Finding]:
         chosen.client,
         job.endpoint,
         options=chosen.options,
-        request_timeout=chosen.settings.heartbeat_timeout,
+        request_timeout=chosen.settings.request_timeout,
         job=job.run_id or None,
     )
     usable = yield from check_store(open, job, chosen)

@@ -123,7 +123,7 @@ def _try(
             ("largest value", lambda: check_size(client)),
             ("heartbeats", lambda: check_heartbeats(client, interval, job.nnodes)),
             ("contention", lambda: check_contention(open)),
-            ("latency", lambda: check_latency(client, chosen.settings.heartbeat_timeout)),
+            ("latency", lambda: check_latency(client, chosen.settings.request_timeout)),
             ("wake-up", lambda: check_wake_up(client, open)),
         ]
         for what, trial in trials:
