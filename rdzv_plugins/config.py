@@ -32,6 +32,7 @@ __all__ = [
     "give_back",
     "given_or_in_file",
     "idle_options",
+    "inherited",
     "option_names",
     "parse_options",
     "refused_options",
@@ -82,8 +83,10 @@ _SHORTEST_REQUEST, _LONGEST_REQUEST = 2.0, 5.0
 # One, and the one that replaces it.
 _MOST_SECRETS = 2
 
-# The variables of this package, and of stores elsewhere, that hold a password or the like.
-_SECRET_VARIABLE = re.compile(rf"{ENVIRONMENT_PREFIX}(\w+_)?(PASSWORD|SECRET|TOKEN)")
+# The variables that workers and checks are not given: those of this package, and of stores
+# elsewhere, that hold a password or the like; and torchrun's own options. Their endpoint may have a
+# password, and with them a torchrun that a worker starts would join the worker's own run.
+_NOT_HANDED_DOWN = re.compile(rf"PET_\w+|{ENVIRONMENT_PREFIX}(\w+_)?(PASSWORD|SECRET|TOKEN)")
 # Those that `withhold` has taken out of the environment, and how many hold them back.
 _withheld: dict[str, str] = {}
 _withholders = 0
@@ -516,18 +519,23 @@ def environment() -> Mapping[str, str]:
 
 
 def withhold() -> None:
-    """Take passwords and the like out of the environment, until `give_back` is called as often.
+    """Take what workers are not given out of the environment, until `give_back` is called as often.
 
-    torch starts workers with a copy of the agent's environment, and they need none of them.
+    torch starts workers with a copy of the agent's environment.
     """
     global _withholders
     with _withholding:
         _withholders += 1
         for name in [*os.environ]:
-            if _SECRET_VARIABLE.fullmatch(name):
+            if _NOT_HANDED_DOWN.fullmatch(name):
                 # At each moment one of the two has it.
                 _withheld[name] = os.environ[name]
                 del os.environ[name]
+
+
+def inherited() -> dict[str, str]:
+    """The environment of a process that gets no more of it than workers do."""
+    return {name: it for name, it in os.environ.items() if not _NOT_HANDED_DOWN.fullmatch(name)}
 
 
 def give_back() -> None:

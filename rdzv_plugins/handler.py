@@ -115,7 +115,7 @@ from rdzv_plugins.torch_compat.torchrun import (
     makes_log_folders,
     max_restarts,
 )
-from rdzv_plugins.worker import CurrentRound, Moments, hand_down, take_back
+from rdzv_plugins.worker import CurrentRound, Moments, hand_down, refuse_in_a_worker, take_back
 
 __all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
 
@@ -192,6 +192,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules = rules.of_run(run_id, sealed=client.sealed)
         self._rules = rules
         self._settings = settings
+        # torchrun's, read before its variables are withheld from the workers.
+        self._max_restarts = max_restarts() or 0
         self._address = address
         # Rank 0 looks a name up later, in a thread of its own.
         self._address_checked = is_own_ip(address)
@@ -200,7 +202,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._store: AgentStore | None = None
         self._was_told = False
         self._handed_down: str | None = None
-        # Its workers, which may start from then on, are not given the store's password.
+        # Its workers, which may start from then on, are not given passwords and torchrun's options.
         self._withholds = False
         # Where workers say that newcomers may come, one file a round.
         self._moments: Moments | None = None
@@ -669,7 +671,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         store, in a thread: at a signal torch raises an exception in the caller's.
         """
         last = self._service.last
-        if self.blames or last is None or not self._service.fails_again(max_restarts() or 0):
+        if self.blames or last is None or not self._service.fails_again(self._max_restarts):
             return False
         answers: list[bool] = []
 
@@ -1094,6 +1096,7 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
 def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
     try:
         refuse_unless_possible(params.run_id)
+        refuse_in_a_worker(params.run_id)
         store = load(client)
         settings, connect = opener(store, params)
         settings = _placed(settings, params)

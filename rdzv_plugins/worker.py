@@ -32,6 +32,7 @@ __all__ = [
     "end_with_agent",
     "fence",
     "hand_down",
+    "refuse_in_a_worker",
     "resize_now",
     "take_back",
 ]
@@ -86,6 +87,19 @@ def current() -> CurrentRound | None:
         return None
     # An agent of another backend, that a worker of this one has started, hands the variable on.
     return found if os.environ.get("TORCHELASTIC_RUN_ID", found.run_id) == found.run_id else None
+
+
+def refuse_in_a_worker(run_id: str) -> None:
+    """Raise `ValueError` where a worker of this run would start another node of the same run.
+
+    The nodes would restart for it, and end it with the worker, again and again. Only torch's agent
+    sets TORCHELASTIC_RUN_ID, in the environment of its workers.
+    """
+    if os.environ.get("TORCHELASTIC_RUN_ID") == run_id:
+        raise ValueError(
+            "a worker of this run has started this launcher, which would join the run as one more "
+            "node: use --standalone for one host, or an --rdzv-id of its own"
+        )
 
 
 def end_with_agent() -> bool:

@@ -52,7 +52,7 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
     _client: KeyValueClient
     _attendance: Attendance | None = None
     _closed_ttl: float
-    # Its workers, which may start from then on, are not given the store's password.
+    # Its workers, which may start from then on, are not given passwords and torchrun's options.
     _withholds = False
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -322,6 +322,27 @@ def test_it_ends_as_torchrun_does(
         assert said(ours, error) == said(theirs, error)
 
 
+@pytest.mark.parametrize("launcher", [RDZV_RUN, pytest.param(TORCHRUN, marks=pytest.mark.soak)])
+def test_a_launcher_that_a_worker_starts_does_not_join_its_run(
+    store: RunningStore,
+    tmp_path: Path,
+    run_id: str,
+    launcher: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the settings of its own stand in variables of the environment."""
+    for name, value in (("BACKEND", store.backend), ("ENDPOINT", store.endpoint), ("ID", run_id)):
+        monkeypatch.setenv(f"PET_RDZV_{name}", value)
+    monkeypatch.setenv("PET_NNODES", "1:2")
+    script = f"exec {sys.executable} -m torch.distributed.run --no-python /bin/sh -c 'exit 5'"
+    arguments = ["--local-addr=127.0.0.1", "--no-python", "/bin/sh", "-c", script]
+    with Launch(tmp_path / "a", launcher, *arguments) as a:
+        assert a.end() == 1
+    log = a.log.read_text()
+    assert "exitcode  : 5" in log, "it was another node of the run"
+    assert "round 1" not in log
+
+
 def interrupt(launch: Launch) -> None:
     """Ctrl-C in a terminal: all processes of the agent's group get it; workers have groups."""
     os.killpg(launch.process.pid, signal.SIGINT)

@@ -35,6 +35,22 @@ def test_what_no_run_can_have_is_refused_in_one_line(run_id: str) -> None:
     assert len(str(refused.value)) < 300
 
 
+@pytest.mark.parametrize("kind", ["rdzv", "torch"])
+def test_a_worker_of_a_run_makes_no_node_of_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only torch's agent sets that variable, and only in the environment of its workers."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job1")
+    ours, another = (
+        RendezvousParameters("redis", NOWHERE, run_id, 1, 1, handler=kind, heartbeat_timeout=0.1)
+        for run_id in ("job1", "job2")
+    )
+    with pytest.raises(ValueError, match="use --standalone for one host, or an --rdzv-id"):
+        create_handler("redis", ours)
+    with pytest.raises(RendezvousConnectionError):
+        create_handler("redis", another)
+
+
 @pytest.mark.parametrize("run_id", ["none", "job 1", "a/b", ".", "..", "ü" * 256, "a!b", "日本"])
 def test_others_are_possible(run_id: str) -> None:
     assert refuse_unless_possible(run_id) == run_id
