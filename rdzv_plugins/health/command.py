@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from rdzv_plugins.config import environment
+from rdzv_plugins.config import inherited
 from rdzv_plugins.health.checks import CannotRunError, last_line
 from rdzv_plugins.kv import ExhaustedError
 
@@ -51,7 +51,7 @@ class CommandCheck:
         try:
             process = subprocess.Popen(
                 self._arguments,
-                env=dict(environment()),
+                env=inherited(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -17,6 +17,7 @@ from rdzv_plugins.config import (
     environment,
     give_back,
     idle_options,
+    inherited,
     option,
     option_names,
     parse_options,
@@ -222,13 +223,15 @@ def test_what_workers_do_not_need_is_withheld(monkeypatch: pytest.MonkeyPatch) -
     others = ("PASSWORD_FILE", "SECRET_FILE", "PREFIX")
     for name in (*secret, *others):
         monkeypatch.setenv(f"RDZV_PLUGINS_{name}", "x")
+    # A program that checks the node's health gets no more, also before workers start.
+    assert {*inherited()} == {*os.environ} - {f"RDZV_PLUGINS_{name}" for name in secret}
     withhold()
     withhold()
     try:
         here = {name.removeprefix("RDZV_PLUGINS_") for name in os.environ}
         assert not here & {*secret}
         assert here >= {*others}
-        # Another handler of this process, and a check of this node's health, still have them.
+        # Another handler of this process still has them.
         assert {f"RDZV_PLUGINS_{name}" for name in secret} <= environment().keys()
     finally:
         give_back()
