@@ -314,7 +314,7 @@ class Archive:
                 kept = (it for entry in entries.values() for it in _hold(_excluded(entry), now))
                 ends = [_LONGEST_EXCLUSION if it.until is None else it.until - now for it in kept]
                 # Not at once: another may write one at this moment.
-                client.expire(max(ends, default=_AFTER_THE_LAST))
+                client.expire(min(max(ends, default=_AFTER_THE_LAST), _LONGEST_EXCLUSION))
                 entries = client.list("")
 
     def _enlist(self, client: KeyValueClient, record: RoundRecord, at: datetime) -> None:

@@ -642,6 +642,8 @@ def _stores(client: KeyValueClient, incarnation: str, before: int) -> list[str]:
     for key in client.list(STORE_PREFIX):
         run, _, rest = key.removeprefix(STORE_PREFIX).partition("/")
         number = rest.partition("/")[0]
-        if run != incarnation or (number.isdecimal() and int(number) < before):
+        # A number of more digits is no round's.
+        is_past = number.isdecimal() and len(number) < 19 and int(number) < before
+        if run != incarnation or is_past:
             keys.append(key)
     return keys

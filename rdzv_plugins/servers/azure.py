@@ -8,6 +8,7 @@ import hmac
 import shutil
 from collections.abc import Sequence
 from email.utils import formatdate
+from typing import Any
 
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.servers.process import (
@@ -69,14 +70,19 @@ class Azure(Kind):
 
 def create_container(port: int) -> None:
     """Create the container in the Azurite at this port of this host; one that is there stays."""
-    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    status, said = put(port, f"{_CONTAINER}?restype=container")
+    if status not in (201, 409):
+        raise ServerError(f"the container could not be made: {said}")
+
+
+def put(port: int, path: str, **headers: str) -> tuple[int, Any]:
+    """Sign and send a PUT without a body, of a path in the account; returns status and answer."""
+    headers |= {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
     signed = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
-    place = f"/{_ACCOUNT}/{_ACCOUNT}/{_CONTAINER}\nrestype:container"
-    text = "PUT" + "\n" * 12 + signed + place
+    place = f"/{_ACCOUNT}/{path}"
+    resource = f"/{_ACCOUNT}{place}".replace("?", "\n").replace("=", ":")
+    text = "PUT" + "\n" * 12 + signed + resource
     key = base64.b64decode(KEY)
     signature = base64.b64encode(hmac.new(key, text.encode(), hashlib.sha256).digest())
     headers["Authorization"] = f"SharedKey {_ACCOUNT}:{signature.decode()}"
-    path = f"/{_ACCOUNT}/{_CONTAINER}?restype=container"
-    status, said = ask(port, "PUT", path, security=Security(), headers=headers)
-    if status not in (201, 409):
-        raise ServerError(f"the container could not be made: {said}")
+    return ask(port, "PUT", place, security=Security(), headers=headers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import hashlib
-import json
 import math
 import os
 import random
@@ -20,8 +19,10 @@ from contextlib import closing, suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Annotated, Any, TypeVar, TypeVarTuple
 from urllib.parse import quote, unquote
+
+import msgspec
 
 from rdzv_plugins.endpoint import Place, parse_endpoint, redact, redact_urls
 from rdzv_plugins.kv import (
@@ -32,6 +33,7 @@ from rdzv_plugins.kv import (
     Version,
 )
 from rdzv_plugins.kv.base import (
+    STAMP_BYTES,
     Limit,
     Problem,
     StoreClient,
@@ -43,6 +45,7 @@ from rdzv_plugins.kv.base import (
     version_of,
 )
 from rdzv_plugins.kv.findings import Finding, of_connection
+from rdzv_plugins.kv.gate import SMALL_BYTES, Moment, RefusedValueError, decode
 from rdzv_plugins.run_ids import RESERVED
 from rdzv_plugins.stores._polling import Polling
 
@@ -90,6 +93,8 @@ _SPEAKS_NO_TLS = "InvalidMessage("
 _CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
 # Where a host's own credentials come from.
 _METADATA = re.compile(r"169\.254\.|metadata", re.IGNORECASE)
+# Of a folder with a name that obstore cannot write, so that it lists none of it.
+_UNLISTABLE = re.compile("object with invalid path")
 # Of a store that knows no conditional write, and says so.
 _UNKNOWN = re.compile("NotImplemented|A header you provided implies")
 # obstore's threads let go of Python's objects after an answer. Where they still did so as Python
@@ -100,6 +105,16 @@ _LONGEST_END = 1.0
 _URL = re.compile(r"https?://[^/\s@?#][^\s@?#]*")
 _LONG_URL = re.compile(r"(https?://\S{80})\S+")
 _STATUS = re.compile(r"(?i)(?:status|code|error)[: ]+(4\d\d)\b")
+
+
+class _Deadline(msgspec.Struct, frozen=True):
+    """The object of a run's deadline; see `_Known`."""
+
+    folder: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,16}\Z")] = _FIRST
+    ends: Moment | None = None
+
+
+_DEADLINES = msgspec.json.Decoder(_Deadline)
 
 
 @dataclass(frozen=True)
@@ -119,13 +134,15 @@ class _Known:
     @property
     def data(self) -> bytes:
         # The stamp makes it differ from what was there, as its ETag must.
-        return stamped(json.dumps({"ends": self.ends, "folder": self.folder}).encode())
+        return stamped(msgspec.json.encode(_Deadline(self.folder, self.ends)))
 
     @classmethod
     def of(cls, stored: Stored) -> _Known:
-        read = json.loads(stored.value)
-        ends = read["ends"]
-        return cls(None if ends is None else float(ends), str(read["folder"]), str(stored.guard))
+        try:
+            read = decode(_DEADLINES, stored.value, SMALL_BYTES)
+        except RefusedValueError:
+            read = _Deadline()  # It is not ours, and counts as absent until somebody replaces it.
+        return cls(read.ends, read.folder, str(stored.guard))
 
     def is_over(self, since: float = 0.0) -> bool:
         return self.ends is not None and time.time() >= self.ends + since
@@ -294,7 +311,14 @@ class BucketClient(StoreClient):
             same = {path: it for path, (tag, it) in held.items() if it and tag == listed[path]}
             return same | await self._fetch(listed.keys() - same.keys())
 
-        found = self._ask(limit, everything)
+        try:
+            found = self._ask(limit, everything)
+        except Exception as error:
+            if not _UNLISTABLE.search(str(error)):
+                raise
+            # Another program has written there what nobody can delete: the run begins anew.
+            self._begin_anew(self._living(limit, fresh=True), limit)
+            return {}
         # Only of what is there still: a run lasts, and its nodes come and go.
         kept = {path: (str(it.guard), it) for path, it in found.items()}
         others = {p: it for p, it in [*self._held.items()] if not p.startswith(f"{where}/")}
@@ -323,8 +347,9 @@ class BucketClient(StoreClient):
     def _expire(self, seconds: float, limit: Limit) -> None:
         if seconds <= 0:
             known = self._living(limit, fresh=True)
-            self._empty(f"{self._run}/{known.folder}", limit)
-            if known.tag is not None and known.folder == _FIRST:
+            if not self._empty(f"{self._run}/{known.folder}", limit):
+                self._begin_anew(known, limit)
+            elif known.tag is not None and known.folder == _FIRST:
                 self._remove([f"{self._run}/{_DEADLINE}"], limit)
             elif known.ends is not None:
                 self._note(known, replace(known, ends=None), limit)
@@ -414,11 +439,15 @@ class BucketClient(StoreClient):
         if fresh or known.is_over() or time.monotonic() >= self._asked + _DEADLINE_SECONDS:
             known = self._learn_deadline(limit)
         while known.is_over():
-            self._note(known, replace(known, ends=None, folder=secrets.token_hex(4)), limit)
+            self._begin_anew(known, limit)
             with suppress(TimeoutError):
                 self._empty(f"{self._run}/{known.folder}", limit.within(limit.seconds / 2))
             known = self._learn_deadline(limit)
         return known
+
+    def _begin_anew(self, known: _Known, limit: Limit) -> None:
+        """Let the run have another folder, unless others have changed its deadline."""
+        self._note(known, replace(known, ends=None, folder=secrets.token_hex(4)), limit)
 
     def _learn_deadline(self, limit: Limit) -> _Known:
         asked = time.monotonic()
@@ -439,16 +468,20 @@ class BucketClient(StoreClient):
 
     def _sweep(self, limit: Limit) -> None:
         """Remove some other runs whose deadline has passed."""
-        listed: Any = self._ask(
-            limit, lambda: self._api.list_with_delimiter_async(self._store, prefix=self._above)
-        )
+        try:
+            listed: Any = self._ask(
+                limit, lambda: self._api.list_with_delimiter_async(self._store, prefix=self._above)
+            )
+        except Exception as error:
+            if _UNLISTABLE.search(str(error)):
+                return
+            raise
         runs = [str(it) for it in listed["common_prefixes"]]
         others = [f"{it}/{_DEADLINE}" for it in runs if it != self._run]
         some = random.sample(others, min(len(others), _SWEEP))
         for path, stored in self._ask(limit, lambda: self._fetch(some)).items():
-            with suppress(ValueError, KeyError, TypeError):
-                if _Known.of(stored).is_over(_SWEEP_AFTER):
-                    self._empty(path.removesuffix(f"/{_DEADLINE}"), limit)
+            if _Known.of(stored).is_over(_SWEEP_AFTER):
+                self._empty(path.removesuffix(f"/{_DEADLINE}"), limit)
 
     # Requests.
 
@@ -497,7 +530,10 @@ class BucketClient(StoreClient):
     async def _get(self, path: str) -> tuple[bytes, str] | None:
         try:
             answer = await self._api.get_async(self._store, path)
-            return bytes(await answer.bytes_async()), str(answer.meta["e_tag"])
+            # Nobody of ours has written more: it counts as absent.
+            fits = answer.meta["size"] <= self.capabilities.max_value_bytes + STAMP_BYTES
+            data = bytes(await answer.bytes_async()) if fits else b""
+            return data, str(answer.meta["e_tag"])
         except Exception as error:
             if _is_absent(error):
                 return None
@@ -521,11 +557,18 @@ class BucketClient(StoreClient):
             found += [(str(it["path"]), str(it["e_tag"])) for it in page]
         return found
 
-    def _empty(self, folder: str, limit: Limit) -> None:
-        listed = self._ask(limit, lambda: self._list(folder))
+    def _empty(self, folder: str, limit: Limit) -> bool:
+        """Delete all that is there; False: obstore can neither list nor name some of it."""
+        try:
+            listed = self._ask(limit, lambda: self._list(folder))
+        except Exception as error:
+            if _UNLISTABLE.search(str(error)):
+                return False
+            raise
         # Its deadline last: without that what is left would count again.
         paths = sorted((path for path, _ in listed), key=lambda it: it.endswith(f"/{_DEADLINE}"))
         self._remove(paths, limit)
+        return True
 
     def _remove(self, paths: list[str], limit: Limit) -> None:
         async def remove() -> None:

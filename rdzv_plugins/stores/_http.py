@@ -348,8 +348,8 @@ def http_problem(client: StoreClient, error: Exception, hint: str = "") -> Probl
 def time_of(headers: Message) -> float:
     """The server's time in seconds: this host's clock, clamped to the second in its Date."""
     now = time.time()
-    date = headers.get("Date")
-    if date is None:
-        return now
-    second = parsedate_to_datetime(date).timestamp()
+    try:
+        second = parsedate_to_datetime(headers["Date"]).timestamp()
+    except (TypeError, ValueError):
+        return now  # There is none, or a proxy has changed it.
     return min(max(now, second), second + 0.999)

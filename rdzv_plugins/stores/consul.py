@@ -274,13 +274,12 @@ class Client(StoreClient):
 
     def _found(self, trees: Sequence[str], limit: Limit) -> dict[str, Stored]:
         items = self._living([self._operation("get-tree", tree) for tree in trees], limit) or ()
-        start = len(self._keys)
-        read = {unquote(it.path[start:-1]): it for it in items if it.path.endswith("!")}
-        # What is no UTF-8 behind its escapes is nobody's key.
+        read = ((unquote(it.path[len(self._keys) : -1]), it) for it in items)
+        # A path that this package would write otherwise is nobody's key.
         return {
             key: Stored.parse(it.data, it.modified)
-            for key, it in read.items()
-            if "\ufffd" not in key
+            for key, it in read
+            if self._path(key) == it.path
         }
 
     def _living(self, operations: Sequence[dict[str, Any]], limit: Limit) -> list[Item] | None:

@@ -161,7 +161,7 @@ class Client(StoreClient):
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         found = self._ask("kv/range", self._range(prefix), limit).get("kvs", [])
         return {
-            key: Stored.parse(b64decode(item["value"]))
+            key: Stored.parse(_value(item))
             for item in found
             # What is no UTF-8 is nobody's key.
             if (key := self._relative(item)) and "\ufffd" not in key
@@ -282,7 +282,7 @@ class Client(StoreClient):
                 if "error" in message:
                     self._refuse(member, response.status, line, headers)
                 for event in reversed(message["result"].get("events", [])):
-                    stored = Stored.parse(b64decode(event["kv"]["value"]))
+                    stored = Stored.parse(_value(event["kv"]))
                     if version_of(stored) not in (None, version_of(seen)):
                         return stored
                 if message["result"].get("canceled"):
@@ -585,8 +585,13 @@ def _parsed(data: bytes) -> Json:
 def _first(found: Mapping[str, Any], answer: Mapping[str, Any]) -> Stored | None:
     """The first key that a range found; a watch of it begins at the revision of the answer."""
     for item in found.get("kvs", []):
-        return Stored.parse(b64decode(item["value"]), int(answer["header"]["revision"]))
+        return Stored.parse(_value(item), int(answer["header"]["revision"]))
     return None
+
+
+def _value(item: Mapping[str, Any]) -> bytes:
+    """The gateway leaves out one that is empty."""
+    return b64decode(item.get("value", ""))
 
 
 def _lease_in(item: Mapping[str, Any]) -> str:

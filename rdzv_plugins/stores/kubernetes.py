@@ -224,7 +224,8 @@ class Client(StoreClient):
             if not self._is_over(mark):
                 break
             self._clear(mark, limit)
-        keys = [it for it in found if it.name != self._run and it.is_of(mark)]
+        # One of another name than its key's is nobody's, as the mark is.
+        keys = [it for it in found if it.name == self._name_of(it.key) and it.is_of(mark)]
         return {it.key: it.stored for it in keys if it.key.startswith(prefix)}
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
@@ -263,14 +264,22 @@ class Client(StoreClient):
             written = self._write_mark(replace(mark, ends=ends), limit)
         marks = self._list(f"{_PREFIX}={self._labels[_PREFIX]},{_PART}={_OF_MARK}", limit)
         others = [_Mark.of(it) for it in marks if it.name != self._run]
-        for mark in [it for it in others if it.ends is None or self._is_over(it)][:_SWEEP]:
+        # The run of a mark that is not ours may live.
+        ours = [it for it in others if it.base is not None]
+        for mark in [it for it in ours if it.ends is None or self._is_over(it)][:_SWEEP]:
             self._clear(mark, limit)
 
     def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
         with self._watches_lock:
             watch = self._watches.get(key)
-        if watch is not None and version_of(watch.current) == version:
-            return watch.current  # What has changed since, the watch will tell.
+        current = watch.current if watch is not None else None
+        # What has changed since, the watch will tell; of what is not ours it may tell too late.
+        if (
+            watch is not None
+            and (current is None or current.version)
+            and (version_of(current) == version)
+        ):
+            return current
         return super()._look(key, version, limit)
 
     def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
@@ -585,8 +594,13 @@ class Client(StoreClient):
 
     def _update(self, made: dict[str, Any], limit: Limit) -> _Item | None:
         """Replace an object; None: it is not the one that it names, or is gone."""
-        path = f"{self._maps}/{made['metadata']['name']}"
-        answer = self._ask("PUT", path, limit, made, passing=(404, 409))
+        name = made["metadata"]["name"]
+        answer = self._ask("PUT", f"{self._maps}/{name}", limit, made, passing=(404, 409, 422))
+        if answer.status == 422:
+            if b"immutable" not in answer.body:
+                raise RefusedError(answer.status, answer.body)
+            # Another program has made it so: the next attempt finds none.
+            self._remove(name, None, limit)
         return _items.decode(answer.body) if answer.status == 200 else None
 
     def _remove(self, name: str, guard: _Guard | None, limit: Limit) -> None:
@@ -752,6 +766,7 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
+_ENDS, _BASE = re.compile(r"[0-9]{1,12}\.[0-9]{3}"), re.compile("[0-9]{1,19}")
 _items, _pages = msgspec.json.Decoder(_Item), msgspec.json.Decoder(_Page)
 _events = msgspec.json.Decoder(_Event)
 
@@ -775,14 +790,14 @@ class _Mark:
 
     @classmethod
     def of(cls, item: _Item) -> _Mark:
-        ends, base = item.data.get("ends"), item.data.get("base")
-        return cls(
-            item.name,
-            item.metadata.labels.get(_RUN, ""),
-            float(ends) if ends else None,
-            int(base) if base else item.guard.revision,
-            item.guard,
-        )
+        label, guard = item.metadata.labels.get(_RUN, ""), item.guard
+        ends, base = (item.data.get(it, "") for it in ("ends", "base"))
+        if not base and not ends:
+            return cls(item.name, label, None, guard.revision, guard)
+        if _ENDS.fullmatch(ends) and _BASE.fullmatch(base) and int(base) <= guard.revision:
+            return cls(item.name, label, float(ends), int(base), guard)
+        # It is not ours, and counts as absent until somebody replaces it.
+        return cls(item.name, label, None, None, guard)
 
     @property
     def data(self) -> dict[str, str]:

@@ -548,7 +548,7 @@ class _Mark(msgspec.Struct, frozen=True):
         ends: seconds since 1970 on the server's clock, from which on the run reads as empty.
     """
 
-    epoch: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,16}$")]
+    epoch: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,16}\Z")]
     ends: float | None = None
 
     def is_over(self, now: float) -> bool:

@@ -117,8 +117,8 @@ _REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPer
 # How Redis 6.2 and later answer a longer command of who has not logged in.
 _NO_LOG_IN = re.compile("^Protocol error: unauthenticated ")
 _RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello"
-# The value at the key is not of this package.
-_OTHERS_DATA = re.compile("WRONGTYPE|NOTANUMBER")
+# The key of the run holds another type of value: another program has written it.
+_OTHERS_DATA = "WRONGTYPE"
 _NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
 
 
@@ -126,7 +126,7 @@ def _script(name: str) -> str:
     return (files("rdzv_plugins.stores") / "redis_scripts" / f"{name}.lua").read_text("utf-8")
 
 
-_NAMES = ("add", "compare_and_set", "delete", "expire", "list", "look", "put")
+_NAMES = ("add", "clear", "compare_and_set", "delete", "expire", "list", "look", "put")
 _SCRIPTS = {name: _script("prelude") + _script(name) for name in _NAMES}
 
 DIGESTS = {
@@ -481,6 +481,13 @@ class Client(StoreClient):
             undone = _not_now(error.__context__)
             hint = ", does it want rediss://, and is its protected-mode off" if hung_up else ""
             return self._unreachable(error, undone=undone, hint=hint)
+        if _OTHERS_DATA in text:
+            return Problem(
+                f"holds in the place of the run what another program writes again and again "
+                f"({text}); set another prefix",
+                retryable=True,
+                undone=True,
+            )
         if isinstance(error, errors.RedisError):
             likely = f"the user needs: {self._grant}"
             if "unknown command" in text:
@@ -488,8 +495,6 @@ class Client(StoreClient):
                     "is it a Sentinel? It needs sentinel=<name>; else a proxy in between, or the "
                     "server's rename-command, takes that command away"
                 )
-            elif _OTHERS_DATA.search(text):
-                likely = "another program has written there: set another prefix"
             return refused(text, likely)
         return None
 
@@ -565,6 +570,9 @@ class Client(StoreClient):
             answer = line.read_response()
         except BaseException as error:
             self._failed(line, error)
+            if _OTHERS_DATA in str(error):
+                # An overwritten run is the same as a deleted one: the next attempt finds none.
+                self._ask(limit, "EVAL", _SCRIPTS["clear"], 1, self._hash)
             raise
         self._keep(line)
         return answer

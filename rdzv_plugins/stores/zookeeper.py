@@ -119,6 +119,7 @@ class _Run(NamedTuple):
     guard: str  # Its path.
     deletes: int  # The guard's version; 0 if it was not read.
     expired: bool  # Everything in the run counts as absent.
+    is_this: Any  # The check that it is still this one.
 
 
 class Client(StoreClient):
@@ -169,7 +170,9 @@ class Client(StoreClient):
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         paths = {self._path(key): key for key in keys}
         run, found = self._look_up([*paths], limit)
-        return {paths[at]: Stored.parse(data, (run, stat)) for at, (data, stat) in found.items()}
+        return {
+            paths[at]: Stored.parse(data or b"", (run, stat)) for at, (data, stat) in found.items()
+        }
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         start = "=" + quote(prefix, safe="")
@@ -199,13 +202,15 @@ class Client(StoreClient):
                 SetData(path, data, -1) if path in existing else Create(path, data, self._acl, 0)
                 for path, data in paths.items()
             ]
-            (own,), results = self._session.ask(limit, ReadMany([self._root]), Transaction(writes))
-            run = self._run_of(own, None, limit)
+            guard = self._guard
+            read = ReadMany([self._root, guard])
+            (own, guarded), results = self._session.ask(limit, read, Transaction(writes))
+            run = self._run_of(own, guard, guarded, limit)
+            if run is not None and run.guard == guard and not run.expired and _done(results):
+                return
+            run, existing = self._look_up([*paths], limit)
             if run is None or run.expired:
                 self._begin(run, limit)
-            elif _done(results):
-                return
-            _, existing = self._look_up([*paths], limit)
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
         paths = [self._path(key) for key in keys]
@@ -216,6 +221,7 @@ class Client(StoreClient):
             deletes = [Delete(path, -1) for path in found]
             if self._commit([SetData(run.guard, b"", -1), *deletes], limit):
                 return
+            self._strip(found, limit)
 
     def _expire(self, seconds: float, limit: Limit) -> None:
         """Mark the run, or remove it if ``seconds`` is 0; remove other runs that have expired."""
@@ -224,7 +230,7 @@ class Client(StoreClient):
             run, _ = self._look_up([], limit)
             if milliseconds <= 0:
                 if run is not None:
-                    self._remove(self._root, run.guard, limit)
+                    self._remove(self._root, run.is_this, limit)
                 return
             if run is None or run.expired:
                 # An empty run gets a deadline too.
@@ -355,22 +361,27 @@ class Client(StoreClient):
     ) -> tuple[_Run | None, dict[str, tuple[bytes, Any]]]:
         """The run (None: there is none) and, by path, data and stat of the znodes that exist."""
         for _ in range(_LOOKS):
-            guard = self._run.guard if self._run is not None else f"{self._root}/#"
+            guard = self._guard
             # Read the guard first: a later delete must change the version that was read.
             batches = [[self._root, guard, *paths[:_BATCH]]]
             batches += [[*paths[at : at + _BATCH]] for at in range(_BATCH, len(paths), _BATCH)]
             # A server that requires a log-in refuses the first request and hangs up.
             _, *answers = self._session.ask(limit, Sync(self._root), *map(ReadMany, batches))
             own, guarded, *results = [result for answer in answers for result in answer]
-            run = self._run_of(own, guarded, limit)
-            if run is None or run.expired:
-                return run, {}
-            if run.guard == guard and guarded is not None:
-                return run, _found(paths, results)
-        raise RendezvousStateError(f"'{self._root}' is damaged or is not a run; delete it")
+            run = self._run_of(own, guard, guarded, limit)
+            if run is None:
+                return None, {}
+            if run.guard == guard:
+                return run, {} if run.expired else _found(paths, results)
+        raise RendezvousStateError(f"'{self._root}' was removed and created again and again")
 
-    def _run_of(self, own: Any, guarded: Any, limit: Limit) -> _Run | None:
-        """The run in the results of `ReadMany` for its znode and, if it was read, for the guard."""
+    @property
+    def _guard(self) -> str:
+        """The path at which the run's guard is expected."""
+        return self._run.guard if self._run is not None else f"{self._root}/#"
+
+    def _run_of(self, own: Any, read: str, guarded: Any, limit: Limit) -> _Run | None:
+        """The run in the results of `ReadMany` for its znode, and for a guard at this path."""
         if own is None:
             self._run = None
             return None
@@ -379,9 +390,13 @@ class Client(StoreClient):
         data, stat = own
         name, milliseconds = _parse(data)
         guard = f"{self._root}/#{name}"
+        is_this = CheckVersion(guard, -1)
         deletes = guarded[1].version if isinstance(guarded, tuple) else 0
         expired = milliseconds is not None and self._is_past(guard, stat, milliseconds, limit)
-        self._run = run = _Run(guard, deletes, expired)
+        if guard == read and guarded is None:
+            # Another program has written over the run's name: the run counts as absent.
+            expired, is_this = True, CheckVersion(self._root, stat.version)
+        self._run = run = _Run(guard, deletes, expired, is_this)
         return run
 
     def _is_past(self, guard: str, stat: Any, milliseconds: int, limit: Limit) -> bool:
@@ -413,7 +428,7 @@ class Client(StoreClient):
     def _begin(self, run: _Run | None, limit: Limit) -> None:
         """Create the run's znode, after removing the expired ``run``; others may be faster."""
         if run is not None:
-            self._remove(self._root, run.guard, limit)
+            self._remove(self._root, run.is_this, limit)
         name = secrets.token_hex(8)
         missing: list[str] = []
         # From the prefix upwards: the user may read no other znode, nor may need to.
@@ -427,12 +442,29 @@ class Client(StoreClient):
         operations.append(Create(f"{self._root}/#{name}", b"", self._acl, 0))
         self._commit(operations, limit)
 
-    def _remove(self, path: str, guard: str, limit: Limit) -> None:
-        """Delete a run with all its keys, as long as ``guard`` is its guard."""
-        while guard.rpartition("/")[2] in (names := self._children(path, limit)):
-            keys = [f"{path}/{name}" for name in names if name.startswith("=")]
-            gone = keys[:_BATCH] if len(keys) > _BATCH else [*keys, guard, path]
-            self._commit([CheckVersion(guard, -1), *(Delete(znode, -1) for znode in gone)], limit)
+    def _remove(self, path: str, is_this: Any, limit: Limit) -> None:
+        """Delete a run with all that stands below it, as long as the check holds."""
+        while True:
+            # The guard, whose name begins with "#", goes last.
+            below = sorted(self._children(path, limit), reverse=True)
+            gone = [f"{path}/{name}" for name in below[:_BATCH]]
+            last = [path] if len(below) <= _BATCH else []
+            if self._commit([is_this, *(Delete(it, -1) for it in [*gone, *last])], limit):
+                if last:
+                    return
+            elif self._commit([is_this], limit) is None:
+                return
+            else:
+                self._strip(gone, limit)
+
+    def _strip(self, paths: Iterable[str], limit: Limit) -> None:
+        """Delete what another program has put below these znodes: nothing of ours stands there."""
+        found = [*paths]
+        ours = len(found)
+        for path in found:  # It grows meanwhile.
+            found += (f"{path}/{name}" for name in self._children(path, limit))
+        for path in reversed(found[ours:]):
+            self._commit([Delete(path, -1)], limit)
 
     def _sweep(self, now: int, limit: Limit) -> None:
         """Remove other runs of our prefix that expired before ``now``, the server's time."""
@@ -447,7 +479,7 @@ class Client(StoreClient):
                 if isinstance(result, tuple):
                     name, milliseconds = _parse(result[0])
                     if milliseconds is not None and result[1].mtime + milliseconds < now:
-                        self._remove(path, f"{path}/#{name}", limit)
+                        self._remove(path, CheckVersion(f"{path}/#{name}", -1), limit)
 
 
 def _found(paths: Sequence[str], results: Sequence[Any]) -> dict[str, tuple[bytes, Any]]:

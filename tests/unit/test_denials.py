@@ -76,11 +76,6 @@ def test_what_aws_did_not_refuse_is_none(error: Exception) -> None:
 LIKELY = [
     (
         redis.Client,
-        redis_errors.ResponseError("WRONGTYPE Operation against a key holding the wrong kind"),
-        "another program has written there: set another prefix",
-    ),
-    (
-        redis.Client,
         redis_errors.ResponseError("unknown command 'EVALSHA'"),
         "the server's rename-command, takes that command away",
     ),

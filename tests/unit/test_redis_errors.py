@@ -50,7 +50,6 @@ FULL = [
 
 HOPELESS = [
     "NOTANUMBER",
-    "WRONGTYPE Operation against a key holding the wrong kind of value",
     "BUSYGROUP Consumer Group name already exists",
 ]
 

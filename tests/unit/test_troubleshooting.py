@@ -189,7 +189,7 @@ EXPLAINS_ITSELF = (
     "had no connection left for … s (…); a node needs two: raise max_connections",
     "has no table …; set create_table=true, or run: …",
     "has a table … with another schema (…); name another table",
-    "'…' is damaged or is not a run; delete it",
+    "'…' was removed and created again and again",
     "is too old: it does not know a request of …; upgrade it",
     "the key '…' does not hold a state of torch's handler (…); delete it, or use another",
     # The c10d store, for who writes a program on it.
