@@ -1,4 +1,4 @@
-"""torch's own dynamic handler over our stores, its one fatal fault mended.
+"""torch's own dynamic handler over our stores, its two fatal faults mended.
 
 What stays as torch has it: polling once a second, wall clocks compared between hosts, one state
 that all nodes write, a store outage that ends the agent. ``handler=rdzv`` has none of these.
@@ -12,7 +12,11 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
@@ -45,7 +49,8 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
     """torch's handler with a new MASTER_ADDR, MASTER_PORT and TCPStore server in each round.
 
     torch keeps those of its first round: survivors of a lost rank 0 dial a dead host, and a node
-    that joins later meets a server whose keys the last round's workers have used.
+    that joins later meets a server whose keys the last round's workers have used. Where the run
+    ends, the agent of a spare ends with status 0; torch's fails with AttributeError.
     """
 
     # Set by create_torch_handler: torch's constructor is called by its from_backend.
@@ -60,7 +65,11 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
         # no switch for it that lets the workers share the agent's TCPStore.
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
-        info = super().next_rendezvous()
+        try:
+            info = super().next_rendezvous()
+        except RendezvousGracefulExitError:
+            # The run ended while this node was a spare. torch's launcher fails at its own error.
+            raise SystemExit(0) from None
         if not self._withholds:
             self._withholds = True
             withhold()

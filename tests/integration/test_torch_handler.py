@@ -228,8 +228,11 @@ def test_a_node_too_many_disturbs_nobody(run: Run) -> None:
         assert not spare.done()
         time.sleep(0.1)
     members[0].set_closed()
-    with pytest.raises((RendezvousClosedError, RendezvousGracefulExitError)):
+    # torch's own error makes its launcher fail.
+    mended = run.kind.startswith("mended")
+    with pytest.raises(SystemExit if mended else RendezvousGracefulExitError) as ended:
         spare.result(60)
+    assert not mended or ended.value.args == (0,)
 
 
 def test_closing_is_seen_by_all_and_keeps_newcomers_out(run: Run) -> None:
