@@ -6,6 +6,10 @@ store refuses this node, an agent waits 300 s; in the exchange it then fails. So
 left the round, or this node takes itself for lost, this store answers the waiting reads itself. The
 agents reach their loops, find that they are to join again, and ask for the next round.
 
+The exit barrier lasts as long as the round, whatever its time-out. The agent of rank 0 holds the
+TCPStore that the workers of the others use, and a long save or an uneven last epoch takes longer.
+Its time-out bounds an outage of the store instead.
+
 The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, and not public;
 `tests/handlers/test_agent_store.py` runs torch's agent against them.
 """
@@ -14,10 +18,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistError, DistStoreError
 
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.retry import store_is_away
@@ -76,13 +81,23 @@ class AgentStore(KeyValueStore):
             self._on_done()
             if self._over():
                 return 0  # No agent waits any more, and the run may be swept: write nothing.
+            # Where this is not counted, the leader closes the run once the records say done.
+            with suppress(DistError):
+                return super().add(key, value)
+            return 0
         return super().add(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        found = self._collect(keys, self._timeout() if timeout is None else timeout)
-        if any(key.startswith(_EXIT_BARRIER) for key in keys):
-            # A stand-in has no version.
-            self.all_done = all(entry.version is not None for entry in found.values())
+        if not any(key.startswith(_EXIT_BARRIER) for key in keys):
+            super().wait(keys, timeout)
+            return
+        over = False
+        while not (over or self.all_done):
+            over = self._over()
+            # Once more where it is over: the last agent may have come just before.
+            self.all_done = self.check(keys)
+            if not (self.all_done or self._over()):
+                self._patiently(partial(self._wait, keys[0], None, self._longest_wait))
 
     def _over(self) -> bool:
         return self.made_up or self._is_over()
@@ -111,8 +126,6 @@ class AgentStore(KeyValueStore):
 
     def _stand_in(self, key: str) -> bytes:
         """A value with which the agent reaches its loop, where it stops its workers at once."""
-        if key.startswith(_EXIT_BARRIER):
-            return b""
         if key.startswith(_ROLE) and self._role is not None:
             # As if every node were like this one, which has written its own role before.
             self.made_up = True

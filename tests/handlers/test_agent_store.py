@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from torch.distributed import DistStoreError
@@ -189,9 +189,40 @@ def test_nothing_is_made_up_while_the_round_lasts(round_: Round) -> None:
     for key in ("torchelastic/role_info/1", "torchelastic/assigned_ranks/0", "other"):
         with pytest.raises(DistStoreError, match=r"wait timeout after 0\.2 s"):
             store.get(key)
-    round_.agents[0]._exit_barrier_timeout = 0.2
-    round_.agents[0].pass_exit_barrier()
-    assert not store.all_done
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "while the store is away"])
+def test_the_exit_barrier_lasts_as_long_as_the_round(
+    round_: Round, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent of rank 0 holds the TCPStore that the others' workers use."""
+
+    def unreachable(*_: object) -> NoReturn:
+        raise RendezvousConnectionError("unreachable")
+
+    if not counted:
+        monkeypatch.setattr(round_.clients[0], "add", unreachable)
+    round_.agents[0]._exit_barrier_timeout = 0.1
+    waiting = Background(round_.agents[0].pass_exit_barrier)
+    round_.assert_waits(waiting)
+    if counted:
+        round_.agents[1].pass_exit_barrier()
+    else:
+        round_.end()
+    waiting.result(10.0)
+    assert round_.stores[0].all_done is counted
+
+
+def test_the_time_out_of_the_exit_barrier_bounds_an_outage(
+    round_: Round, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(keys: object) -> NoReturn:
+        raise RendezvousConnectionError("unreachable")
+
+    monkeypatch.setattr(round_.clients[0], "get_many", unreachable)
+    round_.agents[0]._exit_barrier_timeout = 0.1
+    Background(round_.agents[0].pass_exit_barrier).result(10.0)
+    assert "Error waiting on exit barrier" in caplog.text, CHANGED
 
 
 def test_what_nobody_knows_is_an_error_once_the_round_is_over(round_: Round) -> None:

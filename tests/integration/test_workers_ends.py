@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,14 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.run import get_args_parser
 
 from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
-from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, RoundDocument
+from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, RoundDocument, Status
 from rdzv_plugins.testing.harness import until
+from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 from tests import Measure
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.test_run import Launch, of_a_run, said
+from tests.integration.torchrun import LEASE
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -151,6 +155,51 @@ def test_workers_have_as_long_as_it_was_said(
                 began = time.monotonic()
                 assert until((tmp_path / "began.2.1").exists, 30), a.log.read_text()
     record_property("stopped after, s", round(time.monotonic() - began, 2))
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, RDZV_RUN], ids=["torchrun", "rdzv run"])
+def test_a_spare_of_torchs_handler_ends_well(
+    store: RunningStore, tmp_path: Path, launcher: Sequence[str]
+) -> None:
+    with closing(Job(tmp_path, store, nodes="1:1", launcher=launcher, handler="torch")) as job:
+        job.begin("a")
+        job.start_at("b")
+
+        def is_spare() -> bool:
+            found = KeyValueBackend(job.client, store.backend).get_state()
+            return found is not None and bool(pickle.loads(found[0]).redundancy_list)
+
+        job.await_that(is_spare, "a spare", 60)
+        job.finish("a")
+        assert job.await_ends("ab", 30) == {"a": 0, "b": 0}
+
+
+@pytest.mark.parametrize(("launcher", "other"), [("torchrun", "done"), ("run", "lost")])
+def test_rank_0_that_is_done_keeps_master_until_the_other_is(
+    store: RunningStore, tmp_path: Path, launcher: str, other: str
+) -> None:
+    """Longer than torch's exit barrier waits: here a second."""
+    impatient = ("-m", "tests.integration.impatient", launcher)
+    with closing(Job(tmp_path, store, nodes="2:2", launcher=impatient)) as job:
+        job.begin("ab")
+        job.finish("a")
+        job.await_record("a", Status.DONE)
+        document = job.document()
+        assert document is not None
+        assert document.master is not None
+        host, _, port = document.master.rpartition(":")
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            socket.create_connection((host, int(port)), 5).close()
+            time.sleep(0.1)
+        if other == "done":
+            job.finish("b")
+            assert job.await_ends("ab", 20) == {"a": 0, "b": 0}
+        else:
+            job.agents["b"].kill()
+            assert job.await_ends("a", LEASE + 20) == {"a": 0}
+            job.await_line("a", job.label("b"), "lost")
+        assert not any("Error waiting on exit barrier" in line for line in job.lines("a"))
 
 
 takes_signals = pytest.mark.skipif(

@@ -106,10 +106,11 @@ def _succeed(world: World) -> None:
     if host is None or host.stalls or host.track.world is None:
         return
     skew = world.chance.choice((0.0, 0.3, 3.0, 8.0))
+    _, _, participants = host.track.world
     for other in world.hosts:
-        if other.alive and other.track.world == host.track.world:
+        if other.alive and other.id in participants:
             delay = world.chance.uniform(0, skew) if other is not host else 0.0
-            world.kernel.after(delay, other.succeed)
+            world.kernel.after(delay, other.succeed, host.track.world)
 
 
 def _abandon(world: World) -> None:

@@ -315,8 +315,20 @@ class Host:
         probation = self.rules.min_uptime or self.rules.probation
         return self.track.came is not None and self.clock() - self._came_at < probation - _EXACT
 
-    def succeed(self) -> None:
-        """Its workers are done: wait for those of the others in torch's exit barrier."""
+    def succeed(self, of: tuple[str, int, tuple[str, ...]] | None = None) -> None:
+        """Its workers are done: wait for those of the others in torch's exit barrier.
+
+        Args:
+            of: the world of which they are; None: of any.
+        """
+        document = self.world.document
+        if of is not None and document is not None:
+            incarnation, number, _ = of
+            if document.incarnation != incarnation or document.round > number:
+                return
+        if self.agent in (Agent.JOINING, Agent.EXCHANGING):
+            # They begin soon. The others wait for them as long as the round lasts.
+            self.world.kernel.after(1.0, self.succeed, of)
         if self.agent is not Agent.RUNNING:
             return
         self.world.note(f"{self.id}: its workers succeed")
@@ -501,15 +513,9 @@ class Host:
         if self.world.network.reaches(self):
             expired = self.world.store.expired
             self.world.kernel.after(self.world.network.latency(), self._said, key, expired)
-        elif self.agent is Agent.BARRIER:
-            # torch's barrier counts there, and takes a failure for its end.
-            self.world.kernel.after(0.2, self._give_up_barrier, shift)
-        elif not self.node.over:
+        elif self.agent is not Agent.BARRIER and not self.node.over:
+            # In the exit barrier torch counts, which is done once.
             self.world.kernel.after(0.2, self._say, shift, key)
-
-    def _give_up_barrier(self, shift: int) -> None:
-        if shift == self._shift and not self._is_late(self._give_up_barrier, shift):
-            self._end_well()
 
     def _said(self, key: str, expired: int) -> None:
         # No run is swept as soon as that after its end.
@@ -531,14 +537,12 @@ class Host:
             else:
                 self._all_done = not over
                 self._end_well()
-        elif self.clock() < deadline:
+        elif self.agent is Agent.BARRIER or self.clock() < deadline:
             self.world.kernel.after(_POLL, self._look, shift, prefix, deadline)
-        elif self.agent is Agent.EXCHANGING:
+        else:
             self.world.note(f"{self.id}: its agent fails in the exchange of roles")
             self.world.inject("exchange of roles timed out")
             self._fail()
-        else:
-            self._end_well()
 
     def _end_well(self) -> None:
         self.world.note(f"{self.id}: its agent ends, all done: {self._all_done}")

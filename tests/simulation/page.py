@@ -32,11 +32,12 @@ An agent behaves like torch's agent. It waits for a round, exchanges roles with 
 other participants over the c10d store, and polls `num_nodes_waiting()` every 0.1 s. On a change it
 stops its workers, which takes time, and asks for the next round. It fails if its workers failed
 more often than `--max-restarts` allows. If its workers succeed, it waits for the others in the exit
-barrier. It ends as `handler.shutdown()` decides. Both waits have torch's timeout: 300 s, here 60
-intervals. An agent that fails, or whose workers fail while its node is new to the run, leaves a run
-that others can go on with: it runs `protocol/parting.py`, as the handler does. Launchers may
-restart a failed agent or resubmit the run. Once the run has settled, its workers succeed, the
-workers of one node or of all fail permanently, all agents fail, or all hosts vanish.
+barrier, as long as the round lasts. It ends as `handler.shutdown()` decides. The exchange of roles
+has torch's timeout: 300 s, here 60 intervals. An agent that fails, or whose workers fail while its
+node is new to the run, leaves a run that others can go on with: it runs `protocol/parting.py`, as
+the handler does. Launchers may restart a failed agent or resubmit the run. Once the run has
+settled, its workers succeed, the workers of one node or of all fail permanently, all agents fail,
+or all hosts vanish.
 
 The simulator does not cover threads, signals, forks and the clients of real stores.
 

@@ -53,7 +53,7 @@ QUIET_AFTER = 20.0
 """When faults stop."""
 
 TORCH_TIMEOUT = 60.0
-"""How long torch's agent waits in its exchange of roles and in its exit barrier; 300 s, scaled."""
+"""How long torch's agent waits in its exchange of roles; 300 s, scaled."""
 
 _PROBATION = 12.0
 """For how long a node is new to a run; 60 s, scaled."""

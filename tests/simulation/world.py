@@ -486,7 +486,7 @@ class World:
 
     def _held_up(self) -> float:
         """What torch's own time-outs may add, where words in its c10d store were forgotten."""
-        held = any(host.agent in (Agent.EXCHANGING, Agent.BARRIER) for host in self.hosts)
+        held = any(host.agent is Agent.EXCHANGING for host in self.hosts)
         return TORCH_TIMEOUT / self.plan.rates[0] if held else 0.0
 
     def _stand_still(self, limit: float) -> float:
@@ -640,13 +640,9 @@ class World:
         # One that is in no round yet may come into the next.
         hangs = any(host.alive and host.wedged for host in self.hosts)
         grey = all(host.grey for host in self.hosts if host.alive and not host.wedged)
-        if hangs or grey:
-            # What the others wait for in the exit barrier never comes; or no node that is left can
-            # list the records, and find out that the others are dead.
-            limit += TORCH_TIMEOUT / plan.rates[0]
         while self.kernel.now < began + limit:
             self.kernel.run(self.kernel.now + _LOOK)
-            left = [host for host in self.hosts if host.alive and not self._may_stay(host, hangs)]
+            left = [it for it in self.hosts if it.alive and not self._may_stay(it, hangs, grey)]
             after = self.document
             # Where the store lost the closing, all that knew of it have ended, or go on without it.
             was_closed = after is not None and self.checker.ended(world_of(after)) is not None
@@ -661,10 +657,15 @@ class World:
                 f"the run {plan.ending}, after {limit:.0f} s {who or 'all ended'}, {found}",
             )
 
-    def _may_stay(self, host: Host, hangs: bool) -> bool:
-        """Also a spare, as long as the agent of a participant hangs."""
+    def _may_stay(self, host: Host, hangs: bool, grey: bool) -> bool:
+        """Also a spare, or a node that is done, as long as the agent of a participant hangs.
+
+        A node that is done also stays where no node that is left can list the records, and find out
+        that the others are dead.
+        """
         waits = hangs and host.agent is Agent.JOINING
-        return host.wedged or waits or self._runs_on(host)
+        done = (hangs or grey) and host.agent is Agent.BARRIER
+        return host.wedged or waits or done or self._runs_on(host)
 
     def _befall(self, kind: str) -> None:
         self.inject(kind)
