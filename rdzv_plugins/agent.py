@@ -217,7 +217,7 @@ class RunAgent(LocalElasticAgent):
                     try:
                         it = _Word(
                             worker_group.store, rank, nodes, killed, patience,
-                            lambda: handler.grace_ends,
+                            lambda: handler.grace_left,
                         )  # fmt: skip
                         it.start()
                         word = it
@@ -242,7 +242,7 @@ class _Word(threading.Thread):
         rank: of the node among the ``nodes`` of the round.
         killed: whether its workers were killed and did not fail by themselves.
         patience: seconds within which the loss of a node shows.
-        grace_ends: from when on, since after an outage nodes are given time; monotonic seconds.
+        grace_left: seconds until then, since after an outage nodes are given time.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class _Word(threading.Thread):
         nodes: int,
         killed: bool,
         patience: float,
-        grace_ends: Callable[[], float],
+        grace_left: Callable[[], float],
     ) -> None:
         super().__init__(name="rdzv-failure", daemon=True)
         # A clone with a short time-out: this thread itself waits until an outage ends.
@@ -262,7 +262,7 @@ class _Word(threading.Thread):
         self._killed = killed
         self._everybody = [f"{_FAILED}{node}" for node in range(nodes)]
         self._patience = patience
-        self._grace_ends = grace_ends
+        self._grace_left = grace_left
         self._first: bool | None = None
         self._cause: bytes | None = None
         # When the patience ends; None: the store is unreachable or has no report yet.
@@ -281,7 +281,7 @@ class _Word(threading.Thread):
         return now > self._graced(deadline) + _DECISION_SECONDS
 
     def _graced(self, deadline: float) -> float:
-        return max(deadline, self._grace_ends() + self._patience)
+        return max(deadline, time.monotonic() + self._grace_left() + self._patience)
 
     def stop(self) -> None:
         self._stopping.set()

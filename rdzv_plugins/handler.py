@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from rdzv_plugins import clock
 from rdzv_plugins.addresses import (
     ANY_PORT,
     dial_self,
@@ -234,7 +235,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             record,
             rules,
             settings.join_timeout,
-            time.monotonic,
+            clock.now,
             random.Random(secrets.randbits(64)),
             time.time,
         )
@@ -302,16 +303,16 @@ class StoreRendezvousHandler(RendezvousHandler):
     def loss_shows_within(self) -> float:
         """Seconds after which the loss of a participant shows in `num_nodes_waiting`.
 
-        They begin when a grace ends (`grace_ends`). It takes longer only while the store is away,
+        They begin when a grace ends (`grace_left`). It takes longer only while the store is away,
         or if the leader was lost with its first heirs.
         """
         # The last beat is seen up to 1.1 intervals late; heirs and the store need the rest.
         return self._rules.lease + 1.1 * self._rules.interval + 2.0
 
     @property
-    def grace_ends(self) -> float:
-        """Until then no node is lost, since the store was away; monotonic seconds."""
-        return self._node.grace_ends
+    def grace_left(self) -> float:
+        """Seconds until a node can be lost, since the store was away; negative: since then."""
+        return self._node.grace_ends - clock.now()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it runs.
@@ -692,7 +693,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._carry_out(others_go_on(self._node, newcomers, self._rules, time.time()))
 
     def _follows_from_a_loss(self, last: RoundDocument) -> bool:
-        deadline = max(time.monotonic(), self.grace_ends) + self.loss_shows_within
+        deadline = time.monotonic() + max(0.0, self.grace_left) + self.loss_shows_within
         work = follows_from_a_loss(
             self._node, last, self._rules, lambda: self._ended or time.monotonic() > deadline
         )

@@ -62,7 +62,8 @@ What a driver owes a node:
 - A request takes at most the request timeout of the `rules.Rules` that the node was made with.
 - `Park` and `Rest` end early when an order arrives (`Node.order_join`, `Node.order_withdrawal`,
   `Node.report_done`), and may end early at any time.
-- The clock is monotonic, in seconds, and is compared with no other host's.
+- The clock is monotonic, in seconds, and is compared with no other host's. It should go on while
+  the host is suspended, as it does while a process is: the others count that time.
 
 What a node owes its driver:
 

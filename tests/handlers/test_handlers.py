@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from rdzv_plugins import clock
 from rdzv_plugins.archive import archive_run_id
 from rdzv_plugins.handler import StoreRendezvousHandler, _what_failed
 from rdzv_plugins.kv import MemoryClient, RendezvousStateError
@@ -538,3 +540,54 @@ class TestWhatOthersHaveWritten:
         assert alone.num_nodes_waiting() == 0
         assert not alone.is_closed()
         assert alone.shutdown()
+
+
+class Host:
+    """A host whose clock goes on by some seconds at once, as while it was suspended."""
+
+    suspended = 0.0
+
+    def now(self) -> float:
+        return time.monotonic() + self.suspended
+
+
+def test_a_node_counts_the_time_for_which_its_host_was_suspended(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its network is still away when the host goes on: its workers stop at once."""
+    host, cut = Host(), site.client()
+    monkeypatch.setattr(clock, "now", host.now)
+    handler = site.handler(2, 2, cut, on_outage="stop", outage_limit=600.0)
+    monkeypatch.undo()
+    site.join(handler, site.handler(2, 2))
+    cut.cut()
+    assert handler.num_nodes_waiting() == 0
+    host.suspended += 600.0
+    assert handler.num_nodes_waiting() > 0
+
+
+def test_a_leader_whose_host_was_suspended_takes_nobody_for_lost(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host()
+    monkeypatch.setattr(clock, "now", host.now)
+    leader = site.handler(2, 2)
+    joins = Background(leader.next_rendezvous)
+    site.await_that(lambda: site.document is not None)
+    monkeypatch.undo()
+    other = site.handler(2, 2)
+    site.join(other)
+    joins.result(20.0)
+    for _ in range(3):
+        beat = leader._node.record.beat
+        host.suspended += 600.0
+        site.await_that(lambda beat=beat: leader._node.record.beat > beat + 3)
+    assert [it.num_nodes_waiting() for it in (leader, other)] == [0, 0]
+    assert site.document is not None
+    assert (site.document.round, site.document.leader) == (0, leader._node.id)
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="this system has no such clock")
+def test_the_clock_of_a_node_goes_on_while_its_host_is_suspended() -> None:
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert before <= clock.now() <= time.clock_gettime(time.CLOCK_BOOTTIME)
