@@ -74,8 +74,8 @@ _OF_A_WORLD_THAT_VARIES = (
 )  # fmt: skip
 
 _LARGEST_PORT = 65535
-# That of a round, and that of the round before.
-_LEAST_PORTS = 2
+# Rank 0's TCPStore needs that of a round, while the round before may have its own still.
+_PORTS_OF_MASTER = 2
 
 # Seconds that a request may take by default.
 _SHORTEST_REQUEST, _LONGEST_REQUEST = 2.0, 5.0
@@ -165,9 +165,9 @@ class Settings:
                                     4 MiB each way, and all have reached rank 0's MASTER_PORT; a
                                     node that fails with several others is left out; see policies.md
     links                   true    neighbours in rank order keep connections to each other, at a
-                                    port that is free, so that the others go on about a second after
-                                    a process was killed, and not after its lease; a node that lives
-                                    is asked first. Without effect with on_outage=stop
+                                    port of master_port, so that the others go on about a second
+                                    after a process was killed, and not after its lease; a node that
+                                    lives is asked first. Without effect with on_outage=stop
     rejoin_timeout          600     seconds that a round waits for a live node of the last round
                                     before it starts without that node; a tenth of this if the
                                     other nodes fill the round; at most 0.8 x join_timeout
@@ -204,7 +204,8 @@ class Settings:
     network                 none    the network in which the address is that the others dial, e.g.
                                     10.1.0.0/16. ``--local-addr`` overrides both
     master_port             none    the range of ports, such as 30000-30999, that rank 0's
-                                    MASTER_PORT is of, and ``network_check``'s; none: any free one.
+                                    MASTER_PORT is of, and those of ``links`` and
+                                    ``network_check``, at least three; none: any free one.
                                     Each round has another port than the one before. Two runs whose
                                     hosts may get each other's addresses need ranges of their own,
                                     or a wide one; see two-worlds.md. Not the ports that gloo
@@ -314,11 +315,11 @@ class Settings:
                     f"option 'master_port': '{self.master_port}' is no range such as 30000-30999, "
                     f"up to {_LARGEST_PORT}"
                 )
-            if last - first + 1 < _LEAST_PORTS:
+            if last - first < _PORTS_OF_MASTER:
                 raise ValueError(
-                    f"option 'master_port': '{self.master_port}' has less than {_LEAST_PORTS} "
-                    "ports, and no round may have that of the round before: name more, such as "
-                    "30000-30999"
+                    f"option 'master_port': '{self.master_port}' has less than "
+                    f"{_PORTS_OF_MASTER + 1} ports: MASTER_PORT, that of the round before, and one "
+                    "for links: name more, such as 30000-30999"
                 )
 
     @property
@@ -331,6 +332,14 @@ class Settings:
         """The ports of ``master_port``; port 0 stands for any that is free."""
         first, last = _port_range(self.master_port or "0")
         return range(first, last + 1)
+
+    @property
+    def answer_ports(self) -> range:
+        """Of `ports`, those at which this node answers others, from the last on.
+
+        Two are left for rank 0's TCPStore, however many nodes the host has.
+        """
+        return self.ports[: _PORTS_OF_MASTER - 1 : -1] or self.ports
 
     def placed_in(self, domain: str | None) -> Settings:
         """These, of a node in this domain."""

@@ -269,7 +269,13 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._listener is not None and has_links:
             driver = self._driver
             self._links = Links(
-                self._listener, run_id, node_id, address, driver.report_gone, driver.report_back
+                self._listener,
+                run_id,
+                node_id,
+                address,
+                driver.report_gone,
+                driver.report_back,
+                self._log.warning,
             )
         self._closed = False
         self._ending = threading.Lock()
@@ -914,8 +920,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules, settings, name = self._rules, self._settings, f"rdzv-{self._run_id}-answers"
         if rules.max_nodes == 1 or not (rules.network_check or self._dials):
             return None
-        # Links alone take no port from those of rank 0's TCPStore.
-        ports = settings.ports if rules.network_check else ANY_PORT
+        # No firewall may be in between: links alone do with any port where none of these is free.
+        ports = [*settings.answer_ports, *([] if rules.network_check else ANY_PORT)]
         try:
             listener = Listener(self._address, name, ports)
         except (OSError, RuntimeError, MemoryError) as error:

@@ -51,6 +51,8 @@ _TOLD_AGAIN = 10
 # Without traffic a firewall forgets a connection; the kernel sees to this, and wakes no process.
 _KEEP_ALIVE_SECONDS = 60
 _MOST_LINKS = 256
+# People are told of a neighbour after the third dial in vain.
+_TOLD_PAUSE = 4 * _FIRST_PAUSE
 # A link that breaks so soon, so often in a row, is made again after pauses.
 _SHORT_SECONDS, _MOST_SHORT = 1.0, 3
 
@@ -80,6 +82,7 @@ class Links:
         host: its address, as others know it.
         gone: called with the id of a node whose process is gone, in the listener's thread.
         back: called with its id where it answers after all.
+        warn: takes a line for people, in the listener's thread.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Links:
         host: str,
         gone: Callable[[str], None],
         back: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self._listener = listener
         self._run_id = run_id
@@ -97,6 +101,9 @@ class Links:
         self._host = host
         self._gone = gone
         self._back = back
+        self._warn = warn
+        # Hosts to which there was no link, and people have been told.
+        self._told: set[str] = set()
         self._peers: dict[str, _Peer] = {}
         self._accepted: list[_Accepted] = []
         # The hosts where a node has answered, and whether both ends saw the same addresses. That
@@ -116,6 +123,18 @@ class Links:
         for node, endpoint in peers.items():
             if node not in self._peers:
                 self._peers[node] = _Peer(self, self._listener, node, endpoint)
+
+    def tell(self) -> None:
+        """Tell people of the neighbours to which there is no link, once for each host."""
+        without = [it.endpoint for it in self._peers.values() if it.lacks_link]
+        hosts = {endpoint.rpartition(":")[0] for endpoint in without}
+        if hosts - self._told:
+            self._told |= hosts
+            self._warn(
+                f"no links to {len(without)} of {len(self._peers)} neighbours "
+                f"({', '.join(sorted(without))}): the end of a process there shows only when its "
+                "lease has run out. If a firewall is in between, let master_port= pass"
+            )
 
     def greeting(self, node: str, nonce: str, ends: str) -> bytes:
         """What this node says to another, over a connection with these ends."""
@@ -317,6 +336,7 @@ class _Peer:
         self._links = links
         self._listener = listener
         self._node = node
+        self.endpoint = endpoint
         self._host = endpoint.rpartition(":")[0].strip("[]")
         self._addresses: list[_Address] = []
         self._at = 0
@@ -335,6 +355,12 @@ class _Peer:
         self._pause = _FIRST_PAUSE
         self._turn = 0
         self._resolve(int(endpoint.rpartition(":")[2]))
+
+    @property
+    def lacks_link(self) -> bool:
+        """Whether it has no link, and is not known to have ended."""
+        held = self._line is not None and self._line.held
+        return not (held or self._ended or self._is_gone)
 
     def end(self) -> None:
         """Hold no link to it any more."""
@@ -441,6 +467,8 @@ class _Peer:
 
     def _dial_later(self) -> None:
         self._dial_after(self._pause)
+        if self._pause >= _TOLD_PAUSE:
+            self._links.tell()
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _dial_after(self, seconds: float) -> None:

@@ -442,7 +442,7 @@ def ports(scene: Scene) -> dict[str, Any]:
     """MASTER_PORT is of a range, of which some ports are taken; and where it listens."""
     hosts = scene.network("a", "b", networks=(1, 2))
     store = scene.enter(Proxy(scene.server(), (f"10.1.0.{PROGRAM}", PORT)))
-    endpoint, conf = "{}:{}".format(*store.address), "30000-30002"
+    endpoint, conf = "{}:{}".format(*store.address), "30000-30003"
     taken = scene.enter(hosts[0].new_socket())
     taken.bind(("10.1.0.1", 30000))
     taken.listen()
@@ -455,7 +455,7 @@ def ports(scene: Scene) -> dict[str, Any]:
     second = job.await_begun(2)
     job.finish()
     job.ends()
-    for number in (30001, 30002):
+    for number in (30001, 30002, 30003):
         more = scene.enter(hosts[0].new_socket())
         more.bind(("10.1.0.1", number))
         more.listen()
@@ -471,11 +471,29 @@ def ports(scene: Scene) -> dict[str, Any]:
     }
 
 
+def firewalled(scene: Scene) -> dict[str, Any]:
+    """A firewall passes nothing from one of the ports that the kernel chooses to another."""
+    hosts = scene.network("a", "b")
+    store = scene.enter(Proxy(scene.server(), (f"10.1.0.{PROGRAM}", PORT)))
+    for host in hosts:
+        host.drop_between("32768-60999")
+    job = scene.job(
+        "redis", "{}:{}".format(*store.address), nodes="1:2", master_port="30000-30010",
+        keep_alive_interval=5, keep_alive_max_attempt=12, replacement_timeout=0,
+    )  # fmt: skip
+    job.start_on(hosts)
+    job.await_begun(2)
+    killed = time.monotonic()
+    job.agents["b"].signal(signal.SIGKILL, workers=True)
+    why = job.await_line("a", "lost 10.1.0.2")
+    return {"found, s": time.monotonic() - killed, "why": why}
+
+
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     it.__name__: it
     for it in (
         at_loopback, agents_of_consul, members, parted, at_ipv6, served, own_stores, own_names,
-        out_of_reach, gloos_choice, at_loopback_only, ports,
+        out_of_reach, gloos_choice, at_loopback_only, ports, firewalled,
     )
 }  # fmt: skip
 

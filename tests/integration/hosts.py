@@ -64,6 +64,13 @@ class Host:
         """End what `cut` began."""
         _ip(f"link set v{network}h{self.number} up")
 
+    def drop_between(self, ports: str) -> None:
+        """Drop what comes from one of these ports to another, without a word."""
+        between = f"iif eth1 ipproto tcp sport {ports} dport {ports} blackhole"
+        # Before the route to this host itself, which is the first.
+        for rule in (f"add pref 1 {between}", "add pref 2 lookup local", "del pref 0"):
+            self.run("ip", "rule", *rule.split())
+
     def new_socket(self) -> socket.socket:
         """One of this host's."""
         made: list[socket.socket] = []

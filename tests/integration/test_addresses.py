@@ -204,11 +204,18 @@ def test_a_master_at_loopback_of_another_host_is_told() -> None:
 
 def test_ports_of_master() -> None:
     seen = play("ports")
-    # The first was taken, and no round has the port of the one before.
+    # The first was taken, the last is for links, and no round has the port of the one before.
     assert sorted(seen["masters"]) == ["10.1.0.1:30001", "10.1.0.1:30002"]
     # The host has 10.2.0.1 as well, where a TCPStore of an older torch listens, too.
     assert seen["reached"] == (["10.1.0.1"] if TAKES_SOCKETS else ["10.1.0.1", "10.2.0.1"])
     assert seen["statuses"] == [1]
-    says = "no port of master_port=30000-30002 is free at '10.1.0.1'"
+    says = "no port of master_port=30000-30003 is free at '10.1.0.1'"
     assert [line for line in seen["full"] if says in line] != []
     assert only(seen["checked"], "address: ").startswith(f"failed   address: {says}")
+
+
+def test_links_pass_a_firewall_that_lets_master_port_pass(record_property: Measure) -> None:
+    seen = play("firewalled")
+    record_property("found, s", round(seen["found, s"], 2))
+    # Its lease is a minute.
+    assert "its process is gone, as 10.1.0.1" in seen["why"]

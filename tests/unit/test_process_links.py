@@ -33,7 +33,7 @@ from rdzv_plugins.links import Links
 from rdzv_plugins.listener import Listener
 
 listener = Listener("127.0.0.1", "child", [int(sys.argv[1])])
-links = Links(listener, {RUN!r}, {PEER!r}, "127.0.0.1", print, print)
+links = Links(listener, {RUN!r}, {PEER!r}, "127.0.0.1", print, print, print)
 
 
 def refuse():
@@ -128,6 +128,7 @@ class Watcher:
             host,
             lambda node: self.told.put(("gone", node)),
             lambda node: self.told.put(("back", node)),
+            lambda line: self.told.put(("warn", line)),
         )
 
     def hold(self, **ports: int) -> None:
@@ -451,10 +452,10 @@ def test_a_process_that_stands_still_is_not_gone(
 
 def test_somebody_else_at_its_port_is_not_it(watcher: Watcher) -> None:
     listener = Listener("127.0.0.1", "another")
-    Links(listener, RUN, PEER, "127.0.0.1", print, print)
+    Links(listener, RUN, PEER, "127.0.0.1", print, print, print)
     linked(watcher, listener.port)
     listener._greetings = ()
-    Links(listener, RUN, "another-node", "127.0.0.1", print, print)
+    Links(listener, RUN, "another-node", "127.0.0.1", print, print, print)
     watcher.breaks()
     assert watcher.hears() == ("gone", PEER)
     listener.close()
@@ -500,6 +501,24 @@ def test_where_only_this_host_answers_that_another_refuses_tells_nothing(
     another = watcher.links._peers["another"]
     assert until(lambda: another._pause > module._FIRST_PAUSE, PATIENCE)
     assert watcher.heard_nothing
+
+
+def test_people_are_told_once_of_neighbours_without_a_link(
+    watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a firewall drops what is no port of ``master_port``."""
+    for name, seconds in {"_DIAL_SECONDS": 0.1, "_FIRST_PAUSE": 0.01, "_TOLD_PAUSE": 0.04}.items():
+        monkeypatch.setattr(module, name, seconds)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        linked(watcher, peer.port)
+        watcher.hold(the_peer=peer.port, mute=port)
+        what, line = watcher.hears()
+        assert what == "warn"
+        assert line.startswith(f"no links to 1 of 2 neighbours (127.0.0.1:{port}): the end of a")
+        silent = watcher.links._peers["mute"]
+        assert until(lambda: silent._pause > 0.3, PATIENCE)
+        assert watcher.heard_nothing
 
 
 def test_a_link_that_is_not_held_any_more_tells_nothing(watcher: Watcher, peer: Peer) -> None:

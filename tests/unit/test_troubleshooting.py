@@ -72,7 +72,7 @@ EXPLAINS_ITSELF = (
     "option 'metrics_port': '…' must be at most …",
     "option 'network': '…' is no network such as 10.1.0.0/16",
     "option 'master_port': '…' is no range such as 30000-30999, up to …",
-    "option 'master_port': '…' has less than … ports, and no round may have that of the round",
+    "option 'master_port': '…' has less than … ports: MASTER_PORT, that of the round before, and",
     "for the network check (…): name more, or end what listens there",
     "option 'domain': '…' must have 1 to … characters, as in rack7 or spine1/rack7",
     "option 'domain': … must have neither spaces nor $(...); is a variable not set?",
