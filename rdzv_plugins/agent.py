@@ -56,12 +56,16 @@ from torch.distributed.launcher import api
 from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.kv import Attempts, exhausted
 from rdzv_plugins.orphans import Guard
+from rdzv_plugins.stopping import stop
 from rdzv_plugins.stores import is_store
 from rdzv_plugins.worker import VARIABLE
 
 __all__ = ["RunAgent", "torchrun"]
 
 log = logging.getLogger(__name__)
+
+# torch has so long to take note of the end of a worker; one that hangs in the kernel has none.
+_REAP_SECONDS = 1
 
 # A waiting agent checks its handler's state in memory this often, in seconds.
 _LOOK_SECONDS = 0.05
@@ -95,8 +99,6 @@ class RunAgent(LocalElasticAgent):
     _failure: RunResult | None = None
     # Before the first workers there is none.
     _guard: Guard | None = None
-    # Some workers may run that nobody has named yet: a signal ends the start at any point.
-    _starts = False
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         handler = self._worker_group.spec.rdzv_handler
@@ -115,33 +117,31 @@ class RunAgent(LocalElasticAgent):
         guard.start()
         if (handed_down := os.environ.get(VARIABLE)) is not None:
             guard.expect(VARIABLE, handed_down)
-        self._starts = True
         started: dict[int, Any] = super()._start_workers(worker_group)
         guard.watch(started.values())
-        self._starts = False
-        self._heed_shutdown_timeout()
+        self._stop_all_that_workers_start(guard)
         return started
 
-    def _heed_shutdown_timeout(self) -> None:
-        """Give workers as long to stop as ``--shutdown-timeout`` says, whyever they are stopped.
+    def _stop_all_that_workers_start(self, guard: Guard) -> None:
+        """Stop what workers have started with them, by whatever torch stops them.
 
-        torch does so at a signal and at the end, and else kills them after 30 s. In an earlier
-        torch there is no such option.
+        They have as long as ``--shutdown-timeout`` says, which torch heeds only at a signal and at
+        the end; else it kills them after 30 s, as always in an earlier torch without the option.
         """
-        context, seconds = self._pcontext, getattr(self, "_shutdown_timeout", None)
-        if context is None or seconds is None:
-            return
-        close = context.close
+        context = self._pcontext
+        assert context is not None
+        close, seconds, stopped = context.close, getattr(self, "_shutdown_timeout", 30), False
 
-        def close_in_time(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        def close_all(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            nonlocal seconds, stopped
+            if not stopped and os.path.isdir("/proc/self"):
+                stop(context.pids().values(), death_sig or signal.SIGTERM, seconds)
+                # Their numbers may soon be others'.
+                guard.watch(())
+                stopped, seconds = True, _REAP_SECONDS
             close(death_sig, seconds)
 
-        context.close = close_in_time  # type: ignore[method-assign]
-
-    def _shutdown(self, *args: Any, **options: Any) -> None:
-        super()._shutdown(*args, **options)
-        if self._guard is not None and not self._starts:
-            self._guard.watch(())
+        context.close = close_all  # type: ignore[method-assign]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """As torch's; HEALTHY for workers whose failure follows from a change of the round.

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "processes"]
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _STOP_SECONDS = 2.0
 
 # Begins a line with what stands in an environment, in hexadecimal digits; others name processes.
 _EXPECTED = "="
-# How often to look for those, with pauses of so many seconds: one may be on its way.
+# How often to look for what is to end, with pauses of so many seconds: one may be on its way.
 _LOOKS, _PAUSE = 3, 0.1
 
 
@@ -102,14 +102,21 @@ class Guard:
             self._process = None
 
 
-def _kill(worker: int) -> None:
-    """Kill a worker, and all of its session that are in its group."""
-    for kill in (os.killpg, os.kill):
-        try:
-            kill(worker, signal.SIGKILL)
-            return
-        except OSError:
-            continue  # Python's own start methods give a worker no group.
+def processes(workers: Collection[int]) -> dict[int, int]:
+    """The live processes of these workers, themselves and those of their sessions, by worker.
+
+    The number of a worker that has ended is no other process's while its session has processes.
+    """
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc") if workers else ():
+        if name.isdecimal():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+                state, _, _, session = stat.read().rpartition(b")")[2].split()[:4]
+                pid, worker = int(name), int(session)
+                # Python's own start methods give a worker no session.
+                if state not in (b"Z", b"X") and (worker in workers or pid in workers):
+                    found[pid] = worker if worker in workers else pid
+    return found
 
 
 def _started_with(entry: bytes) -> list[int]:
@@ -135,10 +142,11 @@ def _main() -> None:
             entry = bytes.fromhex(line.removeprefix(_EXPECTED))
         else:
             workers, entry = [int(word) for word in line.split()], b""
-    for look in range(_LOOKS if entry else 1):
+    for look in range(_LOOKS if entry or workers else 0):
         time.sleep(_PAUSE * min(look, 1))
-        for worker in _started_with(entry) if entry else workers:
-            _kill(worker)
+        for pid in processes(_started_with(entry) if entry else workers):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -403,7 +403,7 @@ def test_all_are_told_to_end_twice(submit: Submit, tmp_path: Path) -> None:
     for name in "abc":
         job.agents[name].signal(signal.SIGINT)
     for name in "abc":
-        job.await_line(name, "closing signal")
+        job.await_line(name, "the workers get SIGINT")
         job.agents[name].signal(signal.SIGINT)
     job.await_ends("abc")
     assert_nothing_is_left(job, tmp_path, quorum())

@@ -66,7 +66,9 @@ def test_workers_end_with_their_agent(
     record_property: Measure,
 ) -> None:
     """And what they have started, also where they ignore all that can be ignored."""
-    script = f"trap '' TERM HUP; sleep 600 & echo $! $$$$ >> {tmp_path}/pids; wait"
+    # timeout has a process group of its own.
+    begins = "timeout 600 sleep 600 & echo $! $$$$"
+    script = f"trap '' TERM HUP; {begins} >> {tmp_path}/pids; wait"
     arguments = ["--nproc-per-node=2", *of_a_run(store, run_id, "1:1", 3, script)]
     with Launch(tmp_path / "a", RDZV_RUN, *arguments) as a:
         found = pids(tmp_path / "pids", 4)
@@ -116,17 +118,43 @@ def test_torchruns_workers_end_with_it_where_their_script_says_so(
         record_property("ended after, s", round(time.monotonic() - began, 3))
 
 
-def test_what_outlives_its_worker_outlives_the_agents_own_end(
+# It starts a process each time, of which it has found none running; the first ignores SIGTERM.
+LEAVES = """
+cd FOLDER
+for left in $(cat started 2>/dev/null); do
+    grep -qs '^State:.[^Z]' /proc/$left/status && echo $left >> found
+done
+if [ ! -e started ]; then trap '' TERM; fi
+sleep 600 & echo $! >> started
+case $(wc -l < started) in
+1) kill -9 $$$$ ;;
+2) exit 3 ;;
+esac
+setsid sleep 600 & echo $! > free
+"""
+
+
+def test_what_a_worker_leaves_behind_ends_before_the_next_ones_start(
     store: RunningStore, tmp_path: Path, run_id: str
 ) -> None:
-    script = f"sleep 600 & echo $! >> {tmp_path}/pids"
-    with Launch(tmp_path / "a", RDZV_RUN, *of_a_run(store, run_id, "1:1", 3, script)) as a:
-        assert a.end() == 0
-    (pid,) = pids(tmp_path / "pids", 1)
+    """And at the end, but for what has a session of its own."""
+    script = LEAVES.replace("FOLDER", str(tmp_path))
+    arguments = ["--shutdown-timeout=1", "--max-restarts=2"]
+    arguments += of_a_run(store, run_id, "1:1", 3, script)
+    with Launch(tmp_path / "a", RDZV_RUN, *arguments) as a:
+        assert a.end() == 0, a.log.read_text()
+    started = pids(tmp_path / "started", 3)
+    (free,) = pids(tmp_path / "free", 1)
     try:
-        assert live(pid)
+        assert not (tmp_path / "found").exists()
+        assert not [*filter(live, started)]
+        assert live(free)
     finally:
-        os.kill(pid, signal.SIGKILL)
+        for pid in filter(live, (*started, free)):
+            os.kill(pid, signal.SIGKILL)
+    for count in (1, 0):
+        line = f"left 1 of their processes behind, which are ended, {count} of them by SIGKILL"
+        assert said(a, line), a.log.read_text()
 
 
 @pytest.mark.parametrize("event", ["change", "failure"])
@@ -146,12 +174,12 @@ def test_workers_have_as_long_as_it_was_said(
         assert until((tmp_path / "began.1.1").exists, 60)
         if event == "failure":
             (tmp_path / "fail").touch()
-            assert until(lambda: said(a, "closing signal SIGTERM"), 30)
+            assert until(lambda: said(a, "the workers get SIGTERM"), 30)
             began = time.monotonic()
             assert a.end(20) == 1
         else:
             with Launch(tmp_path / "b", RDZV_RUN, *arguments):
-                assert until(lambda: said(a, "closing signal SIGTERM"), 60)
+                assert until(lambda: said(a, "the workers get SIGTERM"), 60)
                 began = time.monotonic()
                 assert until((tmp_path / "began.2.1").exists, 30), a.log.read_text()
     record_property("stopped after, s", round(time.monotonic() - began, 2))
