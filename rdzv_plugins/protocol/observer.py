@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
@@ -52,8 +53,8 @@ _CLOCKS_APART = 600_000
 # So many documents of another version are written over before they are told.
 _MOST_STRANGE = 8
 _OUTDATED_KEPT = 16
-# So much later than this node another one is back after a short outage: as long as a node pauses
-# between two requests then, and a client between two attempts.
+# So much later than this node another one is back after an outage: as long as a node pauses between
+# two requests then, and a client between two attempts.
 _BACK_WITHIN = 1.0
 
 
@@ -186,6 +187,8 @@ class Observer:
         self._asked_tombstones: dict[str, float] = {}
         # Since when a leader has counted enough ready nodes; None: there are fewer.
         self._enough_since: float | None = None
+        # When the store was back last.
+        self._back = -math.inf
         # When the store last answered, and how long the node has paused on purpose since.
         self._answered: float | None = None
         self._paused = 0.0
@@ -230,8 +233,8 @@ class Observer:
         return max(0.0, max(self._late) - self._rules.interval / 2)
 
     def beat_was_late(self, seconds: float) -> None:
-        """Note how long after its time this node's beat was written."""
-        self._late = self._late[1], seconds
+        """Note how long after its time this node's beat was written; an outage is no lateness."""
+        self._late = self._late[1], min(seconds, self._clock() - self._back)
 
     def doubt(self, nodes: Iterable[str]) -> None:
         """Give each of these nodes one more lease, once until its next beat."""
@@ -605,19 +608,20 @@ class Observer:
         all windows begin again: each node's when it beats again or a lease later, for some are
         connected again later than others. Whether requests failed, one was repeated by the store's
         client until it was answered, or this process stood still, is all the same. Those who are
-        accused have little time, so theirs begins again after any of these.
+        accused have little time, so theirs begins again after any of these, once they are back.
         """
         now, trouble, repeated = self._clock(), self._in_trouble, self._repeated
         away = now - self._answered - self._paused if self._answered is not None else 0.0
         self._answered, self._paused = now, 0.0
         self._in_trouble = self._repeated = False
-        if away > self._rules.outage:
+        outage = away > self._rules.outage
+        if outage:
             self._reset_windows(now)
-            return
-        if trouble:
+        elif trouble:
             self.liveness.discount(away, now)
             self.progress.discount(away, now)
-        if trouble or repeated:
+        if outage or trouble or repeated:
+            self._back = now
             self.accused.restart(now, _BACK_WITHIN)
 
     def _reset_windows(self, now: float) -> None:
@@ -628,7 +632,6 @@ class Observer:
         """
         self.outages += 1
         self.liveness.restart(now, self._rules.lease)
-        self.accused.restart(now, self._rules.lease)
         self.progress.restart(now, self._rules.lease)
         self.listed_since = now
         self._enough_since = None

@@ -10,7 +10,8 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from subprocess import PIPE
 
@@ -18,9 +19,10 @@ import pytest
 
 from rdzv_plugins.demo.agents import RDZV_RUN
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
+from rdzv_plugins.servers.process import ServerProcess
 from tests import Measure
 from tests.integration.jobs import Job
-from tests.integration.stores import RunningStore, every_store
+from tests.integration.stores import KINDS, Kind, RunningStore, every_store, started
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -29,6 +31,9 @@ DEFAULTS = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3, "last_call_ti
 LEASE = 15.0
 
 soak = pytest.mark.soak
+
+# Whose servers keep their data when they are stopped, and start soon.
+OF_OUR_OWN = [kind for kind in KINDS if kind.name in ("redis", "etcd-v3")]
 
 
 @pytest.fixture
@@ -95,6 +100,66 @@ def test_an_agent_that_is_killed_alone(job: Job, killed: str, record_property: M
     record_property("last worker began again, s", round(took, 2))
 
 
+@contextmanager
+def away(server: ServerProcess) -> Iterator[None]:
+    """The store is, for 7 s; what is done within is done in the midst of them."""
+    server.stop()
+    time.sleep(3.5)
+    yield
+    time.sleep(3.5)
+    server.start()
+
+
+@soak
+@pytest.mark.parametrize("kind", OF_OUR_OWN, ids=lambda kind: kind.name)
+def test_one_that_is_killed_while_the_store_is_away(
+    kind: Kind, tmp_path: Path, record_property: Measure
+) -> None:
+    options = {"nodes": "2:3", "links": "true", **DEFAULTS, "last_call_timeout": 0.1}
+    with started(kind) as store, closing(Job(tmp_path, store, **options)) as job:
+        job.begin("abc")
+        await_links(job, "abc")
+        label = job.label("b")
+        assert store.server is not None
+        with away(store.server.nodes[0]):
+            killed = job.agents["b"].kill()
+        back = time.monotonic()
+        world = job.await_begun("ac", after=killed)
+        document = job.document()
+        assert document is not None
+        assert f"lost {label}: its process is gone" in document.reason
+    record_property("last worker began after the outage, s", max(world.began.values()) - back)
+
+
+@soak
+@pytest.mark.parametrize(("refused", "later"), [("", 3.0), ("c", 3.0), ("abc", 0.3)])
+def test_one_that_lives_and_is_the_last_to_reach_the_store_again_is_not_lost(
+    tmp_path: Path, refused: str, later: float
+) -> None:
+    with ExitStack() as stack:
+        store = stack.enter_context(started(OF_OUR_OWN[0]))
+        proxy = stack.enter_context(store.proxy())
+        options = {"nodes": "2:3", "links": "true", **DEFAULTS}
+        job = stack.enter_context(closing(Job(tmp_path, store, **options)))
+        job.start_at("a")
+        job.start_at("b")
+        job.start("c", "127.0.0.3", endpoint=store.endpoint_at(proxy.address))
+        job.await_begun("abc")
+        number = job.round()
+        await_links(job, "abc")
+        pids = {job.agents[name].pid for name in refused}
+        ports = [record.link for record in job.records() if record.pid in pids]
+        assert store.server is not None
+        with away(store.server.nodes[0]):
+            proxy.refuse()
+            refuse_at(ports)
+        time.sleep(later)
+        proxy.accept()
+        time.sleep(LEASE + 5.0)
+        assert job.round() == number, job.document()
+        assert all(len(job.noted(name, 0.0)) == 1 for name in "abc")
+
+
 def destroy(*sockets: str) -> None:
     """Have the kernel end these sockets of live processes, by what `ss` calls them."""
     subprocess.run(["ss", "--kill", "--tcp", "--no-header", *sockets], check=True, stdout=PIPE)
@@ -107,10 +172,14 @@ def refuse_for(job: Job, names: str) -> dict[str, int]:
     """
     pids = {job.agents[name].pid for name in names}
     records = {key: record for key, record in by_key(job).items() if record.pid in pids}
-    for state in ("listening", "established"):
-        for record in records.values():
-            destroy("state", state, f"sport = :{record.link}")
+    refuse_at([record.link for record in records.values()])
     return {key.removeprefix(NODES_PREFIX): record.beat for key, record in records.items()}
+
+
+def refuse_at(ports: Iterable[int]) -> None:
+    for state in ("listening", "established"):
+        for port in ports:
+            destroy("state", state, f"sport = :{port}")
 
 
 def by_key(job: Job) -> dict[str, NodeRecord]:

@@ -5,6 +5,8 @@ By links to their processes, or by their pods.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from rdzv_plugins.archive import Archive
@@ -150,6 +152,43 @@ def test_after_an_outage_of_a_moment_some_answer_later(crowd: Crowd, name: str) 
     crowd.play(0.1)
     for other in crowd.members.values():
         other.node.note_retry()
+    crowd.play(40.0)
+    assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
+
+
+def away(crowd: Crowd, seconds: float, midway: Callable[[], None] = lambda: None) -> None:
+    """The store is, for all: their requests and waits fail, and they try again."""
+    for member in crowd.members.values():
+        member.down = True
+    crowd.play(seconds / 2)
+    midway()
+    crowd.play(seconds / 2)
+    for member in crowd.members.values():
+        member.down = False
+
+
+@pytest.mark.parametrize("seconds", [3.0, 8.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_is_killed_in_an_outage_is_lost_soon_after_it(
+    crowd: Crowd, name: str, seconds: float
+) -> None:
+    """However long it was, and though the others beat late by as much."""
+    begin(crowd)
+    away(crowd, seconds, lambda: dies(crowd, crowd.members[name]))
+    crowd.play_until(lambda: runs_without(crowd, name), 3.0)
+    assert "its process is gone" in document(crowd).reason
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_lives_and_is_back_last_is_not_lost(crowd: Crowd, name: str) -> None:
+    begin(crowd)
+    for other in crowd.members.values():
+        if name in other.links:
+            other.node.report_gone(name)
+    away(crowd, 8.0)
+    crowd.members[name].down = True
+    crowd.play(0.9)
+    crowd.members[name].down = False
     crowd.play(40.0)
     assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
 
