@@ -89,6 +89,10 @@ _EXCLUSIONS_SECONDS = 0.05
 # A shorter last call is over before people can read of it.
 _SHORTEST_CALL = 1.0
 
+# A round that runs sooner after its ranks were confirmed has its links then, when nobody waits. One
+# that does not may wait for a node that died meanwhile.
+_LINKS_SECONDS = 1.0
+
 # A node that waits for rank 0 to open its TCPStore looks at the document as often.
 _LOOK_SECONDS = 1.0
 
@@ -250,8 +254,8 @@ class Node:
         # What the links to other nodes tell, and has not been taken up: of whom, and if it is gone.
         # Or that its pod has ended, and why.
         self._evidence: deque[tuple[str, bool, str]] = deque()
-        # Links are due to other nodes; and where those that are known listen, None: nowhere.
-        self._links_due = False
+        # When links are due to other nodes; and where those that are known listen, None: nowhere.
+        self._links_due = math.inf
         self._endpoints: dict[str, str | None] = {}
         # How long the store took for its last two heartbeats.
         self._took = (0.0, 0.0)
@@ -683,7 +687,8 @@ class Node:
         if (accused, told) == (self.record.accuses, self.record.ended):
             return
         self.record = replace(self.record, accuses=accused, ended=told)
-        self._record_due = self._ring = self._links_due = True
+        self._record_due = self._ring = True
+        self._owe_links()
         document = self._seen.document
         if document is not None and document.leader == node:
             self._seen.read_again(document=True, leader=True)
@@ -707,15 +712,17 @@ class Node:
             self._answers_until = now + _ANSWERS_FOR * (self._rules.answer or 0.0)
             self._record_due = self._ring = True
 
+    def _owe_links(self, seconds: float = 0.0) -> None:
+        if self._rules.answer is not None:
+            self._links_due = self._clock() + seconds
+
     def _hold_links(self) -> Effects[None]:
         """Have links to both neighbours in the round, and go on to others past those that are gone.
 
-        Nobody waits for this: the round runs.
+        Nobody waits for this: the round runs, or is held up.
         """
-        member, accused = self._member, dict(self.record.accuses)
-        ring: tuple[str, ...] = ()
-        if member is not None and self._rules.answer is not None:
-            ring = self._seen.ring(member)
+        confirmed, accused = self._seen.confirmed, dict(self.record.accuses)
+        ring = self._seen.ring(confirmed) if confirmed is not None else ()
         here = ring.index(self.id) if self.id in ring else len(ring)
         others = (*ring[here + 1 :], *ring[:here])
         after, before = _as_far_as(others, accused), _as_far_as(others[::-1], accused)
@@ -732,7 +739,7 @@ class Node:
             self._endpoints[node] = endpoint
             if endpoint is not None:
                 peers[node] = endpoint
-        self._links_due = False
+        self._links_due = math.inf
         yield from HoldLinks(tuple(peers.items()))
 
     def _pods_due(self) -> bool:
@@ -881,7 +888,7 @@ class Node:
                 yield from self._confirm(document, is_master, seconds)
             case rules.Start(document):
                 self._member, self._suspect = document, False
-                self._links_due = self._rules.answer is not None
+                self._owe_links()
                 named = (it for it in self.record.accuses if it[0] in document.ranks)
                 self.record = replace(self.record, accuses=tuple(named), ended=())
                 self._contact.workers_start()
@@ -1012,6 +1019,7 @@ class Node:
             found=found,
         )
         self._record_due = self._ring = True
+        self._owe_links(_LINKS_SECONDS)
 
     def _check_network(
         self, document: RoundDocument, seconds: float | None
@@ -1174,7 +1182,7 @@ class Node:
             key, self._look_at_pod = self._look_at_pod, ""
             yield from LookAtPod(key, 0.0)
             return
-        if self._links_due:
+        if (until_links := self._links_due - self._clock()) <= 0:
             yield from self._hold_links()
             return
         if self._pods_due():
@@ -1195,7 +1203,7 @@ class Node:
             self._shards_due *= 2
             yield from PutShards(self._shards)
             return
-        yield from self._park(seconds, leads)
+        yield from self._park(until_links if seconds is None else min(seconds, until_links), leads)
 
     def _park(self, seconds: float | None, leads: bool) -> Effects[None]:
         """Wait for the bell as the leader, else for the document."""

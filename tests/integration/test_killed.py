@@ -18,7 +18,7 @@ from subprocess import PIPE
 import pytest
 
 from rdzv_plugins.demo.agents import RDZV_RUN
-from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
 from rdzv_plugins.servers.process import ServerProcess
 from tests import Measure
 from tests.integration.jobs import Job
@@ -76,6 +76,35 @@ def measured(job: Job, killed: str, *, workers: bool = True) -> float:
 def test_a_killed_agent_is_noticed_at_once(job: Job, killed: str, record_property: Measure) -> None:
     took = measured(job, killed)
     record_property("last worker began again, s", round(took, 2))
+
+
+@every_store
+@pytest.mark.parametrize("killed", ["b", *(pytest.param(it, marks=soak) for it in "c")])
+def test_one_that_is_killed_before_it_confirms_its_rank(
+    store: RunningStore, tmp_path: Path, killed: str, record_property: Measure
+) -> None:
+    options = {"nodes": "3:3", "links": "true", **DEFAULTS}
+    with closing(Job(tmp_path, store, **options)) as job:
+        others = "".join(sorted({*"abc"} - {killed}))
+        job.start_at("a")
+        job.await_record("a")
+        job.start_at(killed)
+        job.await_record(killed)
+        job.agents[killed].signal(signal.SIGSTOP)
+        job.start_at(max(others))
+
+        def named() -> bool:
+            document = job.document()
+            return document is not None and document.phase is Phase.CONFIRMING
+
+        job.await_that(named, "a round that names it", 30)
+        label, at = job.label(killed), job.agents[killed].kill()
+        job.start_at("d")
+        world = job.await_begun(f"{others}d", after=at)
+        document = job.document()
+        assert document is not None
+        assert f"lost {label}: its process is gone" in document.reason
+    record_property("last worker began, s", round(max(world.began.values()) - at, 2))
 
 
 @soak

@@ -2157,6 +2157,15 @@ def keeps_what_it_found(patch: Patch) -> None:
     patch(Node, "report_gone", lambda *_: None)
 
 
+@_mutant("who has confirmed its rank has links soon, though the round does not run", 274, _DIES)
+def links_once_it_runs(patch: Patch) -> None:
+    def owe(original: Any, node: Node, seconds: float = 0.0) -> None:
+        if not seconds:
+            original(node)
+
+    patch(Node, "_owe_links", owe)
+
+
 @_mutant("who was lost by an accusation does not count again in the next round", 30, _DIES)
 def takes_the_gone_for_strays(patch: Patch) -> None:
     def found_gone(original: Any, document: RoundDocument, records: Any) -> dict[str, str]:

@@ -394,14 +394,20 @@ class World:
             return
         if {fault.kind for fault in plan.faults} != {"crash"}:
             return
-        if document is None or document.phase is not Phase.RUNNING or document.lost:
+        if document is None or document.lost:
+            return
+        confirms = document.phase is Phase.CONFIRMING
+        if not confirms and document.phase is not Phase.RUNNING:
             return
         ran = self.kernel.now - self._running_since.get(document.world_id, self.kernel.now)
         names = {*document.participants}
         here = [it for it in self.hosts if it.id in names and it.alive]
-        if ran < 1.0 or len(here) < len(names) or host.id not in names:
+        if not confirms and ran < 1.0:
             return
-        within = 2 * answer / plan.rates[0] + 40 * plan.latency + 4 * plan.poll
+        if len(here) < len(names) or host.id not in names:
+            return
+        # Links are held a second after the ranks are confirmed, if the round does not run.
+        within = (2 * answer + confirms) / plan.rates[0] + 40 * plan.latency + 4 * plan.poll
         now = self.kernel.now
         if any(abs(fault.at - now) < within + 1.0 and fault.at != now for fault in plan.faults):
             return

@@ -89,6 +89,20 @@ def test_one_that_is_killed_is_lost_at_once(crowd: Crowd, name: str) -> None:
     assert document(crowd).round == settled
 
 
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_one_that_is_killed_before_it_confirms_its_rank(crowd: Crowd, name: str) -> None:
+    for each in NAMES:
+        crowd.join(each, RULES)
+        crowd.play(0.001)
+        if each == name:
+            crowd.members[each].crash()
+    crowd.play(2.0)
+    assert document(crowd).phase is Phase.CONFIRMING
+    dies(crowd, crowd.members[name])
+    crowd.play_until(lambda: runs_without(crowd, name), 2.0)
+    assert document(crowd).reason.startswith(f"lost {name}[1]: its process is gone, as n")
+
+
 @pytest.mark.parametrize("gone", [("n1", "n2"), ("n2", "n3"), ("n1", "n4")])
 def test_two_at_once(crowd: Crowd, gone: tuple[str, ...]) -> None:
     begin(crowd)
