@@ -192,8 +192,9 @@ class Settings:
     check_timeout           60      seconds that each check may take
     check_at                join    join (before a node that is in no round joins) or restart (each
                                     time that its agent asks for a round)
-    on_unhealthy            wait    wait (the others go on; the checks run again after 1, 2, 4 ...
-                                    up to 60 s; these pauses count against join_timeout) or exit
+    on_unhealthy            wait    of a node whose checks fail, or whose host lets no worker start:
+                                    wait (the others go on; it tries again after 1, 2, 4 ... up to
+                                    60 s; these pauses count against join_timeout) or exit
     check_fails_open        false   a check that cannot run (no such program, no answer in time, an
                                     exception) counts as passed, with a warning
     check_disk              none    the directory for the check ``disk``; none: $TMPDIR
@@ -637,10 +638,6 @@ def idle_options(
         "check_timeout": (not checked, "there is neither check_command nor checks"),
         "check_at": (not checked, "there is neither check_command nor checks"),
         "check_fails_open": (not checked, "there is neither check_command nor checks"),
-        "on_unhealthy": (
-            not (checked or its.network_check),
-            "there is neither check_command nor checks nor network_check",
-        ),
         "check_disk": ("disk" not in its.check_names, "checks does not name disk"),
         "check_disk_free": ("disk" not in its.check_names, "checks does not name disk"),
         "metrics_host": (its.metrics_port is None, "metrics_port is not set"),

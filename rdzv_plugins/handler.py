@@ -421,7 +421,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             )
         if self._node.pod_ends:
             self._await_the_end(self._node.pod_ends)
-        waited, patience = self._await_room() + self._await_fitness(), self._settings.join_timeout
+        waited, patience = self._await_fitness(), self._settings.join_timeout
         try:
             outcome = self._driver.join(failed, waited, patience)
             while outcome.failure is Failure.CUT_OFF and not self._ended:
@@ -455,51 +455,33 @@ class StoreRendezvousHandler(RendezvousHandler):
             told(error)
         raise error.with_traceback(None) from None
 
-    def _await_room(self) -> float:
-        """Wait until this host lets workers start, whose agent would fail; returns the seconds.
-
-        Only between rounds: until a node's first one, its own threads and requests tell it.
-        """
-        if self._store is None:
-            return 0.0
-        began, patience, attempts = time.monotonic(), self._settings.join_timeout, Attempts()
-        while (missing := missing_for_workers()) is not None and not self._ended:
-            latest, waited = self._node.latest, time.monotonic() - began
-            if latest is not None and latest.closed:
-                break
-            if waited >= patience:
-                self._raise(ExhaustedError(f"run '{self._run_id}': no worker can start: {missing}"))
-            if attempts.fail():
-                self._log.warning(
-                    f"no worker can start: {missing} -- this node joins no round yet, and tries "
-                    f"again for {patience:g} s"
-                )
-            time.sleep(attempts.seconds_left)
-        return time.monotonic() - began if attempts.failures else 0.0
-
     def _await_fitness(self) -> float:
-        """Wait until this node's checks pass; returns the seconds of the pauses between them.
+        """Wait until workers can start here and this node's checks pass; returns the pauses' seconds.
 
         The others are told why it does not join, and do not wait for it. What the checks
         themselves take does not count against ``join_timeout``: they have limits of their own.
         """
-        restarts = self._node.in_round
-        if self._gate is None or (restarts and self._settings.check_at != "restart"):
-            return 0.0
+        checks = not self._node.in_round or self._settings.check_at == "restart"
         waited, pause, told = 0.0, _FIRST_PAUSE, ""
-        while (reason := self._gate.check()) is not None and not self._ended:
+        while (reason := self._why_unfit(checks)) is not None and not self._ended:
             left = self._settings.join_timeout - waited
             if reason != told and self._tries_again(waited + pause):
                 self._log.warning(
-                    f"this node is unfit and does not join: {reason}; its checks run again in "
+                    f"this node is unfit and does not join: {reason}; it tries again in "
                     f"{pause:g} s, and so on for {left:g} s"
                 )
                 told = reason
             self._stay_out(reason, waited, pause)
             waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
         if waited and not self._ended:
-            self._log.info("this node is fit again: its checks pass")
+            self._log.info("this node is fit again, and joins")
         return waited
+
+    def _why_unfit(self, checks: bool) -> str | None:
+        # Until its first round, a node's own threads and requests tell what this host lacks.
+        if self._store is not None and (missing := missing_for_workers()) is not None:
+            return f"no worker can start: {missing}"
+        return self._gate.check() if checks and self._gate is not None else None
 
     def _await_the_end(self, reason: str) -> NoReturn:
         """Ask for no round any more: the cluster is about to end this process; raises."""

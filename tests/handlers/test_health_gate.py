@@ -103,7 +103,7 @@ class TestBeforeTheFirstRound:
         assert it.unfit == ""
         own = [it.getMessage() for it in caplog.records if "this node is " in it.getMessage()]
         assert own[0].startswith(f"run 'run': this node is unfit and does not join: {BAD}; its ")
-        assert own[-1] == "run 'run': this node is fit again: its checks pass"
+        assert own[-1] == "run 'run': this node is fit again, and joins"
         assert len(own) == 2, "a line for each change"
 
     def test_it_is_told_from_outside_before_there_is_a_run(self, site: Site, host: Host) -> None:

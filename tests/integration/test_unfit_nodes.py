@@ -64,8 +64,8 @@ def test_a_node_joins_once_its_check_passes(begin: Begin, tmp_path: Path) -> Non
     run.await_world("abc", by_rank=True)
     assert len(twice.runs) == 3
     log = agent.log.read_text()
-    assert "this node is unfit and does not join: check-gpus: hot; its checks run again in 1" in log
-    assert "this node is fit again: its checks pass" in log
+    assert "this node is unfit and does not join: check-gpus: hot; it tries again in 1" in log
+    assert "this node is fit again, and joins" in log
     leader = run.leader().log.read_text()
     assert leader.count("does not join: check-gpus: hot") == 1
 
