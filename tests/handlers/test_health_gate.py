@@ -102,7 +102,7 @@ class TestBeforeTheFirstRound:
         assert it is not None
         assert it.unfit == ""
         own = [it.getMessage() for it in caplog.records if "this node is " in it.getMessage()]
-        assert own[0].startswith(f"run 'run': this node is unfit and does not join: {BAD}; its ")
+        assert own[0].startswith(f"run 'run': this node is unfit and does not join: {BAD}; it ")
         assert own[-1] == "run 'run': this node is fit again, and joins"
         assert len(own) == 2, "a line for each change"
 
