@@ -456,7 +456,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         raise error.with_traceback(None) from None
 
     def _await_fitness(self) -> float:
-        """Wait until workers can start here and this node's checks pass; returns the pauses' seconds.
+        """Wait until workers can start here and the checks pass; returns the seconds of pauses.
 
         The others are told why it does not join, and do not wait for it. What the checks
         themselves take does not count against ``join_timeout``: they have limits of their own.
