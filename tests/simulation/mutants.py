@@ -2157,7 +2157,7 @@ def keeps_what_it_found(patch: Patch) -> None:
     patch(Node, "report_gone", lambda *_: None)
 
 
-@_mutant("who has confirmed its rank has links soon, though the round does not run", 274, _DIES)
+@_mutant("who has confirmed its rank has links soon, though the round does not run", 525, _DIES)
 def links_once_it_runs(patch: Patch) -> None:
     def owe(original: Any, node: Node, seconds: float = 0.0) -> None:
         if not seconds:
