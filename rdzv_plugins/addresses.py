@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import ifaddr
 
@@ -34,6 +34,7 @@ __all__ = [
     "is_loopback",
     "is_out_of_reach",
     "is_own_ip",
+    "lacking_version",
     "listen",
     "loopback",
     "node_address",
@@ -163,6 +164,17 @@ def candidates() -> list[Candidate]:
         if not (address.version == 6 and address.is_link_local)
     ]
     return sorted(found, key=lambda it: (not it.is_global, it.address.version))
+
+
+def lacking_version(address: str) -> Literal[0, 4, 6]:
+    """The version of IP of which this host has no address that others may reach; 0: of none.
+
+    0 also where ``address``, by which the others know it, is not such an address of this host.
+    """
+    versions = {str(it.address): it.address.version for it in candidates() if it.is_global}
+    if address not in versions or {4, 6} <= {*versions.values()}:
+        return 0
+    return 6 if versions[address] == 4 else 4
 
 
 def interface_of(address: str) -> str | None:

@@ -41,6 +41,7 @@ from rdzv_plugins.addresses import (
     is_local,
     is_out_of_reach,
     is_own_ip,
+    lacking_version,
     listen,
     node_address,
 )
@@ -226,6 +227,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             hint=settings.rank,
             policy=settings.policy,
             domain=settings.domain if rules.minds_domains else None,
+            lacks=lacking_version(address) if rules.max_nodes > 1 else 0,
             port=self._listener.port if self._listener and rules.network_check else 0,
             link=self._listener.port if self._listener and has_links else 0,
             pod=pod,

@@ -672,6 +672,8 @@ class NodeRecord(
         hint: its ``--rdzv-conf rank``.
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
         hosts: False: it could not open that TCPStore, and another is to be rank 0.
+        lacks: 4 or 6: its host has no address of that version of IP, and reaches none; 0: it has
+            both, or that is not known.
         failed: it asks for another round because its workers failed, or it has left because they or
             its agent failed.
         may_grow: its workers say that now is a good moment to let newcomers in.
@@ -711,6 +713,7 @@ class NodeRecord(
     hint: Count | None = None
     master: Id | None = None
     hosts: bool = True
+    lacks: Literal[0, 4, 6] = 0
     failed: bool = False
     may_grow: bool = False
     unfit: Text = ""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,24 @@ def at_ipv6(scene: Scene) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def dual_stack(scene: Scene) -> dict[str, Any]:
+    """The first host in rank order reaches the store by IPv6, which the other one has not."""
+    hosts = scene.network("a", "b")
+    server, program = scene.server(), "2a00::254"
+    subprocess.run(["ip", "addr", "add", f"{program}/64", "dev", "br1", "nodad"], check=True)
+    hosts[0].run("ip", "addr", "add", "2a00::1/64", "dev", "eth1", "nodad")
+    scene.enter(Proxy(server, (f"10.1.0.{PROGRAM}", PORT)))
+    scene.enter(Proxy(server, (program, PORT), partial(socket.socket, socket.AF_INET6)))
+    for host in hosts:
+        host.run("sh", "-c", f"echo {program} store >> /etc/hosts")
+        host.run("sh", "-c", f"echo 10.1.0.{PROGRAM} store >> /etc/hosts")
+    job = scene.job("redis", f"store:{PORT}")
+    job.start_on(hosts)
+    master = job.await_begun(2).master
+    job.finish()
+    return {"master": master, "statuses": job.ends()}
+
+
 def served(scene: Scene) -> dict[str, Any]:
     """A host serves the store of the others; its own name is at loopback, as Debian has it."""
     first, other = scene.network("a", "b")
@@ -493,7 +513,7 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     it.__name__: it
     for it in (
         at_loopback, agents_of_consul, members, parted, at_ipv6, served, own_stores, own_names,
-        out_of_reach, gloos_choice, at_loopback_only, ports, firewalled,
+        out_of_reach, gloos_choice, at_loopback_only, ports, firewalled, dual_stack,
     )
 }  # fmt: skip
 

@@ -126,6 +126,12 @@ def test_hosts_whose_own_names_are_at_loopback_run_the_store(endpoint: str, inte
             only(lines, at)
 
 
+def test_the_others_reach_rank_0_where_only_some_hosts_have_ipv6() -> None:
+    seen = play("dual_stack")
+    assert seen["master"].startswith("10.1.0.2:")
+    assert seen["statuses"] == [0, 0]
+
+
 def test_a_host_serves_the_store_of_the_others() -> None:
     seen = play("served")
     new, given = "".join(seen["new"]), "".join(seen["given"])

@@ -59,6 +59,19 @@ def placed(**places: str) -> dict[str, NodeRecord]:
     return {name: record(name, domain=domain) for name, domain in places.items()}
 
 
+def test_rank_0_is_one_that_all_reach() -> None:
+    """Over the version of IP that all have, whatever the order is."""
+    both, old, new = record("2a00::1"), record("10.0.0.2"), record("2a00::3")
+    old, new = replace(old, lacks=6), replace(new, lacks=4)
+    assert order_ranks("ab", {"a": both, "b": old}, (), "natural") == ("b", "a")
+    assert order_ranks("ab", {"a": both, "b": old}, ("a", "b"), "stable") == ("b", "a")
+    assert order_ranks("ac", {"a": both, "c": new}, (), "natural") == ("a", "c")
+    # Where nobody is, or the only one cannot open a TCPStore, as without this.
+    assert order_ranks("bc", {"b": old, "c": new}, (), "natural") == ("c", "b")
+    unable = replace(old, hosts=False)
+    assert order_ranks("ab", {"a": both, "b": unable}, (), "natural") == ("a", "b")
+
+
 class TestTopology:
     def test_domains_are_ordered_by_natural_name_and_nodes_within_them(self) -> None:
         records = placed(n1="rack10", n2="rack9", n10="rack9", n3="rack10", n4="rack9")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
@@ -77,12 +78,30 @@ def order_ranks(
         natural.sort(key=lambda node: (hints[node] is None, hints[node] or 0))
     elif rank_order == "topology":
         natural = _in_their_domains(natural, records, places or {})
-    # Rank 0 opens the TCPStore of the round.
-    first = next((node for node in natural if records[node].hosts), None)
+    first = _first(natural, records)
     if rank_order == "topology" and first is not None:
         _put_its_domain_first(first, natural, records)
     natural.sort(key=lambda node: node != first)
     return tuple(natural)
+
+
+def _first(order: Sequence[str], records: Mapping[str, NodeRecord]) -> str | None:
+    """The first node that can open the TCPStore of the round where all others reach it.
+
+    Where nobody is reached by all, the first that can open it; None: nobody can.
+    """
+    able = [node for node in order if records[node].hosts]
+    lacking = {records[node].lacks for node in order}
+    reached = (node for node in able if _version(records[node].address) not in lacking)
+    return next(reached, able[0] if able else None)
+
+
+def _version(address: str) -> int | None:
+    """That of an IP address; None: it is a name."""
+    try:
+        return ip_address(address).version
+    except ValueError:
+        return None
 
 
 def by_domain(
