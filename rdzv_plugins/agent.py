@@ -35,6 +35,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 from torch.distributed.launcher import api
 
@@ -135,13 +137,21 @@ class RunAgent(LocalElasticAgent):
         def close_all(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
             nonlocal seconds, stopped
             if not stopped and os.path.isdir("/proc/self"):
-                stop(context.pids().values(), death_sig or signal.SIGTERM, seconds)
+                stop(context.pids(), death_sig or signal.SIGTERM, seconds, self._patience)
                 # Their numbers may soon be others'.
                 guard.watch(())
                 stopped, seconds = True, _REAP_SECONDS
             close(death_sig, seconds)
 
         context.close = close_all  # type: ignore[method-assign]
+
+    def _patience(self) -> float | None:
+        """As `StoreRendezvousHandler.patience_after_a_loss`; at a signal workers may save."""
+        handler = self._worker_group.spec.rdzv_handler
+        signalled = isinstance(sys.exception(), SignalException)
+        if signalled or not isinstance(handler, StoreRendezvousHandler):
+            return None
+        return handler.patience_after_a_loss
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """As torch's; HEALTHY for workers whose failure follows from a change of the round.

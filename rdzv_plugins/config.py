@@ -171,6 +171,10 @@ class Settings:
     rejoin_timeout          600     seconds that a round waits for a live node of the last round
                                     before it starts without that node; a tenth of this if the
                                     other nodes fill the round; at most 0.8 x join_timeout
+    loss_shutdown_timeout   5       seconds that workers have to end when their round has lost a
+                                    node, before they get SIGKILL, at most ``--shutdown-timeout``:
+                                    in a collective Python runs no handler of SIGTERM. For
+                                    ``rdzv run``; torchrun gives them its 30 s
     on_outage              continue while the store does not answer, workers continue, or stop after
                                     outage_limit, so that no two worlds of a run train at once; a
                                     node that the store refuses stops its workers after its lease in
@@ -258,6 +262,7 @@ class Settings:
     network_check: bool = option(False, of_run=True)
     links: bool = option(True)
     rejoin_timeout: float = option(600.0, least=0.001)
+    loss_shutdown_timeout: float = option(5.0, least=0)
     on_outage: str = option("continue", choices=("continue", "stop"))
     outage_limit: float | None = option(None, least=0)
     closed_ttl: float = option(60.0, least=0)

@@ -98,6 +98,7 @@ from rdzv_plugins.protocol.parting import (
     close_as_member,
     follows_from_a_loss,
     give_up,
+    lost_one,
     others_go_on,
 )
 from rdzv_plugins.protocol.record_cache import readable
@@ -321,6 +322,14 @@ class StoreRendezvousHandler(RendezvousHandler):
     def grace_left(self) -> float:
         """Seconds until a node can be lost, since the store was away; negative: since then."""
         return self._node.grace_ends - clock.now()
+
+    @property
+    def patience_after_a_loss(self) -> float | None:
+        """Seconds that workers have to end, since their round has lost a node; None: it has not."""
+        last, latest = self._service.last, self._node.latest
+        if last is None or latest is None or not lost_one(last, latest):
+            return None
+        return self._settings.loss_shutdown_timeout
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it runs.

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from rdzv_plugins.orphans import processes
@@ -30,47 +30,69 @@ _KILLED_SECONDS = 1.0
 _PAUSE = 0.05
 
 
-def stop(workers: Iterable[int], number: signal.Signals, seconds: float) -> None:
-    """Stop these processes, and all of their sessions; what has not ended in time gets SIGKILL.
+def stop(
+    workers: Mapping[int, int],
+    number: signal.Signals,
+    seconds: float,
+    after_a_loss: Callable[[], float | None],
+) -> None:
+    """Stop workers, and all of their sessions; what has not ended in time gets SIGKILL.
 
     Args:
+        workers: their processes, by local rank.
         number: the signal that they get first.
         seconds: that they have to end.
+        after_a_loss: the seconds that they have, if those are fewer, once it says how many.
     """
-    workers = [*workers]
-    live = processes(workers)
+    pids = [*workers.values()]
+    live = processes(pids)
     if any(worker not in live for worker in live.values()):
         time.sleep(_SETTLE_SECONDS)
-        live = processes(workers)
+        live = processes(pids)
     left = {pid for pid, worker in live.items() if worker not in live}
-    if not live.keys().isdisjoint(workers):
+    _send(live, number)
+    if (patience := after_a_loss()) is not None:
+        seconds = min(seconds, patience)
+    if not live.keys().isdisjoint(pids):
         log.info("the workers get %s, and have %g s to end", number.name, seconds)
     now = time.monotonic()
     short = now + min(seconds, _LEFT_SECONDS)
-    deadlines = {worker: now + seconds if worker in live else short for worker in workers}
-    _send(live, number)
-    killed = _kill_in_time(deadlines)
-    left |= killed - {*workers}
+    deadlines = {worker: now + seconds if worker in live else short for worker in pids}
+    killed = _kill_in_time(workers, deadlines, after_a_loss)
+    left |= {pid for pid, worker in killed.items() if worker not in killed}
     if left:
         log.warning(
             "workers of this node left %s of their processes behind, which are ended, %s of them "
             "by SIGKILL",
             len(left),
-            len(left & killed),
+            len(left & killed.keys()),
         )
 
 
-def _kill_in_time(deadlines: dict[int, float]) -> set[int]:
-    """Wait for the workers and their sessions, each until its deadline; who got SIGKILL."""
-    killed: set[int] = set()
-    gives_up = 0.0
-    while live := processes(deadlines):
+def _kill_in_time(
+    workers: Mapping[int, int],
+    deadlines: Mapping[int, float],
+    after_a_loss: Callable[[], float | None],
+) -> dict[int, int]:
+    """Wait for the workers and their sessions; who got SIGKILL at its deadline, by worker."""
+    killed: dict[int, int] = {}
+    began, gives_up, lost = time.monotonic(), 0.0, False
+    while live := processes(workers.values()):
         now = time.monotonic()
-        late = {pid for pid, worker in live.items() if now >= deadlines[worker]}
-        if late - killed:
+        if not lost and (patience := after_a_loss()) is not None:
+            lost = True
+            deadlines = {worker: min(it, now + patience) for worker, it in deadlines.items()}
+        late = {pid: worker for pid, worker in live.items() if now >= deadlines[worker]}
+        if fresh := late.keys() - killed.keys():
+            if names := [f"{rank} (pid {pid})" for rank, pid in workers.items() if pid in fresh]:
+                log.warning(
+                    "workers that have not ended in %s s get SIGKILL: local rank %s",
+                    round(now - began, 1),
+                    ", ".join(names),
+                )
             killed |= late
             gives_up = now + _KILLED_SECONDS
-        elif late == live.keys() and now >= gives_up:
+        elif late == live and now >= gives_up:
             break
         _send(late, signal.SIGKILL)
         time.sleep(_PAUSE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -282,6 +283,29 @@ def test_the_others_go_on_at_a_signal_that_torch_was_told_of(
         record_property("the other began after, s", round(took, 2))
     finally:
         job.close()
+
+
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_that_do_not_end_are_killed_soon_after_a_loss_alone(
+    store: RunningStore, tmp_path: Path, run_id: str, ends: signal.Signals
+) -> None:
+    """Where a node has left, they may save."""
+    begins = f"trap '' TERM; touch {tmp_path}/began.$GROUP_WORLD_SIZE"
+    script = f"{begins}; until [ -e {tmp_path}/done ]; do sleep 0.1; done"
+    arguments = ["--shutdown-timeout=4", *of_a_run(store, run_id, "1:2", 3, script)]
+    conf = next(place for place, it in enumerate(arguments) if it.startswith("--rdzv-conf="))
+    arguments[conf] += ",loss_shutdown_timeout=0.5"
+    alone, both = tmp_path / "began.1", tmp_path / "began.2"
+    with Launch(tmp_path / "a", RDZV_RUN, *arguments) as a:
+        with Launch(tmp_path / "b", RDZV_RUN, *arguments) as b:
+            assert until(both.exists, 60), a.log.read_text()
+            alone.unlink(missing_ok=True)
+            b.process.send_signal(ends)
+            assert until(alone.exists, 60), a.log.read_text()
+            (tmp_path / "done").touch()
+        assert a.end() == 0
+    told = re.findall(r"not ended in ([\d.]+) s get SIGKILL: local rank 0", a.log.read_text())
+    assert (float(told[-1]) < 4) is (ends is signal.SIGKILL)
 
 
 @pytest.mark.skipif(

@@ -18,6 +18,10 @@ from rdzv_plugins.testing.harness import until
 STUBBORN = "(trap '' TERM; READY; exec sleep 600) &"
 
 
+def never() -> None:
+    """No node is lost."""
+
+
 class Worker:
     """A shell in a session of its own; it writes ``ready`` once it has begun all it starts."""
 
@@ -56,7 +60,7 @@ def test_nothing_is_left_of_a_worker(
     worker = Worker(folder, script)
     if not script.endswith("exec sleep 600"):
         worker.process.wait(20)
-    stop([worker.pid], signal.SIGTERM, 1.0)
+    stop({0: worker.pid}, signal.SIGTERM, 1.0, never)
     assert not processes([worker.pid]).keys() - {worker.pid}
     assert worker.process.wait(0.1) is not None
     assert told in caplog.text
@@ -70,15 +74,25 @@ def test_what_a_wrapper_has_started_has_as_long_as_its_worker(folder: Path) -> N
     (folder / "other").mkdir()
     other = Worker(folder / "other", f"{STUBBORN} exit 1")
     other.process.wait(20)
-    stop([worker.pid, other.pid], signal.SIGTERM, 60.0)
+    stop({0: worker.pid, 1: other.pid}, signal.SIGTERM, 60.0, never)
     assert (folder / "saved").exists()
     assert not other.left()
+
+
+def test_a_loss_that_shows_meanwhile_shortens_the_time(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(folder, "trap '' TERM; READY; exec sleep 600")
+    shows = iter([None, None, 0.2])
+    stop({3: worker.pid}, signal.SIGTERM, 600.0, lambda: next(shows))
+    assert worker.process.wait(0.1) == -signal.SIGKILL
+    assert f"s get SIGKILL: local rank 3 (pid {worker.pid})" in caplog.text
 
 
 def test_a_session_of_its_own_is_out_of_reach(folder: Path) -> None:
     script = "setsid sh -c 'echo $$ > free.pid; touch ready; exec sleep 600' & exec sleep 600"
     worker = Worker(folder, script)
-    stop([worker.pid], signal.SIGTERM, 1.0)
+    stop({0: worker.pid}, signal.SIGTERM, 1.0, never)
     assert worker.process.wait(0.1) == -signal.SIGTERM
     os.kill(int((folder / "free.pid").read_text()), 0)
 
@@ -86,5 +100,5 @@ def test_a_session_of_its_own_is_out_of_reach(folder: Path) -> None:
 def test_workers_without_a_session_of_their_own_are_stopped_too() -> None:
     """Python's own start methods give them none."""
     with subprocess.Popen(["sleep", "600"]) as worker:
-        stop([worker.pid], signal.SIGTERM, 60.0)
+        stop({0: worker.pid}, signal.SIGTERM, 60.0, never)
         assert worker.wait(0.1) == -signal.SIGTERM
