@@ -483,6 +483,10 @@ class ServerOptions(StoreOptions):
         return given_or_in_file(self.password, "password_file", self.password_file)
 
 
+class OptionError(ValueError):
+    """Only other options, or another store, help: what a store's first requests have shown."""
+
+
 class UnreadableFileError(ValueError):
     """A file of a secret or certificate is missing, empty or broken: a bad option at the start.
 

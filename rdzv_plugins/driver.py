@@ -400,9 +400,9 @@ class Driver:
     def _warn_of_the_store(self) -> None:
         """Log what may lose the run, or its password.
 
-        A store that does not answer now is told of elsewhere.
+        A store that does not answer now is told of elsewhere, and odd answers by `rdzv check`.
         """
-        with suppress(RendezvousConnectionError, RendezvousStateError):
+        with suppress(Exception):
             for finding in self._client.inspect():
                 if finding.mark is Mark.WARNING and finding.what in _TOLD_OF_THE_STORE:
                     self._log.warning(f"{self._client.name}: {finding.line}")

@@ -12,9 +12,7 @@ stamp after a lost answer.
 
 from __future__ import annotations
 
-import binascii
 import contextlib
-import json
 import logging
 import math
 import os
@@ -22,7 +20,7 @@ import random
 import re
 import select
 import socket
-import struct
+import sys
 import threading
 import time
 from abc import abstractmethod
@@ -34,7 +32,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from rdzv_plugins.config import UnreadableFileError
+from rdzv_plugins.config import OptionError, UnreadableFileError
 from rdzv_plugins.endpoint import redact_urls
 from rdzv_plugins.kv.contract import (
     AccessDeniedError,
@@ -55,7 +53,6 @@ __all__ = [
     "STAMP_BYTES",
     "UNREACHED",
     "Limit",
-    "OddAnswerError",
     "Problem",
     "StoreClient",
     "Stored",
@@ -82,10 +79,6 @@ STAMP_BYTES = 9
 """Length of a stamp, including its "="."""
 
 
-class OddAnswerError(Exception):
-    """A server's answer is not as this client knows it."""
-
-
 UNREACHED = "could not be reached"
 """In the error of a store that gave no answer from which the cause could be told."""
 
@@ -98,11 +91,8 @@ _UNRESOLVED = re.compile(
     "|Name does not resolve|could not translate host name|Failed to resolve"
 )
 
-# What parsing an answer raises that is not as its server writes it.
-_ODD = (
-    LookupError, TypeError, AttributeError, UnicodeError, binascii.Error, struct.error,
-    json.JSONDecodeError, msgspec.MsgspecError, RecursionError, OverflowError, OddAnswerError,
-)  # fmt: skip
+# Whose errors parsing raises where an answer is not as its server writes it.
+_PARSERS = {*sys.stdlib_module_names, msgspec.__name__}
 
 # `wait` polls a store that cannot push this often, in seconds.
 _POLL = (0.05, 0.1)
@@ -586,8 +576,10 @@ class StoreClient(KeyValueClient):
         """
         unreadable = isinstance(error, UnreadableFileError)
         problem = self._problem(error) if not unreadable else None
-        if problem is None and isinstance(error, _ODD):
-            problem = self._odd(error)
+        if problem is None and type(error).__module__.partition(".")[0] in _PARSERS:
+            # A network's error is Python's own too.
+            away = isinstance(error, OSError)
+            problem = self._unreachable(error) if away else self._odd(error)
         if (missing := exhausted(error)) is not None:
             undone = problem is not None and problem.undone
             text = f"could not be asked: {missing}"
@@ -613,29 +605,21 @@ class StoreClient(KeyValueClient):
         if self.on_retry is not None:
             self.on_retry()
 
-    def _is_the_librarys(self, error: Exception) -> bool:
-        """Whether the error comes from the connection, not from a signal handler such as torch's.
-
-        If another thread closes the connection, libraries also raise errors about their own state.
-        """
-        stumbled = isinstance(error, OSError | AttributeError | ValueError)
-        return stumbled or self._meaning(error) is not None
-
     def _fail(self, error: Exception, wake: Wake | None) -> NoReturn:
         """Raise the contract's error for an error of the client library; `WokenError` in a wait."""
         if isinstance(error, WokenError):
             raise error
         woken = wake is not None and (self._closed or wake.rung)
-        if woken and self._is_the_librarys(error):
+        # A signal's handler, such as torch's, may raise one of its own here. Libraries also raise
+        # errors about their own state where another thread closes the connection.
+        if woken and self._meaning(error) is not None:
             raise WokenError from None
-        # ssl's certificate error is also a ValueError.
-        ours = isinstance(error, RendezvousError | ValueError)
-        if ours and not isinstance(error, (OSError, UnreadableFileError, *_ODD)):
+        if isinstance(error, RendezvousError | OptionError):
             raise error
-        if self._closed and self._is_the_librarys(error):
-            raise ClientClosedError(self.where) from error
         if (problem := self._meaning(error)) is None:
             raise error
+        if self._closed:
+            raise ClientClosedError(self.where) from error
         kind: type[RendezvousError] = RendezvousConnectionError
         if problem.exhausted:
             kind = ExhaustedError

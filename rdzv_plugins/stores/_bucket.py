@@ -24,6 +24,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
+from rdzv_plugins.config import OptionError
 from rdzv_plugins.endpoint import Place, parse_endpoint, redact, redact_urls
 from rdzv_plugins.kv import (
     Capabilities,
@@ -92,7 +93,7 @@ _UNTRUSTED = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _SPEAKS_NO_TLS = "InvalidMessage("
 _CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
 # Where a host's own credentials come from.
-_METADATA = re.compile(r"169\.254\.|metadata", re.IGNORECASE)
+_METADATA = re.compile(r"169\.254\.|/metadata/|/latest/api/token")
 # Of a folder with a name that obstore cannot write, so that it lists none of it.
 _UNLISTABLE = re.compile("object with invalid path")
 # Of a store that knows no conditional write, and says so.
@@ -486,19 +487,19 @@ class BucketClient(StoreClient):
     # Requests.
 
     def _prove(self, limit: Limit) -> None:
-        """Raise `ValueError` where the store does not heed the conditions of a write."""
+        """Raise `OptionError` where the store does not heed the conditions of a write."""
         path = f"{self._above}/{_PROOF}" if self._above else _PROOF
         for _ in range(2):
             if self._write(path, stamped(b""), limit, None) is None:
                 break
         else:
-            raise ValueError(
+            raise OptionError(
                 "the store ignores If-None-Match: it let two writers create one object, so "
                 "that nodes would not meet. Take a version of the store, or of the gateway before "
                 "it, that knows conditional writes"
             )
         if self._write(path, stamped(b""), limit, '"00000000000000000000000000000000"') is not None:
-            raise ValueError(
+            raise OptionError(
                 "the store ignores If-Match: it let a writer replace what it had not read, so "
                 "that nodes would not meet. Take a version of the store, or of the gateway before "
                 "it, that knows conditional writes"

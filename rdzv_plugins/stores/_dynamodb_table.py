@@ -33,7 +33,7 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from rdzv_plugins.config import StoreOptions, UnreadableFileError, option
+from rdzv_plugins.config import OptionError, StoreOptions, UnreadableFileError, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import LateCredentialsError, RendezvousConnectionError
 from rdzv_plugins.kv.base import (
@@ -153,19 +153,19 @@ class Table:
     def open(self, limit: Limit, probe: dict[str, Any]) -> None:
         """Check that the table answers the query ``probe``; with create_table=true, create it.
 
-        Raises `ValueError` for an error that only other settings can fix, and
+        Raises `OptionError` for an error that only other settings can fix, and
         `LateCredentialsError`.
         """
         self._probe = probe
         try:
             self._send(limit, "query", **probe)
         except _UNCONFIGURED as error:
-            raise ValueError(_advice(error)) from error
+            raise OptionError(_advice(error)) from error
         except _LATE as error:
             raise self._late(error) from error
         except ClientError as error:
             if code_of(error) == "ValidationException":
-                raise ValueError(
+                raise OptionError(
                     f"the table '{self.name}' has another schema ({_said(error)}): it needs "
                     "the string keys pk and sk, and the local secondary index "
                     f"'{INDEX}' on the string '{INDEX}', keys only. Name another table with "
@@ -174,7 +174,7 @@ class Table:
             if code_of(error) != _MISSING:
                 raise
             if not self._creates:
-                raise ValueError(
+                raise OptionError(
                     f"there is no table '{self.name}': create it with --rdzv-conf "
                     f"create_table=true (needs {_CREATE_ACTIONS}), or name another with table=...; "
                     f"later requests need {_ACTIONS}"

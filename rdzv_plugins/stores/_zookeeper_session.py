@@ -98,6 +98,8 @@ class Session:
         self._logger = logging.Logger("rdzv_plugins.zookeeper", logging.WARNING)
         self._logger.addHandler(self._reason)
         self._ended = False
+        # What has ended kazoo's thread.
+        self._broken: Exception | None = None
         self._zk = self._connect()
 
     @property
@@ -136,7 +138,7 @@ class Session:
 
     def _connect(self) -> Any:
         zk = KazooClient(
-            handler=_NamedThreads(),
+            handler=_NamedThreads(self._break),
             logger=self._logger,
             connection_retry={"max_tries": -1, "delay": 0.02, "max_delay": 0.5},
             **self._settings,
@@ -157,6 +159,11 @@ class Session:
                 self._ended = True
             self._changed.notify_all()
 
+    def _break(self, error: Exception) -> None:
+        with self._changed:
+            self._ended, self._broken = True, error
+            self._changed.notify_all()
+
     def _connected(self, limit: Limit) -> Any:
         """Wait for the connection; returns the kazoo client."""
         with self._changed:
@@ -164,7 +171,7 @@ class Session:
                 if self._closed:
                     raise NotConnectedError("closed")
                 if self._ended:
-                    failure = self._refusal()
+                    failure, self._broken = self._broken or self._refusal(), None
                     _stop(self._zk, 0.0)
                     self._zk = self._connect()
                     self._ended = False  # Not before: its threads may not start.
@@ -214,11 +221,18 @@ def _stop(zk: Any, seconds: float) -> None:
 
 
 class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]
+    """Tells ``broke`` what ends a thread, such as an answer that makes no sense."""
+
+    def __init__(self, broke: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._broke = broke
+
     def spawn(self, func: Any, *args: Any, **kwargs: Any) -> threading.Thread:
         def run() -> None:
-            # kazoo has already logged to `_LastWarning` what it raises here.
-            with contextlib.suppress(Exception):
+            try:
                 func(*args, **kwargs)
+            except Exception as error:
+                self._broke(error)
 
         thread = threading.Thread(target=run, name="rdzv-zookeeper", daemon=True)
         thread.start()

@@ -188,11 +188,7 @@ class Client(StoreClient):
 
     def _problem(self, error: Exception) -> Problem | None:
         if isinstance(error, ConsulException):
-            return Problem(
-                f"sent an answer that is not Consul's ({_line(str(error))}); does --rdzv-endpoint "
-                "name its HTTP port?",
-                state=True,
-            )
+            return self._odd(error)
         if not isinstance(error, RefusedError):
             return http_problem(self, error)
         text, status = str(error), error.status

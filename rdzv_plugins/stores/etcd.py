@@ -278,7 +278,7 @@ class Client(StoreClient):
             if response.status != 200:
                 self._refuse(member, response.status, response.read(), headers)
             for line in response:
-                message = _parsed(line)
+                message = dict(json.loads(line))
                 if "error" in message:
                     self._refuse(member, response.status, line, headers)
                 for event in reversed(message["result"].get("events", [])):
@@ -498,7 +498,7 @@ class Client(StoreClient):
         if answer.status != 200:
             self._refuse(answer.server, answer.status, answer.body, headers)
         self._accepted = headers.get("Authorization")
-        return _parsed(answer.body)
+        return dict(json.loads(answer.body))
 
     def _authorised(self, limit: Limit) -> Mapping[str, str]:
         """The headers of a request."""
@@ -573,13 +573,6 @@ def _role(status: Mapping[str, Any]) -> Finding:
         return Finding(Mark.FAILED, "role", "a learner, which serves no requests", advice)
     leads = status["leader"] == status.get("header", {}).get("member_id")
     return Finding(Mark.OK, "role", "leader" if leads else "follower of a leader")
-
-
-def _parsed(data: bytes) -> Json:
-    try:
-        return dict(json.loads(data))
-    except (ValueError, TypeError, RecursionError):
-        raise RefusedError(200, data) from None
 
 
 def _first(found: Mapping[str, Any], answer: Mapping[str, Any]) -> Stored | None:

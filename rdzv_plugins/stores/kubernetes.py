@@ -60,7 +60,7 @@ from urllib.parse import quote, unquote, urlencode
 
 import msgspec
 
-from rdzv_plugins.config import ServerOptions, first_line, given_or_in_file, option
+from rdzv_plugins.config import OptionError, ServerOptions, first_line, given_or_in_file, option
 from rdzv_plugins.endpoint import Place, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     Limit,
@@ -305,12 +305,6 @@ class Client(StoreClient):
                 self._keep(key, watch, going_on)
 
     def _problem(self, error: Exception) -> Problem | None:
-        if isinstance(error, msgspec.DecodeError):
-            return Problem(
-                f"sent an answer that is not the Kubernetes API's ({error}); does --rdzv-endpoint "
-                "name the API server?",
-                state=True,
-            )
         if not isinstance(error, RefusedError):
             return http_problem(self, error)
         text, status, space = str(error), error.status, self._login.namespace
@@ -630,7 +624,7 @@ class Client(StoreClient):
         if said != "auto":
             version, *rest = said.rsplit("/", 3)
             if not all((version, *rest)) or len(rest) != 3:
-                raise ValueError(
+                raise OptionError(
                     f"option 'owner': '{said}' is neither auto, none nor "
                     "<apiVersion>/<kind>/<name>/<uid>"
                 )

@@ -52,6 +52,7 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.errors import APIError
+from nats.protocol.parser import Parser
 
 from rdzv_plugins.config import ServerOptions, first_line, given_or_in_file, option
 from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
@@ -255,6 +256,9 @@ class Client(StoreClient):
                 "has no JetStream that answers: start its servers with -js, a majority of them",
                 retryable=True,
             )
+        if isinstance(error, NonsenseError | nats.errors.ProtocolError):
+            why = error.__cause__
+            return self._odd(why if isinstance(why, Exception) else error)
         if isinstance(error, OSError | nats.errors.Error):
             undone = isinstance(error, ConnectionRefusedError | socket.gaierror)
             return self._unreachable(error, undone=undone)
@@ -580,6 +584,21 @@ class SilentBucketError(Exception):
     """The bucket does not republish what is stored, by which waiters are woken."""
 
 
+class NonsenseError(OSError):
+    """What the server has sent is not NATS'."""
+
+
+class _Parser(Parser):
+    async def parse(self, data: bytes = b"") -> None:
+        try:
+            await super().parse(data)
+        except (nats.errors.Error, OSError):
+            raise
+        except Exception as error:
+            # Else nats-py logs a traceback, and tells nobody who waits.
+            raise NonsenseError from error
+
+
 class _Connection(nats.aio.client.Client):
     """Encrypts if client and server ask for it; nats-py's does as the server asks.
 
@@ -590,6 +609,10 @@ class _Connection(nats.aio.client.Client):
 
     vet: Callable[[Mapping[str, Any]], None]
     broke: Callable[[Exception], None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ps = _Parser(self)  # Private: nothing public tells what it raises.
 
     async def _process_op_err(self, e: Exception) -> None:
         # Private: nats-py first writes what is left, and tells nobody where that fails. Who waits
@@ -690,8 +713,9 @@ class Link:
         connects = not self.connection.is_connected
         if connects or "permissions violation" in str(error).lower():
             self.fail(error)
-        if connects:
-            raise error  # Else nats-py dials for ever.
+        # Else nats-py dials for ever; who reads hangs up himself.
+        if connects and not isinstance(error, nats.errors.UnexpectedEOF):
+            raise error
 
     async def closed(self) -> None:
         # A user who was let in may have another secret by now: the next log-in tells.
@@ -816,7 +840,7 @@ class Transport:
                 if self._welcome is not None:
                     await link.unless_it_fails(self._welcome(link))
                 return link
-            except (OSError, nats.errors.Error, UnfitServerError) as error:
+            except Exception as error:
                 # A server that refuses tells more than one that is away.
                 if not isinstance(failure, nats.errors.Error):
                     failure = error

@@ -448,6 +448,8 @@ class Client(StoreClient):
         if is_of_tls(text):
             # redis-py wraps a failed handshake in a ConnectionError.
             return replace(tls_problem(text), retryable=not stays_refused(text))
+        if isinstance(error, errors.InvalidResponse):
+            return self._odd(error)
         if isinstance(error, MasterNotFoundError):
             return Problem(
                 f"has no Sentinel that named a primary within {self.timeout:g} s ({text}); are "

@@ -8,13 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv import (
+    AccessDeniedError,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousError,
+)
 from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.servers import Security
 from rdzv_plugins.stores import open_client
@@ -24,6 +30,7 @@ from rdzv_plugins.testing.harness import SLACK, present, until
 from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
 from tests.integration.stores import KINDS, RunningStore, started
+from tests.nonsense import SAMPLES, speaking
 
 
 def only(*names: str) -> pytest.MarkDecorator:
@@ -68,6 +75,32 @@ def test_paused_server_does_not_hold_up_an_interrupt(
         node.resume()
     assert present(client.get("key")).version == version
     client.close()
+
+
+@only(*(kind.name for kind in KINDS if kind.name != "quorum"))
+def test_nonsense_passes(running_store: RunningStore, run_id: str) -> None:
+    """As of a proxy in between: it ends no client for good."""
+    (*_, nonsense), greets = SAMPLES[running_store.backend], running_store.backend == "nats"
+    with Proxy(running_store.address) as proxy, speaking(nonsense, greets) as address:
+        client = running_store.open(run_id, address=proxy.address, request_timeout=0.5)
+        proxy.lead_to(address)
+        proxy.cut()
+        for _ in range(3):
+            with pytest.raises(RendezvousError) as told:
+                client.put("key", b"")
+            # Who is denied stops its workers.
+            assert not isinstance(told.value, AccessDeniedError)
+        proxy.lead_to(running_store.address)
+        proxy.cut()
+
+        def written() -> bool:
+            with suppress(RendezvousError):
+                client.put("key", b"")
+                return True
+            return False
+
+        assert until(written, 20)
+        client.close()
 
 
 # The stores that add by compare-and-set.

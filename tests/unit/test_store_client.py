@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 
+from rdzv_plugins.config import OptionError
 from rdzv_plugins.kv import (
     Capabilities,
     MemoryServer,
@@ -136,9 +137,10 @@ def test_errors_are_the_contracts(client: DictClient) -> None:
     client.failures = [(PermissionError("no"), False)]
     with pytest.raises(RendezvousStateError, match=r"^dict at localhost refused: no$"):
         client.compare_and_set("key", b"", None)
-    client.failures = [(ZeroDivisionError("a bug"), False)]
-    with pytest.raises(ZeroDivisionError):
-        client.compare_and_set("key", b"", None)
+    for error in (SignalError("a handler's"), OptionError("only other options help")):
+        client.failures = [(error, False)]
+        with pytest.raises(type(error)):
+            client.compare_and_set("key", b"", None)
     client.failures = [(OSError("away"), False)] * 1000
     began = time.monotonic()
     with pytest.raises(RendezvousConnectionError, match=r"within 0\.5 s \(away\)"):
@@ -187,6 +189,9 @@ def test_values_that_are_not_ours_count_as_absent(client: DictClient) -> None:
         json.JSONDecodeError("Expecting value", "<html>\n", 0),
         RecursionError("maximum recursion depth exceeded"),
         struct.error("unpack requires a buffer of 4 bytes"),
+        ValueError("invalid literal for int() with base 10: 'x'"),
+        RuntimeError("xids do not match"),
+        EOFError("cut"),
     ],
     ids=lambda error: type(error).__name__,
 )

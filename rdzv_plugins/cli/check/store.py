@@ -30,6 +30,7 @@ from rdzv_plugins.inspection import Condition, Inspection, delete_run, is_torchs
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.base import UNREACHED
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.kv.gate import plain
 
 __all__ = [
     "check_contention",
@@ -104,6 +105,10 @@ def check_store(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None
         except _ERRORS as error:
             yield Finding(Mark.FAILED, "store", str(error))
             return False
+        except Exception as error:
+            # What a server tells of itself is of no use to a run.
+            odd = f"what it says of itself makes no sense ({type(error).__name__}: {error})"
+            yield Finding(Mark.UNKNOWN, "store", plain(odd))
         if not usable:
             return False
         return (yield from _try(client, lambda: open(run_id), job, chosen))
