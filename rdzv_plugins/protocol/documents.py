@@ -668,7 +668,8 @@ class NodeRecord(
         min_nodes, max_nodes: its ``--nnodes``.
         interval: seconds between two of its beats.
         lease: seconds without a beat after which it is lost.
-        looks: how often it has read all records since it started, as a leader does.
+        looks: how often it has read all records since it started, as a leader does, but for a
+            reading that follows a write of the document which failed.
         hint: its ``--rdzv-conf rank``.
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
         hosts: False: it could not open that TCPStore, and another is to be rank 0.

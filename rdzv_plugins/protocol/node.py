@@ -100,6 +100,7 @@ _PAUSES = (Rest, Park)
 
 # Kinds of actions. Not as unions: each mention of one makes it anew, ten times the check itself.
 _WRITES = (rules.Write, rules.Abdicate)
+_DECIDES = (*_WRITES, rules.Close)
 _ENDS = (rules.Start, rules.Fail)
 _TELLS = (rules.Wait, *_ENDS)
 
@@ -569,7 +570,10 @@ class Node:
             yield from self._tell_what_it_waits_for(view)
         if self._join_ordered and isinstance(action, _ENDS):
             return  # It answers a join that was given up meanwhile; another one was ordered.
+        # Where the write fails, this node does not lead, though it beats and lists.
+        seen.is_to_write = isinstance(action, _DECIDES)
         yield from self._act(action)
+        seen.is_to_write = False
 
     def _tell_what_it_asked_for(self) -> Effects[None]:
         """Tell it when this node has time: a line takes as long as a request to the store."""

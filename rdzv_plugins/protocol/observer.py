@@ -115,7 +115,8 @@ class Observer:
         liveness: since when each node's heartbeat has stood still.
         progress: since when the leader's count of listings has stood still.
         records: all nodes' records, where this node lists them; None: not listed yet.
-        looks: how often this node has listed all records.
+        looks: how often this node has listed all records, as `documents.NodeRecord.looks`.
+        is_to_write: it has decided to write the document, and has not done so yet.
         listed_since: when it last did, or when it began to have to.
         outages: how often all windows began again since the store was away.
         document_is_fresh: it was read or written since this node last paused.
@@ -145,6 +146,7 @@ class Observer:
         self.progress = FailureDetector()
         self.records: dict[str, NodeRecord] | None = None
         self.looks = 0
+        self.is_to_write = False
         self.listed_since = clock()
         self.outages = 0
         self.document_is_fresh = False
@@ -553,7 +555,7 @@ class Observer:
             self.doubt(watched - (set() if self.lag else {self._outlived}))
             self._outlived = None
         self._listed_at = self.listed_since = now
-        self.looks += 1
+        self.looks += not self.is_to_write
         self._records_due = False
 
     def _complete(

@@ -23,6 +23,7 @@ from kazoo.security import ACL, make_acl
 
 from rdzv_plugins.archive import EXCLUDED, LIST, archive_run_id
 from rdzv_plugins.kv.base import segments
+from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.testing.harness import until
@@ -95,6 +96,10 @@ class Administrator(ABC):
 
     def forbid_to_read(self, run_id: str) -> None:
         """Take joe's right to read this run; he may write. Consul knows no such right."""
+        raise NotImplementedError
+
+    def forbid_the_document(self, run_id: str) -> None:
+        """Take joe's right to write the round document of this run of etcd, and no other."""
         raise NotImplementedError
 
     def limit_to(self, run_id: str) -> None:
@@ -242,6 +247,19 @@ class _Etcd(_Http):
         self.ask("POST", "/v3/auth/role/add", {"name": "writer"})
         self.ask("POST", "/v3/auth/role/grant", {"name": "writer", "perm": right})
         self.ask("POST", "/v3/auth/user/grant", {"user": "joe", "role": "writer"})
+
+    def forbid_the_document(self, run_id: str) -> None:
+        self.forbid(run_id)
+        self.ask("POST", "/v3/auth/role/add", {"name": "beats"})
+        state = (prefixes_of(run_id)[0] + STATE_KEY).encode()
+        after = state + b"\0"
+        for right, first, end in (
+            ("READWRITE", b"rdzv/", state), ("READ", state, after), ("READWRITE", after, b"rdzv0"),
+        ):  # fmt: skip
+            keys = {"key": b64encode(first).decode(), "range_end": b64encode(end).decode()}
+            right_to = {"name": "beats", "perm": {"permType": right, **keys}}
+            self.ask("POST", "/v3/auth/role/grant", right_to)
+        self.ask("POST", "/v3/auth/user/grant", {"user": "joe", "role": "beats"})
 
     def limit_to(self, run_id: str) -> None:
         self.forbid(run_id)

@@ -144,6 +144,28 @@ def test_nobody_waits_for_who_may_write_and_not_read(
             agent.end()
 
 
+@pytest.mark.parametrize(
+    "administrator",
+    [kind for kind in ADMINISTRATORS if kind.name == "etcd-v3"],
+    ids=lambda kind: kind.name,
+    indirect=True,
+)
+def test_a_leader_that_may_not_write_the_document_is_replaced(
+    administrator: Administrator, run_id: str
+) -> None:
+    """Its heartbeats and listings said that it leads, and no round followed the last one."""
+    refused, others = Run(administrator.store, run_id), Run(administrator.of_others(), run_id)
+    try:
+        agents = [run.start((2, 3)) for run in (refused, others)]
+        until(one_world(agents), 30)
+        administrator.forbid_the_document(run_id)
+        agents.append(others.start((2, 3)))
+        until(one_world(agents), 30)
+    finally:
+        for agent in others.agents + refused.agents:
+            agent.end()
+
+
 def test_secret_that_ends_and_is_not_handed_out(administrator: Administrator, run_id: str) -> None:
     client = administrator.store.open(run_id)
     try:

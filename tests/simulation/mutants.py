@@ -499,6 +499,21 @@ def never_mind_leading(patch: Patch) -> None:
     patch.view(lambda view: replace(view, confirmed_idleness=0.0, possible_idleness=0.0))
 
 
+@_mutant(
+    "lead: a leader that sends heartbeats but cannot write the document stays the leader",
+    seed=41,
+    focus=Focus(
+        kinds=("grey host", "crash"), settings={"stays_grey": True, "writes_refused": True}
+    ),
+)
+def never_mind_writing(patch: Patch) -> None:
+    def listed(list_: Callable[[Observer], Effects[None]], observer: Observer) -> Effects[None]:
+        observer.is_to_write = False
+        yield from list_(observer)
+
+    patch(Observer, "_list", listed)
+
+
 @_mutant("consistency: a node puts itself first instead of reading its rank")
 def own_ranks(patch: Patch) -> None:
     def first(view: View, action: Action) -> Action:

@@ -75,7 +75,12 @@ class Network:
             after(seconds, host.is_refused, turn)
             return
         out, back = self.latency(), self.latency()
-        if host.grey and self._fails_there(host, request):
+        if host.grey == "lists" and plan.writes_refused:
+            if isinstance(request, effects.CompareAndSet):
+                world.inject("write refused")
+                after(out + back, host.is_refused, turn)
+                return
+        elif host.grey and self._fails_there(host, request):
             world.inject(f"grey host: {host.grey}")
             after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
             return

@@ -52,10 +52,11 @@ For a failing seed, the simulator prints the invariant, the last steps and the c
 """
 
 _FAULT_NAMES = """\
-`grey host`: all listings or some requests of a host fail, or its requests are slow. `amnesia`: the
-store loses all data. `fail-over`: the store loses the last writes. `wedged agent`: the agent hangs
-when it must stop its workers. `retried`: a client repeats a request until the store is back, as the
-stores' clients do. `done late`: the store executes a request after its sender gave up. `other
+`grey host`: all listings or some requests of a host fail, or its requests are slow. `write
+refused`: it may list, and not write the round document. `amnesia`: the store loses all data.
+`fail-over`: the store loses the last writes. `wedged agent`: the agent hangs when it must stop its
+workers. `retried`: a client repeats a request until the store is back, as the stores' clients do.
+`done late`: the store executes a request after its sender gave up. `other
 settings`: a host has another interval and lease. `failed: agent` and `failed: agents`: the agent of
 one host or of many fails with another exception than that of failed workers. `failed: newcomer`:
 the workers of a node fail that is new to its run, and under torchrun those of others with them.

@@ -203,6 +203,7 @@ class Plan:
         relaunches: chance that a launcher starts an agent again that failed.
         strays_return: a node that is refused for its --nnodes is started again, again and again.
         stays_grey: a host whose listings fail stays so when the faults stop.
+        writes_refused: its listings pass, and the store refuses it the document instead.
         checkpoints: when a worker says that now is a good moment to let newcomers in.
         topology: whether ranks follow the domains, instead of the ``rank_order`` drawn.
         domains: where hosts are, one after the other; empty: they have no domain.
@@ -268,6 +269,7 @@ class Plan:
     failures: tuple[Fault, ...] = ()
     torchrun: bool = False
     failing: str = "one"
+    writes_refused: bool = False
 
     @property
     def long_join(self) -> float:
@@ -338,6 +340,8 @@ class Plan:
         # Of its own source, so that the other draws of a seed are as they were without it.
         inline = random.Random(f"roster of {seed}").choice((1, 2, 128))
         plan = _steered(replace(plan, rules=replace(rules, inline=inline)))
+        writes_refused = random.Random(f"writes of {seed}").random() < 0.3
+        plan = replace(plan, writes_refused=writes_refused)
         if most_nodes > 12 and not focus.kinds:
             # Drawn apart, so that all else is as it would be without.
             more = _at_once(random.Random(f"{seed}, at once"))

@@ -515,6 +515,9 @@ class World:
 
     def _end(self) -> None:
         """What becomes of a run that stands still: all agents end, and its keys."""
+        if self.plan.writes_refused:
+            for host in self.hosts:
+                host.grey = ""
         plan, document = self.plan, self.document
         running = document is not None and document.phase is Phase.RUNNING
         members = [
@@ -737,7 +740,7 @@ class World:
         leader = by_id.get(document.leader or "")
         if leader is None or not leader.alive:
             return f"nobody leads {show(document)}"
-        if leader.grey and any(not host.grey for host in alive):
+        if leader.grey and not self.plan.writes_refused and any(not host.grey for host in alive):
             return f"{leader.id}, whose listings fail, leads {show(document)}"
         return ""
 
