@@ -106,7 +106,7 @@ from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.reach import Reach
 from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
-from rdzv_plugins.signals import SignalWatch
+from rdzv_plugins.signals import SignalWatch, deaf_parent
 from rdzv_plugins.stores import attend, load, opener, strange_variables
 from rdzv_plugins.topology import find_domain
 from rdzv_plugins.torch_compat.agent_store import AgentStore
@@ -1102,6 +1102,14 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
         settings = _placed(settings, params)
         set_up(settings.log_level)
         _tell_what_is_idle(store, params, settings)
+        if (parent := deaf_parent()) is not None:
+            log.warning(
+                "run '%s': the parent of this agent, PID 1 (%s), passes no SIGTERM on, so that the "
+                "agent has no time to leave when its container is stopped: start it with exec, and "
+                "without a pipe",
+                params.run_id,
+                parent,
+            )
         refuse_unless_installed(settings)
         refuse_open_metrics(settings)
         refuse_unknown_checks(settings)

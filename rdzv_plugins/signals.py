@@ -19,13 +19,14 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TypeVar
 
 from rdzv_plugins.kv import Attempts, exhausted
 
-__all__ = ["SignalWatch", "take"]
+__all__ = ["SignalWatch", "deaf_parent", "take"]
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,24 @@ def take(queue: SimpleQueue[T], seconds: float | None = None) -> T:
         except Empty:
             if left <= _LOOK_SECONDS:
                 raise
+
+
+def deaf_parent() -> str | None:
+    """The name of this process's parent, if it is PID 1 and SIGTERM does nothing to it; else None.
+
+    Who stops a container signals its PID 1 alone. Linux drops signals to it that it does not
+    handle, and a shell that waits for a command passes none on.
+    """
+    if os.getppid() != 1:
+        return None
+    try:
+        lines = Path("/proc/1/status").read_text().splitlines()
+    except OSError:
+        return None
+    status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    # tini and systemd wait for signals that they have blocked.
+    heeded = int(status["SigCgt"], 16) | int(status["SigBlk"], 16)
+    return None if heeded >> (signal.SIGTERM - 1) & 1 else status["Name"]
 
 
 class SignalWatch:

@@ -11,21 +11,30 @@ import sys
 
 from tests.integration.stores import absent
 
-__all__ = ["bring_up_loopback", "in_namespaces"]
+__all__ = ["as_pid_1", "bring_up_loopback", "in_namespaces"]
 
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
 
 def in_namespaces(module: str, *arguments: str) -> list[str]:
     """The command that runs a module in a mount and a network namespace; skips where it may not."""
-    unshare = ["unshare", "--mount", "--net"]
+    return [*_unshare("--mount", "--net"), sys.executable, "-m", module, *arguments]
+
+
+def as_pid_1(*command: str) -> list[str]:
+    """The command that runs this one as PID 1, as a container does; skips where it may not."""
+    return [*_unshare("--pid", "--fork", "--kill-child", "--mount-proc"), *command]
+
+
+def _unshare(*namespaces: str) -> list[str]:
+    unshare = ["unshare", *namespaces]
     if os.geteuid() != 0:
         unshare.insert(1, "--map-root-user")
     try:
         subprocess.run([*unshare, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         absent(f"no namespaces of our own: {error}")
-    return [*unshare, sys.executable, "-m", module, *arguments]
+    return unshare
 
 
 def bring_up_loopback() -> None:

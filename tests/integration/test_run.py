@@ -25,6 +25,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.testing.harness import until
 from tests import Measure
+from tests.integration.namespaces import as_pid_1
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.torchrun import LEASE, Begin, Pause, Run, runs
 
@@ -396,6 +397,31 @@ def test_a_signal_is_one_line_and_a_shells_status(
     assert not RoundDocument.decode(entry.value).closed
     if not joins:
         assert until(lambda: has_ended(int(began.read_text())), 30)
+
+
+@pytest.mark.parametrize(
+    ("shell", "found"),
+    [
+        ('"$@" | cat', "bash"),
+        ('exec "$@"', "None"),
+        ("trap 'kill $!' TERM; \"$@\" & wait", "None"),
+    ],
+)
+def test_a_parent_that_sigterm_does_nothing_to_is_found(shell: str, found: str) -> None:
+    prints = "from rdzv_plugins.signals import deaf_parent; print(deaf_parent())"
+    command = as_pid_1("bash", "-c", shell, "bash", sys.executable, "-c", prints)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == found
+
+
+def test_a_containers_shell_that_passes_no_sigterm_on_is_told_of(
+    store: RunningStore, tmp_path: Path, run_id: str
+) -> None:
+    arguments = of_a_run(store, run_id, "1:1", LEASE, "exit 0")
+    starter = as_pid_1("bash", "-c", '"$@" | cat', "bash")
+    with Launch(tmp_path / "a", RDZV_RUN, *arguments, starter=starter) as a:
+        assert a.end() == 0
+    assert said(a, "the parent of this agent, PID 1 (bash), passes no SIGTERM on")
 
 
 def test_help_is_torchruns() -> None:
