@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,11 @@ def probe(host: str, port: int, seconds: float) -> str:
         OSError: nobody listens there, or does not answer in time.
         ValueError: it is no NATS server.
     """
+    end = time.monotonic() + seconds
     with socket.create_connection((host, port), seconds) as line:
-        line.settimeout(seconds)
         said = b""
         while b"\r\n" not in said and len(said) < 1 << 16:
+            line.settimeout(max(0.001, end - time.monotonic()))
             part = line.recv(4096)
             if not part:
                 break

@@ -47,6 +47,7 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.retry import retry
 from rdzv_plugins.stores._files import FromFiles
+from rdzv_plugins.stores._http import BoundedResponse
 
 __all__ = ["INDEX", "Options", "Table", "code_of", "problem_of"]
 
@@ -358,9 +359,15 @@ def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
         session = boto3.Session(profile_name=options.profile, region_name=region)
         if options.role_arn:
             session = _assume(session, options.role_arn)
-        return session.client("dynamodb", endpoint_url=url, config=config)
+        client = session.client("dynamodb", endpoint_url=url, config=config)
     except (*_UNCONFIGURED, ConfigParseError) as error:
         raise UnreadableFileError(_advice(error)) from error
+    # Private: botocore bounds each read alone, and neither all of an answer nor its length.
+    pools = client._endpoint.http_session._pool_classes_by_scheme
+    for scheme, pool in pools.items():
+        bounded = type("Connection", (pool.ConnectionCls,), {"response_class": BoundedResponse})
+        pools[scheme] = type("Pool", (pool,), {"ConnectionCls": bounded})
+    return client
 
 
 def _files_of_aws() -> list[Path]:

@@ -2,7 +2,8 @@
 
 Python's own ``http.client`` writes the requests and parses the answers. Its socket is replaced by
 one that never blocks: connecting, the TLS handshake, sending and receiving all end at the deadline
-of the request and, in a `wait`, as soon as the wait is woken.
+of the request and, in a `wait`, as soon as the wait is woken, however much the server sends. What
+is read of an answer is bounded, its headers and interim answers included.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import select
 import socket
 import ssl
@@ -18,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.message import Message
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,12 +32,24 @@ from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, tls_problem, unheard_alert
 
-__all__ = ["Answer", "Http", "Request", "Stream", "http_of", "http_problem", "time_of"]
+__all__ = [
+    "Answer", "BoundedResponse", "Http", "Request", "Stream", "http_of", "http_problem", "time_of",
+]  # fmt: skip
 
 T = TypeVar("T")
 
+# Of a chunk; 2**60 bytes at most.
+_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}(?=$|[;\s])")
+
 # The most idle connections: a node seldom has more requests at once.
 _KEPT = 8
+
+# Bytes of an answer. A listing of 10,000 nodes has 15 MB, at Kubernetes.
+_MOST = 1 << 26
+# Of a line of an answer that goes on, and so of one object.
+_MOST_OF_A_LINE = 1 << 24
+# Of a body at a time: http.client makes room for what it asks for before anything has come.
+_PIECE = 1 << 20
 
 # Errors of a TLS connection that was cut; after ssl's other errors every handshake fails.
 _CUT_OFF = (ssl.SSLEOFError, ssl.SSLSyscallError, ssl.SSLZeroReturnError)
@@ -89,7 +103,7 @@ class Http:
     def ask(self, request: Request, limit: Limit, held: float = 0.0) -> Answer:
         """Return the answer, which the server may hold back for ``held`` seconds."""
         with self._exchange(request, limit, held) as (connection, response):
-            answer = Answer(response.status, response.headers, response.read(), connection.server)
+            answer = Answer(response.status, response.headers, _body(response), connection.server)
             connection.reusable = not response.will_close
         if answer.status >= 500:
             # This server may be cut off from the leader; another one may not be.
@@ -145,7 +159,7 @@ class Http:
             if connection is None:
                 context = self._tls.get() if self._tls is not None else None
                 connection = _Connection(self._hosts[server], context, attempt, server)
-            connection.limit, connection.reusable = attempt, False
+            connection.begin(attempt)
             method, target, headers, body = request
             connection.http.request(method, target, body, dict(headers))
             yield connection, connection.http.getresponse()
@@ -196,22 +210,27 @@ class Stream:
     ) -> None:
         self.status, self.headers = response.status, response.headers
         self._connection, self._response, self._exchange = connection, response, exchange
-        self._chunks, self._text, self._ended = b"", b"", False
+        self._chunks, self._text, self._searched, self._ended = b"", bytearray(), 0, False
 
     def lines(self, limit: Limit) -> list[bytes]:
         """Those that have come; waits for the first. An empty list: the answer has ended.
 
-        Raises TimeoutError and `WokenError`, after which it can be called again, and OSError.
+        Raises TimeoutError and `WokenError`, after which it can be called again, OSError and
+        ``HTTPException``.
         """
-        self._connection.limit = limit
+        self._connection.begin(limit)
         while True:
-            *lines, self._text = self._text.split(b"\n")
-            if self._ended and self._text:
-                lines, self._text = [*lines, self._text], b""
-            if lines or self._ended:
-                return lines
+            # Only what is new: a line may be long.
+            end = self._text.rfind(b"\n", self._searched) + 1
+            end = len(self._text) if self._ended else end
+            self._searched = len(self._text) - end
+            if end or self._ended:
+                *lines, last = bytes(self._text[:end]).split(b"\n")
+                del self._text[:end]
+                return [*lines, last] if last else lines
             # http.client would lose its place in a chunk.
             self._take(self._response.fp.read1(1 << 16))
+            _refuse_beyond(len(self._text) + len(self._chunks), _MOST_OF_A_LINE)
 
     def _take(self, data: bytes) -> None:
         if not data:
@@ -222,9 +241,14 @@ class Stream:
         self._chunks += data
         while True:
             size, mark, rest = self._chunks.partition(b"\r\n")
-            if not mark or len(rest) < (length := int(size.split(b";")[0], 16)) + 2:
+            if not mark:
                 return
-            self._text, self._chunks = self._text + rest[:length], rest[length + 2 :]
+            if (found := _SIZE.match(size)) is None:
+                raise HTTPException("its answer has a chunk of no size")
+            if len(rest) < (length := int(found[0], 16)) + 2:
+                return
+            self._text += rest[:length]
+            self._chunks = rest[length + 2 :]
             self._ended = self._ended or not length
 
     def close(self) -> None:
@@ -244,8 +268,8 @@ class _Connection(io.RawIOBase):
     def __init__(
         self, host: tuple[str, int], context: ssl.SSLContext | None, limit: Limit, server: int
     ) -> None:
-        self.limit, self.server, self.reusable = limit, server, False
-        self._request = b""
+        self.server, self._request = server, b""
+        self.begin(limit)
         self.http = HTTPConnection(*host)
         self._socket = _connected(host, limit)
         try:
@@ -258,6 +282,10 @@ class _Connection(io.RawIOBase):
             self._socket.close()
             raise
         self.http.sock = self
+
+    def begin(self, limit: Limit) -> None:
+        """Have the steps from now on end at this limit, and after so many bytes."""
+        self.limit, self.reusable, self._came = limit, False, 0
 
     @property
     def ended(self) -> bool:
@@ -287,7 +315,12 @@ class _Connection(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        return self._step(select.POLLIN, self._socket.recv_into, buffer)
+        # A server that always has more to send never has this wait.
+        _ = self.limit.seconds
+        came = self._step(select.POLLIN, self._socket.recv_into, buffer)
+        self._came += came
+        _refuse_beyond(self._came, _MOST)
+        return came
 
     def close(self) -> None:
         """Do nothing: ``http.client`` also calls it before the last answer is read."""
@@ -302,6 +335,51 @@ class _Connection(io.RawIOBase):
                 self.limit.await_ready(self._socket.fileno())
             except ssl.SSLWantWriteError:
                 self.limit.await_ready(self._socket.fileno(), select.POLLOUT)
+
+
+def _body(response: HTTPResponse) -> bytes:
+    """All of it; raises `IncompleteRead` where the server hung up before its end."""
+    parts = []
+    while part := response.read(_PIECE):
+        parts.append(part)
+    if response.length:
+        raise IncompleteRead(b"", response.length)
+    return b"".join(parts)
+
+
+def _refuse_beyond(length: int, most: int) -> None:
+    if length > most:
+        raise HTTPException(f"its answer has more than {most >> 20} MiB")
+
+
+class BoundedResponse(HTTPResponse):
+    """An answer for another library that is bounded in time and size, however it is sent."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp = io.BufferedReader(_Bounded(self.fp, sock.gettimeout() or inf))
+
+
+class _Bounded(io.RawIOBase):
+    def __init__(self, line: io.BufferedReader, seconds: float) -> None:
+        self._line, self._came = line, 0
+        # One read may take as long again.
+        self._until = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if time.monotonic() >= self._until:
+            raise TimeoutError("no answer in time")
+        came = self._line.readinto1(buffer)
+        self._came += came
+        _refuse_beyond(self._came, _MOST)
+        return came
+
+    def close(self) -> None:
+        self._line.close()
+        super().close()
 
 
 def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:

@@ -36,6 +36,9 @@ _ENDED = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
 # kazoo's warning of a server that hung up during a log-in by SASL, as one does that stops.
 _CUT_SHORT = "Connection dropped in SASL"
 
+# Bytes of an answer; the server's jute.maxbuffer is 1 MiB by default.
+_MOST = 1 << 26
+
 # A long request checks this often, in seconds, whether its caller was woken.
 _GLANCE = 0.1
 
@@ -220,12 +223,33 @@ def _stop(zk: Any, seconds: float) -> None:
         thread.join(seconds)
 
 
+class _Bounded:
+    """kazoo's socket: it reads an answer by the length that the server names."""
+
+    def __init__(self, line: Any) -> None:
+        self._line = line
+
+    def recv(self, size: int) -> bytes:
+        if not 0 <= size <= _MOST:
+            error = OSError(f"its answer has more than {_MOST >> 20} MiB")
+            error.strerror = str(error)  # This is what kazoo shows.
+            raise error
+        data: bytes = self._line.recv(size)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._line, name)
+
+
 class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]
     """Tells ``broke`` what ends a thread, such as an answer that makes no sense."""
 
     def __init__(self, broke: Callable[[Exception], None]) -> None:
         super().__init__()
         self._broke = broke
+
+    def create_connection(self, *args: Any, **kwargs: Any) -> Any:
+        return _Bounded(super().create_connection(*args, **kwargs))
 
     def spawn(self, func: Any, *args: Any, **kwargs: Any) -> threading.Thread:
         def run() -> None:

@@ -76,6 +76,8 @@ __all__ = ["Client", "Link", "Options", "Transport", "UnfitServerError", "is_ref
 T = TypeVar("T")
 
 _LARGEST_VALUE = 1_000_000
+# Bytes of a message: no server takes a larger max_payload.
+_MOST_OF_A_MESSAGE = 1 << 26
 
 # As long as a resolver may take; whoever connects gives up sooner.
 _LONGEST_LOOK_UP = 30.0
@@ -597,6 +599,8 @@ class _Parser(Parser):
         except Exception as error:
             # Else nats-py logs a traceback, and tells nobody who waits.
             raise NonsenseError from error
+        if len(self.buf) > _MOST_OF_A_MESSAGE:
+            raise OSError(f"its answer has more than {_MOST_OF_A_MESSAGE >> 20} MiB")
 
 
 class _Connection(nats.aio.client.Client):
@@ -612,7 +616,7 @@ class _Connection(nats.aio.client.Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ps = _Parser(self)  # Private: nothing public tells what it raises.
+        self._ps = _Parser(self)  # Private: nothing public tells what it raises, or bounds it.
 
     async def _process_op_err(self, e: Exception) -> None:
         # Private: nats-py first writes what is left, and tells nobody where that fails. Who waits

@@ -28,7 +28,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,6 +37,7 @@ import msgspec
 import redis
 from redis import exceptions as errors
 from redis.backoff import NoBackoff
+from redis.connection import DefaultParser
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
@@ -89,6 +90,9 @@ _LONGEST_PARK = 30.0
 
 # A wait looks this often, in seconds, whether a beat has told it of another hash.
 _LONGEST_LOOK = 5.0
+
+# Bytes of an answer that is not complete; a value may have 64 MiB.
+_MOST_OF_AN_ANSWER = 1 << 28
 
 # A node waits for one key, and sometimes for another; each such wait holds a connection.
 _MOST_PARKED = 2
@@ -641,7 +645,7 @@ class Client(StoreClient):
         # A cluster client gives its connections only the time of one slot look-up.
         patience = {"socket_timeout": self.timeout, "socket_connect_timeout": self.timeout}
         kind = _NAMED.get(pool.connection_class, pool.connection_class)
-        line = kind(**{**pool.connection_kwargs, **patience})
+        line = kind(**_bounded({**pool.connection_kwargs, **patience}))
         try:
             line.connect()
         except BaseException as error:
@@ -733,6 +737,32 @@ class _NamedTLS(redis.SSLConnection, _Named):
 
 _NAMED: dict[type, type] = {redis.Connection: _Named, redis.SSLConnection: _NamedTLS}
 """By redis-py's own. That of a primary which Sentinels have told is its own too: an address."""
+
+
+@cache
+def _bounded_parser(parser: Any) -> type:
+    """redis-py's, of which one answer is bounded in time and size, however it is sent."""
+
+    class Bounded(parser):  # type: ignore[misc]
+        def read_response(self, *args: Any, **options: Any) -> Any:
+            # One read may take as long again.
+            self._until = time.monotonic() + (self._socket_timeout or math.inf)
+            return super().read_response(*args, **options)
+
+        def read_from_socket(self, *args: Any, **options: Any) -> Any:
+            if time.monotonic() >= self._until:
+                raise errors.TimeoutError("no answer in time")
+            if self._reader is not None and self._reader.len() > _MOST_OF_AN_ANSWER:
+                raise ValueError(f"its answer has more than {_MOST_OF_AN_ANSWER >> 20} MiB")
+            return super().read_from_socket(*args, **options)
+
+    return Bounded
+
+
+def _bounded(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a connection, with such a parser."""
+    parser = _bounded_parser(settings.get("parser_class", DefaultParser))
+    return {**settings, "parser_class": parser}
 
 
 class _Parked(msgspec.Struct):
@@ -1006,6 +1036,7 @@ def _clients_of_sentinels(
     for client in clients:
         pool: Any = client.connection_pool
         pool.connection_class = _NAMED[pool.connection_class]
+        pool.connection_kwargs = _bounded(pool.connection_kwargs)
     return clients
 
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from email.message import Message
 from email.utils import formatdate
+from http.client import HTTPException
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,76 @@ def test_the_deadline_is_that_of_the_whole_request(serve: Serve) -> None:
         with pytest.raises(TimeoutError):
             Http([host], None, 0.5).ask(ASK, within(0.5))
         assert 0.4 < time.monotonic() - began < 2
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+LONG = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\n"
+MEBIBYTE = b"x" * (1 << 20)
+CHUNK = b"100000\r\n" + MEBIBYTE + b"\r\n"
+BOUNDED = (TimeoutError, HTTPException)
+# What is sent once, what is sent without end, and with what the request ends.
+ENDLESS = {
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000, BOUNDED),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 1000, HTTPException),
+    "a header": (b"HTTP/1.1 200 OK\r\n", MEBIBYTE, HTTPException),
+    "a body": (b"HTTP/1.1 200 OK\r\n\r\n", MEBIBYTE, HTTPException),
+    "a body of a length": (LONG, MEBIBYTE, HTTPException),
+    "chunks": (CHUNKED, CHUNK, HTTPException),
+    "a chunk": (CHUNKED + b"fffffffffff\r\n", MEBIBYTE, HTTPException),
+    "a chunk's size": (CHUNKED, b"1" * 1000, HTTPException),
+    "trailers": (CHUNKED + b"0\r\n", b"a: b\r\n" * 1000, BOUNDED),
+    # Nobody makes room for what does not come.
+    "a body that does not come": (LONG, b"", TimeoutError),
+    "a chunk that does not come": (CHUNKED + b"fffffffffff\r\n", b"", TimeoutError),
+}
+
+
+def endlessly(once: bytes, again: bytes) -> Serve:
+    def serve(line: socket.socket) -> None:
+        line.recv(65536)
+        line.sendall(once)
+        while again:
+            line.sendall(again)
+        hang(line)
+
+    return serve
+
+
+@pytest.mark.parametrize(("once", "again", "error"), ENDLESS.values(), ids=ENDLESS)
+def test_an_answer_without_end_ends(once: bytes, again: bytes, error: Any) -> None:
+    """Of 100 Continue without end a request never ended, and a body took 3 GiB in 11 s."""
+    with serving(endlessly(once, again)) as host:
+        asking = Background(lambda: Http([host], None, 1).ask(ASK, within(1)))
+        assert asking.done(10)
+        with pytest.raises(error):
+            asking.result(0)
+
+
+@pytest.mark.parametrize("start", [b"", CHUNKED + b"fffffffffff\r\n"])
+def test_a_line_without_end_ends(start: bytes) -> None:
+    start = start or b"HTTP/1.1 200 OK\r\n\r\n"
+    with serving(endlessly(start, MEBIBYTE)) as host:
+        stream = Http([host], None, 5).follow(ASK, within(5))
+        with pytest.raises(HTTPException):
+            stream.lines(within(60))
+        stream.close()
+
+
+def test_a_chunk_of_a_stream_has_a_size() -> None:
+    with serving(endlessly(CHUNKED + b"-5\r\n", b"")) as host:
+        stream = Http([host], None, 5).follow(ASK, within(5))
+        with pytest.raises(HTTPException):
+            stream.lines(within(5))
+        stream.close()
+
+
+def test_a_body_that_is_cut_off_is_no_answer() -> None:
+    def cut_off(line: socket.socket) -> None:
+        line.recv(65536)
+        line.sendall(ANSWER[:-1])
+
+    with serving(cut_off) as host, pytest.raises(HTTPException):
+        Http([host], None, 5).ask(ASK, within(5))
 
 
 # With TLS the handshake is never answered.
@@ -160,3 +232,9 @@ def test_the_agents_clock_counts(ahead: float) -> None:
     agent = time.time() + ahead
     headers["Date"] = formatdate(agent, usegmt=True)
     assert abs(time_of(headers) - agent) <= 1.1
+
+
+def test_a_date_that_is_none_tells_nothing() -> None:
+    headers = Message()
+    headers["Date"] = "nonsense"
+    assert abs(time_of(headers) - time.time()) < 1
