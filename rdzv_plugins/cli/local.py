@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import suppress
 from typing import Annotated
 
@@ -49,8 +50,8 @@ def serve(
     With --rdzv-endpoint it is this host's member of the store, for the run of -i, or for all runs
     with the same cluster=... in --rdzv-conf. --host then names this host among the members.
 
-    Where others reach it, it has the password of RDZV_PLUGINS_PASSWORD or
-    RDZV_PLUGINS_PASSWORD_FILE, or a new one, which is shown once. A file that is missing is made
+    Redis and Valkey have the password of RDZV_PLUGINS_PASSWORD or RDZV_PLUGINS_PASSWORD_FILE, and
+    where others reach them at least a new one, which is shown once. A file that is missing is made
     with a new one.
     """
     from rdzv_plugins import servers
@@ -69,11 +70,10 @@ def serve(
             typer.echo(f"  export RDZV_PLUGINS_PASSWORD={password}  # shown this once")
         for name, value in server.environ.items():
             if name != "RDZV_PLUGINS_PASSWORD":
-                typer.echo(f"  export {name}={value}")
-        typer.echo(
-            f"  rdzv run --rdzv-backend={server.backend} "
-            f"--rdzv-endpoint={server.endpoint}{f' --rdzv-conf={conf}' if conf else ''} ..."
-        )
+                typer.echo(f"  export {name}={shlex.quote(value)}")
+        words = [f"--rdzv-backend={server.backend}", f"--rdzv-endpoint={server.endpoint}"]
+        words += [f"--rdzv-conf={conf}"] if conf else []
+        typer.echo(f"  rdzv run {shlex.join(words)} ...")
 
         def look() -> None:
             for node in server.nodes:
@@ -122,7 +122,7 @@ def _password(kind: str, host: str) -> tuple[str | None, bool]:
     from rdzv_plugins.config import ServerOptions, parse_options
     from rdzv_plugins.servers import KINDS
 
-    if is_loopback(host) or kind not in KINDS or not KINDS[kind].for_others:
+    if kind not in KINDS or not KINDS[kind].for_others:
         return None, False
     options, new = parse_options(ServerOptions, {}, os.environ), secrets.token_urlsafe(24)
     if (file := options.password_file) is not None:
@@ -130,7 +130,7 @@ def _password(kind: str, host: str) -> tuple[str | None, bool]:
         with suppress(FileExistsError), open(os.open(file, _NEW_FILE, 0o600), "w") as made:
             made.write(new + "\n")
     given = options.current_password()
-    return (given, False) if given else (new, True)
+    return (given, False) if given or is_loopback(host) else (new, True)
 
 
 def demo(

@@ -193,6 +193,9 @@ def _store(story: Story, backend: str, endpoint: str) -> Iterator[tuple[str, dic
         story.tell(f"using {backend} at {redact(endpoint)}")
         yield endpoint, {}
         return
+    if not {"RDZV_PLUGINS_SECRET", "RDZV_PLUGINS_SECRET_FILE"} & os.environ.keys():
+        # Any account of this host reaches the store: none joins.
+        os.environ["RDZV_PLUGINS_SECRET"] = secrets.token_hex(16)
     if client_class(backend).run_by == "nodes":
         # Raised here, not by each agent, where it is not installed.
         servers.KINDS[servers.kind_for(backend)](servers.Security())

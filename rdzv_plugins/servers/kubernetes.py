@@ -36,20 +36,24 @@ wait $server
 """
 
 
-_EVERYBODY = {
-    "apiVersion": "abac.authorization.kubernetes.io/v1beta1",
-    "kind": "Policy",
-    "spec": {
-        "group": "system:unauthenticated",
-        **dict.fromkeys(("namespace", "resource", "apiGroup", "nonResourcePath"), "*"),
-    },
-}
+# Not /logs, by which any account of this host would read /var/log as this one.
+_PATHS = ("/api*", "/apis*", "/healthz*", "/livez*", "/openapi*", "/readyz*", "/version*")
+
+
+def _for_everybody(**what: str) -> str:
+    policy = {
+        "apiVersion": "abac.authorization.kubernetes.io/v1beta1",
+        "kind": "Policy",
+        "spec": {"group": "system:unauthenticated", **what},
+    }
+    return json.dumps(policy)
 
 
 class Kubernetes(Kind):
     """kube-apiserver 1.20 or later: one, or two on the etcd of the first.
 
-    Without access control everybody may do everything, over TLS with a certificate of its own.
+    Without access control everybody may do everything with its objects, over TLS with a certificate
+    of its own.
     `Security.password` is the bearer token of `Security.user`, whom RBAC lets do everything.
     """
 
@@ -104,7 +108,9 @@ class Kubernetes(Kind):
             flags |= {"token-auth-file": str(tokens), "authorization-mode": "RBAC"}
         else:
             policy = node.directory / "policy.jsonl"
-            policy.write_text(json.dumps(_EVERYBODY))
+            resources = dict.fromkeys(("namespace", "resource", "apiGroup"), "*")
+            lines = [resources, *({"nonResourcePath": path} for path in _PATHS)]
+            policy.write_text("\n".join(_for_everybody(**line) for line in lines))
             # Under AlwaysAllow it refuses whoever has no token.
             flags |= {"authorization-policy-file": str(policy), "authorization-mode": "ABAC"}
         server = _line(self._binary, flags)

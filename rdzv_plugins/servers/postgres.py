@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import socket
@@ -33,11 +34,14 @@ _SETTINGS = {
     "full_page_writes": "off",
     "logging_collector": "off",
 }
-_INITDB = ["-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync", "--wal-segsize=1"]
+_INITDB = ["-A", "scram-sha-256", "-E", "UTF8", "--no-locale", "--no-sync", "--wal-segsize=1"]
 
 
 class Postgres(Kind):
-    """PostgreSQL 12 or later, without users unless `Security` names one.
+    """PostgreSQL 12 or later, with the user ``postgres`` unless `Security` names one.
+
+    That user executes commands of this host as the account of the server, and any account connects
+    to loopback. It has the password of ``$PGPASSWORD``, which libpq reads, or a new one.
 
     PostgreSQL refuses to run as root: under root it runs as the user ``postgres``.
     """
@@ -55,6 +59,7 @@ class Postgres(Kind):
             raise NotInstalledError(
                 "PostgreSQL's server is not installed: apt-get install postgresql"
             )
+        self._password = os.environ.get("PGPASSWORD") or secrets.token_urlsafe(24)
         # Follow a link: the other binaries are in the folder of its target.
         self._binary = binary.resolve()
         self._account: pwd.struct_passwd | None = None
@@ -72,6 +77,7 @@ class Postgres(Kind):
         if self._account is not None:
             node.directory.parent.chmod(0o711)
             self._own(node.directory)
+        node.directory.chmod(0o700)
         if not data.exists():
             self._make(node, data)
         self._provide(data)
@@ -90,6 +96,9 @@ class Postgres(Kind):
     def config(self) -> dict[str, str]:
         return {**super().config(), "create_table": "true"}
 
+    def environ(self) -> dict[str, str]:
+        return super().environ() or {"PGPASSWORD": self._password}
+
     def ready(self, node: ServerProcess) -> bool:
         with socket.create_connection((HOST, node.port), 1) as connection:
             hello = struct.pack("!i", 3 << 16) + b"user\0postgres\0database\0postgres\0\0"
@@ -100,14 +109,14 @@ class Postgres(Kind):
 
     def _make(self, node: ServerProcess, data: Path) -> None:
         """Make a database cluster, its access rules and, with a password, the user."""
-        self._run(
-            node,
-            [str(self._binary.parent / "initdb"), "-D", str(data), "-U", "postgres", *_INITDB],
-        )
+        file = node.directory / "password"
+        file.touch(0o600)
+        file.write_text(self._password)
+        self._own(file)
+        initdb = [str(self._binary.parent / "initdb"), f"--pwfile={file}", *_INITDB]
+        self._run(node, [*initdb, "-D", str(data), "-U", "postgres"])
         kind = "hostssl" if self.security.tls else "host"
-        how = "scram-sha-256" if self.security.password else "trust"
-        if self.security.client_cert_file:
-            how += " clientcert=verify-ca"
+        how = "scram-sha-256" + " clientcert=verify-ca" * bool(self.security.client_cert_file)
         (data / "pg_hba.conf").write_text(f"{kind} all,replication all {HOST}/32 {how}\n")
         if self.security.password:
             if not self.security.user:

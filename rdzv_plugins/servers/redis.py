@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import socket
+import subprocess
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +18,10 @@ from rdzv_plugins.servers.process import (
     ServerProcess,
     find_file,
 )
+
+# By these any account of this host would write files, or execute code, as this one. From Redis 7 on
+# its defaults refuse that.
+_WITHOUT = "-config -debug -module -replicaof -slaveof"
 
 
 class Redis(Kind):
@@ -70,11 +76,20 @@ class Redis(Kind):
             # Its hash, which needs no quotes, whatever characters it has.
             digest = hashlib.sha256(self.security.password.encode()).hexdigest()
             lines.append(f"user {user} on #{digest} ~* &* +@all")
+        elif self._is_before_7():
+            lines.append(f"user default on nopass ~* &* +@all {_WITHOUT}")
         # A file that only this user can read.
         file = node.directory / "redis.conf"
         file.touch(0o600)
         file.write_text("\n".join(lines) + "\n")
         return [str(self._binary), str(file)]
+
+    def _is_before_7(self) -> bool:
+        said = subprocess.run(
+            [self._binary, "--version"], stdout=subprocess.PIPE, text=True, check=False
+        ).stdout
+        found = re.search(r"v=(\d+)", said)
+        return found is not None and int(found[1]) < 7
 
     def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
         scheme = "rediss" if self.security.tls else "redis"

@@ -184,6 +184,7 @@ def reconnects(dns: MutedDns, store: str, amount: int) -> dict[str, Any]:
     """A client of a server with a name whose connections end while DNS does not answer."""
     took = []
     with servers.start(store) as server, Proxy(("127.0.0.1", server.nodes[0].port)) as proxy:
+        os.environ.update(server.environ)
         endpoint = f"{_STORE_NAME}:{proxy.address[1]}"
         if store == "postgres":
             endpoint = f"postgresql://postgres@{endpoint}/postgres"

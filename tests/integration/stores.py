@@ -33,6 +33,7 @@ __all__ = [
     "RunningStore",
     "absent",
     "every_store",
+    "role_of_postgres",
     "running",
     "started",
 ]
@@ -310,6 +311,11 @@ _STORED: dict[str, Callable[[RunningStore], Stored]] = {
     "redis": _stored_in_redis,
     "etcd-v3": _stored_in_etcd,
 }
+
+
+def role_of_postgres(name: str, more: str = "") -> str:
+    """The statement that makes a user, who has the password that libpq finds here."""
+    return f"CREATE ROLE {name} LOGIN PASSWORD '{os.environ.get('PGPASSWORD', 'none')}' {more}"
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from rdzv_plugins.cli import app
 from rdzv_plugins.cli.check import host as dials
 from rdzv_plugins.cli.check import store as trials
 from rdzv_plugins.config import parse_options
+from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.http import ask
@@ -41,7 +42,15 @@ from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
 from tests.integration import topologies
 from tests.integration.agents import Run, one_world
 from tests.integration.certificates import Certificates
-from tests.integration.stores import GUARDED, KINDS, LONG, Kind, RunningStore, started
+from tests.integration.stores import (
+    GUARDED,
+    KINDS,
+    LONG,
+    Kind,
+    RunningStore,
+    role_of_postgres,
+    started,
+)
 
 Patch = pytest.MonkeyPatch
 
@@ -277,7 +286,7 @@ def test_server_down(kind: Kind, monkeypatch: Patch) -> None:
     told = await_connection(kind, endpoint, monkeypatch)
     what, text = told.only("failed")
     assert what == "store"
-    assert endpoint in text
+    assert redact(endpoint) in text
     assert "could not be reached" in text
     assert told.verdict == "verdict: a job will not work: store failed"
     # What does not need the store is still done.
@@ -425,7 +434,7 @@ def test_postgres_rights(shared: Shared) -> None:
     host, port = postgres.address
     with psycopg.connect(postgres.endpoint, autocommit=True) as admin:
         postgres.open("made").close()
-        admin.execute("CREATE ROLE poor LOGIN")
+        admin.execute(role_of_postgres("poor"))
         store = replace(postgres, endpoint=f"postgresql://poor@{host}:{port}/postgres", config={})
         what, text = check_store(store).only("failed")
         assert what == "store"

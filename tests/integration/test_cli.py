@@ -16,6 +16,7 @@ from typing import get_args, get_type_hints
 import pytest
 from msgspec.structs import replace
 from redis import Redis
+from redis.exceptions import AuthenticationError
 from rich.table import Table
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -648,6 +649,21 @@ def test_serve_runs_a_server_until_it_is_interrupted() -> None:
     serving.send_signal(signal.SIGINT)
     assert serving.wait(30) == 0
     assert rdzv("check", "-e", endpoint, "-c", "heartbeat_timeout=1").returncode == 2
+
+
+def test_serve_asks_for_the_password_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every account of this host reaches loopback."""
+    monkeypatch.setenv("RDZV_PLUGINS_PASSWORD", "hunter2")
+    command = [sys.executable, "-u", "-m", "rdzv_plugins.cli", "serve", "valkey"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stdout is not None
+            endpoint = serving.stdout.readline().split(" runs at ")[1].split(";")[0]
+            with Redis.from_url(endpoint) as stranger, pytest.raises(AuthenticationError):
+                stranger.get("key")
+            assert rdzv("check", "-e", endpoint).returncode == 0
+        finally:
+            serving.send_signal(signal.SIGINT)
 
 
 def test_serve_names_the_address_at_which_the_port_is_taken() -> None:

@@ -45,7 +45,9 @@ class PgBouncer(Kind):
     def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
         host, port = self._address
         users, config = node.directory / "users", node.directory / "pgbouncer.ini"
-        users.write_text('"postgres" ""\n')
+        users.touch(0o600)
+        users.write_text(f'"postgres" "{self._server.environ()["PGPASSWORD"]}"\n')
+        self._server._own(users)
         lines = [
             "[databases]",
             f"postgres = host={host} port={port}",

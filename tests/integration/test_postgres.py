@@ -16,6 +16,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.servers import LocalServer, Security, ServerError, start
 from rdzv_plugins.servers.postgres import Postgres
@@ -28,7 +29,7 @@ from tests import Measure
 from tests.integration import agents
 from tests.integration.agents import Run, one_world
 from tests.integration.certificates import Certificates
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started
 from tests.integration.watch import Watch, await_beats
 
 KIND = next(kind for kind in KINDS if kind.name == "postgres")
@@ -64,7 +65,7 @@ def refusal(store: RunningStore, timeout: float = 5.0) -> str:
         store.open("run", request_timeout=timeout).close()
     text = str(caught.value)
     assert "\n" not in text
-    assert store.endpoint in text
+    assert redact(store.endpoint) in text
     return text
 
 
@@ -105,7 +106,7 @@ def test_table_can_be_named_and_many_may_make_it_at_once(store: RunningStore, ru
 
 
 def test_least_rights(store: RunningStore, admin: psycopg.Connection[Any], run_id: str) -> None:
-    admin.execute("CREATE ROLE least LOGIN")
+    admin.execute(role_of_postgres("least"))
     least = configured(at(store, user="least"), table="least")
     assert "denied a right (permission denied for schema public" in refusal(least)
     store.open(run_id).close()
@@ -121,10 +122,10 @@ def test_what_is_wrong_is_told(store: RunningStore, admin: psycopg.Connection[An
     assert "$RDZV_PLUGINS_PASSWORD" in refusal(at(store, user="nobody"))
     admin.execute("CREATE TABLE other (id int)")
     assert "has a table other with another schema" in refusal(configured(store, table="other"))
-    admin.execute("CREATE ROLE few LOGIN CONNECTION LIMIT 0")
+    admin.execute(role_of_postgres("few", "CONNECTION LIMIT 0"))
     told = refusal(at(store, user="few"), 2.0)
     assert "had no connection left for 2 s" in told
-    admin.execute("CREATE ROLE outsider LOGIN")
+    admin.execute(role_of_postgres("outsider"))
     admin.execute("CREATE DATABASE closed")
     admin.execute("REVOKE CONNECT ON DATABASE closed FROM public")
     assert "CONNECT on the database" in refusal(at(store, user="outsider", database="closed"))
@@ -136,7 +137,7 @@ def test_what_the_server_said_is_told_if_it_falls_silent(
     store: RunningStore, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last attempt of a request ends at its limit; that tells nobody why."""
-    admin.execute("CREATE ROLE limited LOGIN CONNECTION LIMIT 0")
+    admin.execute(role_of_postgres("limited", "CONNECTION LIMIT 0"))
     with Proxy(store.address) as proxy:
         connect = Connection.open
 

@@ -35,7 +35,7 @@ from rdzv_plugins.testing import harness
 from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
 from tests.integration.agents import Run, one_world, until
 from tests.integration.start import FOLDER, blocks
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started
 from tests.integration.test_redis_rights import ask_for_everything
 from tests.integration.test_start import action, saved
 
@@ -104,7 +104,7 @@ class _Postgres(Guard):
 
     def let_in(self, rights: Sequence[str]) -> RunningStore:
         user = f"u{secrets.token_hex(4)}"
-        self._ask(f"CREATE ROLE {user} LOGIN", *(f"GRANT {it} TO {user}" for it in rights))
+        self._ask(role_of_postgres(user), *(f"GRANT {it} TO {user}" for it in rights))
         host, port = self.store.address
         endpoint = f"postgresql://{user}@{host}:{port}/jobs"
         return replace(self.store, endpoint=endpoint, config={})

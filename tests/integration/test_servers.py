@@ -7,14 +7,22 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import psycopg
 import pytest
+import redis
+from rich.console import Console
 
 from rdzv_plugins import servers
+from rdzv_plugins.demo import show
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv.sealed import SealedClient
 from rdzv_plugins.servers import process
+from rdzv_plugins.servers.http import ask
 from rdzv_plugins.servers.process import free_ports, release
+from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import present, until
 from tests.integration.stores import KINDS, RunningStore, started
 
@@ -119,6 +127,60 @@ def test_closed_server_leaves_nothing() -> None:
     assert not _alive(pid)
     assert not folder.exists()
     server.close()
+
+
+def test_a_stranger_does_not_get_into_postgres(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its user executes commands as the account of the server."""
+    with started(next(kind for kind in KINDS if kind.name == "postgres")) as store:
+        assert store.server is not None
+        folder = store.server.nodes[0].directory
+        assert folder.stat().st_mode & 0o777 == 0o700
+        monkeypatch.delenv("PGPASSWORD")
+        for login in ("postgres@", "postgres:postgres@"):
+            with pytest.raises(psycopg.OperationalError, match="password"):
+                psycopg.connect(store.endpoint.replace("postgres@", login)).close()
+
+
+@pytest.mark.parametrize(("kind", "version"), [("redis", ""), ("redis", "6.2.7"), ("valkey", "")])
+def test_a_stranger_executes_nothing_by_redis(
+    kind: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if version:
+        # Only its number: it has the commands of a later one, and refuses them.
+        file, real = tmp_path / "redis-server", process.find_file("redis", ["redis-server"])
+        told = f'case $1 in --version) echo "Redis server v={version}";; *) exec {real} "$@";; esac'
+        file.write_text(f"#!/bin/sh\n{told}\n")
+        file.chmod(0o755)
+        monkeypatch.setenv("RDZV_REDIS_BINARY", str(file))
+    with servers.start(kind) as server, redis.Redis.from_url(server.endpoint) as stranger:
+        stranger.set("key", "value")
+        for line in ("CONFIG SET dir /tmp", "MODULE LOAD /tmp/x.so", "DEBUG SLEEP 0"):
+            with pytest.raises(redis.ResponseError, match=r"not allowed|no permissions|protected"):
+                stranger.execute_command(*line.split())
+        if version:
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                stranger.execute_command("REPLICAOF", "127.0.0.1", "1")
+
+
+def test_a_stranger_does_not_join_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is deleted again, whatever the demo sets.
+    monkeypatch.setenv("RDZV_PLUGINS_SECRET", "a secret that is replaced")
+    monkeypatch.delenv("RDZV_PLUGINS_SECRET")
+    with (
+        show._store(show.Story(Console()), "redis", "") as (endpoint, config),
+        closing(open_client("redis", endpoint, "run", config)) as client,
+    ):
+        assert isinstance(client, SealedClient)
+
+
+@pytest.mark.soak
+def test_a_stranger_reads_no_logs_by_kubernetes() -> None:
+    """The server's account may be root."""
+    with started(next(kind for kind in KINDS if kind.name == "kubernetes")) as store:
+        assert store.server is not None
+        port, tls = store.server.nodes[0].port, servers.Security(cert_file="its own")
+        assert ask(port, "GET", "/version", security=tls)[0] == 200
+        assert ask(port, "GET", "/logs/", security=tls)[0] == 403
 
 
 def test_missing_binary_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from tests.integration.administrators import ADMINISTRATORS, administered
 from tests.integration.agents import Run as Players
 from tests.integration.agents import crash
 from tests.integration.jobs import Job
-from tests.integration.stores import RunningStore, every_store
+from tests.integration.stores import RunningStore, every_store, role_of_postgres
 from tests.integration.torchrun import PATIENCE
 
 pytestmark = pytest.mark.timeout(240)
@@ -63,7 +63,7 @@ class Doorkeeper:
                 categories=["+@all"], reset=True,
             )  # fmt: skip
             return replace(self._store, endpoint=f"redis://{user}:secret@{host}:{port}")
-        self._ask(f"CREATE ROLE {user} SUPERUSER LOGIN")
+        self._ask(role_of_postgres(user, "SUPERUSER"))
         return replace(self._store, endpoint=f"postgresql://{user}@{host}:{port}/postgres")
 
     def shut_out(self, user: str) -> float:
