@@ -145,9 +145,9 @@ class Settings:
                                     no_progress_uptime and were not ended for newcomers, the run is
                                     closed and torchrun exits with 93; 0: never
     no_progress_uptime      60      seconds; see no_progress_rounds
-    quarantine_after        0       a host that ends so many rounds within quarantine_window by its
+    quarantine_after        none    a host that ends so many rounds within quarantine_window by its
                                     loss or its workers' failure is kept out for a time, if enough
-                                    other nodes are there; 0: never
+                                    other nodes are there; none: 3, and losses alone count; 0: never
     quarantine_window       3600    seconds; also the longest quarantine: the first takes a tenth of
                                     it, each further one of a host twice as long
     rank_order              natural natural (by address, node2 before node10), stable (nodes of the
@@ -250,7 +250,7 @@ class Settings:
     resize_interval: float = option(0.0, least=0, of_run=True)
     no_progress_rounds: int = option(0, least=0, of_run=True)
     no_progress_uptime: float = option(60.0, least=0, of_run=True)
-    quarantine_after: int = option(0, least=0, of_run=True)
+    quarantine_after: int | None = option(None, least=0, of_run=True)
     quarantine_window: float = option(3600.0, least=1, of_run=True)
     rank_order: str = option(
         "natural", choices=("natural", "stable", "hint", "topology"), of_run=True
@@ -642,7 +642,7 @@ def idle_options(
     varies = nnodes is None or nnodes[0] < nnodes[1]
     idle = {
         "no_progress_uptime": (its.no_progress_rounds == 0, "no_progress_rounds is not set"),
-        "quarantine_window": (its.quarantine_after == 0, "quarantine_after is not set"),
+        "quarantine_window": (its.quarantine_after == 0, "quarantine_after is 0"),
         "rank": (its.rank_order != "hint", "rank_order is not hint"),
         "check_timeout": (not checked, "there is neither check_command nor checks"),
         "check_at": (not checked, "there is neither check_command nor checks"),

@@ -240,7 +240,8 @@ class Tell(Effect[None], frozen=True):
     ``about`` tells kinds of lines apart. A normal life has ``joined``, ``waiting`` (for what),
     ``forming`` (why the next round), ``round`` (which rank) and ``closed`` (by whom). The others
     are warnings: ``lost`` (why the next round), ``doubt`` (why not yet), ``spare``, ``settings``,
-    ``evicted``, ``unfit``, ``drained``, ``excluded``, ``exclusions`` (cannot be read), ``master``,
+    ``evicted``, ``unfit``, ``drained``, ``excluded``, ``quarantine`` (of which host),
+    ``exclusions`` (cannot be read), ``master``,
     ``network`` (who cannot reach whom), ``slow`` (whose exchange of data was), ``cut off`` (its
     workers are to stop), ``two worlds`` (for how long there may have been), ``tombstone`` and
     ``unreadable`` (what stands in the store, and counts as absent).

@@ -64,7 +64,7 @@ class Rules:
         no_progress_rounds, no_progress_uptime: after so many rounds in a row that ran for less, the
             run is closed; 0: never.
         quarantine_after: a host that ends so many rounds within ``quarantine_window`` is kept out
-            for a time; 0: never.
+            for a time; 0: never; None: three, by its loss alone.
         inline: the most nodes whose ids stand in the document; more stand in shards of about so
             many each.
         node_unit: the number of nodes of a round is a multiple of it.
@@ -97,7 +97,7 @@ class Rules:
     grow: str = "now"
     no_progress_rounds: int = 0
     no_progress_uptime: float = 0.0
-    quarantine_after: int = 0
+    quarantine_after: int | None = 0
     quarantine_window: float = 3600.0
     inline: int = INLINE
     node_unit: int = 1

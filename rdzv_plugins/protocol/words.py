@@ -535,6 +535,10 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
     elif said := own_findings(view.record):
         yield "network", view.record.world_id, f"the network check of this node failed: {said}"
     if document.leader == view.me:
+        for held in document.quarantined:
+            told = describe_held(document, held, view.wall)
+            text = f"{told}; rdzv include ends it, and quarantine_after=0 turns quarantine off"
+            yield "quarantine", (document.incarnation, held), text
         for record in (view.records or {}).values():
             if record.is_unfit and record.label != view.record.label:
                 key = record.label, record.unfit, record.round

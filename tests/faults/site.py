@@ -109,6 +109,8 @@ class Site:
                 "keep_alive_max_attempt": ATTEMPTS,
                 # By default a third of the lease.
                 "heartbeat_timeout": round(LEASE / 3, 1),
+                # Any host may be lost many times.
+                "quarantine_after": 0,
                 "last_call_timeout": 2,
                 "join_timeout": 300,
                 **self._config,

@@ -55,7 +55,9 @@ def test_killed_node(begin: Begin, who: str, record_property: Measure) -> None:
 @pytest.mark.parametrize("who", ["rank 0", "middle rank", "leader"])
 def test_killed_nodes_ten_times(begin: Begin, who: str, record_property: Measure) -> None:
     # How long to wait for a replacement is the user's choice, and no part of what is measured.
-    run = begin(script=TRAINS_WITH_TORCH, max_restarts=100, last_call_timeout=0.02)
+    run = begin(
+        script=TRAINS_WITH_TORCH, max_restarts=100, last_call_timeout=0.02, quarantine_after=0
+    )
     run.begin("abc")
     for turn in range(10):
         world = run.worlds()[-1]

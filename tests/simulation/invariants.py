@@ -137,8 +137,8 @@ INVARIANTS = {
     "lost data, or the exclusions could not be read for a lease",
     "quarantine": "a host is put into quarantine only if the causes of `quarantine_after` rounds "
     "within `quarantine_window`, the one that forms among them, name a node of it as lost or "
-    "failed, and for no longer than the window; a round that could have the minimum of nodes with "
-    "those in quarantine does form (see: gets going)",
+    "failed (by default: of three, as lost or left), and for no longer than the window; a round "
+    "that could have the minimum of nodes with those in quarantine does form (see: gets going)",
     "network": "with `network_check`, no round begins to run in which a node that knows rank 0 has "
     "not reached it, or in which a participant failed with two others since one last ran; the same "
     "nodes are paired differently in the next round; only who failed with two others is told to be "
@@ -949,15 +949,20 @@ class Checker:
                 for at in self._blamed.get((after.incarnation, it.host), [])
                 if self._now() - at < self._rules.quarantine_window + 2 * SKEW
             ]
-            if len(ended) + 1 < self._rules.quarantine_after or (it.until or longest) > longest:
+            after_rounds = self._rules.quarantine_after
+            least = 3 if after_rounds is None else after_rounds
+            if len(ended) + 1 < least or (it.until or longest) > longest:
                 raise InvariantError(
                     "quarantine", f"{node} keeps out {it} in {show(after)}, it ended {len(ended)}"
                 )
 
     def _blame(self, runs: RoundDocument) -> None:
         """Note whose hosts ended the round before this one, as its cause says."""
-        hosts = {label.rpartition("[")[0] for label in (*runs.cause.lost.first,
-                                                       *runs.cause.failed.first)}  # fmt: skip
+        cause = runs.cause
+        # By default only where they did not start again.
+        failed = cause.left if self._rules.quarantine_after is None else cause.failed
+        names = (*cause.lost.first, *failed.first)
+        hosts = {label.rpartition("[")[0] for label in names}
         for host in hosts:
             self._blamed.setdefault((runs.incarnation, host), []).append(self._now())
 

@@ -1172,6 +1172,20 @@ def quarantined_at_once(patch: Patch) -> None:
 
 
 @_mutant(
+    "by default a host is put into quarantine for workers that failed and start again",
+    focus=Focus(
+        kinds=("worker failure",),
+        settings={"quarantine_after": None, "quarantine_window": 30.0, "nodes": 3, "min_nodes": 1},
+    ),
+)
+def quarantined_for_failures(patch: Patch) -> None:
+    def blamed(original: Any, cause: Cause, rules: Rules) -> Any:
+        return original(cause, dataclasses.replace(rules, quarantine_after=3))
+
+    patch(quarantine, "blamed", blamed)
+
+
+@_mutant(
     "a leader does not restart a round that runs when people ask for it", seed=20, focus=_DRAINS
 )
 def deaf_to_restart(patch: Patch) -> None:

@@ -430,7 +430,7 @@ def _with_quarantine(plan: Plan) -> Plan:
     chance = random.Random(f"quarantine of {plan.seed}")
     if chance.random() < 0.8:
         return plan
-    after, window = chance.choice((1, 1, 2, 3)), chance.choice((5.0, 10.0, 30.0))
+    after, window = chance.choice((None, 1, 1, 2, 3)), chance.choice((5.0, 10.0, 30.0))
     rules = replace(plan.rules, quarantine_after=after, quarantine_window=window)
     return replace(plan, rules=rules)
 

@@ -85,7 +85,7 @@ def bound(plan: Plan) -> float:
     # Joins that cannot succeed end meanwhile: first the short ones, then those of the nodes started
     # in their places.
     ends = 2 * SKEW + 20.0 if plan.orders else 0.0
-    if plan.rules.quarantine_after:
+    if plan.rules.quarantine_after != 0:
         ends += 2 * SKEW + 2 * plan.rules.quarantine_window
     return settling(plan) + (plan.join_timeout + plan.long_join) / plan.rates[0] + ends
 

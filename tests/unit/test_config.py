@@ -146,8 +146,8 @@ def test_torchs_timeout_is_the_join_timeout_unless_torch_added_it() -> None:
     [
         ({"no_progress_uptime": "5"}, True),
         ({"no_progress_uptime": "5", "no_progress_rounds": "3"}, False),
-        ({"quarantine_window": "5"}, True),
-        ({"quarantine_window": "5", "quarantine_after": "3"}, False),
+        ({"quarantine_window": "5", "quarantine_after": "0"}, True),
+        ({"quarantine_window": "5"}, False),
         ({"rank": "5"}, True),
         ({"rank": "5", "rank_order": "hint"}, False),
         ({"check_timeout": "5"}, True),

@@ -39,29 +39,29 @@ def lead(now: RoundDocument, others: dict[str, NodeRecord], **more: Any) -> Acti
 class TestWhoIsBlamed:
     def test_who_was_lost(self) -> None:
         cause = Cause(lost=Names(("n3[1]", "n3[2]", "n4[1]")), failed=Names(("n1[1]",)))
-        assert blamed(cause) == ["n3", "n4"]
+        assert blamed(cause, ON) == ["n3", "n4"]
 
     def test_else_whose_workers_failed_if_it_is_one(self) -> None:
-        assert blamed(Cause(failed=Names(("n3[1]", "n3[2]")))) == ["n3"]
-        assert blamed(Cause(failed=Names(("n3[1]", "n4[1]")))) == []
+        assert blamed(Cause(failed=Names(("n3[1]", "n3[2]"))), ON) == ["n3"]
+        assert blamed(Cause(failed=Names(("n3[1]", "n4[1]"))), ON) == []
 
     @pytest.mark.parametrize("reason", ["joined", "left", "drained", "excluded"])
     def test_nobody_whose_workers_failed_as_a_peer_stopped_for_another_reason(
         self, reason: str
     ) -> None:
         cause = replace(Cause(failed=Names(("n3[1]",))), **{reason: Names(("n4[1]",))})
-        assert blamed(cause) == []
-        assert blamed(replace(cause, lost=Names(("n2[1]",)))) == ["n2"]
+        assert blamed(cause, ON) == []
+        assert blamed(replace(cause, lost=Names(("n2[1]",))), ON) == ["n2"]
 
     def test_nobody_who_left_joined_or_has_no_record(self) -> None:
         names = Names(("n3[1]",))
-        assert blamed(Cause(left=names, joined=names, drained=names)) == []
-        assert blamed(Cause(lost=Names(("0123456789abcdef",)))) == []
+        assert blamed(Cause(left=names, joined=names, drained=names), ON) == []
+        assert blamed(Cause(lost=Names(("0123456789abcdef",))), ON) == []
 
     def test_who_failed_and_left_and_not_whose_workers_failed_with_it(self) -> None:
         failed = Names(("n1[1]", "n2[1]", "n3[1]"))
         cause = Cause(left=Names(("n3[1]", "n4[1]")), failed=failed)
-        assert blamed(cause) == ["n3"]
+        assert blamed(cause, ON) == ["n3"]
         assert str(cause) == "n3[1], n4[1] left; n1[1], n2[1] joined again (their workers failed)"
 
 
@@ -114,6 +114,13 @@ class TestQuarantine:
         assert out.previous == ("n1", "n2")
         why = "quarantined, 3 rounds ended because of it within 200 s"
         assert out.reason.endswith(f"excluded n3[1]: {why}")
+
+    def test_by_default_for_three_losses_and_for_no_failures(self) -> None:
+        default, everybody = replace(ON, quarantine_after=None), joining("n1", "n2", "n3", round_=4)
+        after = written(lead(FORMING, everybody, rules=default))
+        assert [it.host for it in after.quarantined] == ["n3"]
+        failed = replace(FORMING, cause=Cause(failed=Names(("n3[1]",))))
+        assert written(lead(failed, everybody, rules=default)).participants
 
     def test_not_the_second_time(self) -> None:
         once = replace(FORMING, strikes=(Strikes("n3", (NOW - 100.0,)),))

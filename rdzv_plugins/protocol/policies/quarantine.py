@@ -30,6 +30,9 @@ __all__ = ["Quarantine", "counted", "let_in", "quarantined"]
 _FIRST_SHARE = 0.1
 _MOST_DOUBLINGS = 10
 
+# Losses within the window where quarantine_after is not set: one or two cost a host nothing.
+_BY_DEFAULT = 3
+
 # A document keeps the strikes of so many hosts, the last ones.
 _HOSTS_KEPT = 32
 
@@ -54,17 +57,20 @@ class Quarantine(Policy):
         return after
 
 
-def blamed(cause: Cause) -> list[str]:
+def blamed(cause: Cause, rules: Rules) -> list[str]:
     """The hosts because of which a round ended early.
 
     Those of lost nodes, and of nodes that failed and left; else the host whose workers failed.
     Where the workers of several failed, one failure may have caused the others, and nobody is
     blamed. Nor is anybody where the round was ended for another reason, such as a newcomer: workers
-    fail as their peers stop for it.
+    fail as their peers stop for it. Where ``quarantine_after`` is not set, nobody is blamed for
+    workers that failed and start again: ``--max-restarts`` limits that.
     """
     gave_up = tuple(label for label in cause.left.first if label in cause.failed)
     if to_blame := _hosts(Names((*cause.lost.first, *gave_up))):
         return to_blame
+    if rules.quarantine_after is None:
+        return []
     failed = _hosts(cause.failed)
     ended_for = cause.joined or cause.left or cause.drained or cause.excluded
     return failed if len(failed) == 1 and not ended_for else []
@@ -78,14 +84,14 @@ def _hosts(names: Names) -> list[str]:
 
 def counted(document: RoundDocument, rules: Rules, now: float) -> RoundDocument:
     """A round that begins to run, with a strike for each host that ended the one before it."""
-    if not rules.quarantine_after:
+    if (most := _most(rules)) == 0:
         return document
     held = in_force(document, now)
     strikes = {it.host: it for it in document.strikes if _matters(it, rules, now)}
-    for host in blamed(document.cause):
+    for host in blamed(document.cause, rules):
         if host not in held:
             was = strikes.pop(host, Strikes(host))
-            times = (*_recent(was, rules, now), now)[-rules.quarantine_after :]
+            times = (*_recent(was, rules, now), now)[-most:]
             strikes[host] = replace(was, times=times)
     return replace(document, strikes=tuple(strikes.values())[-_HOSTS_KEPT:])
 
@@ -105,15 +111,15 @@ def quarantined(
     Args:
         cause: why the round forms, as it is known now that it is about to be named.
     """
-    if not rules.quarantine_after:
+    if (most := _most(rules)) == 0:
         return document
     held, known = in_force(document, now), {it.host: it for it in document.strikes}
     left, sizes = list(ready), Sizes.of(rules)
-    for host in blamed(cause):
+    for host in blamed(cause, rules):
         was = known.get(host, Strikes(host))
         times = (*_recent(was, rules, now), now)
         others = [node for node in left if records[node].address != host]
-        if host in held or len(times) < rules.quarantine_after:
+        if host in held or len(times) < most:
             continue
         if len(others) < len(left) and not world_size(others, records, sizes):
             continue
@@ -158,6 +164,11 @@ def let_in(
         if world_size(nodes, records, sizes):
             return replace(document, quarantined=without_hosts(document.quarantined, freed))
     return None
+
+
+def _most(rules: Rules) -> int:
+    """How many rounds a host may end within the window; 0: any number."""
+    return _BY_DEFAULT if rules.quarantine_after is None else rules.quarantine_after
 
 
 def _recent(strikes: Strikes, rules: Rules, now: float) -> tuple[float, ...]:
