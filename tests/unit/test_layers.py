@@ -47,14 +47,14 @@ def test_each_imports_only_what_stands_below_it() -> None:
     assert [pair for pair in imports() if rows[pair[0]] > rows[pair[1]]] == []
 
 
-def test_the_protocol_does_nothing_itself() -> None:
+def test_the_protocol_and_the_registers_do_nothing_themselves() -> None:
     """No I/O, no thread, no torch: what its modules may import."""
     allowed = {
         "__future__", "collections", "dataclasses", "datetime", "enum", "functools", "hashlib",
         "ipaddress", "math", "msgspec", "random", "re", "types", "typing", "zlib",
-        "rdzv_plugins.kv", "rdzv_plugins.protocol",
+        "rdzv_plugins.kv", "rdzv_plugins.protocol", "rdzv_plugins.register",
     }  # fmt: skip
-    for path in (PACKAGE / "protocol").rglob("*.py"):
+    for path in [*(PACKAGE / "protocol").rglob("*.py"), *(PACKAGE / "register").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):

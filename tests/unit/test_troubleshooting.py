@@ -23,6 +23,9 @@ EXPLAINS_ITSELF = (
     "others change the list of excluded hosts again and again",
     "option 'outage_limit'",
     "'…' is no fence, for it holds other data: a fence is a file of its own, beside the checkpoint",
+    # The members of a quorum that has no leader.
+    "is full: delete runs that are over, with rdzv clean",
+    "has no member of '…' there",
     # The command line and the options.
     "resize_now() could not tell the agent that newcomers may come (…): the training goes on",
     "--rdzv-id is empty: give the run an id",
@@ -248,6 +251,13 @@ EXPLAINS_ITSELF = (
 # Parts of texts that nobody is shown alone: they stand in the brackets or in front of another line,
 # or are caught, or show a fault in a program that calls this package.
 IS_PART_OF_ANOTHER = (
+    "another member is there",
+    "… of … members answer",
+    "it reads nothing",
+    "no member has this index",
+    "the connection was closed",
+    "a message of … bytes",
+    "'…' is there (version …)",
     "its log ends with: …",
     "it is no NATS server",
     "there is no route to it",

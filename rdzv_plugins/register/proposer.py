@@ -1,0 +1,230 @@
+"""A client's part: it changes a register, or reads registers, with the answers of a majority."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from rdzv_plugins.register.member import ACCEPT_SECONDS
+from rdzv_plugins.register.messages import (
+    NEVER,
+    Accept,
+    Accepted,
+    Answer,
+    Ballot,
+    Found,
+    Generation,
+    Held,
+    List,
+    Prepare,
+    Promised,
+    Read,
+    Refused,
+    Request,
+)
+
+__all__ = ["Change", "Changing", "Look", "Outcome", "Proposer", "keep"]
+
+Change: TypeAlias = Callable[[bytes | None], bytes | None]
+"""From the value of a register to its next value; None: the register is empty."""
+
+Sent = list[tuple[int, Request]]
+"""Requests to members, each with its addressee."""
+
+
+class Outcome(Enum):
+    """How an attempt ended."""
+
+    DONE = auto()
+    AGAIN = auto()
+    FULL = auto()
+
+
+def keep(value: bytes | None) -> bytes | None:
+    """The change that leaves a register as it is: it settles which value a majority holds."""
+    return value
+
+
+class Proposer:
+    """What one client knows of the members, for all of its requests.
+
+    Args:
+        size: the number of members.
+        dice: makes ballots unique: it must differ between clients.
+    """
+
+    def __init__(self, size: int, dice: random.Random) -> None:
+        self.size, self.majority = size, size // 2 + 1
+        self._dice = dice
+        self._number = 0
+        self._generations: dict[int, Generation] = {}
+
+    @property
+    def generation(self) -> Generation:
+        """In which most members take part, as far as they have said."""
+        counted = Counter(it for it in self._generations.values() if it != NEVER)
+        return max(counted, key=lambda it: (counted[it], it), default=NEVER)
+
+    def ballot(self) -> Ballot:
+        """A ballot above all that this client has met."""
+        self._number += 1
+        return self._number, self._dice.getrandbits(63) + 1
+
+    def note(self, member: int, answer: Answer) -> None:
+        """Learn from a member's refusal."""
+        if isinstance(answer, Refused):
+            self._generations[member] = answer.generation
+            self._number = max(self._number, answer.ballot[0])
+
+
+class _Attempt:
+    """One attempt at a request.
+
+    Attributes:
+        outcome: None: the attempt goes on.
+        is_doubtful: a member may have accepted what the attempt was to write.
+    """
+
+    is_doubtful = False
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self._generation = proposer.generation
+        self._failed: set[int] = set()
+        self.outcome: Outcome | None = None
+
+    def gone(self, member: int) -> None:
+        """Note that a member does not answer, or refuses."""
+        self._failed.add(member)
+        if (
+            self.outcome is None
+            and len(self._failed) > self._proposer.size - self._proposer.majority
+        ):
+            self.outcome = Outcome.AGAIN
+
+    def _refused(self, member: int, answer: Answer) -> None:
+        self._proposer.note(member, answer)
+        self.gone(member)
+        if isinstance(answer, Refused) and answer.full:
+            self.outcome = Outcome.FULL
+
+
+class Changing(_Attempt):
+    """An attempt to change a register.
+
+    Attributes:
+        before, after: the value that the change was given, and what it made of it. If ``outcome``
+            is DONE, ``after`` is what the register held then. Otherwise it may yet come to hold it.
+    """
+
+    def __init__(self, proposer: Proposer, key: str, change: Change) -> None:
+        super().__init__(proposer)
+        self._key, self._change = key, change
+        self._ballot = proposer.ballot()
+        self._promises: dict[int, Promised] = {}
+        self._accepted: set[int] = set()
+        self._sent_at: float | None = None
+        self.before: Held = Held()
+        self.after: bytes | None = None
+
+    def begin(self) -> Sent:
+        """Ask all members for a promise."""
+        prepare = Prepare(self._generation, self._key, self._ballot)
+        return [(member, prepare) for member in range(self._proposer.size)]
+
+    def gone(self, member: int) -> None:
+        if self._sent_at is None:
+            super().gone(member)
+        elif member in self._promises and self.outcome is None:
+            self.outcome = Outcome.AGAIN
+
+    def hear(self, member: int, answer: Answer, now: float) -> Sent:
+        """What to send after a member's answer. ``now``: the client's monotonic clock."""
+        if self.outcome is not None:
+            return []
+        match answer:
+            case Promised() if self._sent_at is None:
+                self._promises[member] = answer
+                if len(self._promises) == self._proposer.majority:
+                    return self._accept(now)
+            case Accepted() if self._sent_at is not None:
+                self._accepted.add(member)
+                if len(self._accepted) == self._proposer.majority:
+                    late = now > self._sent_at + ACCEPT_SECONDS
+                    self.outcome = Outcome.AGAIN if late else Outcome.DONE
+                    return [] if late else self._tell_the_others()
+            case Refused():
+                self._refused(member, answer)
+        return []
+
+    def _accept(self, now: float) -> Sent:
+        promised = [it.held for it in self._promises.values()]
+        self.before = max(promised, key=lambda it: it.accepted)
+        self.after = self._change(self.before.value)
+        if self.after == self.before.value and len({it.accepted for it in promised}) == 1:
+            self.outcome = Outcome.DONE  # A majority holds it already.
+            return []
+        self._sent_at, self.is_doubtful = now, True
+        age = self.before.age if self.after == self.before.value else 0.0
+        held = Held(self._ballot, self.after, age)
+        quorum = {member: it.incarnation for member, it in self._promises.items()}
+        self._request = Accept(self._generation, self._key, held, quorum)
+        return [(member, self._request) for member in quorum]
+
+    def _tell_the_others(self) -> Sent:
+        told = replace(self._request, quorum={})
+        others = range(self._proposer.size)
+        return [(member, told) for member in others if member not in self._promises]
+
+
+class Look(_Attempt):
+    """An attempt to read registers.
+
+    Args:
+        wanted: their keys, or the prefix of their keys.
+
+    Attributes:
+        held: by key, what a majority holds alike; a register whose value is None is empty.
+        unsettled: the keys of the others. Read them again, or settle each with `keep`.
+    """
+
+    def __init__(self, proposer: Proposer, wanted: Sequence[str] | str) -> None:
+        super().__init__(proposer)
+        self._wanted = wanted
+        self._answers: dict[int, Found] = {}
+        self.held: dict[str, Held] = {}
+        self.unsettled: list[str] = []
+
+    def begin(self) -> Sent:
+        """Ask all members."""
+        request: Request
+        if isinstance(self._wanted, str):
+            request = List(self._generation, self._wanted)
+        else:
+            request = Read(self._generation, [*self._wanted])
+        return [(member, request) for member in range(self._proposer.size)]
+
+    def hear(self, member: int, answer: Answer, now: float) -> Sent:
+        """Count a member's answer; there is nothing to send after it."""
+        if self.outcome is None and isinstance(answer, Found):
+            self._answers[member] = answer
+            if len(self._answers) == self._proposer.majority:
+                self._compare()
+        elif self.outcome is None:
+            self._refused(member, answer)
+        return []
+
+    def _compare(self) -> None:
+        answers = [it.held for it in self._answers.values()]
+        for key in {key: None for it in answers for key in it}:
+            same = [it.get(key, Held()) for it in answers]
+            if len({it.accepted for it in same}) > 1:
+                self.unsettled.append(key)
+            else:
+                self.held[key] = same[0]
+        self.outcome = Outcome.DONE

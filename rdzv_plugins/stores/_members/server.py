@@ -1,0 +1,248 @@
+"""A member as a thread: it serves clients, and holds connections to the other members."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rdzv_plugins.register.acceptor import MOST_BYTES
+from rdzv_plugins.register.member import Member, Sent
+from rdzv_plugins.register.messages import (
+    NEVER,
+    Accept,
+    Accepted,
+    Found,
+    PeerMessage,
+    Refused,
+    Request,
+    Watch,
+)
+from rdzv_plugins.stores._members.wire import CLIENT, OtherClusterError, SecretError, Wire, encode
+
+__all__ = ["MemberThread"]
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.05
+_DIAL_SECONDS = 0.5
+# A peer's copy holds all registers.
+_MOST_FROM_PEER = 2 * MOST_BYTES
+_MOST_FROM_CLIENT = 4 << 20
+_MOST_CONNECTIONS = 20_000
+# So many unsent bytes of a client that does not read end its connection.
+_MOST_UNSENT = 64 << 20
+
+# What ends a connection: it broke, or the other side is no client and no member of this cluster.
+_BREAKS = OSError, msgspec.MsgspecError, OtherClusterError, SecretError
+
+_decode_request = msgspec.msgpack.Decoder(tuple[int, Request]).decode
+_decode_message = msgspec.msgpack.Decoder(tuple[int, PeerMessage]).decode
+
+Place = tuple[str, int]
+
+
+class MemberThread(threading.Thread):
+    """Runs a member until `stop`.
+
+    Args:
+        listener: where it listens.
+        peers: for each member, the places where it may listen; none for itself.
+        index: of this member.
+        cluster, secret: as of `Wire`.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        peers: Sequence[Sequence[Place]],
+        index: int,
+        cluster: str,
+        secret: bytes,
+        name: str = "rdzv-member",
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self._listener, self._places, self._index = listener, peers, index
+        self._cluster, self._secret = cluster, secret
+        now = time.monotonic()
+        incarnation = time.time_ns() // 1_000_000
+        self.member = Member(index, len(peers), incarnation, now, random.Random())
+        self._poll = selectors.DefaultSelector()
+        self._wires: dict[int, Wire] = {}
+        # By peer: the connection on which this member sends to it.
+        self._peers: dict[int, Wire] = {}
+        self._dials: dict[int, Wire] = {}
+        self._dial_at = now
+        self._turn = 0
+        # By key: who waits for it, with the number of the request and the ballot that is known.
+        self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
+        self._ending = threading.Event()
+        self._waker, self._woken = socket.socketpair()
+        listener.setblocking(False)
+        self._poll.register(listener, selectors.EVENT_READ, None)
+        self._poll.register(self._woken, selectors.EVENT_READ, None)
+
+    def run(self) -> None:
+        try:
+            while not self._ending.is_set():
+                self._round()
+        finally:
+            for wire in [*self._wires.values()]:
+                wire.close()
+            self._listener.close()
+            self._poll.close()
+
+    def stop(self, seconds: float = 2.0) -> None:
+        """End the member; idempotent."""
+        self._ending.set()
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")
+        if self.ident is not None:
+            self.join(seconds)
+
+    def _round(self) -> None:
+        for key, events in self._poll.select(_TICK_SECONDS):
+            wire = key.data
+            if key.fileobj is self._listener:
+                self._accept()
+            elif wire is not None and wire.line.fileno() in self._wires:
+                self._serve(wire, events)
+        now = time.monotonic()
+        self._deliver(self.member.tick(now))
+        if now >= self._dial_at:
+            self._dial_at = now + _DIAL_SECONDS
+            self._dial()
+
+    # Connections.
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            line, _ = self._listener.accept()
+            if len(self._wires) >= _MOST_CONNECTIONS:
+                line.close()
+                return
+            self._hold(self._wire(line, accepted=True))
+
+    def _wire(self, line: socket.socket, accepted: bool) -> Wire:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Wire(line, self._cluster, self._secret, self._index, accepted, _MOST_FROM_PEER)
+
+    def _hold(self, wire: Wire) -> None:
+        self._wires[wire.line.fileno()] = wire
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE
+        self._poll.register(wire.line, events, wire)
+
+    def _dial(self) -> None:
+        """Dial each peer to which there is no connection, at one of its places at a time."""
+        self._turn += 1
+        dials, self._dials = self._dials, {}
+        for wire in dials.values():
+            if wire.peer is None and wire.line.fileno() in self._wires:
+                self._end(wire)
+        for peer, places in enumerate(self._places):
+            if peer != self._index and peer not in self._peers and places:
+                host, port = places[self._turn % len(places)]
+                with contextlib.suppress(OSError):
+                    family, kind, proto, _, address = socket.getaddrinfo(
+                        host, port, type=socket.SOCK_STREAM
+                    )[0]
+                    line = socket.socket(family, kind, proto)
+                    line.setblocking(False)
+                    line.connect_ex(address)
+                    self._dials[peer] = self._wire(line, accepted=False)
+                    self._hold(self._dials[peer])
+
+    def _end(self, wire: Wire) -> None:
+        number = wire.line.fileno()
+        self._poll.unregister(wire.line)
+        del self._wires[number]
+        wire.close()
+        self._peers = {peer: it for peer, it in self._peers.items() if it is not wire}
+        for key, waiting in [*self._watches.items()]:
+            for waiter in [it for it in waiting if it[0] == number]:
+                del waiting[waiter]
+            if not waiting:
+                del self._watches[key]
+
+    def _serve(self, wire: Wire, events: int) -> None:
+        stranger = wire.peer is None
+        try:
+            if events & selectors.EVENT_READ:
+                for frame in wire.receive():
+                    self._hear(wire, frame)
+            if stranger and wire.peer is not None:
+                self._welcome(wire, wire.peer)
+            self._flush(wire)
+        except _BREAKS:
+            self._end(wire)
+
+    def _welcome(self, wire: Wire, index: int) -> None:
+        if index == CLIENT:
+            wire.most = _MOST_FROM_CLIENT
+        elif index in range(len(self._places)) and index != self._index:
+            self._peers[index] = wire
+        else:
+            raise ConnectionError("no member has this index")
+
+    def _flush(self, wire: Wire) -> None:
+        wire.flush()
+        if wire.unsent > _MOST_UNSENT:
+            raise ConnectionError("it reads nothing")
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.unsent else 0)
+        self._poll.modify(wire.line, wanted, wire)
+
+    # Messages.
+
+    def _hear(self, wire: Wire, frame: bytes) -> None:
+        now = time.monotonic()
+        assert wire.peer is not None
+        if wire.peer >= 0:
+            _, message = _decode_message(frame)
+            took_part = self.member.takes_part, self.member.generation
+            self._deliver(self.member.hear(wire.peer, message, now))
+            if (self.member.takes_part, self.member.generation) != took_part:
+                self._refuse_all()
+            return
+        number, request = _decode_request(frame)
+        answer: Any = self.member.answer(request, now)
+        if isinstance(request, Watch) and isinstance(answer, Found) and not answer.held:
+            waiter = wire.line.fileno(), number
+            self._watches.setdefault(request.key, {})[waiter] = request
+            return
+        wire.send(encode(number, answer))
+        if isinstance(answer, Accepted) and isinstance(request, Accept):
+            self._tell(request.key, now)
+
+    def _tell(self, key: str, now: float) -> None:
+        """Answer those who wait for this register."""
+        waiting = self._watches.pop(key, {})
+        for (number, request_number), request in waiting.items():
+            self._send(number, encode(request_number, self.member.answer(request, now)))
+
+    def _refuse_all(self) -> None:
+        """Have all look again: this member left its generation, or began another one."""
+        watches, self._watches = self._watches, {}
+        for waiting in watches.values():
+            for number, request_number in waiting:
+                self._send(number, encode(request_number, Refused(NEVER)))
+
+    def _deliver(self, sent: Sent) -> None:
+        for peer, message in sent:
+            if (wire := self._peers.get(peer)) is not None:
+                self._send(wire.line.fileno(), encode(0, message))
+
+    def _send(self, number: int, frame: bytes) -> None:
+        if (wire := self._wires.get(number)) is not None:
+            wire.send(frame)
+            try:
+                self._flush(wire)
+            except _BREAKS:
+                self._end(wire)

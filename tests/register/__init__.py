@@ -1,0 +1,1 @@
+"""The registers of the quorum, under faults on virtual time."""

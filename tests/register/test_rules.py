@@ -1,0 +1,227 @@
+"""The rules of the registers, one message at a time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from rdzv_plugins.register.member import ACCEPT_SECONDS, STATUS_SECONDS, Member
+from rdzv_plugins.register.messages import (
+    NEVER,
+    Accept,
+    Accepted,
+    Agreed,
+    Answer,
+    Ballot,
+    Copy,
+    Found,
+    Held,
+    Prepare,
+    Promised,
+    Propose,
+    Read,
+    Refused,
+    Request,
+)
+
+
+class Site:
+    """Members whose messages all arrive at once, except to and from those that are ``away``."""
+
+    def __init__(self, size: int) -> None:
+        self.now = 0.0
+        self.size = size
+        self.away: set[int] = set()
+        self.members = [self.new(index, 1) for index in range(size)]
+        self.run(4 * ACCEPT_SECONDS)
+
+    def new(self, index: int, incarnation: int) -> Member:
+        return Member(index, self.size, incarnation, self.now, random.Random(index))
+
+    def restart(self, index: int) -> Member:
+        self.members[index] = self.new(index, self.members[index].acceptor.incarnation + 1)
+        return self.members[index]
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.05
+            for index, member in enumerate(self.members):
+                if index not in self.away:
+                    self.deliver(index, member.tick(self.now))
+
+    def deliver(self, sender: int, sent: list[tuple[int, Any]]) -> None:
+        for to, message in sent:
+            if not self.away & {sender, to}:
+                self.deliver(to, self.members[to].hear(sender, message, self.now))
+
+    def ask(self, index: int, request: Request) -> Answer:
+        return self.members[index].answer(request, self.now)
+
+    def prepare(self, ballot: int, *members: int) -> dict[int, int]:
+        """The incarnations of these members, which all promise."""
+        request = Prepare(self.generation, "key", (ballot, 1))
+        answers = {member: self.ask(member, request) for member in members}
+        return {it: one.incarnation for it, one in answers.items() if isinstance(one, Promised)}
+
+    def accept(self, ballot: int, quorum: dict[int, int], index: int) -> Answer:
+        held = Held((ballot, 1), b"%d" % ballot)
+        return self.ask(index, Accept(self.generation, "key", held, quorum))
+
+    def held(self, index: int) -> Ballot:
+        found = self.ask(index, Read(self.members[index].generation, ["key"]))
+        assert isinstance(found, Found)
+        return found.held.get("key", Held()).accepted
+
+    @property
+    def generation(self) -> Any:
+        return max(it.generation for it in self.members)
+
+
+@pytest.fixture
+def site() -> Site:
+    site = Site(3)
+    assert all(it.takes_part for it in site.members)
+    return site
+
+
+def test_a_member_accepts_nothing_below_its_promise(site: Site) -> None:
+    quorum = site.prepare(10, 0, 1)
+    site.prepare(20, 1, 2)
+    assert isinstance(site.accept(10, quorum, 0), Accepted)
+    assert site.accept(10, quorum, 1) == Refused(site.generation, (20, 1))
+
+
+def test_a_member_accepts_only_what_it_has_promised_to(site: Site) -> None:
+    quorum = site.prepare(10, 0, 1)
+    site.prepare(5, 2)
+    assert isinstance(site.accept(10, quorum, 2), Refused)
+
+
+def test_a_member_accepts_nothing_for_its_earlier_life(site: Site) -> None:
+    quorum = site.prepare(10, 0, 1)
+    site.restart(0)
+    site.run(1)
+    assert site.members[0].takes_part
+    assert isinstance(site.accept(10, quorum, 0), Refused)
+
+
+def test_nobody_accepts_what_rests_on_a_promise_that_was_forgotten(site: Site) -> None:
+    """The member that forgot has copied the others, and does not know of this value."""
+    quorum = site.prepare(10, 0, 1)
+    assert isinstance(site.accept(10, quorum, 0), Accepted)
+    site.restart(0)
+    site.run(1)
+    assert site.held(0) == NEVER
+    assert isinstance(site.accept(10, quorum, 1), Refused)
+
+
+def test_a_new_member_keeps_the_promises_of_those_it_copies(site: Site) -> None:
+    site.prepare(20, 1)
+    site.restart(0)
+    site.run(1)
+    assert site.prepare(10, 0) == {}
+
+
+def test_a_new_member_waits_for_a_majority_of_the_others(site: Site) -> None:
+    quorum = site.prepare(10, 0, 1)
+    site.accept(10, quorum, 0)
+    site.accept(10, quorum, 1)
+    site.away = {1}
+    new = site.restart(2)
+    # Before the silence of the one that is away shows, nobody agrees to another generation.
+    site.run(STATUS_SECONDS)
+    assert not new.takes_part
+    site.away = set()
+    site.run(1)
+    assert new.takes_part
+    assert site.held(2) == (10, 1)
+
+
+def test_where_too_few_remember_a_new_generation_begins_with_what_is_known(site: Site) -> None:
+    quorum, before = site.prepare(10, 0, 1), site.generation
+    site.accept(10, quorum, 0)
+    site.accept(10, quorum, 1)
+    site.away = {1}
+    site.restart(2)
+    site.run(4)
+    assert site.members[0].generation == site.members[2].generation > before
+    assert site.held(2) == (10, 1)
+    # Who comes back finds a majority at work, and discards its own memory.
+    site.away = set()
+    site.run(4)
+    assert {it.generation for it in site.members} == {site.generation}
+    assert all(it.takes_part for it in site.members)
+
+
+def test_a_member_that_reaches_a_majority_refuses_another_generation(site: Site) -> None:
+    later = site.generation[0] + 100, 2
+    assert site.members[0].hear(2, Propose(1, later), site.now) == []
+    assert site.members[0].takes_part
+
+
+def test_a_member_that_has_agreed_takes_no_more_part(site: Site) -> None:
+    site.away = {1, 2}
+    site.run(2)
+    later = site.generation[0] + 100, 2
+    ((to, agreed),) = site.members[0].hear(2, Propose(1, later), site.now)
+    assert to == 2
+    assert isinstance(agreed, Agreed)
+    assert site.ask(0, Read(site.generation, ["key"])) == Refused(NEVER)
+
+
+def test_a_new_member_agrees_to_no_generation_at_once(site: Site) -> None:
+    """Until then a writer may count an acceptance of its earlier life."""
+    later = site.generation[0] + 100, 2
+    new = site.restart(0)
+    assert new.hear(2, Propose(1, later), site.now) == []
+    assert new.hear(2, Propose(1, later), site.now + ACCEPT_SECONDS) != []
+
+
+def test_a_member_whose_clock_was_set_back_takes_a_later_incarnation(site: Site) -> None:
+    for _ in range(3):
+        site.restart(0)
+        site.run(1)
+    site.members[0] = site.new(0, 1)
+    site.run(1)
+    assert site.members[0].takes_part
+    assert site.members[0].acceptor.incarnation > 4
+
+
+def test_a_register_that_is_empty_everywhere_is_forgotten(site: Site) -> None:
+    quorum = site.prepare(20, 0, 1, 2)
+    for member in quorum:
+        site.ask(member, Accept(site.generation, "key", Held((20, 1), None), quorum))
+    site.run(15)
+    assert {site.held(member) for member in range(3)} == {NEVER}
+    # What comes late is refused.
+    assert site.prepare(15, 0, 1, 2) == {}
+
+
+def test_a_register_that_one_member_still_holds_is_not_forgotten(site: Site) -> None:
+    assert isinstance(site.accept(10, site.prepare(10, 2), 2), Accepted)
+    quorum = site.prepare(20, 0, 1)
+    for member in quorum:
+        site.ask(member, Accept(site.generation, "key", Held((20, 1), None), quorum))
+    site.run(15)
+    assert [site.held(member) for member in range(3)] == [(20, 1), (20, 1), (10, 1)]
+
+
+def test_a_full_member_says_so() -> None:
+    site = Site(1)
+    site.members[0].acceptor._left = 450
+    quorum = site.prepare(10, 0)
+    large = Accept(site.generation, "key", Held((10, 1), b"x" * 100), quorum)
+    assert site.ask(0, large) == Refused(site.generation, full=True)
+
+
+def test_an_answer_to_an_earlier_life_is_no_copy(site: Site) -> None:
+    site.away = {2}
+    new = site.restart(2)
+    old = site.members[0].hear(2, Copy(new.acceptor.incarnation - 1), site.now)
+    for _, message in old:
+        new.hear(0, message, site.now)
+        new.hear(1, message, site.now)
+    assert not new.takes_part
