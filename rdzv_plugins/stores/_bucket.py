@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import hashlib
+import logging
 import math
 import os
 import random
@@ -19,7 +20,7 @@ from contextlib import closing, suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Annotated, Any, TypeVar, TypeVarTuple
+from typing import Annotated, Any, NamedTuple, TypeVar, TypeVarTuple
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -45,12 +46,14 @@ from rdzv_plugins.kv.base import (
     stamped,
     version_of,
 )
-from rdzv_plugins.kv.findings import Finding, of_connection
-from rdzv_plugins.kv.gate import SMALL_BYTES, Moment, RefusedValueError, decode
+from rdzv_plugins.kv.findings import Finding, Mark, of_connection
+from rdzv_plugins.kv.gate import SMALL_BYTES, RefusedValueError, Seconds, decode
 from rdzv_plugins.run_ids import RESERVED
 from rdzv_plugins.stores._polling import Polling
 
 __all__ = ["BucketClient"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -60,6 +63,8 @@ _DEADLINE_SECONDS = 1.0
 _LEAST_EXPIRY = 2 * _DEADLINE_SECONDS
 # What a waiter polls without a change needs no younger deadline than this.
 _UNCHANGED_SECONDS = 10.0
+# A store tells the whole second in which an object was written.
+_WHOLE_SECONDS = 1.0
 
 # Of a run of which nobody has set a deadline that has passed.
 _FIRST = "0"
@@ -69,8 +74,8 @@ _LONGEST_NAME = 200
 
 # Objects that are fetched at once.
 _AT_ONCE = 16
-# A service answers within a fraction of this.
-_LONGEST_ATTEMPT = 5.0
+# A service answers within a fraction of this; of a shorter time-out `_ask` sees to the end.
+_LONGEST_ATTEMPT = "5s"
 
 # The most expired runs that one `expire` removes, and for how long they must have been so.
 _SWEEP, _SWEEP_AFTER = 20, 60.0
@@ -81,8 +86,18 @@ _HELD = {"AlreadyExistsError", "FileExistsError", "PreconditionError"}
 _DENIED = {"UnauthenticatedError", "PermissionDeniedError", "PermissionError"}
 
 _DEADLINE = "deadline"
-# Proves that the store heeds conditions; beside the runs, of which none has such a name.
+# Objects that prove that the store heeds conditions; no run has such a name.
 _PROOF = "~conditions"
+# Writers at once, of whom one may win. SeaweedFS lets those who meet wait for a second.
+_WRITERS = 2
+_NO_TAG = '"00000000000000000000000000000000"'
+
+# Seconds by which two clocks differ that are told of; less may be how long a request took.
+_CLOCKS_DIFFER = 5.0
+_CLOCK_ADVICE = "have NTP set it: services refuse what is signed 15 minutes off"
+# By store, once this process has found that it heeds conditions: its clock, in seconds since 1970,
+# less this host's monotonic one. It is late by a second, and by the time of a request, at most.
+_clocks: dict[str, float] = {}
 
 _BUSY = re.compile(r"(?i)\b(429|503|Slow ?Down|ServerBusy|TooManyRequests|OperationTimedOut)\b")
 # As AWS says it with the status 400.
@@ -112,10 +127,22 @@ class _Deadline(msgspec.Struct, frozen=True):
     """The object of a run's deadline; see `_Known`."""
 
     folder: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,16}\Z")] = _FIRST
-    ends: Moment | None = None
+    lasts: Seconds | None = None
 
 
 _DEADLINES = msgspec.json.Decoder(_Deadline)
+
+
+class _Object(NamedTuple):
+    """An object as it was read: its bytes, its ETag, and when it was written, by the store."""
+
+    data: bytes
+    tag: str
+    written: float
+
+    @property
+    def stored(self) -> Stored:
+        return Stored.parse(self.data, self.tag)
 
 
 @dataclass(frozen=True)
@@ -123,30 +150,33 @@ class _Known:
     """The deadline of a run, as its object says.
 
     Attributes:
-        ends: seconds since 1970, from which on the run reads as empty; None: never.
+        lasts: seconds after the object was written, from which on the run reads as empty; None: it
+            never does.
         folder: what has the run's keys now; after a deadline it is another one.
         tag: the object's ETag; None: there is no object.
+        written: when the object was written, in seconds since 1970 on the store's clock.
     """
 
-    ends: float | None = None
+    lasts: float | None = None
     folder: str = _FIRST
     tag: str | None = None
+    written: float = 0.0
 
     @property
     def data(self) -> bytes:
         # The stamp makes it differ from what was there, as its ETag must.
-        return stamped(msgspec.json.encode(_Deadline(self.folder, self.ends)))
+        return stamped(msgspec.json.encode(_Deadline(self.folder, self.lasts)))
 
     @classmethod
-    def of(cls, stored: Stored) -> _Known:
+    def of(cls, found: _Object) -> _Known:
         try:
-            read = decode(_DEADLINES, stored.value, SMALL_BYTES)
+            read = decode(_DEADLINES, found.stored.value, SMALL_BYTES)
         except RefusedValueError:
             read = _Deadline()  # It is not ours, and counts as absent until somebody replaces it.
-        return cls(read.ends, read.folder, str(stored.guard))
+        return cls(read.lasts, read.folder, found.tag, found.written)
 
-    def is_over(self, since: float = 0.0) -> bool:
-        return self.ends is not None and time.time() >= self.ends + since
+    def is_over(self, now: float) -> bool:
+        return self.lasts is not None and now >= self.written + _WHOLE_SECONDS + self.lasts
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -237,11 +267,11 @@ class BucketClient(StoreClient):
         # Nobody reads a run's id from its folder.
         short = f"{run[:_LONGEST_NAME]}+{hashlib.sha256(run.encode()).hexdigest()[:32]}"
         self._run = f"{self._above}/{run if len(run) <= _LONGEST_NAME else short}"
-        attempt = f"{max(1, math.ceil(min(request_timeout, _LONGEST_ATTEMPT) * 1000))}ms"
         self._is_plain = (url or "").startswith("http://")
         more: dict[str, Any] = {
             "client_options": {
-                "timeout": attempt, "connect_timeout": attempt, "allow_http": self._is_plain,
+                "timeout": _LONGEST_ATTEMPT, "connect_timeout": _LONGEST_ATTEMPT,
+                "allow_http": self._is_plain,
             },
             # The base class repeats what failed.
             "retry_config": {"max_retries": 0},
@@ -298,7 +328,7 @@ class BucketClient(StoreClient):
         folder = self._folder(limit)
         names = {key: f"{folder}/{_path(key)}" for key in keys}
         found = self._ask(limit, lambda: self._fetch(names.values()))
-        return {key: found[path] for key, path in names.items() if path in found}
+        return {key: found[path].stored for key, path in names.items() if path in found}
 
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         folder = self._folder(limit)
@@ -310,7 +340,8 @@ class BucketClient(StoreClient):
             listed = dict(await self._list(where))
             held = {path: self._held.get(path, ("", None)) for path in listed}
             same = {path: it for path, (tag, it) in held.items() if it and tag == listed[path]}
-            return same | await self._fetch(listed.keys() - same.keys())
+            new = await self._fetch(listed.keys() - same.keys())
+            return same | {path: it.stored for path, it in new.items()}
 
         try:
             found = self._ask(limit, everything)
@@ -352,15 +383,15 @@ class BucketClient(StoreClient):
                 self._begin_anew(known, limit)
             elif known.tag is not None and known.folder == _FIRST:
                 self._remove([f"{self._run}/{_DEADLINE}"], limit)
-            elif known.ends is not None:
-                self._note(known, replace(known, ends=None), limit)
+            elif known.lasts is not None:
+                self._note(known, replace(known, lasts=None), limit)
             self._asked = -math.inf
             return
         written = False
         while not written:
             known = self._living(limit, fresh=True)  # A later deadline must not bring a run back.
-            ends = time.time() + max(seconds, _LEAST_EXPIRY)
-            written = self._note(known, replace(known, ends=ends), limit)
+            lasts = max(seconds, _LEAST_EXPIRY)
+            written = self._note(known, replace(known, lasts=lasts), limit)
         with suppress(TimeoutError):
             self._sweep(limit.within(limit.seconds / 2))
 
@@ -370,10 +401,11 @@ class BucketClient(StoreClient):
         Whoever has the run begin anew empties the old folder, so that its waiters look then.
         """
         known, left = self._known, self._asked + _UNCHANGED_SECONDS - time.monotonic()
-        if version is None or known.is_over() or left <= 0:
+        if version is None or known.is_over(self._now) or left <= 0:
             return super()._look(key, version, limit)
         path = f"{self._run}/{known.folder}/{_path(key)}"
-        found = self._ask(limit, lambda: self._fetch([path])).get(path)
+        there = self._ask(limit, lambda: self._get(path))
+        found = there.stored if there is not None else None
         if version_of(found) == version or self._living(limit).folder == known.folder:
             return found
         return super()._look(key, version, limit)
@@ -428,6 +460,13 @@ class BucketClient(StoreClient):
     def inspect(self) -> Iterable[Finding]:
         # Signatures send no secret.
         yield of_connection(not self._is_plain, False, [])
+        ahead = self._host_ahead
+        values = {"ahead_seconds": round(ahead, 1)}
+        if abs(ahead) >= _CLOCKS_DIFFER:
+            found = f"this host's is {ahead:+.0f} s off the store's, whose time counts"
+            yield Finding(Mark.WARNING, "clock", found, _CLOCK_ADVICE, values)
+        else:
+            yield Finding(Mark.OK, "clock", "this host's and the store's agree", values=values)
 
     # The deadline.
 
@@ -437,9 +476,9 @@ class BucketClient(StoreClient):
     def _living(self, limit: Limit, fresh: bool = False) -> _Known:
         """The deadline of the run, which has not passed: after that it begins anew."""
         known = self._known
-        if fresh or known.is_over() or time.monotonic() >= self._asked + _DEADLINE_SECONDS:
+        if fresh or known.is_over(self._now) or time.monotonic() >= self._asked + _DEADLINE_SECONDS:
             known = self._learn_deadline(limit)
-        while known.is_over():
+        while known.is_over(self._now):
             self._begin_anew(known, limit)
             with suppress(TimeoutError):
                 self._empty(f"{self._run}/{known.folder}", limit.within(limit.seconds / 2))
@@ -448,13 +487,13 @@ class BucketClient(StoreClient):
 
     def _begin_anew(self, known: _Known, limit: Limit) -> None:
         """Let the run have another folder, unless others have changed its deadline."""
-        self._note(known, replace(known, ends=None, folder=secrets.token_hex(4)), limit)
+        self._note(known, replace(known, lasts=None, folder=secrets.token_hex(4)), limit)
 
     def _learn_deadline(self, limit: Limit) -> _Known:
         asked = time.monotonic()
         path = f"{self._run}/{_DEADLINE}"
         found = self._ask(limit, lambda: self._get(path))
-        known = _Known.of(Stored.parse(*found)) if found is not None else _Known()
+        known = _Known.of(found) if found is not None else _Known()
         if asked >= self._asked:
             self._known, self._asked = known, asked
         return known
@@ -464,7 +503,7 @@ class BucketClient(StoreClient):
         asked = time.monotonic()
         tag = self._write(f"{self._run}/{_DEADLINE}", then.data, limit, known.tag)
         if tag is not None and asked >= self._asked:
-            self._known, self._asked = replace(then, tag=tag), asked
+            self._known, self._asked = replace(then, tag=tag, written=self._now), asked
         return tag is not None
 
     def _sweep(self, limit: Limit) -> None:
@@ -480,42 +519,78 @@ class BucketClient(StoreClient):
         runs = [str(it) for it in listed["common_prefixes"]]
         others = [f"{it}/{_DEADLINE}" for it in runs if it != self._run]
         some = random.sample(others, min(len(others), _SWEEP))
-        for path, stored in self._ask(limit, lambda: self._fetch(some)).items():
-            if _Known.of(stored).is_over(_SWEEP_AFTER):
+        for path, found in self._ask(limit, lambda: self._fetch(some)).items():
+            if _Known.of(found).is_over(self._now - _SWEEP_AFTER):
                 self._empty(path.removesuffix(f"/{_DEADLINE}"), limit)
 
     # Requests.
 
     def _prove(self, limit: Limit) -> None:
-        """Raise `OptionError` where the store does not heed the conditions of a write."""
-        path = f"{self._above}/{_PROOF}" if self._above else _PROOF
-        for _ in range(2):
-            if self._write(path, stamped(b""), limit, None) is None:
-                break
-        else:
-            raise OptionError(
-                "the store ignores If-None-Match: it let two writers create one object, so "
-                "that nodes would not meet. Take a version of the store, or of the gateway before "
-                "it, that knows conditional writes"
+        """Find out, once in this process, whether the store heeds conditions, and its time.
+
+        Raise `OptionError` where it does not: of two writers at once it lets both win.
+        """
+        if self.where in _clocks:
+            return
+        path = "/".join(filter(None, (self._above, _PROOF, secrets.token_hex(8))))
+        # Nobody may win this; and with it each has a connection, so that the next ones are at once.
+        self._race(path, _NO_TAG, 0, "If-Match", limit)
+        # Four requests more, to a store that answers.
+        limit = Limit(limit.deadline + 4 * self.timeout, limit.wake)
+        (won,) = self._race(path, None, 1, "If-None-Match", limit)
+        self._race(path, won, 1, "If-Match", limit)
+        written: Any = self._ask(limit, lambda: self._api.head_async(self._store, path))
+        _clocks[self.where] = written["last_modified"].timestamp() - time.monotonic()
+        self._remove([path], limit)
+        if abs(self._host_ahead) >= _CLOCKS_DIFFER:
+            log.warning(
+                "%s: this host's clock is %s s off the store's, whose time counts; %s",
+                self.where,
+                f"{self._host_ahead:+.0f}",
+                _CLOCK_ADVICE,
             )
-        if self._write(path, stamped(b""), limit, '"00000000000000000000000000000000"') is not None:
+
+    def _race(
+        self, path: str, tag: str | None, winners: int, header: str, limit: Limit
+    ) -> list[str]:
+        """The ETag of the one of two writers at once who won, if there is to be one."""
+
+        async def at_once() -> list[str | None]:
+            writes = (self._written(path, stamped(b""), tag) for _ in range(_WRITERS))
+            return await asyncio.gather(*writes)
+
+        won = [it for it in self._ask(limit, at_once) if it is not None]
+        if len(won) > winners:
+            did = "replaced what was not there" if tag == _NO_TAG else "wrote one object"
             raise OptionError(
-                "the store ignores If-Match: it let a writer replace what it had not read, so "
-                "that nodes would not meet. Take a version of the store, or of the gateway before "
-                "it, that knows conditional writes"
+                f"the store ignores {header}, or looks before it writes: {len(won)} of {_WRITERS} "
+                f"writers at once {did}, so that nodes would not meet. Take a version of the "
+                "store, or of the gateway before it, that knows conditional writes"
             )
+        if len(won) < winners:
+            raise ValueError(f"none of {_WRITERS} writers at once wrote an object")
+        return won
+
+    @property
+    def _now(self) -> float:
+        """Seconds since 1970 on the store's clock, and never later."""
+        return _clocks[self.where] + time.monotonic()
+
+    @property
+    def _host_ahead(self) -> float:
+        """Seconds by which this host's clock is ahead of the store's."""
+        return time.time() - self._now
 
     def _write(self, path: str, data: bytes, limit: Limit, tag: str | None) -> str | None:
         """Write if the object has this ETag (None: is not there); None: it has not."""
-        mode: Any = "create" if tag is None else {"e_tag": tag}
+        return self._ask(limit, lambda: self._written(path, data, tag))
 
-        async def write() -> Any:
-            return await self._api.put_async(
+    async def _written(self, path: str, data: bytes, tag: str | None) -> str | None:
+        mode: Any = "create" if tag is None else {"e_tag": tag}
+        try:
+            written = await self._api.put_async(
                 self._store, path, data, mode=mode, use_multipart=False
             )
-
-        try:
-            written = self._ask(limit, write)
         except Exception as error:
             if _METADATA.search(_said(error)):
                 raise LateCredentialsError(
@@ -528,25 +603,26 @@ class BucketClient(StoreClient):
             raise
         return str(written["e_tag"])
 
-    async def _get(self, path: str) -> tuple[bytes, str] | None:
+    async def _get(self, path: str) -> _Object | None:
         try:
             answer = await self._api.get_async(self._store, path)
             # Nobody of ours has written more: it counts as absent.
             fits = answer.meta["size"] <= self.capabilities.max_value_bytes + STAMP_BYTES
             data = bytes(await answer.bytes_async()) if fits else b""
-            return data, str(answer.meta["e_tag"])
+            return _Object(
+                data, str(answer.meta["e_tag"]), answer.meta["last_modified"].timestamp()
+            )
         except Exception as error:
             if _is_absent(error):
                 return None
             raise
 
-    async def _fetch(self, paths: Iterable[str]) -> dict[str, Stored]:
+    async def _fetch(self, paths: Iterable[str]) -> dict[str, _Object]:
         room = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(path: str) -> tuple[str, Stored | None]:
+        async def one(path: str) -> tuple[str, _Object | None]:
             async with room:
-                found = await self._get(path)
-            return path, None if found is None else Stored.parse(*found)
+                return path, await self._get(path)
 
         read = await asyncio.gather(*map(one, paths))
         return {path: it for path, it in read if it is not None}

@@ -13,7 +13,8 @@ compare-and-set compares ModifyIndex.
 
 Consul's sessions end at least ten seconds late and delete only keys that they lock, so
 `Client.expire` writes a mark, ``<prefix>/!expire/<run id>!``, with the time after which the run
-reads as empty, on the agent's clock, which is in the Date of each answer. The next client that
+reads as empty, on the agent's clock, which is in the Date of each answer: where each host has an
+agent of its own, the clocks of the hosts must agree within a few seconds. The next client that
 reads or writes an expired run removes it, and so does the next `Client.expire` under the prefix.
 
 Limits: linearizable (consistent reads). Values up to 384,000 bytes. An agent accepts 200

@@ -7,7 +7,7 @@ What is signed for an Azure names no host, and is passed on as it is.
 - ``drops``: names of headers, in lower case, that it does not pass on.
 - ``signs``: it signs what it passes on, as an S3 wants it.
 - ``tls``: files with its certificate and its key.
-- ``judges``: it looks itself whether the condition of a write holds, and then writes without one.
+- ``judges``: of these headers it looks itself whether the condition holds, and then writes without.
 
 It prints the port on which it listens, then, for each line of its input, as JSON how often it was
 asked so far, by kind of request. It ends with its input.
@@ -68,14 +68,20 @@ class Gateway:
 
 @contextmanager
 def gateway(
-    target: Address, *, drops: set[str], judges: bool, signs: bool, tls: Sequence[str] = ()
+    target: Address,
+    *,
+    drops: Sequence[str],
+    judges: Sequence[str],
+    signs: bool,
+    tls: Sequence[str] = (),
 ) -> Iterator[Gateway]:
     """Start one before the bucket at ``target``.
 
     Args:
         signs: with the account of an S3 in the environment; ``drops`` and ``judges`` need it.
     """
-    given = {"drops": [it.lower() for it in drops], "judges": judges, "signs": signs, "tls": tls}
+    names = {"drops": [it.lower() for it in drops], "judges": [it.lower() for it in judges]}
+    given = {**names, "signs": signs, "tls": tls}
     options = json.dumps(given)
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, target[0], str(target[1]), options],
@@ -92,7 +98,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, target: Address, drops: set[str], judges: bool, signs: bool) -> None:
+    def __init__(self, target: Address, drops: set[str], judges: set[str], signs: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Passing)
         self.target, self.drops, self.judges = target, drops, judges
         self.asked: Counter[str] = Counter()
@@ -122,9 +128,8 @@ class _Passing(BaseHTTPRequestHandler):
         given = {name.lower(): value for name, value in self.headers.items()}
         own = _OWN if self.server.signer is not None else _OWN - {"authorization"}
         headers = {it: given[it] for it in given.keys() - own - self.server.drops}
-        new = tag = None
-        if self.server.judges:
-            new, tag = headers.pop("if-none-match", None), headers.pop("if-match", None)
+        judged = {it: headers.pop(it) for it in self.server.judges & headers.keys()}
+        new, tag = judged.get("if-none-match"), judged.get("if-match")
         if new or tag:
             status, found, _ = self._ask("HEAD", {}, b"")
             there = found.get("etag") if status == 200 else None
@@ -162,7 +167,7 @@ class _Passing(BaseHTTPRequestHandler):
 
 def main(host: str, port: str, options: str) -> None:
     given = json.loads(options)
-    server = _Server((host, int(port)), set(given["drops"]), given["judges"], given["signs"])
+    server = _Server((host, int(port)), set(given["drops"]), set(given["judges"]), given["signs"])
     if given["tls"]:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(*given["tls"])

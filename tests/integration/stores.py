@@ -276,7 +276,8 @@ class RunningStore:
             address=self.address,
             restart=self.restart if self.server is not None else None,
             keeps=self.keeps,
-            least_deadline=12.0 if self.backend == "kubernetes" else 0.0,
+            # A bucket tells its time in whole seconds.
+            least_deadline={"kubernetes": 12.0, "s3": 2.0, "azure": 2.0}.get(self.backend, 0.0),
             # obstore's threads survive no fork.
             forks=self.backend not in ("s3", "azure"),
             stored=count(self) if count is not None else None,

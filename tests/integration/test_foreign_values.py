@@ -271,7 +271,13 @@ def _of_nats(client: Any) -> list[Callable[[], object]]:
     def put(subject: str, data: bytes) -> None:
         client._transport.run(client._publish(subject, data), _limit())
 
-    marks = [b"x", b"", b'{"epoch": "../>"}', b'{"epoch": "ab\\n"}', b'{"epoch": "0", "ends": "x"}']
+    marks = [
+        b"x",
+        b"",
+        b'{"epoch": "../>"}',
+        b'{"epoch": "ab\\n"}',
+        b'{"epoch": "0", "ends": "x"}',
+    ]
     writes = [partial(put, client._mark, data) for data in marks]
     return [*writes, lambda: put(f"{client._mark}./{client._known[0].epoch}.nodes.=6E1", b"x")]
 
@@ -307,8 +313,8 @@ def _of_buckets(client: Any) -> list[Callable[[], object]]:
             assert servers.azure.put(port, path, **{"x-ms-blob-type": "BlockBlob"})[0] == 201
 
     deadlines = [
-        b"x", b"12345678=[]", b'12345678={"folder": 0, "ends": "x"}',
-        b'12345678={"folder": "../../other"}', b'12345678={"folder": "0", "ends": 1e400}',
+        b"x", b"12345678=[]", b'12345678={"folder": 0, "lasts": "x"}',
+        b'12345678={"folder": "../../other"}', b'12345678={"folder": "0", "lasts": 1e400}',
     ]  # fmt: skip
     return [
         *(partial(put, f"{client._run}/deadline", data) for data in deadlines),
