@@ -8,7 +8,13 @@ import struct
 import threading
 from collections.abc import Iterator
 
-__all__ = ["SAMPLES", "speaking"]
+__all__ = ["ENVIRON", "SAMPLES", "reached", "speaking"]
+
+ENVIRON = {
+    "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
+    "AZURE_STORAGE_ACCOUNT_KEY": "eA==",
+}  # fmt: skip
+"""What the clients need."""
 
 _ANSWER = (
     b"HTTP/1.1 200 OK\r\nDate: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
@@ -56,6 +62,17 @@ SAMPLES: dict[str, list[bytes]] = {
     **{it: [*_ANY, *_HTTP] for it in _BY_HTTP},
 }  # fmt: skip
 """By store: what its server says at first, and to whatever it is asked."""
+
+
+def reached(store: str, address: tuple[str, int]) -> tuple[str, dict[str, str]]:
+    """Endpoint and options for a server at this address."""
+    host, port = address
+    url = f"http://{host}:{port}"
+    if store == "s3":
+        return "s3://bucket", {"url": url}
+    if store == "azure":
+        return "az://container", {"url": url, "account": "account"}
+    return url if store in ("dynamodb", "kubernetes") else f"{host}:{port}", {}
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ __all__ = [
     "Stored",
     "Wake",
     "WokenError",
+    "clock_hint",
     "in_background",
     "is_unresolved",
     "refused",
@@ -93,6 +94,9 @@ _UNRESOLVED = re.compile(
 
 # Whose errors parsing raises where an answer is not as its server writes it.
 _PARSERS = {*sys.stdlib_module_names, msgspec.__name__}
+
+# By which a clock may differ from a server's.
+_CLOCK_SECONDS = 30.0
 
 # `wait` polls a store that cannot push this often, in seconds.
 _POLL = (0.05, 0.1)
@@ -652,10 +656,12 @@ class StoreClient(KeyValueClient):
                 retryable=True,
                 undone=undone,
             )
+        said = str(error) or type(error).__name__
+        # Nobody refuses for these; what hangs or hangs up may.
+        busy = "" if "refused" in said else ", not too busy and below its limit of connections"
         return Problem(
-            f"{UNREACHED} within {self.timeout:g} s "
-            f"({str(error) or type(error).__name__}); "
-            f"is it running, and does {self.named_by} name it{hint}?",
+            f"{UNREACHED} within {self.timeout:g} s ({said}); "
+            f"is it running{busy}, and does {self.named_by} name it{hint}?",
             retryable=True,
             undone=undone,
         )
@@ -703,6 +709,19 @@ def in_background(name: str, work: Callable[[], object]) -> threading.Thread:
         # Since Python 3.12 no thread can start while the interpreter ends.
         work()
     return thread
+
+
+def clock_hint(server: float | None) -> str:
+    """Says that this host's clock is off, if it is; signatures and tokens are good for minutes.
+
+    Args:
+        server: its time, in seconds since 1970, as an answer told it; None: none did.
+    """
+    off = time.time() - server if server is not None else 0.0
+    if abs(off) < _CLOCK_SECONDS:
+        return ""
+    way = "ahead of" if off > 0 else "behind"
+    return f"; this host's clock is {abs(off):,.0f} s {way} the server's, so correct that first"
 
 
 def is_unresolved(error: BaseException | None) -> bool:

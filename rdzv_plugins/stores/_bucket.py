@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import closing, suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple, TypeVar, TypeVarTuple
 from urllib.parse import quote, unquote
@@ -41,6 +42,7 @@ from rdzv_plugins.kv.base import (
     StoreClient,
     Stored,
     WokenError,
+    clock_hint,
     refused,
     segments,
     stamped,
@@ -102,6 +104,8 @@ _clocks: dict[str, float] = {}
 _BUSY = re.compile(r"(?i)\b(429|503|Slow ?Down|ServerBusy|TooManyRequests|OperationTimedOut)\b")
 # As AWS says it with the status 400.
 _EXPIRED = re.compile(r"\b(ExpiredToken|InvalidToken|TokenRefreshRequired)\b")
+# Of S3 and of Azure.
+_SERVER_TIME = re.compile(r"(?:<ServerTime>|\bTime:)(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 # What obstore says in its "Debug source" only.
 _UNTRUSTED = re.compile(r"InvalidCertificate\(\s*(\w+)")
@@ -422,8 +426,8 @@ class BucketClient(StoreClient):
             return None
         if kind in _DENIED or _EXPIRED.search(said):
             return Problem(
-                f"refused the credentials ({said}); they must allow to get, put, delete and list "
-                f"objects under '{self._above}/'",
+                f"refused the credentials ({said}){_clock(error)}; they must allow to get, put, "
+                f"delete and list objects under '{self._above}/'",
                 denied=True,
             )
         if kind in _ABSENT:
@@ -445,9 +449,9 @@ class BucketClient(StoreClient):
             return refused(said, "are bucket, region and url right?")
         if (untrusted := _UNTRUSTED.search(str(error))) is not None:
             return Problem(
-                f"failed the TLS handshake ({untrusted[1]}): the certificate must name the host of "
-                "the url, and $SSL_CERT_FILE the PEM file of an authority that this host does not "
-                "know"
+                f"failed the TLS handshake ({untrusted[1]}): the certificate must be valid by this "
+                "host's clock and name the host of the url, and $SSL_CERT_FILE the PEM file of an "
+                "authority that this host does not know"
             )
         if _SPEAKS_NO_TLS in str(error):
             return Problem(
@@ -688,6 +692,14 @@ class BucketClient(StoreClient):
                 return loop.run_until_complete(bounded())
         finally:
             _requests.end()
+
+
+def _clock(error: Exception) -> str:
+    """As `clock_hint`, by the time that a refusal tells."""
+    told = _SERVER_TIME.search(str(error))
+    with suppress(ValueError):
+        return clock_hint(datetime.fromisoformat(f"{told[1]}+00:00").timestamp()) if told else ""
+    return ""
 
 
 def _is_absent(error: Exception) -> bool:

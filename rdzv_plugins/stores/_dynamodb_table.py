@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -41,6 +41,7 @@ from rdzv_plugins.kv.base import (
     Limit,
     Problem,
     Wake,
+    clock_hint,
     in_background,
     is_unresolved,
     refused,
@@ -73,7 +74,8 @@ _THROTTLED = re.compile(
 )
 _DENIED = re.compile(
     "(AccessDenied|ExpiredToken|IncompleteSignature|InvalidSignature|MissingAuthenticationToken"
-    "|UnrecognizedClient)(Exception)?|InvalidClientTokenId|SignatureDoesNotMatch"
+    "|UnrecognizedClient)(Exception)?|InvalidClientTokenId|SignatureDoesNotMatch|RequestExpired"
+    "|RequestTimeTooSkewed"
 )
 _UNTRUSTED = re.compile("CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER")
 _UNCONFIGURED = (NoRegionError, PartialCredentialsError, ProfileNotFound)
@@ -203,10 +205,9 @@ class Table:
             arguments["TableName"] = self.name
         request = partial(getattr(self._boto.get(), operation), **arguments)
         answer: dict[str, Any] = request() if limit.wake is None else _aside(request, limit)
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+        if (date := _date_of(answer)) is not None:
             # A Date has whole seconds and arrives late: the largest difference is the most exact.
-            self._ahead = max(self._ahead, date.timestamp() - time.monotonic())
+            self._ahead = max(self._ahead, date - time.monotonic())
         return answer
 
     def _create(self, limit: Limit, seconds: float) -> None:
@@ -250,8 +251,8 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
     throttled = _THROTTLED.fullmatch(code) is not None
     if isinstance(error, (*_UNCONFIGURED, *_LATE)) or _DENIED.fullmatch(code):
         return Problem(
-            f"refused the credentials ({said}): check them with 'aws sts get-caller-identity'; "
-            f"they must allow {_ACTIONS}",
+            f"refused the credentials ({said}){clock_hint(_date_of(_answer(error)))}; check them "
+            f"with 'aws sts get-caller-identity'; they must allow {_ACTIONS}",
             denied=_DENIED.fullmatch(code) is not None,
         )
     if code == _MISSING:
@@ -304,6 +305,14 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
 def code_of(error: object) -> str:
     """DynamoDB's code of an error; "": the error is not an answer."""
     return str(_answer(error).get("Error", {}).get("Code", ""))
+
+
+def _date_of(answer: Mapping[str, Any]) -> float | None:
+    """When the server answered, in seconds since 1970, on its clock."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return date.timestamp()
+    return None
 
 
 def _said(error: Exception) -> str:

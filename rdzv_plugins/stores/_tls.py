@@ -53,8 +53,8 @@ _CAUSES = [
     ),
 ]
 _ANY_CAUSE = (
-    "; check that ca_file signed the server's certificate, that it names the endpoint's host, and "
-    "cert_file and key_file if the server requires them"
+    "; check that ca_file signed the server's certificate, that it names the endpoint's host and "
+    "is valid by this host's clock, and cert_file and key_file if the server requires them"
 )
 
 

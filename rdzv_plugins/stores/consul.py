@@ -235,9 +235,9 @@ class Client(StoreClient):
 
     def inspect(self) -> Iterable[Finding]:
         yield self._transport.inspect()
-        agent, _ = self._learn(lambda limit: self._within(limit).agent.self())
+        agent, why = self._learn(lambda limit: self._within(limit).agent.self())
         if agent is None:
-            yield Finding(Mark.UNKNOWN, "version", "not known: the token has no agent:read")
+            yield Finding(Mark.UNKNOWN, "version", f"not known: {why}", "agent:read allows it")
         else:
             config = agent.get("Config", {})
             yield of_version("consul", str(config.get("Version", "")), self.least_version)

@@ -69,6 +69,7 @@ from rdzv_plugins.kv.base import (
     Stored,
     Wake,
     WokenError,
+    clock_hint,
     refused,
     segments,
     version_of,
@@ -111,6 +112,9 @@ _PUT = "rdzv-plugins/put"
 _OF_MARK = "mark"
 _VALUE = "value"
 
+# As the API server says that a user has no right, and no policy does.
+_OF_RBAC = re.compile(r"is forbidden: User .* cannot |^HTTP 403: Forbidden$")
+
 _VERBS = "get, list, watch, create, update, delete"
 _POD_VERBS = "get, list, watch"
 
@@ -143,6 +147,8 @@ class Options(ServerOptions):
     owner                   auto    what the ConfigMaps belong to, and are deleted with: auto (in a
                                     pod, its controller), none, or
                                     ``<apiVersion>/<kind>/<name>/<uid>``
+    labels                  none    more labels of the ConfigMaps, as a policy of the cluster may
+                                    ask for: ``team=ml+cost-center=42``
     pods                    false   watch the pods of the nodes: whose pod is deleted, evicted or
                                     has failed is asked for a heartbeat at once, and lost if there
                                     is none; who lives, and whose own pod is to end, leaves. Needs
@@ -157,6 +163,7 @@ class Options(ServerOptions):
     token: str | None = option(None, secret=True)
     token_file: str | None = option(None)
     owner: str = option("auto")
+    labels: str | None = option(None)
     pods: bool = option(False)
 
 
@@ -182,7 +189,7 @@ class Client(StoreClient):
         *prefix, run = segments(namespace, options.prefix)
         joined = "/".join(prefix)
         self._run = f"rdzv-{_hash(f'{joined}/{run}')}"
-        self._labels = {
+        self._labels = _own_labels(options.labels) | {
             "app.kubernetes.io/managed-by": "rdzv-plugins",
             _PREFIX: _label(joined),
             _RUN: _label(run),
@@ -310,8 +317,8 @@ class Client(StoreClient):
         text, status, space = str(error), error.status, self._login.namespace
         if status == 401:
             return Problem(
-                f"refused the token ({text}); set another in $RDZV_PLUGINS_TOKEN or token_file, or "
-                "log in to the kubeconfig's context anew",
+                f"refused the token ({text}){clock_hint(self._server_time())}; set another in "
+                "$RDZV_PLUGINS_TOKEN or token_file, or log in to the kubeconfig's context anew",
                 retryable=error.renewed,
                 undone=error.renewed,
                 denied=True,
@@ -332,6 +339,18 @@ class Client(StoreClient):
                 f"is full: it took no write for {self.timeout:g} s ({text}); raise the quota of "
                 f"the namespace '{space}'",
                 retryable=True,
+                undone=True,
+            )
+        if status == 403 and "being terminated" in text:
+            return Problem(
+                f"is deleting the namespace '{space}' ({text}); set another with namespace=",
+                undone=True,
+            )
+        if status == 403 and _OF_RBAC.search(text) is None:
+            return Problem(
+                f"refused a request, and no role is the cause ({text}): ask who runs the cluster "
+                "for its policies and admission webhooks, or look for a proxy in between; labels= "
+                "gives the ConfigMaps the labels that a policy asks for",
                 undone=True,
             )
         if status == 403:
@@ -1177,6 +1196,14 @@ def _verbs(rules: Iterable[Mapping[str, Any]], kind: str) -> set[str]:
         and not rule.get("resourceNames")
         for verb in rule.get("verbs") or ()
     }
+
+
+def _own_labels(said: str | None) -> dict[str, str]:
+    """Those of option 'labels'; the API server judges what they may hold."""
+    pairs = [it.partition("=") for it in (said or "").split("+") if it]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ValueError(f"option 'labels': '{said}' is not <name>=<value>+<name>=<value>")
+    return {name: value for name, _, value in pairs}
 
 
 def _hash(text: str) -> str:

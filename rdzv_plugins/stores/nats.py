@@ -102,7 +102,7 @@ _READS = 500
 _NO_MESSAGE, NO_STREAM, _OTHER_STREAM = 10037, 10059, 10058
 _NOT_CLUSTERED = 10074
 _OTHER_SEQUENCE = (10071, 10164)
-OUT_OF_SPACE = (10023, 10025, 10047, 10077, 10118)
+OUT_OF_SPACE = (10002, 10023, 10025, 10027, 10028, 10047, 10077, 10118)
 NO_JETSTREAM = (10039, 10076)
 # After these another link is dialled, which makes a bucket that is gone. None: nobody takes what is
 # published.

@@ -182,7 +182,8 @@ _PROBLEMS = {
     # A server that dies causes an unexpected eof.
     r"SSL error: (?!unexpected eof)|certificate|private key": Problem(
         "failed the TLS handshake ({said}); check that ca_file signed the server's certificate, "
-        "that it names the endpoint's host, and cert_file and key_file if the server requires them"
+        "that it names the endpoint's host and is valid by this host's clock, and cert_file and "
+        "key_file if the server requires them"
     ),
     r"answered no query|query_wait_timeout|no more connections allowed": Problem(
         "is behind a pooler that had no connection left for {timeout:g} s ({said}); a node needs "

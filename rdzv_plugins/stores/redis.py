@@ -473,8 +473,9 @@ class Client(StoreClient):
         if _not_now(error):
             return Problem(
                 f"did not execute a request within {self.timeout:g} s "
-                f"({type(error).__name__}: {text}); is it a primary that has loaded its data, and "
-                "do its replicas and its disk work? A Cluster needs cluster=true",
+                f"({type(error).__name__}: {text}); is it a primary that has loaded its data, does "
+                "no script keep it busy, and do its replicas and its disk work? A Cluster needs "
+                "cluster=true",
                 retryable=True,
                 undone=True,
             )
@@ -505,12 +506,12 @@ class Client(StoreClient):
         return None
 
     def inspect(self) -> Iterable[Finding]:
-        info, _ = self._learn(self._info)
+        info, why = self._learn(self._info)
         hosts = [host for host, _ in self._target.hosts]
         yield of_connection(self._tls is not None, self._target.log_in is not None, hosts)
         if info is None:
             for what in ("version", "role", "eviction", "space", "persistence"):
-                found = "not known: the user may not run INFO"
+                found = f"not known: INFO gave no answer ({why})"
                 yield Finding(Mark.UNKNOWN, what, found, "`ACL SETUSER <user> +info` allows it")
             return
         if "valkey_version" in info:
@@ -543,9 +544,9 @@ class Client(StoreClient):
     def _persistence(self, info: Mapping[str, str]) -> Finding:
         if info.get("aof_enabled") == "1":
             return Finding(Mark.OK, "persistence", "append-only file", values={"aof": True})
-        answer, _ = self._learn(lambda limit: self._ask(limit, "CONFIG", "GET", "save"))
+        answer, why = self._learn(lambda limit: self._ask(limit, "CONFIG", "GET", "save"))
         if answer is None:
-            found = "no append-only file; snapshots are not known: CONFIG GET is refused"
+            found = f"no append-only file; snapshots are not known: CONFIG GET gave none ({why})"
             return Finding(Mark.UNKNOWN, "persistence", found)
         if len(answer) > 1 and answer[1]:
             found = f"snapshots (save {answer[1].decode()})"

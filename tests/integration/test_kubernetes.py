@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins.cli.check.store import check_requests
 from rdzv_plugins.handler import create_handler
-from rdzv_plugins.kv import AccessDeniedError, KeyValueClient
+from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.servers import Security
 from rdzv_plugins.servers.http import ask
@@ -359,6 +359,22 @@ def test_a_pod_needs_no_endpoint_and_its_job_gets_what_it_leaves(
     with closing(open_client("kubernetes", "", "other", {"owner": "none"})) as client:
         client.put("key", b"one")
         assert sum("ownerReferences" not in it["metadata"] for it in maps(cluster, space)) == 1
+
+
+@pytest.mark.usefixtures("login")
+def test_labels_for_a_policy_and_a_namespace_that_is_deleted(cluster: Cluster, space: str) -> None:
+    with pytest.raises(ValueError, match="option 'labels'"):
+        cluster.open(space, labels="team")
+    with closing(cluster.open(space, labels="team=ml+cost-center=42")) as client:
+        client.put("key", b"")
+        client.expire(600)
+        own = [it["metadata"]["labels"] for it in maps(cluster, space)]
+        assert [(it["team"], it["cost-center"]) for it in own] == [("ml", "42")] * 2
+        # No controller deletes what is in it: it stays so.
+        cluster.ask("DELETE", f"/api/v1/namespaces/{space}")
+        with pytest.raises(RendezvousConnectionError, match="is deleting the namespace") as told:
+            client.put("other", b"")
+        assert not isinstance(told.value, AccessDeniedError)
 
 
 def test_a_pod_without_a_controller_owns_nothing(

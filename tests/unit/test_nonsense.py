@@ -12,14 +12,7 @@ import pytest
 from rdzv_plugins.kv import KeyValueClient, RendezvousError
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.threads import together
-from tests.nonsense import SAMPLES, speaking
-
-BUCKET = {"s3": "s3://bucket", "azure": "az://container"}
-ENVIRON = {
-    "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
-    "AZURE_STORAGE_ACCOUNT_KEY": "eA==",
-}  # fmt: skip
-
+from tests.nonsense import ENVIRON, SAMPLES, reached, speaking
 
 REQUESTS: list[Callable[[KeyValueClient], object]] = [
     lambda it: it.get("key"),
@@ -35,14 +28,8 @@ REQUESTS: list[Callable[[KeyValueClient], object]] = [
 def told(store: str, sample: bytes) -> list[str]:
     """The errors of a client; raises all that are no errors of the contract."""
     lines = []
-    with speaking(sample, greets=store == "nats") as (host, port), ExitStack() as stack:
-        url = f"http://{host}:{port}"
-        endpoint = url if store in ("dynamodb", "kubernetes") else f"{host}:{port}"
-        config = {}
-        if store in BUCKET:
-            endpoint, config = BUCKET[store], {"url": url, "account": "account"}
-        if store == "s3":
-            del config["account"]
+    with speaking(sample, greets=store == "nats") as address, ExitStack() as stack:
+        endpoint, config = reached(store, address)
         try:
             client = open_client(store, endpoint, "run", config, request_timeout=0.3)
         except RendezvousError as error:

@@ -182,6 +182,8 @@ EXPLAINS_ITSELF = (
     "the kubeconfig verifies no certificate: give it a certificate authority",
     "the kubeconfig has a tls-server-name, which this backend cannot check",
     "has no namespace '…'; kubectl create namespace …, or set namespace=",
+    "is deleting the namespace '…' (…); set another with namespace=",
+    "option 'labels': '…' is not <name>=<value>+<name>=<value>",
     "refused a value (…); its etcd takes less",
     "gave no answer within … s (…); is its etcd running?",
     "requires TLS; write https:// in front of the endpoint",

@@ -394,8 +394,13 @@ def _told(
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     told = {
         None: f"'{host}' cannot be resolved: check the spelling, and this host's DNS",
-        _Listener.NOBODY: f"nothing listens at {where}: the server is down, or the port is wrong",
-        _Listener.SILENT: f"{where} does not answer: is there a firewall in between?",
+        _Listener.NOBODY: (
+            f"nothing listens at {where}: the server is down, the port is wrong, or a firewall "
+            "refuses"
+        ),
+        _Listener.SILENT: (
+            f"{where} does not answer: is there a firewall in between, or does the server hang?"
+        ),
     }
     if listener in told:
         return told[listener]
@@ -406,7 +411,7 @@ def _told(
         return f"what listens at {where} speaks TLS: set tls=true, or write {_any(*schemes)}"
     return (
         f"what listens at {where} does not answer as {client.name} does: is it another server's "
-        "port, or does it hang?"
+        "port, does it hang, or is it too busy or at its limit of connections?"
     )
 
 
