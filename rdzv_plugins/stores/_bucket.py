@@ -427,7 +427,8 @@ class BucketClient(StoreClient):
         if kind in _DENIED or _EXPIRED.search(said):
             return Problem(
                 f"refused the credentials ({said}){_clock(error)}; they must allow to get, put, "
-                f"delete and list objects under '{self._above}/'",
+                f"delete and list objects under '{self._above}/', and so must policies and network "
+                "rules",
                 denied=True,
             )
         if kind in _ABSENT:

@@ -193,14 +193,16 @@ class Client(StoreClient):
         if not isinstance(error, RefusedError):
             return http_problem(self, error)
         text, status = str(error), error.status
+        of_acl = status == 401 or _OF_ACL.search(text) is not None
+        if status == 403 and not of_acl:
+            text += ", perhaps a proxy's answer"
         if status in (401, 403):
             return Problem(
                 f"refused the token ({text}); set one in $RDZV_PLUGINS_TOKEN that has "
                 f"{self._grant}",
                 # A server that has just started may not have read its tokens yet.
                 retryable=error.was_accepted and "ACL not found" in text,
-                # A proxy on the way may answer 403 too.
-                denied=status == 401 or _OF_ACL.search(text) is not None,
+                denied=of_acl,
             )
         if status == 429:
             return Problem(

@@ -335,7 +335,7 @@ class Client(StoreClient):
         if error.retryable:
             return Problem(
                 f"gave no answer within {self.timeout:g} s ({text}); "
-                "is a majority of its members running?",
+                "is a majority of its members running, and do their disks and networks keep up?",
                 retryable=True,
                 undone="too many requests" in text or text == _NO_LEADER,
             )

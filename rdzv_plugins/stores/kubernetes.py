@@ -385,7 +385,8 @@ class Client(StoreClient):
             )
         if status >= 500:
             return Problem(
-                f"gave no answer within {self.timeout:g} s ({text}); is its etcd running?",
+                f"gave no answer within {self.timeout:g} s ({text}); is its etcd running, and "
+                "every webhook that it asks?",
                 retryable=True,
             )
         return refused(

@@ -255,7 +255,8 @@ class Client(StoreClient):
             )
         if isinstance(error, nats.errors.NoRespondersError):
             return Problem(
-                "has no JetStream that answers: start its servers with -js, a majority of them",
+                "has no JetStream that answers: start its servers with -js, a majority of them, "
+                "and set domain= to theirs if they have one",
                 retryable=True,
             )
         if isinstance(error, NonsenseError | nats.errors.ProtocolError):

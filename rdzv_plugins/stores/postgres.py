@@ -208,7 +208,10 @@ _PROBLEMS = {
     r"starting up|shutting down|recovery mode|not (yet )?accepting connections": Problem(
         "was not ready for {timeout:g} s ({said})", retryable=True
     ),
-    r"^(40|55P03|57014)": Problem("was too busy for {timeout:g} s ({said})", retryable=True),
+    r"^(40|55P03|57014)": Problem(
+        "was too busy for {timeout:g} s ({said}), or another session locks the table {table}",
+        retryable=True,
+    ),
     r"^53100|No space left on device": Problem(
         "is full: it took no write for {timeout:g} s ({said}); make room on its disk",
         retryable=True,

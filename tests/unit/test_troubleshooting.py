@@ -185,7 +185,7 @@ EXPLAINS_ITSELF = (
     "is deleting the namespace '…' (…); set another with namespace=",
     "option 'labels': '…' is not <name>=<value>+<name>=<value>",
     "refused a value (…); its etcd takes less",
-    "gave no answer within … s (…); is its etcd running?",
+    "gave no answer within … s (…); is its etcd running, and every",
     "requires TLS; write https:// in front of the endpoint",
     "has no such database (…); name one in the endpoint",
     "lacks resources (…); its log says more",
