@@ -1177,8 +1177,11 @@ def _make(
         opened = connect(params.run_id)
     else:
         opened = attendance.open(partial(connect, params.run_id), settings.join_timeout)
-    log.info("run '%s': connected to %s '%s'", params.run_id, opened.name, redact(params.endpoint))
     try:
+        # Its driver and its agent need it at a time. Now, not once the others wait for this node.
+        opened.hold(2)
+        name, at = opened.name, redact(params.endpoint)
+        log.info("run '%s': connected to %s '%s'", params.run_id, name, at)
         archive = Archive(connect, params.run_id, settings.history_ttl)
         return _over(opened, archive, attendance, params, settings, address, place)
     except BaseException:

@@ -596,6 +596,9 @@ class Measured(KeyValueClient):
     def interrupt(self) -> None:
         self._client.interrupt()
 
+    def hold(self, callers: int) -> None:
+        self._client.hold(callers)
+
     def inspect(self) -> Iterable[Finding]:
         return self._client.inspect()
 

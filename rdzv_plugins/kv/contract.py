@@ -255,6 +255,13 @@ class KeyValueClient(ABC):
         for key in keys:
             self.delete(key)
 
+    def hold(self, callers: int) -> None:  # noqa: B027 - most stores limit none
+        """Open and keep the connections that so many callers need at a time.
+
+        It does nothing where all share one, or no server limits them. Raises
+        `RendezvousConnectionError` where the server has too few left.
+        """
+
     def inspect(self) -> Iterable[Finding]:
         """This store's findings of its server, for `rdzv check`: its version, role, rights.
 

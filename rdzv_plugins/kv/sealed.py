@@ -304,6 +304,9 @@ class SealedClient(KeyValueClient):
             self._woken.notify_all()
         self.client.close()
 
+    def hold(self, callers: int) -> None:
+        self.client.hold(callers)
+
     def inspect(self) -> Iterable[Finding]:
         return self.client.inspect()
 

@@ -98,6 +98,8 @@ class Http:
         self._lock = threading.Lock()
         self._server = 0
         self._idle: list[_Connection] = []
+        # How many are open, and how many are kept so.
+        self._open = self._least = 0
         self._closed = False
 
     def ask(self, request: Request, limit: Limit, held: float = 0.0) -> Answer:
@@ -108,6 +110,10 @@ class Http:
         if answer.status >= 500:
             # This server may be cut off from the leader; another one may not be.
             self.leave(answer.server)
+        elif self._open < self._least:
+            # A wait that was woken has ended one: take its place before others do.
+            with contextlib.suppress(OSError):
+                self._give_back(self._connect(limit, answer.server, reusable=True))
         return answer
 
     @contextlib.contextmanager
@@ -121,6 +127,18 @@ class Http:
         with contextlib.ExitStack() as stack:
             connection, response = stack.enter_context(self._exchange(request, limit, inf))
             return Stream(connection, response, stack.pop_all())
+
+    def hold(self, request: Request, connections: int, limit: Limit) -> list[Answer]:
+        """Ask over so many connections at a time, which stay open; returns the answers."""
+        answers = []
+        with contextlib.ExitStack() as exchanges:
+            for _ in range(connections):
+                line, response = exchanges.enter_context(self._exchange(request, limit, 0.0))
+                body = _body(response)
+                answers.append(Answer(response.status, response.headers, body, line.server))
+                line.reusable = not response.will_close
+        self._least = connections
+        return answers
 
     def leave(self, server: int) -> None:
         """Use the next server from now on, if ``server`` is still in use."""
@@ -143,7 +161,7 @@ class Http:
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
-            connection.hang_up()
+            self._hang_up(connection)
 
     @contextlib.contextmanager
     def _exchange(
@@ -157,8 +175,7 @@ class Http:
         kept = connection is not None
         try:
             if connection is None:
-                context = self._tls.get() if self._tls is not None else None
-                connection = _Connection(self._hosts[server], context, attempt, server)
+                connection = self._connect(attempt, server)
             connection.begin(attempt)
             method, target, headers, body = request
             connection.http.request(method, target, body, dict(headers))
@@ -187,7 +204,7 @@ class Http:
             if connection is None or not connection.ended:
                 return connection
             # Readable while idle: the server closed it.
-            connection.hang_up()
+            self._hang_up(connection)
 
     def _give_back(self, connection: _Connection) -> None:
         with self._lock:
@@ -195,6 +212,19 @@ class Http:
             if connection.reusable and wanted and not self._closed:
                 self._idle.append(connection)
                 return
+        self._hang_up(connection)
+
+    def _connect(self, limit: Limit, server: int, reusable: bool = False) -> _Connection:
+        context = self._tls.get() if self._tls is not None else None
+        connection = _Connection(self._hosts[server], context, limit, server)
+        connection.reusable = reusable
+        with self._lock:
+            self._open += 1
+        return connection
+
+    def _hang_up(self, connection: _Connection) -> None:
+        with self._lock:
+            self._open -= 1
         connection.hang_up()
 
 

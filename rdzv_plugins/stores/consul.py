@@ -67,6 +67,8 @@ _LONGEST_PARK = 10.0
 # The most expired runs that one `expire` removes.
 _SWEEP = 20
 
+_FULL = ", and does its http_max_conns_per_client let this host connect once more"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ServerOptions):
@@ -128,6 +130,9 @@ class Client(StoreClient):
         self._api.http = self._transport
         # Unlike a transaction, this fails for a token that may not read.
         self._connect(lambda limit: self._query(self._mark, limit))
+
+    def hold(self, callers: int) -> None:
+        self._call(lambda limit: self._transport.hold(callers, limit))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         return self._found([self._path(key) for key in keys], limit)
@@ -191,7 +196,10 @@ class Client(StoreClient):
         if isinstance(error, ConsulException):
             return self._odd(error)
         if not isinstance(error, RefusedError):
-            return http_problem(self, error)
+            hung_up = (
+                isinstance(error, ConnectionError) and type(error) is not ConnectionRefusedError
+            )
+            return http_problem(self, error, _FULL if hung_up else "")
         text, status = str(error), error.status
         of_acl = status == 401 or _OF_ACL.search(text) is not None
         if status == 403 and not of_acl:
@@ -381,6 +389,12 @@ class _Transport:
     def agents_time(self) -> float:
         """The time, in seconds, of the agent that answered this thread's last request."""
         return time_of(self._thread.headers)
+
+    def hold(self, connections: int, limit: Limit) -> None:
+        request = Request("GET", "/v1/status/leader", self._headers.get(), None)
+        for answer in self._http.hold(request, connections, limit):
+            if answer.status != 200:
+                raise RefusedError(answer.status, answer.body, was_accepted=True)
 
     # The methods that py-consul calls.
 

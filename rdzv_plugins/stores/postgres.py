@@ -36,7 +36,7 @@ import select
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -406,6 +406,14 @@ class Client(StoreClient):
                 with self._connection(limit) as second:
                     self._learn_mode(first, second)
         self._read([], limit)
+
+    def hold(self, callers: int) -> None:
+        def request(limit: Limit) -> None:
+            with ExitStack() as held:
+                for _ in range(callers):
+                    held.enter_context(self._connection(limit))
+
+        self._call(request)
 
     def _learn_mode(self, first: Connection, second: Connection) -> None:
         """Raise `MixedUpError` unless the pooler keeps a connection for its client. Leaves nothing.

@@ -230,13 +230,16 @@ class Client(StoreClient):
         self._ids: dict[str, tuple[str, bytes]] = {}
         self._failed_parks: set[str] = set()
 
-        def request(limit: Limit) -> None:
-            # A node sends requests while it waits: open both connections now, to join fast.
-            while len(self._idle) < 2:
-                self._keep(self._open())
-            self._read(["state"], limit)
+        self._connect(lambda limit: self._read(["state"], limit))
 
-        self._connect(request)
+    def hold(self, callers: int) -> None:
+        def request(limit: Limit) -> None:
+            while len(self._idle) < callers:
+                self._keep(self._open())
+                # A server that is full takes a connection, and says so to its first request.
+                self._read(["state"], limit)
+
+        self._call(request)
 
     def add(self, key: str, delta: int) -> int:
         # One script: of hundreds of compare-and-sets at once most would be refused.
@@ -467,6 +470,12 @@ class Client(StoreClient):
             return Problem(
                 f"is full: it took no write for {self.timeout:g} s ({said}); raise its maxmemory, "
                 "or delete what nobody needs",
+                retryable=True,
+                undone=True,
+            )
+        if "max number of clients" in text:
+            return Problem(
+                f"has no connection left for this node ({text}); raise its maxclients",
                 retryable=True,
                 undone=True,
             )

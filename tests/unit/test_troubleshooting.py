@@ -187,6 +187,7 @@ EXPLAINS_ITSELF = (
     "refused a value (…); its etcd takes less",
     "gave no answer within … s (…); is its etcd running, and every",
     "requires TLS; write https:// in front of the endpoint",
+    "has no connection left for this node (…); raise its maxclients",
     "has no such database (…); name one in the endpoint",
     "lacks resources (…); its log says more",
     "is behind a pooler that keeps no connection for a client (…; of PgBouncer: pool_mode=",
