@@ -177,8 +177,8 @@ class Settings:
                                     ``rdzv run``; torchrun gives them its 30 s
     on_outage              continue while the store does not answer, workers continue, or stop after
                                     outage_limit, so that no two worlds of a run train at once; a
-                                    node that the store refuses stops its workers after its lease in
-                                    any case; see two-worlds.md
+                                    node that the store refuses while it accepts others stops its
+                                    workers after its lease in any case; see two-worlds.md
     outage_limit            none    with on_outage=stop: seconds without an accepted heartbeat after
                                     which a node stops its workers; none: the lease
     closed_ttl              60      seconds until the id of a closed run can be used again; at least

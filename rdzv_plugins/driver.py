@@ -32,6 +32,7 @@ from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.logs import RunLog
 from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.round_record import RoundRecord
@@ -86,8 +87,8 @@ class Driver:
         watchers: of the node's effects.
         dial: carries out a dial of another node, and returns the seconds that it took; called in a
             thread of its own. None: no node asks for that.
-        hold_links: has links to these nodes and to no others, ``address:port`` by id; returns at
-            once. None: this node has none.
+        hold_links: has links to these nodes and to no others, ``address:port`` by id, and says this
+            over them; returns at once. None: this node has none.
         pods: what the cluster tells of pods. None: no node asks for that.
     """
 
@@ -100,7 +101,7 @@ class Driver:
         run_id: str,
         watchers: Sequence[Watcher] = (),
         dial: Callable[[effects.DialPeer], float] | None = None,
-        hold_links: Callable[[dict[str, str]], None] | None = None,
+        hold_links: Callable[[dict[str, str], Standing], None] | None = None,
         pods: Pods | None = None,
     ) -> None:
         self._node = node
@@ -219,6 +220,17 @@ class Driver:
         self._node.report_back(node)
         self._nudge()
 
+    def report_others(self, others: frozenset[Standing]) -> None:
+        """What they say of themselves over links; from any thread."""
+        self._node.report_others(others)
+        self._nudge()
+
+    def note_retry(self) -> None:
+        """The client makes a request again; from any thread."""
+        self._node.note_retry()
+        if self._thread is threading.current_thread() and (news := self._node.news_for_others()):
+            self._perform(news)
+
     def _report_pod(self, pod: str, why: str) -> None:
         self._node.report_pod(pod, why)
         self._nudge()
@@ -313,9 +325,9 @@ class Driver:
                 return self._deliver(outcome)
             case effects.Begin():
                 return self._beside(request)
-            case effects.HoldLinks(peers):
+            case effects.HoldLinks(peers, standing):
                 if self._hold_links is not None:
-                    self._hold_links(dict(peers))
+                    self._hold_links(dict(peers), standing)
                 return None
             case effects.WatchPods(pods):
                 if self._pods is not None:
@@ -482,8 +494,8 @@ class Driver:
         if denied:
             self._refusals[text] = now
             self._log.warning(
-                f"{text} -- this node keeps trying; if no heartbeat of it is accepted for its "
-                "lease, others may go on without it, and its workers are stopped"
+                f"{text} -- this node keeps trying; if others may have gone on without it once its "
+                "lease is over, its workers are stopped"
             )
         elif (limit := self._node.outage_limit) < math.inf:
             self._log.warning(

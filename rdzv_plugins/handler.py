@@ -80,6 +80,7 @@ from rdzv_plugins.metrics import Report, refuse_unless_installed
 from rdzv_plugins.page_access import refuse_open_metrics
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
+from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -256,7 +257,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._report = Report(run_id, self._node, client.name, rules, settings, self._log)
             self._client = client = self._report.measured(client)
             self._watchers.append(self._report.watch)
-        _tell_of_retries(store, self._node)
         self._driver = Driver(
             self._node,
             client,
@@ -268,6 +268,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._hold_links if has_links else None,
             pods if pod else None,
         )
+        _tell_of_retries(store, self._driver)
         self._links: Links | None = None
         if self._listener is not None and has_links:
             driver = self._driver
@@ -278,6 +279,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 address,
                 driver.report_gone,
                 driver.report_back,
+                driver.report_others,
                 self._log.warning,
             )
         self._closed = False
@@ -933,9 +935,9 @@ class StoreRendezvousHandler(RendezvousHandler):
             answer(listener, node_id)
         return listener
 
-    def _hold_links(self, peers: dict[str, str]) -> None:
+    def _hold_links(self, peers: dict[str, str], standing: Standing) -> None:
         if self._links is not None:
-            self._links.hold(peers)
+            self._links.hold(peers, standing)
 
     def _dial(self, request: effects.DialPeer) -> float:
         """Dial another node for the network check; called in a thread, returns the seconds."""
@@ -1048,12 +1050,12 @@ class StoreRendezvousHandler(RendezvousHandler):
         return came, str(said.at_the_end(left, gave_up))
 
 
-def _tell_of_retries(client: KeyValueClient, node: Node) -> None:
-    """Have the node told too of each attempt after a request's first."""
+def _tell_of_retries(client: KeyValueClient, driver: Driver) -> None:
+    """Have the driver told too of each attempt after a request's first."""
     counts = client.on_retry
 
     def note() -> None:
-        node.note_retry()
+        driver.note_retry()
         if counts is not None:
             counts()
 

@@ -8,6 +8,9 @@ one each way, and a process that dies ends both. Nor does a link of which the tw
 addresses: what stands between them, such as a sidecar proxy, ends it and refuses for a node that
 lives. That is evidence, and no verdict: a firewall may refuse too.
 
+Each end says in one character how it stands with the store, once the link is made and as that
+changes: a store that refuses one node may accept others, who go on without it.
+
 A greeting names the node by a digest, and a stranger is told nothing; greeting and answer prove, by
 what only the nodes of the run know, which process gives them, and which ends it sees.
 """
@@ -29,6 +32,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from rdzv_plugins.listener import Line, Listener, unforked
+from rdzv_plugins.protocol.contact import Standing
 
 __all__ = ["Links"]
 
@@ -82,6 +86,7 @@ class Links:
         host: its address, as others know it.
         gone: called with the id of a node whose process is gone, in the listener's thread.
         back: called with its id where it answers after all.
+        others: called with what all other ends of links say of themselves.
         warn: takes a line for people, in the listener's thread.
     """
 
@@ -93,6 +98,7 @@ class Links:
         host: str,
         gone: Callable[[str], None],
         back: Callable[[str], None],
+        others: Callable[[frozenset[Standing]], None],
         warn: Callable[[str], None],
     ) -> None:
         self._listener = listener
@@ -101,6 +107,9 @@ class Links:
         self._host = host
         self._gone = gone
         self._back = back
+        self._others = others
+        self._heard: set[Standing] = set()
+        self._standing = Standing.ACCEPTED
         self._warn = warn
         # Hosts to which there was no link, and people have been told.
         self._told: set[str] = set()
@@ -112,17 +121,38 @@ class Links:
         rest = _NONCE + 2 * _DIGEST + 2
         listener.answer(_OPENING + _digest(node, run_id) + b" ", rest, self._accept)
 
-    def hold(self, peers: Mapping[str, str]) -> None:
-        """Have links to these nodes and to no others: ``address:port`` by id. From any thread."""
-        self._listener.call(partial(self._hold, dict(peers)))
+    def hold(self, peers: Mapping[str, str], standing: Standing = Standing.ACCEPTED) -> None:
+        """Have links to these nodes and to no others: ``address:port`` by id. From any thread.
 
-    def _hold(self, peers: dict[str, str]) -> None:
+        ``standing``: what this node says of itself over all its links.
+        """
+        self._listener.call(partial(self._hold, dict(peers), standing))
+
+    def _hold(self, peers: dict[str, str], standing: Standing) -> None:
         for node in [*self._peers]:
             if node not in peers:
                 self._peers.pop(node).end()
         for node, endpoint in peers.items():
             if node not in self._peers:
                 self._peers[node] = _Peer(self, self._listener, node, endpoint)
+        if standing is not self._standing:
+            self._standing = standing
+            for line in self._lines():
+                line.say(standing)
+        self.listen()
+
+    def _lines(self) -> list[_Link]:
+        """The links that stand."""
+        begun = (it.link for it in self._peers.values())
+        return [it for it in (*self._accepted, *begun) if it is not None and it.is_open]
+
+    def listen(self) -> None:
+        """Tell what is said over all links, if that has changed."""
+        unknown = {Standing.ACCEPTED for it in self._peers.values() if it.link is None}
+        others = unknown.union(it.heard for it in self._lines())
+        if others != self._heard:
+            self._heard = others
+            self._others(frozenset(others))
 
     def tell(self) -> None:
         """Tell people of the neighbours to which there is no link, once for each host."""
@@ -158,8 +188,9 @@ class Links:
             itself = _digest("from", nonce, node, ends, self._run_id)
             return hmac.compare_digest(itself, by.encode())
 
-        accepted = _Accepted(line, answer, is_from, self._over)
+        accepted = _Accepted(line, answer, is_from, self.listen, self._over)
         self._accepted.append(accepted)
+        self.begins(accepted)
         return accepted
 
     def _make_room(self) -> None:
@@ -172,14 +203,21 @@ class Links:
 
     def _over(self, accepted: _Accepted) -> None:
         """What refused counts now, if nothing else than its own link spoke for the node."""
+        self.listen()
         for node, peer in self._peers.items():
             if accepted.is_from(node):
                 peer.ask_again()
 
     # What a peer tells.
 
-    def held(self, host: str, direct: bool) -> None:
+    def held(self, link: _Dialled, host: str, direct: bool) -> None:
         self._reached[host] = direct
+        self.begins(link)
+
+    def begins(self, link: _Link) -> None:
+        if self._standing is not Standing.ACCEPTED:
+            link.say(self._standing)
+        self.listen()
 
     def found_gone(self, node: str, host: str, direct: bool | None) -> bool:
         """Whether it counts as evidence: it had a direct link, or such ones show what refuses.
@@ -202,19 +240,51 @@ class Links:
         self._back(node)
 
 
-class _Accepted(Line):
-    """A link that another node has begun: it hears a farewell, or that the connection ends."""
+class _Link(Line):
+    """A link, at either end.
+
+    Attributes:
+        heard: what the other end says of itself.
+    """
 
     counts = False
+    heard = Standing.ACCEPTED
+
+    def __init__(self, line: socket.socket, listen: Callable[[], None], seconds: float) -> None:
+        super().__init__(line, seconds)
+        self._listen = listen
+
+    def say(self, standing: Standing) -> None:
+        """Say it of this node; a link over which it cannot be said is about to end."""
+        with suppress(OSError):
+            self.socket.send(standing.encode())
+
+    def _hears(self, data: bytes) -> bool:
+        """Whether it is what the other end may say, of which the last word counts."""
+        try:
+            self.heard = Standing(data[-1:].decode("ascii", "replace"))
+        except ValueError:
+            return False
+        self._listen()
+        return True
+
+    @property
+    def is_open(self) -> bool:
+        return self.socket.fileno() >= 0
+
+
+class _Accepted(_Link):
+    """A link that another node has begun: it hears a farewell, or that the connection ends."""
 
     def __init__(
         self,
         line: socket.socket,
         answer: bytes,
         is_from: Callable[[str], bool],
+        listen: Callable[[], None],
         over: Callable[[_Accepted], None],
     ) -> None:
-        super().__init__(line)
+        super().__init__(line, listen, math.inf)
         self.writes = self.says_farewell = True
         # Whether this very node has begun it, from where this end sees it.
         self.is_from = is_from
@@ -228,8 +298,14 @@ class _Accepted(Line):
             self._answer = self._answer[self.socket.send(self._answer) :]
             self.writes = bool(self._answer)
             return self
-        # Nothing is expected but its end.
-        return self if self.socket.recv(64) == _FAREWELL else None
+        data = self.socket.recv(64)
+        return self if data.endswith(_FAREWELL) or self._hears(data) else None
+
+    def say(self, standing: Standing) -> None:
+        if self.writes:
+            self._answer += standing.encode()
+        else:
+            super().say(standing)
 
     def part(self) -> None:
         if self.says_farewell:
@@ -239,15 +315,9 @@ class _Accepted(Line):
     def over(self, error: OSError | None) -> None:
         self._over(self)
 
-    @property
-    def is_open(self) -> bool:
-        return self.socket.fileno() >= 0
 
-
-class _Dialled(Line):
+class _Dialled(_Link):
     """A link that this node begins."""
-
-    counts = False
 
     def __init__(
         self,
@@ -255,10 +325,11 @@ class _Dialled(Line):
         greeting: Callable[[str], bytes],
         answer: Callable[[str], bytes],
         is_held: Callable[[bool], None],
+        listen: Callable[[], None],
         over: Callable[[_Dialled], None],
     ) -> None:
         family, target = address
-        super().__init__(socket.socket(family, socket.SOCK_STREAM), _DIAL_SECONDS)
+        super().__init__(socket.socket(family, socket.SOCK_STREAM), listen, _DIAL_SECONDS)
         self.writes = True
         self.error: OSError | None = None
         self.held = self.said_farewell = self.connected = False
@@ -279,8 +350,8 @@ class _Dialled(Line):
             return self._send()
         if self.held:
             data = self.socket.recv(64)
-            self.said_farewell = data.startswith(_FAREWELL)
-            return None
+            self.said_farewell = data.endswith(_FAREWELL)
+            return None if self.said_farewell or not self._hears(data) else self
         data = self.socket.recv(len(self._expected) - len(self._read))
         self._read += data
         itself = self._read[: 2 * _DIGEST]
@@ -359,8 +430,12 @@ class _Peer:
     @property
     def lacks_link(self) -> bool:
         """Whether it has no link, and is not known to have ended."""
-        held = self._line is not None and self._line.held
-        return not (held or self._ended or self._is_gone)
+        return not (self.link or self._ended or self._is_gone)
+
+    @property
+    def link(self) -> _Dialled | None:
+        """The link to it, if it stands."""
+        return self._line if self._line is not None and self._line.held else None
 
     def end(self) -> None:
         """Hold no link to it any more."""
@@ -400,7 +475,14 @@ class _Peer:
         line: _Dialled | None = None
         with unforked:
             with suppress(OSError):
-                line = _Dialled(self._addresses[self._at], greeting, answer, self._held, self._over)
+                line = _Dialled(
+                    self._addresses[self._at],
+                    greeting,
+                    answer,
+                    self._held,
+                    self._links.listen,
+                    self._over,
+                )
             if line is not None and line.has_begun:
                 self._line = line
                 self._listener.serve(line)
@@ -419,13 +501,15 @@ class _Peer:
 
     def _held(self, direct: bool) -> None:
         self._noes, self._pause, self._direct, self._times = 0, _FIRST_PAUSE, direct, None
-        self._links.held(self._host, direct)
+        assert self._line is not None
+        self._links.held(self._line, self._host, direct)
         if self._is_gone:
             self._is_gone = False
             self._links.found_back(self._node)
 
     def _over(self, line: _Dialled) -> None:
         self._line = None
+        self._links.listen()
         if self._ended:
             return
         if not line.held:

@@ -48,8 +48,9 @@ What each effect asks, and its answer:
 - `OpenMaster`, `FetchExclusions`, `DialPeer`, `LookAtPod`, each a `Begin`: None, at once or soon.
   The driver calls `Node.finished` when it is done, in any thread.
 - `HoldLinks` (connections to other nodes): None, at once. The driver calls `Node.report_gone` where
-  the process at the other end has ended, as far as it can tell, and `Node.report_back` where it
-  answers after all. A driver without links does nothing.
+  the process at the other end has ended, as far as it can tell, `Node.report_back` where it
+  answers after all, and `Node.report_others` with what those at the other ends say of themselves.
+  A driver without links does nothing.
 - `WatchPods` (of other nodes): None, at once. The driver calls `Node.report_pod` where the cluster
   says that one ends. A driver that knows of no pods does nothing.
 - `Tell` (a line for people), `FinishJoin` (release the agent that waits for a round): None.

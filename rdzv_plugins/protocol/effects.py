@@ -9,6 +9,7 @@ import msgspec
 
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, Version
 from rdzv_plugins.kv.retry import longest_pause
+from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import NodeRecord, Outcome, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.protocol.rules import Failure
@@ -218,11 +219,13 @@ class ReadTombstone(Effect[Outcome | None], frozen=True):
 class HoldLinks(Effect[None], frozen=True):
     """Have links to these nodes, and to no others: each with its ``address:port``.
 
-    The driver calls `Node.report_gone` and `Node.report_back`, and ends the node's `Park` or `Rest`
-    then.
+    ``standing`` is what this node says of itself over all its links. The driver calls
+    `Node.report_gone`, `Node.report_back` and `Node.report_others`, and ends the node's `Park` or
+    `Rest` then.
     """
 
     peers: tuple[tuple[str, str], ...]
+    standing: Standing = Standing.ACCEPTED
 
 
 class WatchPods(Effect[None], frozen=True):
@@ -243,8 +246,9 @@ class Tell(Effect[None], frozen=True):
     ``evicted``, ``unfit``, ``drained``, ``excluded``, ``quarantine`` (of which host),
     ``exclusions`` (cannot be read), ``master``,
     ``network`` (who cannot reach whom), ``slow`` (whose exchange of data was), ``cut off`` (its
-    workers are to stop), ``two worlds`` (for how long there may have been), ``tombstone`` and
-    ``unreadable`` (what stands in the store, and counts as absent).
+    workers are to stop), ``refused`` (all nodes are, so that they go on), ``two worlds`` (for how
+    long there may have been), ``tombstone`` and ``unreadable`` (what stands in the store, and
+    counts as absent).
     """
 
     about: str

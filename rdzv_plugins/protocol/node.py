@@ -26,7 +26,7 @@ from rdzv_plugins.kv.sealed import ForeignValueError
 from rdzv_plugins.protocol import rules, words
 from rdzv_plugins.protocol.accusations import found_gone
 from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
-from rdzv_plugins.protocol.contact import Contact
+from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
@@ -173,6 +173,8 @@ class Node:
         self._cut_off = ""
         # The log says so.
         self._told_to_stop = False
+        # The log says that the store refuses all nodes.
+        self._told_of_all = False
         # The document by which the node last looked whether the round of its agent is over.
         self._judged: RoundDocument | None = None
 
@@ -258,6 +260,14 @@ class Node:
         # When links are due to other nodes; and where those that are known listen, None: nowhere.
         self._links_due = math.inf
         self._endpoints: dict[str, str | None] = {}
+        # The round for which, and its leader if that is one of them.
+        self._linked_for: tuple[str, str | None] = "", None
+        # It is the first of a shard, of several.
+        self._leads_shard = False
+        # What this node said over its links last; what others say, and whether that is news.
+        self._said = Standing.ACCEPTED
+        self._others: frozenset[Standing] = frozenset()
+        self._others_reported = False
         # How long the store took for its last two heartbeats.
         self._took = (0.0, 0.0)
         # The accusation that this node answers, and until when it beats more often for that.
@@ -292,10 +302,23 @@ class Node:
     @property
     def is_cut_off(self) -> bool:
         """Whether this node takes itself for lost while its workers run. Rule: not heard."""
+        return self._is_at_work and self._contact.is_given_up
+
+    @property
+    def _is_at_work(self) -> bool:
         # In a closed run nobody beats, and nobody goes on without it.
         runs = self.record.status is Status.RUN and self._member is not None
-        in_round = runs and not self._joining and not self._seen.closed
-        return in_round and self._contact.is_given_up
+        return runs and not self._joining and not self._seen.closed
+
+    @property
+    def _standing(self) -> Standing:
+        """What this node says over its links."""
+        document, contact = self.document, self._contact
+        if not contact.fails:
+            return Standing.ACCEPTED
+        is_over = document is not None and document.world_id != self._linked_for[0]
+        is_lost = is_over or self._cut_off or contact.is_alone or contact.others_are_lost
+        return Standing.LOST if is_lost else Standing.CUT_OFF
 
     @property
     def outage_limit(self) -> float:
@@ -308,7 +331,7 @@ class Node:
         orders = self._join_ordered, self._withdraw_ordered
         reports = self._done_reported, self._growth_allowed, self._unfit_reported is not None
         found = self._fetched is not None or self._network.reported or bool(self._evidence)
-        return any(orders) or any(reports) or found
+        return any(orders) or any(reports) or found or self._others_reported
 
     @property
     def latest(self) -> RoundDocument | None:
@@ -417,9 +440,28 @@ class Node:
         """Say that a node of which `report_gone` was called answers. Like `order_join`."""
         self._evidence.append((node, False, ""))
 
+    def report_others(self, others: frozenset[Standing]) -> None:
+        """Say what all other ends of links say of themselves. Like `order_join`.
+
+        Of a node to which a link is asked for and does not stand, that is `Standing.ACCEPTED`.
+        """
+        self._others, self._others_reported = others, True
+        self._hear_others()  # At once: a request may take as long as this node has.
+
     def note_retry(self) -> None:
         """Say that the store's client makes a request again, in a wait too; from any thread."""
         self._seen.repeats()
+        self._contact.fails = True
+
+    def news_for_others(self) -> HoldLinks | None:
+        """What to say over links that was not said yet; in the thread that drives.
+
+        At once, although a request may not be over: others judge by it.
+        """
+        if not self.record.link or (standing := self._standing) is self._said:
+            return None
+        self._said = standing
+        return self._links
 
     def report_pod(self, pod: str, why: str) -> None:
         """Say that a pod has ended, as the cluster tells, and why. Like `order_join`."""
@@ -498,6 +540,8 @@ class Node:
                 # At once: the requests before the next decision may take long.
                 self._judged = document
                 self._waiting = nodes_waiting(replace(self.view(), document=document))
+            if (news := self.news_for_others()) is not None:
+                yield from news
             answer, error, asked = None, None, self._clock()
             try:
                 answer = yield request
@@ -513,9 +557,12 @@ class Node:
                     seen.answered()
                 if isinstance(request, PutRecord):
                     self._contact.accepted(asked)
-                    self._cut_off, self._told_to_stop = "", False
+                    self._cut_off, self._told_to_stop, self._told_of_all = "", False, False
+                elif isinstance(request, Read):
+                    self._contact.sees()
             elif isinstance(error, RendezvousConnectionError):
                 seen.failed()
+                self._contact.fails = True
                 if isinstance(error, AccessDeniedError):
                     self._contact.denied()
                     self._reads_first = True
@@ -534,8 +581,9 @@ class Node:
         seen = self._seen
         if self._beats and not seen.closed:
             if self._reads_first:
-                # Others would wait for a node that beats and may read nothing.
-                yield from Read(STATE_KEY)
+                # Others would wait for a node that beats and may read nothing. One that may only
+                # read sees whether they go on without it.
+                yield from seen.read_document()
                 self._reads_first = False
             self._take_orders()  # Of the meantime: what it beats next is not to be outdated.
             yield from self._keep_alive()
@@ -596,6 +644,11 @@ class Node:
         return self.record.status is not Status.LEFT or self.record.is_unfit
 
     def _take_orders(self) -> None:
+        if self._others_reported:
+            self._others_reported = False
+            # Whether the store refuses this node too is to be known before their leases are over.
+            asks = Standing.CUT_OFF in self._others and not self._contact.fails
+            self._record_due = self._record_due or asks
         if self._unfit_reported is not None:
             record, reason, self._unfit_reported = self.record, self._unfit_reported, None
             self.record = replace(record, status=Status.LEFT, unfit=reason, master=None)
@@ -720,19 +773,42 @@ class Node:
         if self._rules.answer is not None:
             self._links_due = self._clock() + seconds
 
+    def _links_for(self) -> tuple[str, str | None] | None:
+        """The round for which links are due, and its leader if one is to be to it; None: unknown.
+
+        The leader joins those that are no neighbours of one another. A node outside of the round
+        shows it that others can go on; the first nodes of shards tell each other of it.
+        """
+        document, confirmed, leads_shard = self.document, self._seen.confirmed, self._leads_shard
+        if self._rules.answer is None or document is None or document.phase is not Phase.RUNNING:
+            return None
+        leader = document.leader if document.leader != self.id else None
+        if self._joining and self.id not in document.ranks:
+            silence = self._seen.liveness.confirmed_silence(leader) if leader else 0.0
+            return document.world_id, leader if silence >= self._rules.lease / 2 else None
+        if confirmed is None or confirmed.world_id != document.world_id:
+            return None
+        return document.world_id, leader if leads_shard else None
+
     def _hold_links(self) -> Effects[None]:
         """Have links to both neighbours in the round, and go on to others past those that are gone.
 
         Nobody waits for this: the round runs, or is held up.
         """
         confirmed, accused = self._seen.confirmed, dict(self.record.accuses)
-        ring = self._seen.ring(confirmed) if confirmed is not None else ()
+        links_for, held = self._links_for(), self._links
+        ring: tuple[str, ...] = ()
+        if confirmed is not None:
+            if links_for is None or links_for[0] == confirmed.world_id:
+                ring = self._seen.ring(confirmed)
+            self._leads_shard = ring[:1] == (self.id,) and len(ring) < confirmed.size
+            links_for = self._links_for() or (confirmed.world_id, None)
         here = ring.index(self.id) if self.id in ring else len(ring)
         others = (*ring[here + 1 :], *ring[:here])
-        after, before = _as_far_as(others, accused), _as_far_as(others[::-1], accused)
-        peers: dict[str, str] = {}
-        known, self._endpoints = self._endpoints, {}
-        for node in dict.fromkeys((*after, *before)):
+        neighbours = *_as_far_as(others, accused), *_as_far_as(others[::-1], accused)
+        leader = links_for[1] if links_for is not None else None
+        known, endpoints = self._endpoints, dict[str, str | None]()
+        for node in dict.fromkeys((*neighbours, *filter(None, [leader]))):
             endpoint = known.get(node)
             if node not in known:
                 record = (self._seen.records or {}).get(node)
@@ -740,11 +816,24 @@ class Node:
                     _, record = yield from self._seen.read_record(node)
                 if record is not None and record.link:
                     endpoint = f"{record.address}:{record.link}"
-            self._endpoints[node] = endpoint
-            if endpoint is not None:
-                peers[node] = endpoint
-        self._links_due = math.inf
-        yield from HoldLinks(tuple(peers.items()))
+            endpoints[node] = endpoint
+        self._endpoints = endpoints
+        self._links_due, self._linked_for = math.inf, links_for or self._linked_for
+        self._hear_others()
+        if self._links != held:
+            yield from self._links
+
+    def _hear_others(self) -> None:
+        """Where a link is missing that counts for the round of its agent, others may go on."""
+        member = self._member
+        linked = member is not None and member.world_id == self._linked_for[0]
+        stand = linked and self._links_due == math.inf and None not in self._endpoints.values()
+        self._contact.hear(self._others if stand else (*self._others, Standing.ACCEPTED))
+
+    @property
+    def _links(self) -> HoldLinks:
+        known = tuple((node, it) for node, it in self._endpoints.items() if it is not None)
+        return HoldLinks(known, self._said)
 
     def _pods_due(self) -> bool:
         """Whether others are to be watched than before."""
@@ -896,6 +985,7 @@ class Node:
                 named = (it for it in self.record.accuses if it[0] in document.ranks)
                 self.record = replace(self.record, accuses=tuple(named), ended=())
                 self._contact.workers_start()
+                self._hear_others()
                 self._given[document.incarnation] = document.round
                 place = f"rank {document.ranks[self.id]} of {document.size}"
                 text = f"round {document.round}: {place}, MASTER {document.master}"
@@ -1186,7 +1276,8 @@ class Node:
             key, self._look_at_pod = self._look_at_pod, ""
             yield from LookAtPod(key, 0.0)
             return
-        if (until_links := self._links_due - self._clock()) <= 0:
+        until_links = self._links_due - self._clock()
+        if until_links <= 0 or self._links_for() not in (None, self._linked_for):
             yield from self._hold_links()
             return
         if self._pods_due():
@@ -1267,6 +1358,12 @@ class Node:
                 f"the others may go on without this node, so its agent stops the workers: "
                 f"{self._cut_off}; then it asks for a round again, for {self._join_timeout:g} s "
                 f"({error})",
+            )
+        if self._is_at_work and self._contact.is_refused_with_all and not self._told_of_all:
+            self._told_of_all = True
+            yield from Tell(
+                "refused",
+                "the store refuses all nodes, as they say over their links: training goes on",
             )
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
         pause *= 0.5 + 0.5 * self._chance.random()

@@ -102,6 +102,10 @@ class Administrator(ABC):
         """Take joe's right to write the round document of this run of etcd, and no other."""
         raise NotImplementedError
 
+    def forbid_to_write(self) -> None:
+        """Take joe's right to write; he may read."""
+        raise NotImplementedError
+
     def limit_to(self, run_id: str) -> None:
         """Let joe have this run of etcd alone, as the docs say of users of one run."""
         raise NotImplementedError
@@ -123,6 +127,9 @@ class _Redis(Administrator):
 
     def forbid_to_read(self, run_id: str) -> None:
         self._ask("ACL", "SETUSER", "joe", "-@read")
+
+    def forbid_to_write(self) -> None:
+        self._ask("ACL", "SETUSER", "joe", "-@write")
 
     def of_others(self) -> RunningStore:
         return replace(self.store, config={})
@@ -241,12 +248,18 @@ class _Etcd(_Http):
         self.ask("POST", "/v3/auth/user/revoke", {"name": "joe", "role": "everything"})
 
     def forbid_to_read(self, run_id: str) -> None:
-        self.forbid(run_id)
+        self._allow("WRITE")
+
+    def forbid_to_write(self) -> None:
+        self._allow("READ")
+
+    def _allow(self, what: str) -> None:
+        self.forbid("")
         first, end = (b64encode(key).decode() for key in (b"rdzv/", b"rdzv0"))
-        right = {"permType": "WRITE", "key": first, "range_end": end}
-        self.ask("POST", "/v3/auth/role/add", {"name": "writer"})
-        self.ask("POST", "/v3/auth/role/grant", {"name": "writer", "perm": right})
-        self.ask("POST", "/v3/auth/user/grant", {"user": "joe", "role": "writer"})
+        right = {"permType": what, "key": first, "range_end": end}
+        self.ask("POST", "/v3/auth/role/add", {"name": "some"})
+        self.ask("POST", "/v3/auth/role/grant", {"name": "some", "perm": right})
+        self.ask("POST", "/v3/auth/user/grant", {"user": "joe", "role": "some"})
 
     def forbid_the_document(self, run_id: str) -> None:
         self.forbid(run_id)
@@ -311,6 +324,10 @@ class _Postgres(Administrator):
     def forbid_to_read(self, run_id: str) -> None:
         self.forbid(run_id)
         self._ask("GRANT INSERT, UPDATE, DELETE ON rdzv TO joe")
+
+    def forbid_to_write(self) -> None:
+        self.forbid("")
+        self._ask("GRANT SELECT ON rdzv TO joe")
 
     def _ask(self, *statements: str) -> None:
         host, port = self.store.address

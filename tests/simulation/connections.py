@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from rdzv_plugins.protocol.contact import Standing
+
 if TYPE_CHECKING:
     from .host import Host
     from .world import World
@@ -38,13 +40,48 @@ class Connections:
         # By who holds them: those that it holds links to, and whether it was told that one is gone.
         self._held: dict[str, dict[str, bool]] = {}
         self._reaches: set[str] = set()
+        # What each says of itself, and what each was told of the others.
+        self._said: dict[str, Standing] = {}
+        self._told: dict[str, frozenset[Standing]] = {}
+        self._words = random.Random(f"words of {world.plan.seed}")
 
-    def hold(self, host: Host, peers: tuple[str, ...]) -> None:
+    def hold(self, host: Host, peers: tuple[str, ...], standing: Standing) -> None:
+        self._said[host.id] = standing
+        before = {*self._held.get(host.id, ())}
+        self._tell_later({host.id, *before, *peers, *self._holders(host.id)})
         held = self._held.setdefault(host.id, {})
         self._held[host.id] = {peer: held.get(peer, False) for peer in peers}
         for peer in peers:
             if peer not in held:
                 self._later(self._dial, host, peer)
+
+    def _holders(self, node: str) -> set[str]:
+        return {holder for holder, held in self._held.items() if node in held}
+
+    def _tell_later(self, whom: set[str]) -> None:
+        for host in self._world.hosts:
+            if host.id in whom:
+                self._world.kernel.after(self._words.uniform(0.0005, _KERNEL), self._tell, host)
+
+    def _tell(self, host: Host) -> None:
+        """What stands at the other ends of its links; where one is missing, nobody knows."""
+        hosts = {it.id: it for it in self._world.hosts}
+        held = self._held.get(host.id, {})
+
+        def stands(begun: str, to: str) -> bool:
+            lives = hosts[to].alive and hosts[begun].alive
+            # The link to a machine without power is not known to have ended.
+            known = lives or self.silent & {it for it in (begun, to) if not hosts[it].alive}
+            hidden = {begun, to} & {it for it in self.silent if hosts[it].alive}
+            return bool(known) and not (hidden or to in self.refusing or begun in self.cut)
+
+        ends = [it for it in held if stands(host.id, it)]
+        missing = {Standing.ACCEPTED for _ in range(len(held) - len(ends))}
+        ends += [it for it in self._holders(host.id) if stands(it, host.id)]
+        others = frozenset(missing.union(self._said.get(it, Standing.ACCEPTED) for it in ends))
+        if host.alive and self._told.get(host.id, frozenset()) != others:
+            self._told[host.id] = others
+            host.hear_of_others(others)
 
     def _later(self, call: object, *of: object) -> None:
         self._world.kernel.after(self._chance.uniform(0.0005, _KERNEL), call, *of)  # type: ignore[arg-type]
@@ -78,6 +115,7 @@ class Connections:
         else:
             self._world.process_died(host)
             self._break({host.id})
+        self._world.kernel.after(0.0, self._tell_later, {it.id for it in self._world.hosts})
 
     def _break(self, to: set[str]) -> None:
         for holder in self._world.hosts:
@@ -103,6 +141,7 @@ class Connections:
         elif kind == "hang":
             self.silent |= whom
             world.kernel.after(seconds, self._answer, whom)
+        self._tell_later({it.id for it in world.hosts})
         self._break(whom)
         for node in sorted(self.cut & whom):
             for peer in self._held.get(node, ()):
@@ -110,10 +149,12 @@ class Connections:
 
     def _answer(self, whom: set[str]) -> None:
         self.silent -= {it.id for it in self._world.hosts if it.alive and it.id in whom}
+        self._tell_later({it.id for it in self._world.hosts})
 
     def _end(self, whom: set[str]) -> None:
         self.refusing -= whom
         self.cut -= whom
+        self._tell_later({it.id for it in self._world.hosts})
         for holder in self._world.hosts:
             held = {*self._held.get(holder.id, ())}
             for node in sorted(held if holder.id in whom else held & whom):

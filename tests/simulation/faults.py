@@ -337,6 +337,7 @@ def refuse(world: World, whom: str) -> None:
     chosen = {
         "one": [chance.choice(alive)],
         "blind": [chance.choice(alive)],
+        "mute": alive,
         "some": [host for host in alive if chance.random() < 0.5],
         "all": alive,
     }[whom]
@@ -344,7 +345,7 @@ def refuse(world: World, whom: str) -> None:
     names = " ".join(host.id for host in chosen)
     world.note(f"the store refuses for {seconds:.1f} s: {names}")
     for host in chosen:
-        host.refused, host.blind = True, whom == "blind"
+        host.refused, host.may = True, {"blind": "write", "mute": "read"}.get(whom, "")
         if chance.random() < 0.5:
             host.break_wait()  # Else what waits goes on, over the connection that it has.
     world.kernel.after(seconds, _admit, chosen)

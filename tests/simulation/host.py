@@ -18,6 +18,7 @@ from rdzv_plugins.kv import (
     Version,
 )
 from rdzv_plugins.protocol import effects, parting
+from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -113,11 +114,15 @@ class Host:
         self._stalled_at: float | None = None
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.cut_off = self.refused = False
-        self.blind = False
-        """Where it is refused, it may write all the same."""
+        self.may = ""
+        """Where it is refused, it may "read" or "write" all the same."""
         # When it sent the last heartbeat that was accepted; when it was first refused since then.
         self._accepted = self._came_at = self.clock()
         self._refused_at: float | None = None
+        self.accepted_since: float | None = None
+        """Since when the store accepts its heartbeats, without an error, in the world's time."""
+        self.fails_since: float | None = None
+        """Where it does not: since when."""
         self.link = ""
         """To other hosts it is "cut off", "unreachable", "hidden" as rank 0, or "slow"."""
         # Of its own source, so that all else is as it would be without orders.
@@ -266,6 +271,15 @@ class Host:
         self.world.note(f"{self.id} finds {node} {'gone' if gone else 'back'}")
         self._did.clear()
         (self.node.report_gone if gone else self.node.report_back)(node)
+        self._nudge()
+
+    def hear_of_others(self, others: frozenset[Standing]) -> None:
+        """What its links tell it of how others stand with the store."""
+        if not self.alive or self._is_late(self.hear_of_others, others):
+            return
+        self.world.note(f"{self.id} hears: {' '.join(sorted(it.name for it in others))}")
+        self._did.clear()
+        self.node.report_others(others)
         self._nudge()
 
     def may_not_answer(self, since: float) -> bool:
@@ -568,6 +582,10 @@ class Host:
                 self.world.violated("two worlds", f"the workers of {self.id} stop in a closed run")
             if self.node.is_cut_off and self.clock() < self._lost_at - _EXACT:
                 self.world.violated("two worlds", f"the workers of {self.id} stop too soon")
+            if self.node.is_cut_off and self._nobody_is_accepted:
+                self.world.violated(
+                    "two worlds", f"the workers of {self.id} stop, refused with all"
+                )
             self._failed = False
             self._stop_workers()
 
@@ -759,11 +777,17 @@ class Host:
     def _note_contact(self, error: Exception | None) -> None:
         """Not heard, as design.md has it: look whether it stops its workers in time."""
         news = False
+        reads, now = isinstance(self._request, effects.Read), self.world.kernel.now
         if error is None and isinstance(self._request, effects.PutRecord):
             self._accepted, self._refused_at = self._asked, None
             news = self.rules.outage_limit < math.inf
-        elif isinstance(error, AccessDeniedError) and self._refused_at is None:
-            self._refused_at, news = self.clock(), True
+            self.accepted_since, self.fails_since = self.accepted_since or now, None
+        elif error is None and reads:
+            self._refused_at = None
+        elif isinstance(error, RendezvousConnectionError):
+            self.accepted_since, self.fails_since = None, self.fails_since or now
+            if isinstance(error, AccessDeniedError) and self._refused_at is None:
+                self._refused_at, news = self.clock(), True
         if news:
             left = max(0.0, self._lost_at - self.clock())
             self._plan_to_look(self.clock.real(left) + 1e-6)
@@ -775,6 +799,52 @@ class Host:
         if self._refused_at is None:
             return limit
         return min(limit, max(self._accepted + rules.lease, self._refused_at + rules.interval))
+
+    @property
+    def _mates(self) -> list[Host]:
+        """The others in its round, as long as they are in none that is later."""
+        here = self._round.participants if self._round is not None else ()
+        return [it for it in self.world.hosts if it.id in here and it is not self]
+
+    @property
+    def _tells_within(self) -> float:
+        """How long it may take until the nodes of a round know of each other how they stand."""
+        return 1.1 * self.rules.interval + 2 * self.world.plan.request_timeout
+
+    @property
+    def _others_go_on(self) -> bool:
+        """Whether it must know by now that the store accepts others, if they have links."""
+        rules, now = self.rules, self.world.kernel.now
+        if rules.answer is None or self.clock() >= self._accepted + rules.outage_limit:
+            return True
+        if self.clock() - self._lost_at < self._tells_within:
+            return False
+        told = now - self.clock.real(self._tells_within + 1.1 * rules.interval)
+        return any(
+            it.alive and it.accepted_since is not None and it.accepted_since < told
+            for it in self._mates
+        )
+
+    @property
+    def _nobody_is_accepted(self) -> bool:
+        """Whether it must know by now that nobody is, by links that nothing has befallen."""
+        rules, plan, now = self.rules, self.world.plan, self.world.kernel.now
+        if rules.answer is None or self.clock() >= self._accepted + rules.outage_limit:
+            return False
+        if plan.breaks or plan.without_links or self._round is None:
+            return False
+        told = now - self.clock.real(self._tells_within + rules.interval)
+        here = all(
+            it.agent is Agent.RUNNING
+            and it.fails_since is not None
+            and it.fails_since - it.changed > self._tells_within
+            for it in (self, *self._mates)
+        )
+        return here and all(
+            it.fails_since is not None and it.accepted_since is None and it.fails_since < told
+            for it in self.world.hosts
+            if it.alive
+        )
 
     @property
     def _knows_that_it_is_closed(self) -> bool:
@@ -800,7 +870,7 @@ class Host:
             return
         over = self.clock() - self._lost_at
         if self.agent is Agent.RUNNING and over >= _STOPS_WITHIN - _EXACT:
-            if self._could_have_polled:
+            if self._could_have_polled and self._others_go_on:
                 self.world.violated("two worlds", f"the workers of {self.id} run on, cut off")
             self._plan_to_look(0.0)
 
@@ -903,7 +973,8 @@ class Host:
                 continue
             if isinstance(request, effects.HoldLinks):
                 answer = None
-                self.world.connections.hold(self, tuple(node for node, _ in request.peers))
+                peers = tuple(node for node, _ in request.peers)
+                self.world.connections.hold(self, peers, request.standing)
                 continue
             if isinstance(request, effects.Register):
                 answer = None

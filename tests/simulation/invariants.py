@@ -151,7 +151,9 @@ INVARIANTS = {
     "closed": "the document of a closed run is overwritten only by the same document with "
     "`expires`, or by nodes of a run that is not closed",
     "two worlds": "the workers of a host are told to stop within two polls of its agent once the "
-    "store has accepted no heartbeat of it for its lease and has refused it an interval ago, "
+    "store has accepted no heartbeat of it for its lease and has refused it an interval ago, where "
+    "nodes have links only once it can know that the store accepts another node of its round, and "
+    "never while it refuses all of a run; "
     "with `on_outage=stop` once none was accepted for `outage_limit`, and in any case once it has "
     "read that a later round of its run ran without it; for the first two reasons none is told so "
     "sooner, and none whose run was closed; so two worlds are there for no longer than "

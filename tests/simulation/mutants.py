@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -34,7 +35,7 @@ from rdzv_plugins.protocol import (
     sizes,
 )
 from rdzv_plugins.protocol import decide as decisions
-from rdzv_plugins.protocol.contact import Contact
+from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     Cause,
@@ -301,6 +302,17 @@ _REFUSED = Focus(
     kinds=("newcomer",),
     settings={"refusals": tuple(Fault(4.0 * n, kind) for n, kind in enumerate(("one", "all") * 2))},
 )
+# And nodes have links, to which nothing happens.
+_REFUSED_LINKED = Focus(
+    kinds=("worker failure",),
+    settings={
+        "answer": 0.7, "staleness": 0.0, "poll": 0.0, "breaks": (), "without_links": 0.0,
+        "outage_limit": math.inf,
+        "refusals": tuple(
+            Fault(4.0 * n, kind) for n, kind in enumerate(("all", "some", "mute", "some"))
+        ),
+    },
+)  # fmt: skip
 # Where all but the smallest rounds stand in shards.
 _APART = Focus(settings={"inline": 1})
 
@@ -1898,6 +1910,41 @@ def refused_for_ever(patch: Patch) -> None:
 
     patch(Contact, "denied", deny)
     patch(Contact, "accepted", accept)
+
+
+@_mutant(
+    "not heard: where the store refuses all nodes of a round, as their links tell, none stops",
+    focus=_REFUSED_LINKED,
+)
+def deaf_to_others_that_are_refused(patch: Patch) -> None:
+    patch(Contact, "hear", lambda *_: None)
+
+
+@_mutant(
+    "not heard: a refused node stops though its neighbours are refused too, if others are not",
+    focus=_REFUSED_LINKED,
+)
+def tells_nobody_that_it_is_lost(patch: Patch) -> None:
+    patch(
+        Contact,
+        "hear",
+        lambda hear, contact, others: hear(contact, {*others} - {Standing.LOST}),
+    )
+    patch(
+        Node,
+        "_standing",
+        lambda standing, node: (
+            Standing.CUT_OFF if standing(node) is Standing.LOST else standing(node)
+        ),
+    )
+
+
+@_mutant(
+    "not heard: a link that says nothing may be that of a node which the store accepts",
+    focus=_REFUSED_LINKED,
+)
+def takes_all_others_for_refused(patch: Patch) -> None:
+    patch(Contact, "hear", lambda hear, contact, others: hear(contact, ()))
 
 
 def _contact_under(patch: Patch, **rules: Any) -> None:

@@ -19,6 +19,8 @@ _GREY_SHARE = 0.35
 """How many requests of a grey host fail that loses some."""
 _WRITES = (effects.PutRecord, effects.PutShards, effects.Ring, effects.Drop, effects.Expire)
 """What a host may ask that may write and not read: the store takes it without a look."""
+_READS = (effects.Read, effects.List, effects.Park, effects.ReadTombstone)
+_ALLOWED = {"write": _WRITES, "read": _READS}
 _LATEST = 3.0
 """Longest time after its sender gave up that a late write still lands."""
 
@@ -69,7 +71,7 @@ class Network:
             else:
                 after(chance.choice((_REFUSED, timeout)), host.fails, turn, "unreachable")
             return
-        if host.refused and not (host.blind and isinstance(request, _WRITES)):
+        if host.refused and not isinstance(request, _ALLOWED.get(host.may, ())):
             world.inject("refused")
             seconds = (world.refusals.random() + world.refusals.random()) * plan.latency
             after(seconds, host.is_refused, turn)

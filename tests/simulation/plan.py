@@ -100,7 +100,10 @@ BREAKS = ("refuse", "refuse", "refuse", "hang", "break")
 """What befalls the links of hosts that live, each as often as it is named."""
 
 REFUSALS = ("one", "one", "some", "all", "blind")
-"""Whom the store refuses for a time, each as often as it is named; "blind": one may write."""
+"""Whom the store refuses for a time, each as often as it is named.
+
+"blind": one, which may write. Besides there is "mute": all, who may read.
+"""
 
 FAILURES = ("agent", "agent", "newcomer", "newcomer", "agents", "after a loss")
 """Who fails though its run may go on, each as often as it is named: see `faults.fail`."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.protocol.rules import Rules
 from tests import replace
@@ -31,11 +32,13 @@ class Member(Life):
         slow: seconds that a request takes.
         given: the rounds that its agent was given.
         failed: when and how its join failed, which ends its agent.
+        others: what it heard last over its links.
     """
 
     stops: float | None = 0.1
     alive = True
     joining = True
+    others: frozenset[Standing] = frozenset()
 
     def __init__(
         self,
@@ -140,7 +143,20 @@ class Crowd:
                 break
             self.time.now = max(self.time.now, due)
             member.step()
+            self._talk()
         self.time.now = end
+
+    def _talk(self) -> None:
+        """Everybody hears what stands at the other ends of links."""
+        members = self.members
+        for name, member in members.items():
+            ends = {*member.links, *(it for it, other in members.items() if name in other.links)}
+            living = (it for it in ends if it in members and members[it].alive)
+            missing = {Standing.ACCEPTED for it in member.links if not members[it].alive}
+            others = frozenset(missing.union(members[it].standing for it in living))
+            if member.alive and others != member.others:
+                member.others = others
+                member.node.report_others(others)
 
     def play_until(self, condition: Callable[[], bool], seconds: float) -> float:
         """Play until this holds; returns the seconds that it took."""

@@ -16,6 +16,7 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
 )
 from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import (
     STATE_KEY,
     NodeRecord,
@@ -43,6 +44,7 @@ class Life:
         fails: which requests fail besides.
         told, said: the lines of its log: warnings, and others.
         links: where it has links to, by node.
+        standing: what it says over them.
         pods: those that it watches.
         own_pod_ends: what the cluster tells of its own.
         master: what opening a TCPStore comes to; None: it never ends.
@@ -69,6 +71,7 @@ class Life:
         self.master: str | Exception | None = "host:1"
         self.dials: Callable[[effects.DialPeer], float | Exception | None] = lambda request: 0.01
         self.links: dict[str, str] = {}
+        self.standing = Standing.ACCEPTED
         self.pods: tuple[str, ...] = ()
         self.own_pod_ends = ""
         self.log: list[str] = []
@@ -148,8 +151,8 @@ class Life:
                 return self.outcomes.append(outcome)
             case effects.Register():
                 return None
-            case effects.HoldLinks(peers):
-                self.links = dict(peers)
+            case effects.HoldLinks(peers, standing):
+                self.links, self.standing = dict(peers), standing
                 return None
             case effects.WatchPods(pods):
                 self.pods = pods

@@ -67,13 +67,23 @@ def test_neighbours_have_links_to_each_other(crowd: Crowd) -> None:
     ]  # fmt: skip
 
 
-def test_in_a_round_of_shards_to_those_of_its_own(crowd: Crowd) -> None:
+def test_in_a_round_of_shards_to_those_of_its_own_and_the_first_ones_to_the_leader(
+    crowd: Crowd,
+) -> None:
     begin(crowd, replace(RULES, max_nodes=6, inline=2), ("n1", "n2", "n3", "n4", "n5", "n6"))
     found = {name: [*member.links] for name, member in crowd.members.items()}
     watched = [node for links in found.values() for node in links]
     assert all(name not in links for name, links in found.items())
-    assert {watched.count(node) for node in crowd.members} <= {0, 1, 2}
+    leader = document(crowd).leader
+    assert {watched.count(node) for node in crowd.members if node != leader} <= {0, 1, 2}
     assert len(watched) >= 6
+    # All of them hear of each other.
+    met, to_meet = {"n1"}, ["n1"]
+    for name in to_meet:
+        others = {*found[name], *(it for it in found if name in found[it])}
+        to_meet += others - met
+        met |= others
+    assert met == {*NAMES, "n5", "n6"}
 
 
 @pytest.mark.parametrize("name", NAMES)

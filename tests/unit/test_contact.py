@@ -11,6 +11,7 @@ from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import Outcome
 from rdzv_plugins.protocol.effects import Effect, List, Park, PutRecord, Read
 from tests import replace
+from tests.unit.crowd import Crowd, Member
 from tests.unit.life import RULES, Life, Time, finish
 
 
@@ -223,3 +224,95 @@ def test_who_comes_back_tells_for_how_long_two_worlds_may_have_trained(
     assert other.node.waiting == 1
     (told,) = [line for line in other.told if "two worlds" in line]
     assert "came without this node, whose workers ran on in round 0" in told
+
+
+LINKED = replace(RULES, min_nodes=1, max_nodes=8, answer=0.5)
+REFUSED = AccessDeniedError("the store refused the credentials")
+
+
+class TestOfNodesWithLinks:
+    """A store that refuses all of them accepts nobody's round."""
+
+    @staticmethod
+    def refuse(*members: Member, refused: bool = True) -> None:
+        for member in members:
+            member.down, member.error = refused, REFUSED
+
+    def begin(self, count: int, **changes: object) -> tuple[Crowd, list[Member]]:
+        crowd = Crowd()
+        names = [f"n{number}" for number in range(count)]
+        last_call = 0.01 * count + 0.1
+        members = crowd.begin(replace(LINKED, last_call=last_call, **changes), *names)
+        crowd.play(2 * RULES.lease)
+        assert {member.given[-1].size for member in members} == {count}
+        return crowd, members
+
+    @pytest.mark.parametrize(("count", "inline"), [(1, 128), (2, 128), (5, 128), (8, 2)])
+    def test_all_are_refused_and_none_stops(self, count: int, inline: int) -> None:
+        crowd, members = self.begin(count, inline=inline)
+        before = [len(member.given) for member in members]
+        for member in members:
+            self.refuse(member)
+            crowd.play(0.1)
+        crowd.play(50 * RULES.lease)
+        for member in members:
+            self.refuse(member, refused=False)
+            crowd.play(0.1)
+        crowd.play(2 * RULES.lease)
+        assert [len(member.given) for member in members] == before
+        told = [line for member in members for line in member.told if "refuses all nodes" in line]
+        assert len(told) == count
+
+    @pytest.mark.parametrize(
+        ("count", "inline", "refused"),
+        [
+            (2, 128, "0"), (2, 128, "1"), (4, 128, "12"), (4, 128, "02"), (4, 128, "012"),
+            (8, 128, "1234567"), (8, 128, "0123456"), (8, 2, "1234567"), (8, 2, "0234567"),
+        ],
+    )  # fmt: skip
+    def test_some_are_refused_and_stop_after_their_lease(
+        self, count: int, inline: int, refused: str
+    ) -> None:
+        crowd, members = self.begin(count, inline=inline)
+        some = [members[int(number)] for number in refused]
+        self.refuse(*some)
+        crowd.play(RULES.lease - RULES.interval - 0.2)
+        assert [member.node.waiting for member in some] == [0] * len(some)
+        crowd.play(2 * RULES.interval)
+        assert all(member.joining for member in some)
+        rest = {member.node.id for member in members if member not in some}
+        crowd.play_until(lambda: {*crowd.document.ranks} == rest, 30.0)
+
+    def test_a_newcomer_is_accepted_and_they_stop_before_it_begins(self) -> None:
+        crowd, members = self.begin(4)
+        self.refuse(*members)
+        crowd.play(10 * RULES.lease)
+        assert not any(member.joining for member in members)
+        newcomer = crowd.join("new", LINKED)
+        crowd.play_until(lambda: bool(newcomer.given), 30.0)
+        assert all(member.joining for member in members)
+
+    def test_the_store_accepts_one_again_and_for_longer_than_an_interval_no_others(self) -> None:
+        crowd, members = self.begin(4)
+        self.refuse(*members)
+        crowd.play(10 * RULES.lease)
+        self.refuse(members[2], refused=False)
+        crowd.play(RULES.interval / 2)
+        assert not any(member.joining for member in members)
+        crowd.play(2 * RULES.interval)
+        assert [member.joining for member in members] == [True, True, False, True]
+
+    def test_who_may_read_stops_once_others_have_gone_on_and_not_before(self) -> None:
+        """Its rights were reduced, or a policy refuses what it writes."""
+        crowd, members = self.begin(3, answer=None)
+        for member in members:
+            member.error = REFUSED
+            member.fails = lambda request: isinstance(request, PutRecord)
+        crowd.play(10 * RULES.lease)
+        assert not any(member.joining for member in members)
+        for member in members[:2]:
+            member.fails = lambda request: False
+        crowd.play(0.5)
+        assert not any(member.joining for member in members)
+        crowd.play_until(lambda: members[2].joining, 2 * RULES.lease)
+        crowd.play_until(lambda: {*crowd.document.ranks} == {"n0", "n1"}, 30.0)

@@ -29,6 +29,7 @@ from rdzv_plugins.kv import (
 )
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.protocol import decide, effects, rounds, rules, situation
+from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.round_record import RoundRecord, record_of
@@ -156,7 +157,7 @@ def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
         noted.append("dial")
         return 0.1
 
-    def hold(peers: dict[str, str]) -> None:
+    def hold(peers: dict[str, str], standing: Standing) -> None:
         noted.append("hold")
 
     class Watched(Pods):

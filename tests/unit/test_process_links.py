@@ -17,6 +17,7 @@ import pytest
 from rdzv_plugins import links as module
 from rdzv_plugins.links import Links
 from rdzv_plugins.listener import Listener
+from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
 
@@ -31,9 +32,10 @@ import os
 import sys
 from rdzv_plugins.links import Links
 from rdzv_plugins.listener import Listener
+from rdzv_plugins.protocol.contact import Standing
 
 listener = Listener("127.0.0.1", "child", [int(sys.argv[1])])
-links = Links(listener, {RUN!r}, {PEER!r}, "127.0.0.1", print, print, print)
+links = Links(listener, {RUN!r}, {PEER!r}, "127.0.0.1", print, print, bool, print)
 
 
 def refuse():
@@ -55,6 +57,9 @@ for line in iter(sys.stdin.readline, ""):
             print("links", flush=True)
         case ["refuse"]:
             listener.call(refuse)
+        case ["say", standing]:
+            links.hold({{}}, Standing[standing])
+            print("says", flush=True)
 forked or listener.close()
 """
 
@@ -85,6 +90,9 @@ class Peer:
     def refuse(self) -> None:
         """Accept nobody any more, as where its listener has died."""
         self._does("refuse", "refuses")
+
+    def say(self, standing: Standing) -> None:
+        self._does(f"say {standing.name}", "says")
 
     def _does(self, what: str, answer: str) -> None:
         assert self.process.stdin is not None
@@ -128,8 +136,13 @@ class Watcher:
             host,
             lambda node: self.told.put(("gone", node)),
             lambda node: self.told.put(("back", node)),
+            self.hears_of_others,
             lambda line: self.told.put(("warn", line)),
         )
+        self.others: frozenset[Standing] = frozenset()
+
+    def hears_of_others(self, others: frozenset[Standing]) -> None:
+        self.others = others
 
     def hold(self, **ports: int) -> None:
         self.links.hold({node.replace("_", "-"): f"127.0.0.1:{it}" for node, it in ports.items()})
@@ -320,7 +333,7 @@ def greeted(watcher: Watcher, by: bytes = NOBODY) -> socket.socket:
     line = socket.create_connection(("127.0.0.1", watcher.listener.port), PATIENCE)
     to = module._digest("this-node", RUN)
     line.sendall(b"%s%s %s %s\n" % (module._OPENING, to, NONCE.encode(), by))
-    assert len(line.recv(128)) == 4 * module._DIGEST + 1
+    assert len(line.recv(4 * module._DIGEST + 1)) == 4 * module._DIGEST + 1
     return line
 
 
@@ -452,10 +465,10 @@ def test_a_process_that_stands_still_is_not_gone(
 
 def test_somebody_else_at_its_port_is_not_it(watcher: Watcher) -> None:
     listener = Listener("127.0.0.1", "another")
-    Links(listener, RUN, PEER, "127.0.0.1", print, print, print)
+    Links(listener, RUN, PEER, "127.0.0.1", print, print, print, print)
     linked(watcher, listener.port)
     listener._greetings = ()
-    Links(listener, RUN, "another-node", "127.0.0.1", print, print, print)
+    Links(listener, RUN, "another-node", "127.0.0.1", print, print, print, print)
     watcher.breaks()
     assert watcher.hears() == ("gone", PEER)
     listener.close()
@@ -564,3 +577,32 @@ def test_a_thread_whose_socket_was_destroyed_sleeps(watcher: Watcher, peer: Peer
     assert until(lambda: listener._server not in listener._selector.get_map(), PATIENCE)
     assert until(lambda: listener._patience() is None, PATIENCE)
     assert watcher.has_link()
+
+
+def test_each_end_hears_what_the_other_one_says_of_itself(
+    watcher: Watcher, peer: Peer, proxy: Proxy
+) -> None:
+    def hears(*standings: Standing) -> bool:
+        return until(lambda: watcher.others == {*standings}, PATIENCE)
+
+    linked(watcher, proxy.address[1])
+    assert hears(Standing.ACCEPTED)
+    peer.say(Standing.CUT_OFF)
+    assert hears(Standing.CUT_OFF)
+    # Whoever says nothing may be accepted: a stranger, and one to whom no link stands.
+    stranger = greeted(watcher)
+    assert hears(Standing.CUT_OFF, Standing.ACCEPTED)
+    stranger.sendall(Standing.LOST.encode())
+    assert hears(Standing.CUT_OFF, Standing.LOST)
+    stranger.close()
+    assert hears(Standing.CUT_OFF)
+    proxy.close()
+    assert hears(Standing.ACCEPTED)
+
+
+def test_what_it_says_of_itself_is_said_over_links_that_others_make_later(watcher: Watcher) -> None:
+    watcher.links.hold({}, Standing.CUT_OFF)
+    with greeted(watcher) as line:
+        assert line.recv(1) == Standing.CUT_OFF.encode()
+        watcher.links.hold({}, Standing.ACCEPTED)
+        assert line.recv(1) == Standing.ACCEPTED.encode()
