@@ -1185,6 +1185,7 @@ def quarantined_at_once(patch: Patch) -> None:
 
 @_mutant(
     "by default a host is put into quarantine for workers that failed and start again",
+    seed=28,
     focus=Focus(
         kinds=("worker failure",),
         settings={"quarantine_after": None, "quarantine_window": 30.0, "nodes": 3, "min_nodes": 1},
@@ -1292,7 +1293,7 @@ def old_master_is_taken(patch: Patch) -> None:
     patch(Node, "finished", finished)
 
 
-@_mutant("the round that is named does not tell rank 0 which MASTER was the last", seed=0)
+@_mutant("the round that is named does not tell rank 0 which MASTER was the last")
 def forgets_the_last_master(patch: Patch) -> None:
     def naming(original: Any, at: Any) -> RoundDocument:
         named: RoundDocument = original(at)
