@@ -112,7 +112,7 @@ _UNTRUSTED = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _SPEAKS_NO_TLS = "InvalidMessage("
 _CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
 # Where a host's own credentials come from.
-_METADATA = re.compile(r"169\.254\.|/metadata/|/latest/api/token")
+_METADATA = re.compile(r"169\.254\.|/metadata/|External AWS credential provider")
 # Of a folder with a name that obstore cannot write, so that it lists none of it.
 _UNLISTABLE = re.compile("object with invalid path")
 # Of a store that knows no conditional write, and says so.
@@ -597,11 +597,6 @@ class BucketClient(StoreClient):
                 self._store, path, data, mode=mode, use_multipart=False
             )
         except Exception as error:
-            if _METADATA.search(_said(error)):
-                raise LateCredentialsError(
-                    f"{self.where} cannot be asked without credentials ({_said(error)}); set those "
-                    "of the environment, or give this host a role"
-                ) from error
             gone = tag is not None and _is_absent(error)
             if gone or type(error).__name__ in _HELD:
                 return None
@@ -691,6 +686,13 @@ class BucketClient(StoreClient):
                             loop.remove_reader(wake.fd)
 
                 return loop.run_until_complete(bounded())
+        except Exception as error:
+            if not _METADATA.search(said := _said(error)):
+                raise
+            raise LateCredentialsError(
+                f"{self.where} cannot be asked without credentials ({said}); set those of the "
+                "environment, or give this host a role"
+            ) from error
         finally:
             _requests.end()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import boto3
@@ -47,6 +45,7 @@ from rdzv_plugins.kv.base import (
     refused,
 )
 from rdzv_plugins.kv.retry import retry
+from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import BoundedResponse
 
@@ -131,7 +130,7 @@ class Table:
         # botocore renews credentials that say when they end, but keeps the keys of a file for ever.
         connect = partial(_connect, endpoint, options, request_timeout)
         try:
-            self._boto = FromFiles(connect, *_files_of_aws())
+            self._boto = FromFiles(connect, *files_of_aws())
         except _LATE as error:
             raise self._late(error) from error
 
@@ -368,6 +367,7 @@ def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
         session = boto3.Session(profile_name=options.profile, region_name=region)
         if options.role_arn:
             session = _assume(session, options.role_arn)
+        tell_of_session(session.get_credentials())
         client = session.client("dynamodb", endpoint_url=url, config=config)
     except (*_UNCONFIGURED, ConfigParseError) as error:
         raise UnreadableFileError(_advice(error)) from error
@@ -377,15 +377,6 @@ def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
         bounded = type("Connection", (pool.ConnectionCls,), {"response_class": BoundedResponse})
         pools[scheme] = type("Pool", (pool,), {"ConnectionCls": bounded})
     return client
-
-
-def _files_of_aws() -> list[Path]:
-    """The files of AWS's configuration, as botocore finds them."""
-    named = {
-        "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
-        "AWS_CONFIG_FILE": "~/.aws/config",
-    }
-    return [Path(os.environ.get(name) or usual).expanduser() for name, usual in named.items()]
 
 
 def _assume(session: Any, role_arn: str) -> Any:

@@ -1,7 +1,8 @@
 """Amazon S3, and stores that speak its protocol with conditional writes: a key is an object.
 
-The endpoint is ``s3://bucket/folder``. Credentials are those of the environment (``AWS_*``), of a
-role of the container or of the instance. `url` names another store than AWS's.
+The endpoint is ``s3://bucket/folder``. Credentials come from AWS's usual sources: environment,
+profile, SSO, container, instance. boto3 renews them, and files that change are read again. `url`
+names another store than AWS's.
 
 A compare-and-set is a PUT with If-Match or If-None-Match. S3's ETag is a digest of the bytes; the
 stamp that precedes each value makes two writes of the same bytes differ. The first client of a
@@ -35,13 +36,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from typing import Any
 
-from rdzv_plugins.config import StoreOptions, option
+import boto3
+from botocore.exceptions import BotoCoreError, NoCredentialsError
+
+from rdzv_plugins.config import OptionError, StoreOptions, option
+from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
 from rdzv_plugins.stores._bucket import BucketClient
+from rdzv_plugins.stores._files import FromFiles
 
 __all__ = ["Client", "Options"]
+
+
+# After this time obstore asks for the credentials again: those of a file may have changed.
+_ASKED_AGAIN = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +96,38 @@ class Client(BucketClient):
 
     def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:
         config: dict[str, Any] = {"conditional_put": "etag"}
-        config |= {"region": options.region} if options.region else {}
+        try:
+            credentials = _Credentials()
+        except BotoCoreError as error:
+            raise OptionError(f"AWS's configuration is not valid: {error}; correct it") from error
+        region = options.region or os.environ.get("AWS_REGION") or credentials.region
+        config |= {"region": region} if region else {}
         config |= {"endpoint": url} if (url := self._url(options)) else {}
+        more["credential_provider"] = credentials
         return import_module("obstore.store").S3Store(bucket, config=config, **more)
+
+
+class _Credentials:
+    """Those of AWS's usual sources, which boto3 finds and renews; obstore asks for them."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {}
+        self._session = FromFiles(boto3.Session, *files_of_aws())
+        tell_of_session(self._session.get().get_credentials())
+
+    @property
+    def region(self) -> str | None:
+        found: str | None = self._session.get().region_name
+        return found
+
+    def __call__(self) -> dict[str, Any]:
+        found = self._session.get().get_credentials()
+        if found is None:
+            raise NoCredentialsError
+        keys = found.get_frozen_credentials()
+        return {
+            "access_key_id": keys.access_key,
+            "secret_access_key": keys.secret_key,
+            "token": keys.token or None,
+            "expires_at": datetime.now(UTC) + _ASKED_AGAIN,
+        }

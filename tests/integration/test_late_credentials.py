@@ -6,14 +6,14 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rdzv_plugins.kv import LateCredentialsError
+from rdzv_plugins.kv import KeyValueClient, LateCredentialsError, RendezvousConnectionError
 from rdzv_plugins.servers.process import HOST, free_ports, release
 from rdzv_plugins.testing.harness import until as until_true
 from rdzv_plugins.testing.threads import Background
@@ -24,9 +24,9 @@ CREDENTIALS = "/latest/meta-data/iam/security-credentials/"
 KEYS = {
     "Code": "Success",
     "Type": "AWS-HMAC",
-    "AccessKeyId": "local",
-    "SecretAccessKey": "local",
-    "Token": "token",
+    "AccessKeyId": "rdzv",
+    "SecretAccessKey": "rdzv-local",
+    "Token": "",  # SeaweedFS knows no session of that name.
     "LastUpdated": "2020-01-01T00:00:00Z",
     "Expiration": "2099-01-01T00:00:00Z",
 }
@@ -64,10 +64,12 @@ def metadata(port: int) -> Iterator[None]:
             thread.join()
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningStore]:
-    """A table that is there, on a host without credentials."""
-    with started(next(kind for kind in KINDS if kind.name == "dynamodb")) as store:
+@pytest.fixture(params=["dynamodb", pytest.param("s3", marks=pytest.mark.soak)])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RunningStore]:
+    """A table or a bucket that is there, on a host without credentials."""
+    with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
         store.open("first").close()
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.delenv(name)
@@ -99,7 +101,8 @@ def test_an_agent_waits_for_its_credentials(
     finally:
         for agent in run.agents:
             agent.end()
-    assert "without credentials (Unable to locate credentials); set $AWS_PROFILE" in caplog.text
+    assert "without credentials (" in caplog.text
+    assert "Unable to locate credentials" in caplog.text
     assert caplog.text.count("this node cannot join yet: ") == 2, "once a node"
 
 
@@ -114,3 +117,35 @@ def test_it_waits_no_longer_than_join_timeout(store: RunningStore, port: int, ru
 def test_a_command_does_not_wait(store: RunningStore, port: int, run_id: str) -> None:
     with pytest.raises(LateCredentialsError, match="Unable to locate credentials"):
         store.open(run_id)
+
+
+def test_a_profile_that_changes_is_read_again(
+    store: RunningStore, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Refused keys are replaced while the client lives; a session's are told of."""
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_PROFILE", "training")
+    keys = "[training]\naws_access_key_id=rdzv\naws_secret_access_key="
+    file.write_text(f"{keys}rdzv-local\n")
+    with closing(store.open(run_id)) as client:
+        client.put("key", b"one")
+        assert "are a session's" not in caplog.text
+        if store.name == "s3":  # The other's server accepts any.
+            file.write_text(f"{keys}wrong\n")
+            assert until_true(lambda: not _puts(client), 20)
+            file.write_text(f"{keys}rdzv-local\n")
+            assert until_true(lambda: _puts(client), 20)
+    file.write_text(f"{keys}rdzv-local\naws_session_token=token\n")
+    with suppress(RendezvousConnectionError):  # SeaweedFS knows no such session.
+        store.open(run_id).close()
+    assert "(shared-credentials-file) are a session's, and nothing renews them" in caplog.text
+
+
+def _puts(client: KeyValueClient) -> bool:
+    try:
+        client.put("key", b"two")
+    except RendezvousConnectionError:
+        return False
+    return True

@@ -194,6 +194,7 @@ EXPLAINS_ITSELF = (
     "had no connection left for … s (…); a node needs two: raise max_connections",
     "has no table …; set create_table=true, or run: …",
     "has a table … with another schema (…); name another table",
+    "AWS's configuration is not valid: …; correct it",
     "none of … writers at once wrote an object",
     "'…' was removed and created again and again",
     "is too old: it does not know a request of …; upgrade it",
