@@ -104,7 +104,7 @@ class Rights(Door):
         if alone:
             self._own.write_text("of nobody")
         else:
-            allow(self._cluster, self._space, ["deletecollection"])
+            allow(self._cluster, self._space, ["delete"])
 
     def open(self) -> None:
         self._own.write_text(self._common.read_text())
