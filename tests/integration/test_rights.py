@@ -369,6 +369,8 @@ def work(store: RunningStore, run_id: str) -> None:
         assert rdzv(store, "list")[0] == 0
         code, told = rdzv(store, "drain", "-i", run_id, "--rank", "1")
         assert code == 0, told
+        # The agent that was drained ends a moment after the command.
+        until(lambda: any(agent.error is not None for agent in agents), 60)
         (left,) = (agent for agent in agents if agent.error is None)
         until(one_world([left]), 120)
         code, told = rdzv(store, "exclude", "-i", run_id, "far-away", "--for", "60s")

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, bytes, str]] = {
     "a proxy, consul": ("consul", answer("403 Forbidden", "<html>"), "perhaps a proxy's answer"),
     "a busy etcd": ("etcd-v3", answer("429 Too Many Requests",
         '{"code":8,"message":"etcdserver: too many requests"}'), "do their disks"),
-    "crowd, redis": ("redis", b"-ERR max number of clients reached\r\n", BUSY),
+    "crowd, redis": ("redis", b"-ERR max number of clients reached\r\n", "raise its maxclients"),
     "crowd, consul": ("consul", b"", BUSY),
     "crowd, zookeeper": ("zookeeper", b"", BUSY),
     "crowd, nats": ("nats", b"INFO {}\r\n-ERR 'maximum connections exceeded'\r\n", BUSY),
