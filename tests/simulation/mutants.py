@@ -1549,7 +1549,11 @@ def doubts_for_ever(patch: Patch) -> None:
     patch(FailureDetector, "doubt", doubt)
 
 
-@_mutant("a leader waits for the lease of a participant that is done and gone", seed=1419)
+@_mutant(
+    "a leader waits for the lease of a participant that is done and gone",
+    seed=48,
+    focus=Focus(kinds=("workers succeed", "partition", "crash", "stall")),
+)
 def lists_for_the_done(patch: Patch) -> None:
     def impatient(view: View, document: RoundDocument, action: Action) -> Action:
         if not isinstance(action, Wait) or document.phase is not Phase.RUNNING:
