@@ -1919,6 +1919,7 @@ def refused_for_ever(patch: Patch) -> None:
 
 @_mutant(
     "not heard: where the store refuses all nodes of a round, as their links tell, none stops",
+    seed=70,
     focus=_REFUSED_LINKED,
 )
 def deaf_to_others_that_are_refused(patch: Patch) -> None:
