@@ -89,13 +89,14 @@ _AT = re.compile("@|%40|\uff20|\ufe6b")
 # What stands before parameters, in a URL or in a line of libpq's.
 _PARAMETERS = re.compile(r"[?#;\s]|^\s*\w+\s*=")
 # All that is shown: hosts, ports, a path, and parameters that hold no secret.
+# Without possessive quantifiers, which Python 3.11.2 gets wrong: a name ends where it must.
 _PLAIN = re.compile(
     r"""(?x)
-    (?: (?: (?:[\w.-]|%2[Ff])++ (?!\s*=) | \[[0-9A-Fa-f:.]*+(?:%\w++)?\] )
-        (?: :[0-9]{1,5}+ (?![^,/?&\s]) )? ,? )*+
-    (?: /[^\s?#;=&:]*+ )?
-    (?: [?&\s]*+ (?:db|host|hostaddr|port|dbname|sslmode|target_session_attrs)
-        =[\w.,:/%\[\]-]*+ (?![^&\s]) )*+
+    (?: (?: (?:[\w.-]|%2[Ff])+ (?! [\w.-] | %2[Ff] | \s*= ) | \[[0-9A-Fa-f:.]*(?:%\w+)?\] )
+        (?: :[0-9]{1,5} (?![^,/?&\s]) )? ,? )*
+    (?: /[^\s?#;=&:]* )?
+    (?: [?&\s]* (?:db|host|hostaddr|port|dbname|sslmode|target_session_attrs)
+        =[\w.,:/%\[\]-]* (?![^&\s]) )*
     """
 )
 

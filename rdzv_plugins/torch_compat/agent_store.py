@@ -95,9 +95,10 @@ class AgentStore(KeyValueStore):
         while not (over or self.all_done):
             over = self._over()
             # Once more where it is over: the last agent may have come just before.
-            self.all_done = self.check(keys)
-            if not (self.all_done or self._over()):
-                self._patiently(partial(self._wait, keys[0], None, self._longest_wait))
+            missing = [key for key in keys if not self.check([key])]
+            self.all_done = not missing
+            if missing and not self._over():
+                self._patiently(partial(self._wait, missing[0], None, self._longest_wait))
 
     def _over(self) -> bool:
         return self.made_up or self._is_over()

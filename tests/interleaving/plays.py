@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins import archive, driver, handler, signals
+from rdzv_plugins import archive, clock, driver, handler, signals
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.config import Settings
 from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
@@ -264,6 +264,7 @@ class Play:
             (handler, "secrets", secrets),
             (handler, "atexit", at_exit),
             (handler, "open_store", self.open_server),
+            (clock, "now", scheduler.time.monotonic),
             (retry, "random", drawn),
         ]
         for module in (driver, exhaustion, handler, memory, retry, signals, c10d_store):

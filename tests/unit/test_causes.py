@@ -16,13 +16,25 @@ from rdzv_plugins.kv import AccessDeniedError, RendezvousError
 from rdzv_plugins.stores import open_client
 from tests.nonsense import ENVIRON, reached, speaking
 
-AHEAD = time.time() + 600
-STAMP = datetime.fromtimestamp(AHEAD, UTC).isoformat()[:19]
+# Times of the server's, written when it answers: `timed`.
+NOW, AHEAD, STAMP = "<now>", "<ten minutes from now, as a server writes it>", "<ahead, as ISO 8601>"
 
 
-def answer(status: str, body: str, at: float | None = None) -> bytes:
-    head = f"HTTP/1.1 {status}\r\nDate: {formatdate(at, usegmt=True)}\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+def answer(status: str, body: str, date: str = NOW) -> bytes:
+    return f"HTTP/1.1 {status}\r\nDate: {date}\r\nContent-Length: <length>\r\n\r\n{body}".encode()
+
+
+def timed(said: bytes) -> bytes:
+    ahead = time.time() + 600
+    times = {
+        NOW: formatdate(usegmt=True),
+        AHEAD: formatdate(ahead, usegmt=True),
+        STAMP: datetime.fromtimestamp(ahead, UTC).isoformat()[:19],
+    }
+    for mark, it in times.items():
+        said = said.replace(mark.encode(), it.encode())
+    length = len(said.partition(b"\r\n\r\n")[2])
+    return said.replace(b"<length>", b"%d" % length)
 
 
 def of_kubernetes(message: str) -> bytes:
@@ -67,7 +79,7 @@ def test_the_line_names_the_cause(cause: str, monkeypatch: pytest.MonkeyPatch) -
     for name, value in ENVIRON.items():
         monkeypatch.setenv(name, value)
     store, said, line = CASES[cause]
-    with speaking(said, greets=store == "nats") as address:
+    with speaking(timed(said), greets=store == "nats") as address:
         endpoint, config = reached(store, address)
         with pytest.raises(RendezvousError, match=line) as told:
             open_client(store, endpoint, "run", config, request_timeout=0.5)
