@@ -728,7 +728,9 @@ class Link:
 
     def fail(self, error: Exception) -> None:
         """End what is under way."""
-        self.failure = error
+        # An alert of TLS tells more than the end of the connection, which follows it.
+        if not isinstance(self.failure, ssl.SSLError):
+            self.failure = error
         for task in self.tasks:
             task.cancel()
 
@@ -848,7 +850,7 @@ class Transport:
             except Exception as error:
                 # A server that refuses tells more than one that is away.
                 if not isinstance(failure, nats.errors.Error):
-                    failure = error
+                    failure = link.failure if isinstance(link.failure, ssl.SSLError) else error
                 self._hosts.append(self._hosts.pop(0))
                 await _end(link)
             except BaseException:
