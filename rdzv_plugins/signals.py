@@ -72,7 +72,7 @@ def take(queue: SimpleQueue[T], seconds: float | None = None) -> T:
 def deaf_parent() -> str | None:
     """The name of this process's parent, if it is PID 1 and SIGTERM does nothing to it; else None.
 
-    Who stops a container signals its PID 1 alone. Linux drops signals to it that it does not
+    A container's runtime signals PID 1 alone. Linux drops signals to PID 1 that it does not
     handle, and a shell that waits for a command passes none on.
     """
     if os.getppid() != 1:

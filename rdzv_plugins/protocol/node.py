@@ -443,7 +443,7 @@ class Node:
     def report_others(self, others: frozenset[Standing]) -> None:
         """Say what all other ends of links say of themselves. Like `order_join`.
 
-        Of a node to which a link is asked for and does not stand, that is `Standing.ACCEPTED`.
+        A node whose link is asked for and does not stand counts as `Standing.ACCEPTED`.
         """
         self._others, self._others_reported = others, True
         self._hear_others()  # At once: a request may take as long as this node has.

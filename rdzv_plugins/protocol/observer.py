@@ -53,8 +53,8 @@ _CLOCKS_APART = 600_000
 # So many documents of another version are written over before they are told.
 _MOST_STRANGE = 8
 _OUTDATED_KEPT = 16
-# So much later than this node another one is back after an outage: as long as a node pauses between
-# two requests then, and a client between two attempts.
+# After an outage another node may reconnect so much later than this one: as long as a node pauses
+# between two requests then, and a client between two attempts.
 _BACK_WITHIN = 1.0
 
 

@@ -104,7 +104,7 @@ _clocks: dict[str, float] = {}
 _BUSY = re.compile(r"(?i)\b(429|503|Slow ?Down|ServerBusy|TooManyRequests|OperationTimedOut)\b")
 # As AWS says it with the status 400.
 _EXPIRED = re.compile(r"\b(ExpiredToken|InvalidToken|TokenRefreshRequired)\b")
-# Of S3 and of Azure.
+# The server's time in an error of S3 or Azure.
 _SERVER_TIME = re.compile(r"(?:<ServerTime>|\bTime:)(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 # What obstore says in its "Debug source" only.
@@ -113,7 +113,7 @@ _SPEAKS_NO_TLS = "InvalidMessage("
 _CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
 # Where a host's own credentials come from.
 _METADATA = re.compile(r"169\.254\.|/metadata/|External AWS credential provider")
-# Of a folder with a name that obstore cannot write, so that it lists none of it.
+# obstore says this of a folder with a name that it cannot write; it lists none of the folder.
 _UNLISTABLE = re.compile("object with invalid path")
 # Of a store that knows no conditional write, and says so.
 _UNKNOWN = re.compile("NotImplemented|A header you provided implies")

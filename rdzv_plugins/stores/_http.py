@@ -38,7 +38,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Of a chunk; 2**60 bytes at most.
+# The size of a chunk; 2**60 bytes at most.
 _SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}(?=$|[;\s])")
 
 # The most idle connections: a node seldom has more requests at once.
@@ -46,9 +46,9 @@ _KEPT = 8
 
 # Bytes of an answer. A listing of 10,000 nodes has 15 MB, at Kubernetes.
 _MOST = 1 << 26
-# Of a line of an answer that goes on, and so of one object.
+# The largest line of an answer that goes on, and so the largest object.
 _MOST_OF_A_LINE = 1 << 24
-# Of a body at a time: http.client makes room for what it asks for before anything has come.
+# A body is read in such pieces: http.client makes room for a piece before anything has come.
 _PIECE = 1 << 20
 
 # Errors of a TLS connection that was cut; after ssl's other errors every handshake fails.

@@ -306,7 +306,7 @@ def _of_buckets(client: Any) -> list[Callable[[], object]]:
         client._api.put(client._store, path, data, use_multipart=False)
 
     def unlistable() -> None:
-        # Of what obstore itself can name nothing is; SeaweedFS makes it such a name.
+        # obstore can write no such name; SeaweedFS makes one of what it is given.
         if client.name == "azure":
             port = int(client.where.partition("127.0.0.1:")[2].partition("/")[0])
             path = f"rdzv/{quote(client._folder(_limit()))}//x"

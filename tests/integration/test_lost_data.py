@@ -92,7 +92,7 @@ def test_what_holds_the_data_is_made_again(
             request(client)
             client.put("key", b"two")
             assert present(peer.get("key")).value == b"two"
-        # Who waits has seen a number that is higher than the next one.
+        # The waiter has seen a number that is higher than the next one.
         version = present(peer.get("key")).version
         waiter = Background(lambda: peer.wait("key", version, 60))
         assert not waiter.done(0.3)

@@ -88,7 +88,7 @@ def test_nonsense_passes(running_store: RunningStore, run_id: str) -> None:
         for _ in range(3):
             with pytest.raises(RendezvousError) as told:
                 client.put("key", b"")
-            # Who is denied stops its workers.
+            # A node that is denied stops its workers.
             assert not isinstance(told.value, AccessDeniedError)
         proxy.lead_to(running_store.address)
         proxy.cut()

@@ -149,7 +149,7 @@ def test_where_too_few_remember_a_new_generation_begins_with_what_is_known(site:
     site.run(4)
     assert site.members[0].generation == site.members[2].generation > before
     assert site.held(2) == (10, 1)
-    # Who comes back finds a majority at work, and discards its own memory.
+    # The member that comes back finds a majority at work, and discards its own memory.
     site.away = set()
     site.run(4)
     assert {it.generation for it in site.members} == {site.generation}

@@ -15,7 +15,7 @@ from rdzv_plugins.stores.nats import _Connection
 from rdzv_plugins.testing.threads import Background
 from tests.unit.test_http import CHUNKED, LONG, MEBIBYTE, endlessly, serving
 
-# Of each store: what is sent once, what is sent without end, and what the error says.
+# For each store: what is sent once, what is sent without end, and what the error says.
 ENDLESS = {
     "redis, a value": ("redis", b"$99999999999\r\n", MEBIBYTE, "more than 256 MiB|in time"),
     "redis, a line": ("redis", b"+", b"x", "no answer in time"),

@@ -589,7 +589,7 @@ def test_each_end_hears_what_the_other_one_says_of_itself(
     assert hears(Standing.ACCEPTED)
     peer.say(Standing.CUT_OFF)
     assert hears(Standing.CUT_OFF)
-    # Whoever says nothing may be accepted: a stranger, and one to whom no link stands.
+    # A peer that says nothing may be accepted: a stranger, and one to whom no link stands.
     stranger = greeted(watcher)
     assert hears(Standing.CUT_OFF, Standing.ACCEPTED)
     stranger.sendall(Standing.LOST.encode())

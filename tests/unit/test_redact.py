@@ -32,7 +32,7 @@ CONFIG = {"quorum": {"cluster": "c"}, "azure": {"account": "a"}, "s3": {"region"
         ("redis://me:123456", "redis://me:***"),
         ("a:1,me:hunter2,b:1", "a:1,me:***"),
         ("redis://me%3Ahunter2", "redis://me***"),
-        # Of the second host only.
+        # The second host alone has a secret.
         ("nats://a:1,hunter2@b:2", "nats://***@b:2"),
         ("redis://a,redis://me:hunter2@b", "redis://***@b"),
         # Not percent-encoded.

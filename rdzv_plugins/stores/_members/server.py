@@ -38,7 +38,7 @@ _DIAL_SECONDS = 0.5
 _MOST_FROM_PEER = 2 * MOST_BYTES
 _MOST_FROM_CLIENT = 4 << 20
 _MOST_CONNECTIONS = 20_000
-# So many unsent bytes of a client that does not read end its connection.
+# A client with more unsent bytes does not read: its connection ends.
 _MOST_UNSENT = 64 << 20
 
 # What ends a connection: it broke, or the other side is no client and no member of this cluster.

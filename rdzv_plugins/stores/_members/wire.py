@@ -138,7 +138,7 @@ class Wire:
         self.peer = self._theirs.index
 
     def _proof(self, by: _Hello, to: _Hello) -> bytes:
-        # Who proves has accepted the connection, or dialled: a proof cannot be sent back.
+        # It says whether the prover has accepted the connection: a proof cannot be sent back.
         said = msgspec.msgpack.encode((by, to, self._accepted == (by is self._mine)))
         return hmac.new(self._secret, said, hashlib.sha256).digest()
 
