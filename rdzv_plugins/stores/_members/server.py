@@ -162,6 +162,8 @@ class MemberThread(threading.Thread):
 
     def _end(self, wire: Wire) -> None:
         number = wire.line.fileno()
+        with contextlib.suppress(OSError):
+            wire.flush()  # The other side learns from the greeting whom it has dialled.
         self._poll.unregister(wire.line)
         del self._wires[number]
         wire.close()
