@@ -141,7 +141,7 @@ def test_nobody_waits_for_a_member_that_is_killed_or_stopped(
 
 def test_a_majority_that_came_back_without_memory_begins_anew(processes: Processes) -> None:
     with closing(connect(processes.places, "job", 30.0)) as client:
-        # So that the member which lives on is one of those that accept it.
+        # The member that lives on has to be one of those that accept the value.
         processes.running[0].send_signal(signal.SIGSTOP)
         client.put("key", b"value")
         processes.running[0].send_signal(signal.SIGCONT)

@@ -6,7 +6,6 @@ import contextlib
 import random
 import secrets
 import selectors
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from rdzv_plugins.stores._members.wire import (
     OtherClusterError,
     SecretError,
     Wire,
+    dial,
     encode,
 )
 
@@ -146,13 +146,7 @@ class Links:
             self._dial_at[member] = now + _DIAL_SECONDS * random.uniform(0.3, 1.0)
             for host, port in places:
                 with contextlib.suppress(OSError):
-                    family, kind, proto, _, address = socket.getaddrinfo(
-                        host, port, type=socket.SOCK_STREAM
-                    )[0]
-                    line = socket.socket(family, kind, proto)
-                    line.setblocking(False)
-                    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    line.connect_ex(address)
+                    line = dial(host, port)
                     wire = Wire(line, self._cluster, self._secret, CLIENT, False, _MOST_BYTES)
                     self._dials[wire] = member, now
                     self._poll.register(line, selectors.EVENT_READ | selectors.EVENT_WRITE, wire)

@@ -26,7 +26,14 @@ from rdzv_plugins.register.messages import (
     Request,
     Watch,
 )
-from rdzv_plugins.stores._members.wire import CLIENT, OtherClusterError, SecretError, Wire, encode
+from rdzv_plugins.stores._members.wire import (
+    CLIENT,
+    OtherClusterError,
+    SecretError,
+    Wire,
+    dial,
+    encode,
+)
 
 __all__ = ["MemberThread"]
 
@@ -151,13 +158,7 @@ class MemberThread(threading.Thread):
             if peer != self._index and peer not in self._peers and places:
                 host, port = places[self._turn % len(places)]
                 with contextlib.suppress(OSError):
-                    family, kind, proto, _, address = socket.getaddrinfo(
-                        host, port, type=socket.SOCK_STREAM
-                    )[0]
-                    line = socket.socket(family, kind, proto)
-                    line.setblocking(False)
-                    line.connect_ex(address)
-                    self._dials[peer] = self._wire(line, accepted=False)
+                    self._dials[peer] = self._wire(dial(host, port), accepted=False)
                     self._hold(self._dials[peer])
 
     def _end(self, wire: Wire) -> None:

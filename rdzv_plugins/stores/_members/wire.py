@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["CLIENT", "STRANGER_BYTES", "OtherClusterError", "SecretError", "Wire"]
+__all__ = ["CLIENT", "OtherClusterError", "SecretError", "Wire", "dial", "encode"]
 
 CLIENT = -1
 """The index of a client in a greeting."""
@@ -144,6 +144,16 @@ class Wire:
 
     def close(self) -> None:
         self.line.close()
+
+
+def dial(host: str, port: int) -> socket.socket:
+    """A socket that is connecting; raises OSError."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    line = socket.socket(family, kind, proto)
+    line.setblocking(False)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.connect_ex(address)
+    return line
 
 
 def encode(number: int, message: Any) -> bytes:
