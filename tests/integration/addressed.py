@@ -477,6 +477,8 @@ def ports(scene: Scene) -> dict[str, Any]:
     job.ends()
     for number in (30001, 30002, 30003):
         more = scene.enter(hosts[0].new_socket())
+        # The end that closed a link of the first job is still in TIME_WAIT.
+        more.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         more.bind(("10.1.0.1", number))
         more.listen()
     full = scene.job("redis", endpoint, "full", nodes="1", master_port=conf, join_timeout=5)
