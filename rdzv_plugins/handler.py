@@ -750,8 +750,8 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _leave(self, *, at_exit: bool = False) -> bool:
         """Tell the others that this node is gone, without closing the run."""
-        if self._attendance is not None and (at_exit or sys.exception() is not None):
-            self._attendance.hurry()
+        if self._attendance is not None:
+            self._hasten(self._attendance, at_exit)
         # At exit one handler ends after the other: none waits for a store that may never be back.
         gives_up = at_exit and self._driver.outage_seconds > self._rules.request
 
@@ -768,6 +768,15 @@ class StoreRendezvousHandler(RendezvousHandler):
             "this node could not tell the others that it leaves: they wait for its lease",
             patience,
         )
+
+    def _hasten(self, attendance: Attendance, at_exit: bool) -> None:
+        error, latest = sys.exception(), self._node.latest
+        if at_exit or not isinstance(error, SystemExit | None):
+            attendance.hurry()
+        elif latest is not None and self._node.id in latest.drained:
+            attendance.stay()
+        elif error is not None:
+            attendance.hurry()
 
     def _say_farewell(self) -> None:
         self._carry_out(self._node.farewell())

@@ -350,6 +350,10 @@ class Attendance(ABC):
         """
 
     @abstractmethod
+    def stay(self) -> None:
+        """This node is drained: a `close` that comes is to wait for the others, however long."""
+
+    @abstractmethod
     def hurry(self) -> None:
         """The process was told to end: a `close` that runs, or that comes, is to be short."""
 

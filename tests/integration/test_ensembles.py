@@ -18,9 +18,7 @@ from tests.integration.torchrun import LEASE, Pause
 from tests.integration.torchrun import Run as TorchRun
 from tests.integration.watch import Watch, await_beats
 
-ENSEMBLES = [
-    kind for kind in KINDS if kind.name in ("zookeeper", "consul", "etcd-v3", "nats", "quorum")
-]
+ENSEMBLES = [kind for kind in KINDS if kind.name in ("zookeeper", "consul", "etcd-v3", "nats")]
 
 HANDLER_LEASE = 3 * float(QUICK["keep_alive_interval"])
 

@@ -91,6 +91,12 @@ def _key_in_nats(client: Any, key: bytes, data: bytes) -> None:
     client._transport.run(client._publish(subject, data), _limit())
 
 
+def _key_in_a_quorum(client: Any, key: bytes, data: bytes) -> None:
+    # Its keys are text, as msgpack has it.
+    register = client._key(key.decode("latin-1"))
+    client._registers.change(register, lambda _: data, _limit())
+
+
 def _key_in_a_bucket(client: Any, key: bytes, data: bytes) -> None:
     name = "".join(f"%{byte:02X}" for byte in key)
     for path in (name, name.lower(), f"+{name}+", "+cut", "+/+"):
@@ -105,7 +111,7 @@ KEYS: dict[str, Callable[[Any, bytes, bytes], None]] = {
     "consul": _key_in_consul,
     "zookeeper": _key_in_zookeeper,
     "nats": _key_in_nats,
-    "quorum": _key_in_nats,
+    "quorum": _key_in_a_quorum,
     "s3": _key_in_a_bucket,
     "azure": _key_in_a_bucket,
 }
@@ -266,7 +272,18 @@ def _of_postgres(client: Any) -> list[Callable[[], object]]:
     ]
 
 
-@_beside("nats", "quorum")
+@_beside("quorum")
+def _of_quorum(client: Any) -> list[Callable[[], object]]:
+    def put(register: str, data: bytes) -> None:
+        client._registers.change(register, lambda _: data, _limit())
+
+    marks = [b"x", b"", b"\xff" * 40, b"\x93\xa2ab\xa1x\xc0"]
+    values = [b"", b"\xff", b"\x01short"]
+    writes = [partial(put, client._mark, data) for data in marks]
+    return [*writes, *(partial(put, client._key(STATE_KEY), data) for data in values)]
+
+
+@_beside("nats")
 def _of_nats(client: Any) -> list[Callable[[], object]]:
     def put(subject: str, data: bytes) -> None:
         client._transport.run(client._publish(subject, data), _limit())

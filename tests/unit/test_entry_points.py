@@ -13,7 +13,6 @@ import pytest
 from rdzv_plugins.stores import STORES
 
 NEED_A_PACKAGE = {
-    "quorum": "nats",
     "redis": "redis",
     "zookeeper": "kazoo",
     "dynamodb": "boto3",

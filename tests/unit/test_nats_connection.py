@@ -36,7 +36,7 @@ def test_who_waits_is_told_where_the_last_write_fails_too() -> None:
 
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            link = Link("$JS.API", lambda info: None)
+            link = Link("$JS.API")
             await link.connection.connect(
                 f"nats://127.0.0.1:{port}",
                 error_cb=link.failed,

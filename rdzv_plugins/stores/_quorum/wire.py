@@ -5,20 +5,37 @@ In the greeting both sides prove that they know the secret, which nobody sends.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
+import select
 import socket
 import struct
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
-__all__ = ["CLIENT", "OtherClusterError", "SecretError", "Wire", "dial", "encode"]
+from rdzv_plugins.stores._names import AddressInfo, look_up
 
-CLIENT = -1
-"""The index of a client in a greeting."""
+__all__ = [
+    "BREAKS",
+    "CLIENT",
+    "NODE",
+    "OtherClusterError",
+    "SecretError",
+    "Wire",
+    "addresses",
+    "dial",
+    "encode",
+    "identify",
+]
+
+CLIENT, NODE = -1, -2
+"""The index of a client in a greeting, and of one for which the members stay."""
 
 STRANGER_BYTES = 1 << 10
 """The largest frame of somebody who has not proved to know the secret."""
@@ -27,6 +44,11 @@ _VERSION = 1
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 18
 
+# A host that answers nothing for so long counts as gone, be it that data is under way or none.
+_SILENT_SECONDS, _IDLE_SECONDS = 2, 10
+# How long a name may take that was never resolved; its look-up goes on meanwhile.
+_RESOLVER_SECONDS = 0.05
+
 
 class OtherClusterError(Exception):
     """The other side is no member of this cluster."""
@@ -34,6 +56,10 @@ class OtherClusterError(Exception):
 
 class SecretError(Exception):
     """The other side does not know this secret, or refuses what this side says of it."""
+
+
+BREAKS = OSError, msgspec.MsgspecError, OtherClusterError, SecretError
+"""What ends a connection: it broke, or the other side is not of this cluster."""
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -53,11 +79,12 @@ class Wire:
         line: a socket; it becomes non-blocking.
         cluster: the members' name for their cluster.
         secret: what both sides must know; empty: none is needed.
-        index: of the member on this side, or `CLIENT`.
+        index: of the member on this side, or `CLIENT` or `NODE`.
         accepted: the other side has dialled.
         most: the largest frame that is read once the other side has proved the secret.
 
     Attributes:
+        since: when it was made, on the monotonic clock.
         peer: the index of the other side; None: it has not proved the secret yet.
     """
 
@@ -71,7 +98,8 @@ class Wire:
         most: int,
     ) -> None:
         line.setblocking(False)
-        self.line = line
+        _end_when_silent(line)
+        self.line, self.since = line, time.monotonic()
         self.peer: int | None = None
         self._cluster, self._secret, self._accepted, self.most = cluster, secret, accepted, most
         self._mine = _Hello(_VERSION, cluster, index, secrets.token_bytes(16))
@@ -146,14 +174,57 @@ class Wire:
         self.line.close()
 
 
-def dial(host: str, port: int) -> socket.socket:
+def addresses(places: Iterable[tuple[str, int]]) -> list[AddressInfo]:
+    """Where these names and ports are; one whose look-up takes longer is left out, for now."""
+    found: list[AddressInfo] = []
+    for host, port in places:
+        with contextlib.suppress(OSError, UnicodeError):
+            found += look_up(host, port, _RESOLVER_SECONDS)
+    return found
+
+
+def dial(address: AddressInfo) -> socket.socket:
     """A socket that is connecting; raises OSError."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, proto, _, place = address
     line = socket.socket(family, kind, proto)
     line.setblocking(False)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.connect_ex(address)
+    line.connect_ex(place)
     return line
+
+
+def identify(host: str, port: int, cluster: str, secret: bytes, seconds: float) -> int:
+    """The index of the member that listens there.
+
+    Raises:
+        OSError: nobody listens there, or does not answer in time.
+        OtherClusterError: a member of another cluster does.
+        SecretError: a member of this cluster does, and has another secret.
+        ValueError: another program does.
+    """
+    end = time.monotonic() + seconds
+    line = socket.create_connection((host, port), seconds)
+    with contextlib.closing(Wire(line, cluster, secret, CLIENT, False, STRANGER_BYTES)) as wire:
+        poll = select.poll()
+        poll.register(line, select.POLLIN)
+        while wire.peer is None:
+            wire.flush()
+            if not poll.poll(max(0, 1000 * (end - time.monotonic()))):
+                raise TimeoutError("no answer in time")
+            try:
+                for _ in wire.receive():
+                    pass
+            except (ConnectionError, msgspec.MsgspecError):
+                raise ValueError("it is another program") from None
+        return wire.peer
+
+
+def _end_when_silent(line: socket.socket) -> None:
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_SECONDS)
 
 
 def encode(number: int, message: Any) -> bytes:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
+import resource
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from rdzv_plugins.kv.exhaustion import exhausted
 from rdzv_plugins.register.acceptor import MOST_BYTES
 from rdzv_plugins.register.member import Member, Sent
 from rdzv_plugins.register.messages import (
@@ -26,11 +30,13 @@ from rdzv_plugins.register.messages import (
     Request,
     Watch,
 )
-from rdzv_plugins.stores._members.wire import (
+from rdzv_plugins.stores._quorum.wire import (
+    BREAKS,
     CLIENT,
-    OtherClusterError,
+    NODE,
     SecretError,
     Wire,
+    addresses,
     dial,
     encode,
 )
@@ -40,16 +46,16 @@ __all__ = ["MemberThread"]
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05
-_DIAL_SECONDS = 0.5
+# Between two looks at who is to be dialled, and how long a connection may take.
+_LOOK_SECONDS, _DIAL_SECONDS = 0.1, 1.0
 # A peer's copy holds all registers.
 _MOST_FROM_PEER = 2 * MOST_BYTES
 _MOST_FROM_CLIENT = 4 << 20
 _MOST_CONNECTIONS = 20_000
 # A client with more unsent bytes does not read: its connection ends.
 _MOST_UNSENT = 64 << 20
-
-# What ends a connection: it broke, or the other side is no client and no member of this cluster.
-_BREAKS = OSError, msgspec.MsgspecError, OtherClusterError, SecretError
+# How long a connection may take to prove the secret.
+_GREETING_SECONDS = 5.0
 
 _decode_request = msgspec.msgpack.Decoder(tuple[int, Request]).decode
 _decode_message = msgspec.msgpack.Decoder(tuple[int, PeerMessage]).decode
@@ -65,6 +71,9 @@ class MemberThread(threading.Thread):
         peers: for each member, the places where it may listen; none for itself.
         index: of this member.
         cluster, secret: as of `Wire`.
+
+    Attributes:
+        nodes: how many connections there are of nodes, for which the member stays.
     """
 
     def __init__(
@@ -77,8 +86,11 @@ class MemberThread(threading.Thread):
         name: str = "rdzv-member",
     ) -> None:
         super().__init__(name=name, daemon=True)
+        self.nodes = 0
         self._listener, self._places, self._index = listener, peers, index
         self._cluster, self._secret = cluster, secret
+        # Peers that have another secret, of which a line was logged.
+        self._strange: set[int] = set()
         now = time.monotonic()
         incarnation = time.time_ns() // 1_000_000
         self.member = Member(index, len(peers), incarnation, now, random.Random())
@@ -96,16 +108,19 @@ class MemberThread(threading.Thread):
         listener.setblocking(False)
         self._poll.register(listener, selectors.EVENT_READ, None)
         self._poll.register(self._woken, selectors.EVENT_READ, None)
+        _threads.add(self)
+
+    @property
+    def up(self) -> set[int]:
+        """The members that take part in the store, as far as this one knows."""
+        return self.member.up(time.monotonic())
 
     def run(self) -> None:
         try:
             while not self._ending.is_set():
                 self._round()
         finally:
-            for wire in [*self._wires.values()]:
-                wire.close()
-            self._listener.close()
-            self._poll.close()
+            self.close()
 
     def stop(self, seconds: float = 2.0) -> None:
         """End the member; idempotent."""
@@ -114,6 +129,14 @@ class MemberThread(threading.Thread):
             self._waker.send(b"!")
         if self.ident is not None:
             self.join(seconds)
+
+    def close(self) -> None:
+        """Close all sockets, which a forked child has too."""
+        for wire in [*self._wires.values()]:
+            wire.close()
+        for line in (self._listener, self._waker, self._woken):
+            line.close()
+        self._poll.close()
 
     def _round(self) -> None:
         for key, events in self._poll.select(_TICK_SECONDS):
@@ -125,21 +148,33 @@ class MemberThread(threading.Thread):
         now = time.monotonic()
         self._deliver(self.member.tick(now))
         if now >= self._dial_at:
-            self._dial_at = now + _DIAL_SECONDS
-            self._dial()
+            self._dial_at = now + _LOOK_SECONDS
+            if self._listener not in self._poll.get_map():
+                self._poll.register(self._listener, selectors.EVENT_READ, None)
+            self._end_strangers(now)
+            self._dial(now)
 
     # Connections.
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             line, _ = self._listener.accept()
-            if len(self._wires) >= _MOST_CONNECTIONS:
-                line.close()
-                return
-            self._hold(self._wire(line, accepted=True))
+        except OSError as error:
+            # The listener stays ready: without a pause this loop would spin.
+            if exhausted(error) is not None and not _raise_limit():
+                self._poll.unregister(self._listener)
+            return
+        if len(self._wires) >= _MOST_CONNECTIONS:
+            line.close()
+            return
+        self._hold(self._wire(line, accepted=True))
+
+    def _end_strangers(self, now: float) -> None:
+        for wire in [*self._wires.values()]:
+            if wire.peer is None and now > wire.since + _GREETING_SECONDS:
+                self._end(wire)
 
     def _wire(self, line: socket.socket, accepted: bool) -> Wire:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return Wire(line, self._cluster, self._secret, self._index, accepted, _MOST_FROM_PEER)
 
     def _hold(self, wire: Wire) -> None:
@@ -147,28 +182,33 @@ class MemberThread(threading.Thread):
         events = selectors.EVENT_READ | selectors.EVENT_WRITE
         self._poll.register(wire.line, events, wire)
 
-    def _dial(self) -> None:
+    def _dial(self, now: float) -> None:
         """Dial each peer to which there is no connection, at one of its places at a time."""
-        self._turn += 1
-        dials, self._dials = self._dials, {}
-        for wire in dials.values():
-            if wire.peer is None and wire.line.fileno() in self._wires:
+        for wire in [*self._dials.values()]:
+            if now > wire.since + _DIAL_SECONDS:
                 self._end(wire)
+        self._turn += 1
         for peer, places in enumerate(self._places):
-            if peer != self._index and peer not in self._peers and places:
-                host, port = places[self._turn % len(places)]
-                with contextlib.suppress(OSError):
-                    self._dials[peer] = self._wire(dial(host, port), accepted=False)
+            if peer not in self._peers and peer not in self._dials and places:
+                found = addresses(places)
+                with contextlib.suppress(OSError, ZeroDivisionError):
+                    line = dial(found[self._turn % len(found)])
+                    self._dials[peer] = self._wire(line, accepted=False)
                     self._hold(self._dials[peer])
 
     def _end(self, wire: Wire) -> None:
         number = wire.line.fileno()
+        if number not in self._wires:
+            return
         with contextlib.suppress(OSError):
             wire.flush()  # The other side learns from the greeting whom it has dialled.
         self._poll.unregister(wire.line)
         del self._wires[number]
         wire.close()
-        self._peers = {peer: it for peer, it in self._peers.items() if it is not wire}
+        self.nodes -= wire.peer == NODE
+        for lines in (self._peers, self._dials):
+            for peer in [peer for peer, it in lines.items() if it is wire]:
+                del lines[peer]
         for key, waiting in [*self._watches.items()]:
             for waiter in [it for it in waiting if it[0] == number]:
                 del waiting[waiter]
@@ -184,14 +224,29 @@ class MemberThread(threading.Thread):
             if stranger and wire.peer is not None:
                 self._welcome(wire, wire.peer)
             self._flush(wire)
-        except _BREAKS:
+        except BREAKS as error:
+            if isinstance(error, SecretError):
+                self._tell_of_another_secret(wire)
             self._end(wire)
 
+    def _tell_of_another_secret(self, wire: Wire) -> None:
+        for peer in [peer for peer, it in self._dials.items() if it is wire]:
+            if peer not in self._strange:
+                self._strange.add(peer)
+                log.warning(
+                    "the member at %s has another secret than this one, so it takes no part: give "
+                    "all nodes the same, in $RDZV_PLUGINS_SECRET or secret_file",
+                    self._places[peer][0][0],
+                )
+
     def _welcome(self, wire: Wire, index: int) -> None:
-        if index == CLIENT:
+        if index in (CLIENT, NODE):
             wire.most = _MOST_FROM_CLIENT
+            self.nodes += index == NODE
         elif index in range(len(self._places)) and index != self._index:
             self._peers[index] = wire
+            if self._dials.get(index) is wire:
+                del self._dials[index]
         else:
             raise ConnectionError("no member has this index")
 
@@ -247,5 +302,27 @@ class MemberThread(threading.Thread):
             wire.send(frame)
             try:
                 self._flush(wire)
-            except _BREAKS:
+            except BREAKS:
                 self._end(wire)
+
+
+def _raise_limit() -> bool:
+    """Have room for more connections: a process may open 1,024, and more if it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * soft if hard == resource.RLIM_INFINITY else min(4 * soft, hard)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return True
+
+
+_threads: weakref.WeakSet[MemberThread] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    # A forked child, which may outlive the agent, would keep the port, and lead clients there.
+    for thread in [*_threads]:
+        thread.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,335 @@
+"""The client of the members: requests to all at once, done with the answers of a majority."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from rdzv_plugins.kv.base import Limit, WokenError
+from rdzv_plugins.kv.retry import pause_after
+from rdzv_plugins.register.messages import Answer, Found, Held, Read, Refused, Watch
+from rdzv_plugins.register.proposer import Change, Changing, Look, Outcome, Proposer, keep
+from rdzv_plugins.stores._quorum.wire import (
+    BREAKS,
+    CLIENT,
+    NODE,
+    OtherClusterError,
+    SecretError,
+    Wire,
+    addresses,
+    dial,
+    encode,
+)
+
+__all__ = ["FullError", "NoMajorityError", "Registers"]
+
+_MOST_BYTES = 256 << 20
+# A member that refuses, or has no answer for so long, is passed over in this attempt.
+_ATTEMPT_SECONDS = 0.1, 2.0
+# How long a connection may take; and between two dials of one that failed, longer each time.
+_DIAL_SECONDS = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+
+_REACHED, _GONE = 0, -1
+
+_decode_answer = msgspec.msgpack.Decoder(tuple[int, Answer]).decode
+
+Place = tuple[str, int]
+Heard = list[tuple[int, int, Answer | None]]
+T = TypeVar("T")
+A = TypeVar("A", Changing, Look)
+
+
+class FullError(Exception):
+    """The members have no room for the value."""
+
+
+class NoMajorityError(OSError):
+    """Too few members answer."""
+
+
+class Registers:
+    """Reads and changes the registers that the members keep; for several threads.
+
+    Args:
+        places: where each member may listen.
+        cluster, secret: as of `Wire`.
+
+    Attributes:
+        is_node: the members stay until this client is closed; it counts from the next connection.
+    """
+
+    def __init__(self, places: Sequence[Sequence[Place]], cluster: str, secret: bytes) -> None:
+        self.is_node = False
+        self._places, self._cluster, self._secret = places, cluster, secret
+        self._proposer = Proposer(len(places), random.Random(secrets.randbits(64)))
+        self._idle: list[_Links] = []
+        self._closed = False
+
+    def read(self, wanted: Sequence[str] | str, limit: Limit) -> dict[str, Held]:
+        """The registers of these keys, or under this prefix, that are not empty; linearizable."""
+        for _ in range(3):
+            look = self._attempt(lambda: Look(self._proposer, wanted), limit)
+            if not look.unsettled:
+                break
+        for key in look.unsettled:
+            settled = self._attempt(partial(Changing, self._proposer, key, keep), limit)
+            look.held[key] = Held(settled.before.accepted, settled.after, settled.before.age)
+        return {key: held for key, held in look.held.items() if held.value is not None}
+
+    def change(self, key: str, change: Change, limit: Limit) -> bytes | None:
+        """Change a register; returns what it holds then."""
+        return self._attempt(lambda: Changing(self._proposer, key, change), limit).after
+
+    def watch(self, key: str, held: Held, limit: Limit) -> None:
+        """Return once a member holds something newer, or too few members watch."""
+        watch = Watch(self._proposer.generation, key, held.accepted)
+        self._with_links(lambda links: links.watch(watch, limit))
+
+    def up(self, limit: Limit) -> int:
+        """How many members take part in the store's generation and answer within the limit."""
+        return self._with_links(lambda links: links.up(self._proposer, limit))
+
+    def close(self) -> None:
+        """Close the connections, those of a request once it ends; idempotent."""
+        self._closed = True
+        self.renew()
+
+    def renew(self) -> None:
+        """Close the idle connections: the next request dials."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _attempt(self, make: Callable[[], A], limit: Limit) -> A:
+        return self._with_links(lambda links: _attempts(links, make, limit))
+
+    def _with_links(self, request: Callable[[_Links], T]) -> T:
+        try:
+            links = self._idle.pop()
+        except IndexError:
+            greets_as = NODE if self.is_node else CLIENT
+            links = _Links(self._places, self._cluster, self._secret, greets_as)
+        try:
+            answer = request(links)
+        except BaseException:
+            links.close()
+            raise
+        self._idle.append(links)
+        if self._closed:
+            self.renew()
+        return answer
+
+
+class _Links:
+    """Connections to all members, for one request at a time."""
+
+    def __init__(
+        self, places: Sequence[Sequence[Place]], cluster: str, secret: bytes, greets_as: int
+    ) -> None:
+        self._places, self._cluster, self._secret = places, cluster, secret
+        self._greets_as = greets_as
+        self._poll = selectors.DefaultSelector()
+        self._members: dict[int, Wire] = {}
+        # Connections that are being made, since when.
+        self._dials: dict[Wire, tuple[int, float]] = {}
+        self._dial_at = [0.0] * len(places)
+        self._pauses = [_FIRST_PAUSE] * len(places)
+        self._numbers = 0
+        self._woken: int | None = None
+        # By member: why the last one at its places lets nobody in.
+        self._refusals: dict[int, Exception] = {}
+
+    def close(self) -> None:
+        for wire in [*self._members.values(), *self._dials]:
+            wire.close()
+        self._poll.close()
+
+    def ask(self, sent: Sequence[tuple[int, Any]]) -> tuple[set[int], dict[int, Any]]:
+        """The numbers of these requests, and those whose members are not connected yet."""
+        numbers: set[int] = set()
+        late: dict[int, Any] = {}
+        for member, request in sent:
+            wire = self._members.get(member)
+            if wire is None:
+                late[member] = request
+                continue
+            self._numbers += 1
+            wire.send(encode(self._numbers, request))
+            if self._flush(wire):
+                numbers.add(self._numbers)
+        return numbers, late
+
+    def poll(self, limit: Limit, until: float) -> Heard:
+        """What members have said by ``until``: who, the number of a request, and the answer to it.
+
+        Where a connection was made or has broken, the number is `_REACHED` or `_GONE`.
+        """
+        self._dial()
+        self._heed(limit)
+        missing = (at for member, at in enumerate(self._dial_at) if member not in self._members)
+        until = min(until, *missing, time.monotonic() + _DIAL_SECONDS)
+        wait = min(limit.seconds, max(0.0, until - time.monotonic()))
+        got: Heard = []
+        for key, events in self._poll.select(wait):
+            if key.data is None:
+                raise WokenError
+            got += self._serve(key.data, events)
+        return got
+
+    def carry_out(self, attempt: Changing | Look, limit: Limit, until: float) -> None:
+        """Ask all members, those too that are reached meanwhile, until a majority has answered."""
+        numbers, late = self.ask(attempt.begin())
+        while attempt.outcome is None and time.monotonic() < until:
+            try:
+                got = self.poll(limit, until)
+            except TimeoutError:
+                raise self._why_too_few() from None
+            secret = [it for it in self._refusals.values() if isinstance(it, SecretError)]
+            if 2 * len(secret) > len(self._places):
+                raise secret[0]
+            for member, number, answer in got:
+                sent: Sequence[tuple[int, Any]] = ()
+                if number == _REACHED and member in late:
+                    sent = [(member, late.pop(member))]
+                elif number == _GONE:
+                    attempt.gone(member)
+                elif number in numbers and answer is not None:
+                    sent = attempt.hear(member, answer, time.monotonic())
+                more, unsent = self.ask(sent)
+                numbers |= more
+                late |= unsent
+
+    def watch(self, watch: Watch, limit: Limit) -> None:
+        """See `Registers.watch`."""
+        size = len(self._places)
+        numbers, late = self.ask([(member, watch) for member in range(size)])
+        lost = len(late)
+        while 2 * lost < size:
+            for _, number, answer in self.poll(limit, limit.deadline):
+                if number in numbers and isinstance(answer, Found):
+                    return
+                lost += number == _GONE or (number in numbers and isinstance(answer, Refused))
+
+    def up(self, proposer: Proposer, limit: Limit) -> int:
+        """See `Registers.up`."""
+        request = Read(proposer.generation, [])
+        numbers, late = self.ask([(member, request) for member in range(len(self._places))])
+        waiting, up = len(self._places), 0
+        with contextlib.suppress(TimeoutError):
+            while waiting:
+                for member, number, answer in self.poll(limit, limit.deadline):
+                    if number == _REACHED and member in late:
+                        numbers |= self.ask([(member, late.pop(member))])[0]
+                    elif number in numbers:
+                        waiting, up = waiting - 1, up + isinstance(answer, Found)
+        return up
+
+    def _why_too_few(self) -> Exception:
+        few = f"{len(self._members)} of {len(self._places)} members answer"
+        return next(iter(self._refusals.values()), NoMajorityError(few))
+
+    def _heed(self, limit: Limit) -> None:
+        wanted = limit.wake.fd if limit.wake is not None else None
+        if wanted != self._woken:
+            if self._woken is not None:
+                self._poll.unregister(self._woken)
+            if wanted is not None:
+                self._poll.register(wanted, selectors.EVENT_READ, None)
+            self._woken = wanted
+
+    def _dial(self) -> None:
+        now = time.monotonic()
+        for wire, (_, since) in [*self._dials.items()]:
+            if now > since + _DIAL_SECONDS:
+                self._end(wire)
+        for member, places in enumerate(self._places):
+            if member in self._members or now < self._dial_at[member]:
+                continue
+            self._dial_at[member] = now + _DIAL_SECONDS
+            for address in addresses(places):
+                with contextlib.suppress(OSError):
+                    line = dial(address)
+                    cluster, secret = self._cluster, self._secret
+                    wire = Wire(line, cluster, secret, self._greets_as, False, _MOST_BYTES)
+                    self._dials[wire] = member, now
+                    self._poll.register(line, selectors.EVENT_READ | selectors.EVENT_WRITE, wire)
+
+    def _serve(self, wire: Wire, events: int) -> Heard:
+        got: Heard = []
+        try:
+            if events & selectors.EVENT_READ:
+                for frame in wire.receive():
+                    if wire.peer is not None:
+                        number, answer = _decode_answer(frame)
+                        got.append((wire.peer, number, answer))
+            if wire in self._dials and wire.peer is not None:
+                member, _ = self._dials.pop(wire)
+                if wire.peer != member or member in self._members:
+                    raise ConnectionError("another member is there")
+                self._members[member] = wire
+                self._refusals.pop(member, None)
+                self._pauses[member] = _FIRST_PAUSE
+                got.append((member, _REACHED, None))
+            self._flush(wire)
+        except BREAKS as error:
+            member, _ = self._dials.get(wire, (-1, 0.0))
+            if member not in self._members and isinstance(error, SecretError | OtherClusterError):
+                self._refusals[member] = error
+            got += self._end(wire)
+        return got
+
+    def _flush(self, wire: Wire) -> bool:
+        try:
+            wire.flush()
+        except OSError:
+            self._end(wire)
+            return False
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.unsent else 0)
+        self._poll.modify(wire.line, wanted, wire)
+        return True
+
+    def _end(self, wire: Wire) -> Heard:
+        with contextlib.suppress(KeyError, ValueError):
+            self._poll.unregister(wire.line)
+        wire.close()
+        if wire in self._dials:
+            member, _ = self._dials.pop(wire)
+            if not any(it == member for it, _ in self._dials.values()):
+                pause = self._pauses[member]
+                self._pauses[member] = min(_LONGEST_PAUSE, 2 * pause)
+                self._dial_at[member] = time.monotonic() + pause * random.uniform(0.5, 1.0)
+        gone = [member for member, it in self._members.items() if it is wire]
+        for member in gone:
+            del self._members[member]
+            self._dial_at[member] = 0.0
+        return [(member, _GONE, None) for member in gone]
+
+
+def _attempts(links: _Links, make: Callable[[], A], limit: Limit) -> A:
+    """Attempt it until it is done."""
+    failures, doubtful = 0, False
+    seconds, longest = _ATTEMPT_SECONDS
+    while True:
+        attempt = make()
+        links.carry_out(attempt, limit, time.monotonic() + seconds)
+        if attempt.outcome is Outcome.DONE:
+            return attempt
+        if attempt.outcome is Outcome.FULL:
+            raise FullError
+        if attempt.outcome is None:
+            seconds = min(longest, 2 * seconds)
+        # What others do with a value that may be accepted has to be seen before they go far.
+        doubtful = doubtful or attempt.is_doubtful
+        # A member that has just said its generation is asked again at once.
+        if failures:
+            longest_pause = 0.001 if doubtful else pause_after(failures - 1)
+            limit.sleep(min(limit.seconds, random.uniform(0, longest_pause)))
+        failures += 1
