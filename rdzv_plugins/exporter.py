@@ -106,8 +106,9 @@ class Exporter(Collector):
         away = self._away()
         lines = [f"the store is away: {away}"] if away is not None else []
         for it in self._survey.runs.values():
-            clocks = it.inspection.clocks if it.inspection is not None and not it.is_over else ""
-            lines.append("; ".join(filter(None, (f"run '{it.run_id}': {it.sentence}", clocks))))
+            seen = it.inspection if it.inspection is not None and not it.is_over else None
+            odd = (seen.clocks, seen.away) if seen is not None else ()
+            lines.append("; ".join(filter(None, (f"run '{it.run_id}': {it.sentence}", *odd))))
         return "\n".join(lines) or "there are no runs under this prefix"
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -167,6 +168,8 @@ class Exporter(Collector):
         yield "rdzv_last_heartbeat_timestamp_seconds", [], newest or _UNKNOWN
         yield "rdzv_phase_began_timestamp_seconds", [], document.since or _UNKNOWN
         yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or _UNKNOWN
+        if inspection.standing is not None:
+            yield "rdzv_store_members_up", [], inspection.standing.up
         for host, seconds in clocks.items():
             yield "rdzv_clock_difference_seconds", [host], seconds
         rows = self._survey.rows(seen.run_id)

@@ -18,7 +18,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from rdzv_plugins.archive import Archive, Listed, Row
-from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError, Version
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError, Standing, Version
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -133,6 +133,7 @@ class Inspection:
         records: of all nodes, by id.
         last: of a run whose keys are gone: what was noted last; None: nothing is known.
         is_torchs: the run has handler=torch, whose state cannot be shown.
+        standing: of the store's members; None: it has none.
     """
 
     def __init__(self, client: KeyValueClient, archive: Archive, run_id: str) -> None:
@@ -144,6 +145,7 @@ class Inspection:
         self.version: Version | None = None
         self.last: Row | Listed | None = None
         self.is_torchs = False
+        self.standing: Standing | None = None
         self._beats = FailureDetector()
         self._cache = RecordCache(sealed=client.sealed)
         self._asked_archive = False
@@ -165,6 +167,7 @@ class Inspection:
         self.records = self._cache.decode(self.client.list(NODES_PREFIX))
         if self.document is not None and not self.document.is_whole:
             self.document = self._with_all_nodes(self.document)
+        self.standing = self.client.standing()
         now = time.monotonic()
         for node, record in self.records.items():
             self._beats.observe(node, record.beat, asked, now)
@@ -198,6 +201,12 @@ class Inspection:
         """As `NodeState.clock`."""
         differs = self._clocks.get(node, 0.0)
         return differs if node in self.records and abs(differs) >= CLOCKS_DIFFER else None
+
+    @property
+    def away(self) -> str:
+        """How many of the store's members are up, if some are away; else empty."""
+        whole = self.standing is None or self.standing.up == self.standing.size
+        return "" if whole else str(self.standing)
 
     @property
     def clocks(self) -> str:
@@ -460,6 +469,7 @@ class Inspection:
             "outcome": document.outcome.value if document.outcome is not None else None,
             "excluded": [as_data(it) for it in in_force(document, time.time()).values()],
             "clocks": self.clocks or None,
+            "away": self.away or None,
             "states": Counter(it.state.value for it in nodes),
             "nodes": [
                 {

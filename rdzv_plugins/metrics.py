@@ -27,6 +27,7 @@ from rdzv_plugins.kv import (
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
+    Standing,
     Version,
     exhausted,
 )
@@ -264,6 +265,12 @@ TABLE = (
         name="rdzv_store_outage_seconds_total",
         kind=MetricKind.COUNTER,
         text="seconds for which the store was away, from the first failed request on",
+    ),
+    Metric(
+        name="rdzv_store_members_up",
+        kind=MetricKind.GAUGE,
+        by=By.EXPORTER,
+        text="members of the store that are up, where the run's nodes keep it up",
     ),
     Metric(
         name="rdzv_store_up",
@@ -601,6 +608,9 @@ class Measured(KeyValueClient):
 
     def inspect(self) -> Iterable[Finding]:
         return self._client.inspect()
+
+    def standing(self) -> Standing | None:
+        return self._client.standing()
 
     def why_absent(self, prefix: str) -> str:
         return self._client.why_absent(prefix)

@@ -512,7 +512,7 @@ def _summary(seen: Inspection, nodes: Sequence[NodeState]) -> Text:
         if document.closed:
             lines.append(free_soon(seen)[1].removeprefix("; "))
         lines.append(_counts(nodes))
-    lines.append(seen.clocks)
+    lines += [seen.clocks, seen.away]
     return Text("\n".join(filter(None, lines)))
 
 

@@ -391,8 +391,10 @@ function showRun() {
     ["why this round", run.reason],
     ["began", run.began ? day(run.began) : null],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, String(value)]));
-  say($("clocks"), run.clocks || "");
-  $("clocks").hidden = !run.clocks;
+  for (const odd of ["clocks", "away"]) {
+    say($(odd), run[odd] || "");
+    $(odd).hidden = !run[odd];
+  }
   const newest = run.rounds || [];
   showWorld(withLost(nodes, newest));
   const rows = [...newest].reverse();

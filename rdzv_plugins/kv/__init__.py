@@ -12,6 +12,7 @@ from rdzv_plugins.kv.contract import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousStateError,
+    Standing,
     Version,
     parse_counter,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "RendezvousConnectionError",
     "RendezvousError",
     "RendezvousStateError",
+    "Standing",
     "Version",
     "as_outage",
     "exhausted",

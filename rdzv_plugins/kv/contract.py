@@ -42,6 +42,7 @@ __all__ = [
     "RendezvousConnectionError",
     "RendezvousError",
     "RendezvousStateError",
+    "Standing",
     "Version",
     "parse_counter",
 ]
@@ -115,6 +116,19 @@ class Capabilities:
     ttl: bool
     max_value_bytes: int
     atomic: range = range(1, 2)
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How many members of a store are up, of how many; a majority is needed for each request."""
+
+    up: int
+    size: int
+
+    def __str__(self) -> str:
+        more = self.up - (self.size // 2 + 1)
+        survives = f"survives the loss of {more or 'none'}{' more' if more > 0 else ''}"
+        told = survives if more >= 0 else "has no majority, so nothing can be written"
+        return f"{self.up} of {self.size} members of the store are up; it {told}"
 
 
 class KeyValueClient(ABC):
@@ -269,6 +283,13 @@ class KeyValueClient(ABC):
         `Mark.UNKNOWN`. Raises `RendezvousConnectionError`.
         """
         return ()
+
+    def standing(self) -> Standing | None:
+        """How the members of a store stand that the nodes of a run keep up; None: it has none.
+
+        Raises `RendezvousConnectionError`.
+        """
+        return None
 
     def why_absent(self, prefix: str) -> str:
         """Why all that stands under a prefix counts as absent, for people; "": it does not."""

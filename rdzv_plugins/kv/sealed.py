@@ -28,6 +28,7 @@ from rdzv_plugins.kv.contract import (
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
+    Standing,
     Version,
     parse_counter,
 )
@@ -309,6 +310,9 @@ class SealedClient(KeyValueClient):
 
     def inspect(self) -> Iterable[Finding]:
         return self.client.inspect()
+
+    def standing(self) -> Standing | None:
+        return self.client.standing()
 
     def why_absent(self, prefix: str) -> str:
         entries = self.client.list(prefix)

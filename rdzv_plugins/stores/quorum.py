@@ -39,7 +39,7 @@ from rdzv_plugins.addresses import dialled_here
 from rdzv_plugins.config import StoreOptions, option
 from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, segments
-from rdzv_plugins.kv.contract import Attendance, Capabilities
+from rdzv_plugins.kv.contract import Attendance, Capabilities, Standing
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.register.messages import Held
 from rdzv_plugins.register.proposer import Change
@@ -47,7 +47,7 @@ from rdzv_plugins.run_ids import RESERVED
 from rdzv_plugins.stores._quorum.registers import FullError, Registers
 from rdzv_plugins.stores._quorum.wire import OtherClusterError, SecretError
 
-__all__ = ["Client", "Members", "Options", "survives"]
+__all__ = ["Client", "Members", "Options"]
 
 SIZES = (1, 3, 5)
 """How many members there may be: of two or four, half are no majority."""
@@ -55,8 +55,8 @@ SIZES = (1, 3, 5)
 # On so many ports, one after the other, a member is looked for.
 _CANDIDATES = 3
 
-# How long `inspect` waits for the members.
-_PATIENCE = 1.0
+# How long `standing` waits for members that are silent.
+_PATIENCE = 0.3
 
 # A value replaced by `_replace` is known for so many replacements more, by the bytes of its stamp.
 _STAMP, _EARLIER = STAMP_BYTES - 1, 16
@@ -253,19 +253,18 @@ class Client(StoreClient):
         self._call(lambda limit: self._marked(limit))
 
     def inspect(self) -> Iterable[Finding]:
-        size, up = len(self._members.hosts), self._call(self._up)
-        values = {"members": size, "up": up}
-        found = f"{up} of {size} members are up"
-        if up < size:
-            advice = "start the agents of the other hosts"
-            yield Finding(Mark.WARNING, "members", f"{found}; {survives(up, size)}", advice, values)
-        else:
-            yield Finding(Mark.OK, "members", f"{found}; {survives(up, size)}", values=values)
+        standing = self.standing()
+        mark, advice = Mark.OK, ""
+        if standing.up < standing.size:
+            mark, advice = Mark.WARNING, "start the agents of the other hosts"
+        values = {"members": standing.size, "up": standing.up}
+        yield Finding(mark, "members", str(standing), advice, values)
         plain = "plain, not encrypted: members and clients have no TLS"
         yield Finding(Mark.OK, "TLS", plain, values={"encrypted": False})
 
-    def _up(self, limit: Limit) -> int:
-        return self._registers.up(limit.within(_PATIENCE))
+    def standing(self) -> Standing:
+        up = self._call(lambda limit: self._registers.up(limit.within(_PATIENCE)))
+        return Standing(up, len(self._members.hosts))
 
     # The hooks.
 
@@ -379,14 +378,6 @@ class Client(StoreClient):
         """Change a register of this epoch; returns what it holds then."""
         self._in_epoch(lambda: (None, self._marked(limit)), limit)
         return self._registers.change(self._key(key), change, limit)
-
-
-def survives(up: int, size: int) -> str:
-    """How many losses a store survives of which so many members are up, in words."""
-    more = up - (size // 2 + 1)
-    if more < 0:
-        return "no majority: nothing can be written"
-    return f"it survives the loss of {more or 'none'}{' more' if more else ''}"
 
 
 def _after(value: bytes | None, data: bytes) -> bytes:

@@ -925,7 +925,8 @@ def test_quorum_once_a_majority_runs(run_id: str, members: Members, monkeypatch:
     ]  # fmt: skip
     assert told.of("members") == (
         "warning",
-        "2 of 3 members are up; it survives the loss of none; start the agents of the other hosts",
+        "2 of 3 members of the store are up; it survives the loss of none; start the "
+        "agents of the other hosts",
     )
     made = {what: mark for mark, what, _ in told.lines}
     tried = ("store", "rights", "largest value", "contention", "latency", "wake-up")

@@ -111,7 +111,7 @@ def test_the_store_goes_away_and_comes_back(job: Job, store: RunningStore) -> No
     assert store.server is not None
     with scraped(address) as seen:
         store.server.nodes[0].stop()
-        assert until(lambda: seen[-1]["rdzv_store_up"] == 0, 30)
+        assert until(lambda: bool(seen) and seen[-1]["rdzv_store_up"] == 0, 30)
         assert until(lambda: seen[-1]["rdzv_store_outage_seconds_total"] > 0.5, 30)
         assert until(lambda: seen[-1]["rdzv_store_retries_total"] > 0, 30)
         store.server.nodes[0].start(empty=False)

@@ -466,6 +466,23 @@ def test_commands_reach_it_from_any_host(submit: Submit) -> None:
     assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
 
 
+def test_a_quorum_with_a_member_away_is_told(submit: Submit) -> None:
+    job = submit()
+    job.begin("abc")
+    killed = job.agents["b"].kill()
+    job.await_begun("ac", after=killed)
+    told = "2 of 3 members of the store are up; it survives the loss of none"
+    job.await_line("a", f"{told}; away: 127.0.0.2")
+    at = ["-i", job.run_id, "--rdzv-backend=quorum", f"--rdzv-endpoint={quorum().endpoint}"]
+    assert told in CliRunner().invoke(app, ["status", *at]).output
+    with exporter(quorum(cluster=job.run_id)) as scraped:
+        assert until(lambda: scrape(scraped).get(("rdzv_store_members_up", job.run_id)) == 2, 30)
+    job.start_at("b")
+    job.await_line("a", "3 of 3 members of the store are up; it survives the loss of 1 more")
+    job.await_begun("abc", after=killed)
+    assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
+
+
 @soak
 def test_dashboard_and_exporter_show_one_run(submit: Submit) -> None:
     job = submit()
@@ -661,10 +678,10 @@ def test_a_majority_that_came_back_without_memory_begins_anew(
 def test_members_that_are_away_are_counted(served: RunningStore, run_id: str) -> None:
     with contextlib.closing(served.open(run_id, request_timeout=2)) as client:
         (found,) = [it for it in client.inspect() if it.what == "members"]
-        assert found.found == "3 of 3 members are up; it survives the loss of 1 more"
+        assert found.found == "3 of 3 members of the store are up; it survives the loss of 1 more"
         nodes(served)[0].kill()
         (found,) = [it for it in client.inspect() if it.what == "members"]
-        assert found.found == "2 of 3 members are up; it survives the loss of none"
+        assert found.found == "2 of 3 members of the store are up; it survives the loss of none"
         nodes(served)[1].kill()
         with pytest.raises(RendezvousConnectionError, match="1 of 3 members answer"):
             client.put("key", b"value")

@@ -116,7 +116,7 @@ def test_version(version: str, least: tuple[int, ...], mark: Mark) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", [name for name in STORES if name not in ("dynamodb", "s3", "azure")]
+    "backend", [name for name in STORES if name not in ("dynamodb", "quorum", "s3", "azure")]
 )
 def test_least_version_is_the_documented_one(backend: str) -> None:
     client = client_class(backend)

@@ -28,11 +28,12 @@ from rdzv_plugins.kv.contract import (
     Attendance,
     KeyValueClient,
     RendezvousConnectionError,
+    Standing,
 )
 from rdzv_plugins.kv.sealed import SealedClient
 from rdzv_plugins.stores._quorum.server import MemberThread
 from rdzv_plugins.stores._quorum.wire import OtherClusterError, SecretError, identify
-from rdzv_plugins.stores.quorum import Client, Members, survives
+from rdzv_plugins.stores.quorum import Client, Members
 
 __all__ = ["Attending", "Place", "free_port", "look_at", "own_place"]
 
@@ -229,7 +230,7 @@ class Attending(Attendance):
         elif now >= self._up_since + _BRIEF_SECONDS:
             self._up_told, size = len(up), len(self._members.hosts)
             away = [name for it, (name, _) in enumerate(self._members.hosts) if it not in up]
-            told = f"{len(up)} of {size} members of the store are up; {survives(len(up), size)}"
+            told = Standing(len(up), size)
             if away:
                 log.warning("run '%s': %s; away: %s", self._run, told, ", ".join(away))
             else:
