@@ -263,6 +263,7 @@ class Client(StoreClient):
         yield Finding(Mark.OK, "TLS", plain, values={"encrypted": False})
 
     def standing(self) -> Standing:
+        self._call(self._marked)  # In which generation most members take part.
         up = self._call(lambda limit: self._registers.up(limit.within(_PATIENCE)))
         return Standing(up, len(self._members.hosts))
 
@@ -292,17 +293,17 @@ class Client(StoreClient):
         def change(value: bytes | None) -> bytes | None:
             return _after(value, data) if value == before else value
 
-        earlier, now = _split(self._change(key, change, limit) or b"\0")
+        (held,) = self._change({key: change}, limit)
+        earlier, now = _split(held or b"")
         # Another client may have settled this value and replaced it before this one was told.
         return now == data or data[:_STAMP] in earlier
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        for key, data in values.items():
-            self._change(key, partial(_put, _after(None, data)), limit)
+        puts = {key: partial(_put, _after(None, data)) for key, data in values.items()}
+        self._change(puts, limit)
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
-        for key in keys:
-            self._change(key, partial(_put, None), limit)
+        self._change(dict.fromkeys(keys, partial(_put, None)), limit)
 
     def _expire(self, seconds: float, limit: Limit) -> None:
         self._in_epoch(lambda: (None, self._marked(limit)), limit)
@@ -368,16 +369,24 @@ class Client(StoreClient):
             mark = _mark_in(held)
             if held is not None and mark.is_over(held.age):
                 fresh = msgspec.msgpack.encode(_Mark(secrets.token_hex(4)))
-                self._registers.change(self._mark, partial(_replaced, held.value, fresh), limit)
+                change = partial(_replaced, held.value, fresh)
+                if self._registers.change(self._mark, change, limit) == fresh:
+                    self._empty(mark.epoch, limit)
             elif mark.epoch == asked:
                 return answer
             else:
                 self._epoch = mark.epoch
 
-    def _change(self, key: str, change: Change, limit: Limit) -> bytes | None:
-        """Change a register of this epoch; returns what it holds then."""
+    def _change(self, changes: Mapping[str, Change], limit: Limit) -> list[bytes | None]:
+        """Change registers of this epoch, in order; returns what they hold then."""
         self._in_epoch(lambda: (None, self._marked(limit)), limit)
-        return self._registers.change(self._key(key), change, limit)
+        keys = {self._key(key): change for key, change in changes.items()}
+        return [self._registers.change(key, change, limit) for key, change in keys.items()]
+
+    def _empty(self, epoch: str, limit: Limit) -> None:
+        """Delete the keys of an epoch that is over; nobody else would."""
+        for key in self._registers.read(f"{self._namespace}!{epoch}/", limit):
+            self._registers.change(key, partial(_put, None), limit)
 
 
 def _after(value: bytes | None, data: bytes) -> bytes:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 from rdzv_plugins.cli import app
 from rdzv_plugins.config import parse_options
 from rdzv_plugins.kv import AccessDeniedError, Entry, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.kv.contract import Attendance
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.protocol.documents import Phase
@@ -673,6 +675,16 @@ def test_a_majority_that_came_back_without_memory_begins_anew(
             node.kill()
             node.start()
         assert client.list("") == {}
+
+
+def test_what_has_expired_is_deleted(served: RunningStore, run_id: str) -> None:
+    with contextlib.closing(served.open(run_id)) as client:
+        client.put_many({f"key-{number}": b"value" for number in range(10)})
+        client.expire(0)
+        assert client.list("") == {}
+        held: Any = client
+        limit = Limit(time.monotonic() + 5)
+        assert [*held._registers.read(held._namespace, limit)] == [held._mark]
 
 
 def test_members_that_are_away_are_counted(served: RunningStore, run_id: str) -> None:
