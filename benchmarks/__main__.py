@@ -187,7 +187,7 @@ class Bench:
                 self._warm_up(target)
                 sizes = self.plan.form_of.get(name, self.plan.form)
                 self._form(name, target, sizes, conf, LIMIT)
-                # Redis counts its own; a member of a quorum is not found at a proxy's port.
+                # Redis counts its own; a quorum's members are at another address than the proxy.
                 if store and name not in ("redis", "valkey", "quorum"):
                     self._bytes(name, target)
             if store and "late" in scenarios:

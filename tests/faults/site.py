@@ -280,10 +280,6 @@ class Site:
         found = [it for it in self.processes(address) if "tests.faults.training" in _command(it)]
         return [it for it in found if it != self.pid(address)]
 
-    def members(self, address: str) -> list[int]:
-        """Process ids of the server of a quorum on this host."""
-        return [it for it in self.processes(address) if "nats-server" in _command(it).split(" ")[0]]
-
     def processes(self, address: str | None = None) -> list[int]:
         """All that run on this host, or on all, but for what holds its namespaces."""
         spaces = {}

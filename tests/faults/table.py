@@ -6,7 +6,6 @@ A fault is a context manager: it begins the fault, and ends it when the context 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import secrets
 import signal
@@ -264,29 +263,6 @@ def mute_dns(site: Site, targets: tuple[str, ...]) -> Iterator[None]:
             site.names(address, known=True)
 
 
-@contextmanager
-def kill_member(site: Site, targets: tuple[str, ...]) -> Iterator[None]:
-    """SIGKILL of the members on the first of these hosts."""
-    for address in site.addresses[: len(targets)]:
-        for pid in site.members(address):
-            site.kill(pid)
-    yield
-
-
-@contextmanager
-def stall_member(site: Site, targets: tuple[str, ...]) -> Iterator[None]:
-    """SIGSTOP of one."""
-    stopped = [pid for address in site.addresses[1:2] for pid in site.members(address)]
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
 BACK = 20.0
 """Seconds from the end of a cut until who was cut off has stopped its workers."""
 
@@ -318,13 +294,6 @@ def server(name: str, begin: Strike, seconds: tuple[float, float], **more: Any) 
     """Of a server that is alone: no outage ends a round."""
     fields = {"strikes": 0, "restarts": False, "stores": ("redis",), **more}
     return Fault(name=name, begin=begin, seconds=seconds, **fields)
-
-
-def member(name: str, begin: Strike, seconds: tuple[float, float], members: int) -> Fault:
-    return Fault(
-        name=name, begin=begin, seconds=seconds, strikes=members, restarts=False,
-        stores=("quorum",),
-    )  # fmt: skip
 
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -382,9 +351,6 @@ FAULTS: tuple[Fault, ...] = (
     server("the server: its certificate has expired, shorter than the lease",
            expire_certificate, SHORT),
     server("DNS hangs while all connect anew", mute_dns, LONG),
-    member("a member: SIGKILL", kill_member, (1, 1), 1),
-    member("a member: SIGSTOP", stall_member, LONG, 1),
-    member("two of three members: SIGKILL", kill_member, (1, 1), 2),
 )  # fmt: skip
 
 
