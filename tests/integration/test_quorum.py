@@ -203,7 +203,6 @@ def test_a_member_is_killed_with_its_agent_and_replaced(
 def test_a_killed_agent_is_noticed_at_once(
     submit: Submit, victim: str, record_property: Measure
 ) -> None:
-    """Its member of the store ends with it, and may have been the leader."""
     took = measured(submit(**DEFAULTS), victim)
     record_property("last worker began again, s", round(took, 2))
 
