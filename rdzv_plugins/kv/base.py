@@ -246,7 +246,11 @@ class Limit(msgspec.Struct, frozen=True):
 
     def within(self, seconds: float) -> Limit:
         """This limit, or one in ``seconds`` from now if that is sooner."""
-        return Limit(min(self.deadline, time.monotonic() + seconds), self.wake)
+        return self.until(time.monotonic() + seconds)
+
+    def until(self, deadline: float) -> Limit:
+        """This limit, or that deadline if it is sooner."""
+        return Limit(min(self.deadline, deadline), self.wake)
 
     def await_ready(self, fd: int, events: int = select.POLLIN) -> int:
         """Wait for ``events`` of ``fd``; returns those that came, and any error of it.

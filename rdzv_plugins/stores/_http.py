@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.endpoint import Endpoint
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, WokenError
 from rdzv_plugins.kv.findings import Finding, of_connection
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._names import look_up
@@ -43,6 +43,9 @@ _SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}(?=$|[;\s])")
 
 # The most idle connections: a node seldom has more requests at once.
 _KEPT = 8
+
+# A node waits for one key, and sometimes for another.
+_MOST_LATE = 2
 
 # Bytes of an answer. A listing of 10,000 nodes has 15 MB, at Kubernetes.
 _MOST = 1 << 26
@@ -98,22 +101,21 @@ class Http:
         self._lock = threading.Lock()
         self._server = 0
         self._idle: list[_Connection] = []
-        # How many are open, and how many are kept so.
-        self._open = self._least = 0
+        # Their answers are held back, and whoever waited for them has gone.
+        self._late: list[_Connection] = []
         self._closed = False
 
     def ask(self, request: Request, limit: Limit, held: float = 0.0) -> Answer:
-        """Return the answer, which the server may hold back for ``held`` seconds."""
+        """Return the answer, which the server may hold back for ``held`` seconds.
+
+        Where a caller does not wait for so long, the next one with the same request goes on.
+        """
         with self._exchange(request, limit, held) as (connection, response):
             answer = Answer(response.status, response.headers, _body(response), connection.server)
             connection.reusable = not response.will_close
         if answer.status >= 500:
             # This server may be cut off from the leader; another one may not be.
             self.leave(answer.server)
-        elif self._open < self._least:
-            # A wait that was woken has ended one: take its place before others do.
-            with contextlib.suppress(OSError):
-                self._give_back(self._connect(limit, answer.server, reusable=True))
         return answer
 
     @contextlib.contextmanager
@@ -137,7 +139,6 @@ class Http:
                 body = _body(response)
                 answers.append(Answer(response.status, response.headers, body, line.server))
                 line.reusable = not response.will_close
-        self._least = connections
         return answers
 
     def leave(self, server: int) -> None:
@@ -159,73 +160,106 @@ class Http:
 
     def _drop_idle(self) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            self._hang_up(connection)
+            dropped, self._idle, self._late = [*self._idle, *self._late], [], []
+        for connection in dropped:
+            connection.hang_up()
 
     @contextlib.contextmanager
     def _exchange(
         self, request: Request, limit: Limit, held: float
     ) -> Iterator[tuple[_Connection, HTTPResponse]]:
-        seconds = min(limit.seconds, held + self._patience)
-        attempt = Limit(time.monotonic() + seconds, limit.wake)
+        _ = limit.seconds
         # Nobody can reuse a connection after a stream: leave the idle ones to other requests.
-        connection = self._take() if held < inf else None
+        connection = self._take(request if held else None, limit) if held < inf else None
+        kept, late = connection is not None, connection is not None and connection.awaits
         server = self._server if connection is None else connection.server
-        kept = connection is not None
+        until = time.monotonic() + held + self._patience
+        gives_up = False
         try:
             if connection is None:
-                connection = self._connect(attempt, server)
-            connection.begin(attempt)
-            method, target, headers, body = request
-            connection.http.request(method, target, body, dict(headers))
+                connection = self._connect(limit.until(until), server)
+            until = connection.until if late else until
+            connection.begin(limit.until(until))
+            if not late:
+                connection.asked, connection.until = request if held else None, until
+                method, target, headers, body = request
+                connection.http.request(method, target, body, dict(headers))
             yield connection, connection.http.getresponse()
+        except WokenError:
+            gives_up = held < inf
+            raise
         except (OSError, HTTPException) as error:
-            cut = isinstance(error, ConnectionError | ssl.SSLEOFError)
             ended = isinstance(error, TimeoutError) and time.monotonic() >= limit.deadline
-            if kept and cut:
-                # The connection was closed while idle: that says nothing about the server.
-                self._drop_idle()
-            elif not (held and ended):
-                self.leave(server)
-            if self._tls and cut and not kept and not held and not self._closed:
-                alert = unheard_alert(*self._hosts[server], self._tls.get())
-                if alert is not None:
-                    raise alert from error
+            gives_up = ended and 0 < held < inf
+            if not (held and ended):
+                self._failed(error, server, kept, held)
             raise
         finally:
             if connection is not None:
-                self._give_back(connection)
+                self._give_back(connection, gives_up)
 
-    def _take(self) -> _Connection | None:
+    def _failed(self, error: Exception, server: int, kept: bool, held: float) -> None:
+        """Leave what has failed; raises the server's alert if that is the cause, and unheard."""
+        cut = isinstance(error, ConnectionError | ssl.SSLEOFError)
+        if kept and cut:
+            # The connection was closed while idle: that says nothing about the server.
+            self._drop_idle()
+        elif not cut or len(self._hosts) > 1:
+            # The only server may be full; if it has ended, its other connections tell it.
+            self.leave(server)
+        if self._tls and cut and not kept and not held and not self._closed:
+            alert = unheard_alert(*self._hosts[server], self._tls.get())
+            if alert is not None:
+                raise alert from error
+
+    def _take(self, request: Request | None, limit: Limit) -> _Connection | None:
+        """One over which a held request is asked already, else an idle one."""
         while True:
             with self._lock:
-                connection = self._idle.pop() if self._idle else None
-            if connection is None or not connection.ended:
-                return connection
-            # Readable while idle: the server closed it.
-            self._hang_up(connection)
+                late = (it for it in self._late if it.asked in (None, request) or it.came)
+                found = next(late, None)
+                if found is not None:
+                    self._late.remove(found)
+                elif self._idle:
+                    found = self._idle.pop()
+            if found is None:
+                return None
+            if found.awaits and (found.asked is None or found.came):
+                self._finish(found, limit)
+            elif found.came:
+                # Readable while idle: the server closed it.
+                found.hang_up()
+            else:
+                return found
 
-    def _give_back(self, connection: _Connection) -> None:
+    def _finish(self, connection: _Connection, limit: Limit) -> None:
+        """Read an answer that is older than the next request, and perhaps than the last change."""
+        connection.begin(limit.until(connection.until))
+        try:
+            response = connection.http.getresponse()
+            _body(response)
+            connection.reusable = not response.will_close
+        except (OSError, HTTPException):
+            connection.awaits = False
+        finally:
+            self._give_back(connection, given_up=True)
+
+    def _give_back(self, connection: _Connection, given_up: bool = False) -> None:
         with self._lock:
-            wanted = connection.server == self._server and len(self._idle) < _KEPT
-            if connection.reusable and wanted and not self._closed:
+            wanted = connection.server == self._server and not self._closed
+            if wanted and connection.reusable and len(self._idle) < _KEPT:
                 self._idle.append(connection)
                 return
-        self._hang_up(connection)
-
-    def _connect(self, limit: Limit, server: int, reusable: bool = False) -> _Connection:
-        context = self._tls.get() if self._tls is not None else None
-        connection = _Connection(self._hosts[server], context, limit, server)
-        connection.reusable = reusable
-        with self._lock:
-            self._open += 1
-        return connection
-
-    def _hang_up(self, connection: _Connection) -> None:
-        with self._lock:
-            self._open -= 1
+            if wanted and given_up and connection.awaits:
+                self._late.append(connection)
+                if len(self._late) <= _MOST_LATE:
+                    return
+                connection = self._late.pop(0)
         connection.hang_up()
+
+    def _connect(self, limit: Limit, server: int) -> _Connection:
+        context = self._tls.get() if self._tls is not None else None
+        return _Connection(self._hosts[server], context, limit, server)
 
 
 class Stream:
@@ -293,7 +327,13 @@ class _Connection(io.RawIOBase):
         limit: of the current request; every step ends at it.
         server: the index of its host.
         reusable: whether its request ended well, and the server keeps it open.
+        awaits: whether a request has been sent, and nothing of the answer has come.
+        asked: that request, if its answer may be held back.
+        until: when its answer is overdue, in monotonic seconds.
     """
+
+    asked: Request | None
+    until: float
 
     def __init__(
         self, host: tuple[str, int], context: ssl.SSLContext | None, limit: Limit, server: int
@@ -315,11 +355,11 @@ class _Connection(io.RawIOBase):
 
     def begin(self, limit: Limit) -> None:
         """Have the steps from now on end at this limit, and after so many bytes."""
-        self.limit, self.reusable, self._came = limit, False, 0
+        self.limit, self.reusable, self.awaits, self._read = limit, False, False, 0
 
     @property
-    def ended(self) -> bool:
-        """Whether the server closed the idle connection."""
+    def came(self) -> bool:
+        """Whether there is something to read, which is also how the server closes it."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -339,6 +379,7 @@ class _Connection(io.RawIOBase):
         rest = memoryview(request)
         while rest:
             rest = rest[self._step(select.POLLOUT, self._socket.send, rest) :]
+        self.awaits = True
         return io.BufferedReader(self)
 
     def readable(self) -> bool:
@@ -348,8 +389,9 @@ class _Connection(io.RawIOBase):
         # A server that always has more to send never has this wait.
         _ = self.limit.seconds
         came = self._step(select.POLLIN, self._socket.recv_into, buffer)
-        self._came += came
-        _refuse_beyond(self._came, _MOST)
+        self.awaits = False
+        self._read += came
+        _refuse_beyond(self._read, _MOST)
         return came
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ agent of its own, the clocks of the hosts must agree within a few seconds. The n
 reads or writes an expired run removes it, and so does the next `Client.expire` under the prefix.
 
 Limits: linearizable (consistent reads). Values up to 384,000 bytes. An agent accepts 200
-connections per address (``http_max_conns_per_client``) and a node needs up to three, so each host
+connections per address (``http_max_conns_per_client``) and a node holds three, so each host
 should use its own agent. Highly available with three or five servers, while a majority runs.
 `Client.put_many` is atomic up to 63 keys and 300,000 bytes.
 The token needs ``key_prefix "<prefix>/" { policy = "write" }``.
@@ -132,7 +132,8 @@ class Client(StoreClient):
         self._connect(lambda limit: self._query(self._mark, limit))
 
     def hold(self, callers: int) -> None:
-        self._call(lambda limit: self._transport.hold(callers, limit))
+        # One more for the wait that a caller has given up: Consul answers it later.
+        self._call(lambda limit: self._transport.hold(callers + 1, limit))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         return self._found([self._path(key) for key in keys], limit)
@@ -180,9 +181,7 @@ class Client(StoreClient):
             if item is not None:
                 return None
         while True:
-            # Consul prolongs the wait by up to a sixteenth.
-            held = min(limit.seconds, _LONGEST_PARK) * 16 / 17
-            item, after = self._query(path, limit, index=index, held=held)
+            item, after = self._query(path, limit, index=index, held=_LONGEST_PARK)
             found = Stored.parse(item.data) if item is not None else None
             if version_of(found) not in (None, version_of(seen)):
                 return found
@@ -321,7 +320,8 @@ class Client(StoreClient):
         self, path: str, limit: Limit, index: int | None = None, held: float = 0.0
     ) -> tuple[Item | None, int]:
         """A key and the index to wait from; Consul waits up to ``held`` s for a later ``index``."""
-        wait = f"{ceil(held * 1000)}ms"
+        # Consul prolongs it by up to a sixteenth.
+        wait = f"{ceil(held * 16 / 17 * 1000)}ms"
         after, kv = self._within(limit, held).kv.get(path, index=index, wait=wait)
         item = Item(path, kv["Value"] or b"", kv["ModifyIndex"]) if kv else None
         return item, max(1, int(after))

@@ -234,7 +234,8 @@ class Client(StoreClient):
 
     def hold(self, callers: int) -> None:
         def request(limit: Limit) -> None:
-            while len(self._idle) < callers:
+            # One more for the wait that a caller has given up: Redis answers it later.
+            while len(self._idle) <= callers:
                 self._keep(self._open())
                 # A server that is full takes a connection, and says so to its first request.
                 self._read(["state"], limit)
@@ -357,35 +358,32 @@ class Client(StoreClient):
             self._ids.pop(key, None)
         return None
 
-    def _begin_to_park(
-        self, key: str, after: bytes, limit: Limit, most: float = math.inf
-    ) -> _Parked:
+    def _begin_to_park(self, key: str, after: bytes, limit: Limit) -> _Parked:
         """Send a request that is answered once the key has an id after this one, or in the end."""
-        seconds = min(most, _LONGEST_PARK)
-        # Never 0, which blocks forever.
-        stream, block = self._stream(key), max(1, math.ceil(seconds * 1000))
+        stream, block = self._stream(key), math.ceil(_LONGEST_PARK * 1000)
         park = _packed(("XREAD", "BLOCK", block, "STREAMS", stream, after))
         line, epoch = self._take(limit), self._epoch
         try:
             # One round trip: the look puts a newer value into the stream, where XREAD finds it.
             look = ("EVALSHA", DIGESTS["look"], 2, self._hash, stream, key, after)
             line.send_packed_command([_packed(look) + park], check_health=False)
-            self._await_answer(line, limit.wake)
-            _refuse_earlier(after, line.read_response())
         except BaseException as error:
             self._failed(line, error, late=True)
             raise
-        return _Parked(line, after, epoch, time.monotonic() + seconds + self.timeout)
+        return _Parked(line, after, epoch, time.monotonic() + _LONGEST_PARK + self.timeout)
 
     def _goes_on(self, parked: _Parked, after: bytes) -> bool:
         """Whether a wait may go on with it; else its connection is free for others, or closed."""
         line = parked.line
         try:
-            if line.can_read(timeout=0):
+            while line.can_read(timeout=0):
                 # Older than this wait, and perhaps not the last change.
-                line.read_response()
-                self._keep(line)
-                return False
+                looked, parked.looked = parked.looked, True
+                answer = line.read_response()
+                if looked:
+                    self._keep(line)
+                    return False
+                _refuse_earlier(parked.after, answer)
         except BaseException as error:
             self._failed(line, error, late=True)
             raise
@@ -398,6 +396,10 @@ class Client(StoreClient):
         """The server's answer; empty: no change yet, and another wait may go on."""
         line = parked.line
         try:
+            if not parked.looked:
+                self._await_answer(line, limit.wake)
+                parked.looked = True
+                _refuse_earlier(parked.after, line.read_response())
             # It may have come with the one before it.
             ready = line.can_read(timeout=0)
             while not ready:
@@ -415,7 +417,8 @@ class Client(StoreClient):
                     line.disconnect()
                     return []
             answer = line.read_response()
-        except WokenError:
+        except (WokenError, errors.NoScriptError):
+            # Its second answer is still to come.
             self._keep_parked(key, parked)
             raise
         except BaseException as error:
@@ -783,12 +786,14 @@ class _Parked(msgspec.Struct):
         after: the id of the key that its client knows.
         epoch: of the run's hash when it began to wait; another hash knows nothing of it.
         until: on the monotonic clock; the server answers by then.
+        looked: whether the answer to the look before it has come.
     """
 
     line: Any
     after: bytes
     epoch: bytes | None
     until: float
+    looked: bool = False
 
 
 def _packed(command: tuple[Any, ...]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +67,7 @@ def answered(client: KeyValueClient, other: KeyValueClient, redis_admin: Any) ->
 
 def begun_to_wait(client: KeyValueClient, other: KeyValueClient, redis_admin: Any) -> Version:
     """The version of a key for whose next one a wait of this client has begun, and ended."""
-    # A server that has never seen the script of a wait costs a connection.
+    # The server has never seen the script of a wait.
     loading = Background(lambda: client.wait("script", None, 30))
     other.put("script", b"")
     assert loading.result(SLACK) is not None
@@ -111,6 +112,45 @@ def test_a_wait_that_is_interrupted_costs_no_connection(
     assert not waiter.done(A_BEAT)
     other.put("key", b"two")
     assert present(waiter.result(SLACK)).value == b"two"
+
+
+def test_a_wait_that_is_interrupted_while_it_looks_costs_no_connection(
+    redis_server: RunningStore, run_id: str, other: KeyValueClient, redis_admin: Any
+) -> None:
+    with (
+        Proxy(redis_server.address) as proxy,
+        closing(redis_server.open(run_id, address=proxy.address)) as client,
+    ):
+        client.put("key", b"one")
+        known = present(client.get("key")).version
+        # Now the server knows the script.
+        assert other.wait("key", known, A_BEAT) is None
+        for it in (client, other):
+            it.hold(2)
+        before = connected(redis_admin)
+        proxy.hold()
+        waiter = Background(lambda: client.wait("key", known, 30))
+        assert not waiter.done(A_BEAT)
+        client.interrupt()
+        assert waiter.result(SLACK) is None
+        proxy.release()
+        waiter = Background(lambda: client.wait("key", known, 30))
+        other.put("key", b"two")
+        assert present(waiter.result(SLACK)).value == b"two"
+        client.hold(2)
+        assert connected(redis_admin) == before
+
+
+def test_a_script_that_the_server_does_not_know_costs_no_connection(
+    client: KeyValueClient, redis_admin: Any
+) -> None:
+    known = client.put("key", b"one")
+    client.hold(2)
+    before = connected(redis_admin)
+    redis_admin.script_flush()
+    assert client.wait("key", known, A_BEAT) is None
+    client.put("key", b"two")
+    assert connected(redis_admin) == before
 
 
 def test_a_wait_does_not_answer_for_another_version(

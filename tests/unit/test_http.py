@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from email.message import Message
 from email.utils import formatdate
 from http.client import HTTPException
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from rdzv_plugins.kv.base import Limit, Wake, WokenError
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Http, Request, time_of
+from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 
 Serve = Callable[[socket.socket], None]
@@ -196,6 +198,59 @@ def test_a_connection_is_kept_until_the_server_closes_it() -> None:
         time.sleep(0.1)
         assert http.ask(ASK, within(5)).body == b"ok"
         assert len(lines) == 2
+        http.close()
+
+
+def test_a_held_request_that_is_given_up_goes_on(wake: Wake) -> None:
+    asked: list[bytes] = []
+    lines: set[socket.socket] = set()
+    answers: SimpleQueue[bytes] = SimpleQueue()
+
+    def hold_back(line: socket.socket) -> None:
+        while request := line.recv(65536):
+            lines.add(line)
+            asked.append(request.split()[1])
+            line.sendall(ANSWER[:-2] + answers.get())
+
+    def give_up(target: str) -> None:
+        with pytest.raises(WokenError):
+            http.ask(Request("GET", target, {}), within(30, wake), held=20)
+
+    with serving(hold_back) as host:
+        http = Http([host], None, 5)
+        waiting = Background(lambda: give_up("/a"))
+        assert until(lambda: bool(asked), 5)
+        wake.ring()
+        waiting.result(5)
+        wake.clear()
+        with pytest.raises(TimeoutError):
+            http.ask(Request("GET", "/a", {}), within(0.1), held=20)
+        answers.put(b"no")
+        (line,) = http._late
+        assert until(lambda: line.came, 5)
+        # It came before this one was asked, which another answers, over the same connection.
+        answers.put(b"ok")
+        assert http.ask(ASK, within(5)).body == b"ok"
+        assert asked == [b"/a", b"/"]
+        assert len(lines) == 1
+        http.close()
+
+
+def test_the_only_server_keeps_its_connections_where_it_takes_no_more() -> None:
+    lines: list[socket.socket] = []
+
+    def serve_two(line: socket.socket) -> None:
+        lines.append(line)
+        if len(lines) <= 2:
+            answer(line)
+
+    with serving(serve_two) as host:
+        http = Http([host], None, 5)
+        http.hold(ASK, 2, within(5))
+        with pytest.raises(ConnectionError), http.stream(ASK, within(5)):
+            pass
+        http.hold(ASK, 2, within(5))
+        assert len(lines) == 3
         http.close()
 
 
