@@ -209,22 +209,36 @@ class Look(_Attempt):
             request = Read(self._generation, [*self._wanted])
         return [(member, request) for member in range(self._proposer.size)]
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether a majority has answered, be it that its members do not agree."""
+        return len(self._answers) >= self._proposer.majority
+
     def hear(self, member: int, answer: Answer, now: float) -> Sent:
         """Count a member's answer; there is nothing to send after it."""
         if self.outcome is None and isinstance(answer, Found):
             self._answers[member] = answer
-            if len(self._answers) == self._proposer.majority:
+            if self.is_enough:
                 self._compare()
+                everybody = len(self._answers) + len(self._failed) == self._proposer.size
+                if everybody or not self.unsettled:
+                    self.outcome = Outcome.DONE
         elif self.outcome is None:
             self._refused(member, answer)
         return []
 
+    def end(self) -> None:
+        """Wait for no more answers than there are."""
+        if self.outcome is None and self.is_enough:
+            self.outcome = Outcome.DONE
+
     def _compare(self) -> None:
         answers = [it.held for it in self._answers.values()]
+        self.held, self.unsettled = {}, []
         for key in {key: None for it in answers for key in it}:
             same = [it.get(key, Held()) for it in answers]
-            if len({it.accepted for it in same}) > 1:
-                self.unsettled.append(key)
+            ballot, number = Counter(it.accepted for it in same).most_common(1)[0]
+            if number >= self._proposer.majority:
+                self.held[key] = next(it for it in same if it.accepted == ballot)
             else:
-                self.held[key] = same[0]
-        self.outcome = Outcome.DONE
+                self.unsettled.append(key)

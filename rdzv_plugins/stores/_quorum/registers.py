@@ -36,6 +36,8 @@ _MOST_BYTES = 256 << 20
 _ATTEMPT_SECONDS = 0.1, 2.0
 # How long a connection may take; and between two dials of one that failed, longer each time.
 _DIAL_SECONDS = 1.0
+# How long a reader waits for more than a majority where that does not agree.
+_MORE_SECONDS = 0.02
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 _REACHED, _GONE = 0, -1
@@ -90,7 +92,7 @@ class Registers:
         return self._attempt(lambda: Changing(self._proposer, key, change), limit).after
 
     def watch(self, key: str, held: Held, limit: Limit) -> None:
-        """Return once a member holds something newer, or too few members watch."""
+        """Return once a majority holds something newer, or no majority watches."""
         watch = Watch(self._proposer.generation, key, held.accepted)
         self._with_links(lambda links: links.watch(watch, limit))
 
@@ -187,7 +189,9 @@ class _Links:
     def carry_out(self, attempt: Changing | Look, limit: Limit, until: float) -> None:
         """Ask all members, those too that are reached meanwhile, until a majority has answered."""
         numbers, late = self.ask(attempt.begin())
-        while attempt.outcome is None and time.monotonic() < until:
+        while attempt.outcome is None and (now := time.monotonic()) < until:
+            if isinstance(attempt, Look) and attempt.is_enough:
+                until = min(until, now + _MORE_SECONDS)
             try:
                 got = self.poll(limit, until)
             except TimeoutError:
@@ -206,16 +210,18 @@ class _Links:
                 more, unsent = self.ask(sent)
                 numbers |= more
                 late |= unsent
+        if isinstance(attempt, Look):
+            attempt.end()
 
     def watch(self, watch: Watch, limit: Limit) -> None:
         """See `Registers.watch`."""
         size = len(self._places)
         numbers, late = self.ask([(member, watch) for member in range(size)])
-        lost = len(late)
-        while 2 * lost < size:
+        # At the first member that holds it, a change is under way, which all would look at.
+        lost, newer = len(late), 0
+        while 2 * lost < size and 2 * newer < size:
             for _, number, answer in self.poll(limit, limit.deadline):
-                if number in numbers and isinstance(answer, Found):
-                    return
+                newer += number in numbers and isinstance(answer, Found)
                 lost += number == _GONE or (number in numbers and isinstance(answer, Refused))
 
     def up(self, proposer: Proposer, limit: Limit) -> int:
