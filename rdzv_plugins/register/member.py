@@ -127,7 +127,7 @@ class Member:
         if now >= self._status_at:
             self._status_at = now + STATUS_SECONDS
             sent += self._statuses()
-        if self.takes_part:
+        if self.takes_part and not self._is_left_behind(now):
             if now >= self._sweep_at:
                 self._sweep_at = now + self.sweep_seconds
                 sent += self._sweep()
@@ -196,6 +196,13 @@ class Member:
         """Whether enough others take part in one generation for a recovery by copies."""
         generations = {theirs for theirs, _ in self._heard.values()} - {NEVER}
         return any(len(self._at_work(it, now)) >= self._majority for it in generations)
+
+    def _is_left_behind(self, now: float) -> bool:
+        """Whether there is a later generation, and no majority at work in this member's own."""
+        later = any(
+            self._at_work(it, now) for it, _ in self._heard.values() if it > self.generation
+        )
+        return later and len(self.up(now)) < self._majority
 
     def _is_in(self, generation: Generation) -> bool:
         return self.takes_part and self.generation == generation

@@ -156,6 +156,18 @@ def test_where_too_few_remember_a_new_generation_begins_with_what_is_known(site:
     assert all(it.takes_part for it in site.members)
 
 
+def test_two_members_that_work_in_different_generations_agree_on_a_new_one(site: Site) -> None:
+    """One was away while the others began a generation; then one of these ends."""
+    site.away = {0}
+    site.restart(1)
+    site.run(4)
+    assert site.members[1].generation > site.members[0].generation
+    site.away = {2}
+    site.run(2)
+    assert site.members[0].generation == site.members[1].generation
+    assert site.members[0].up(site.now) == {0, 1}
+
+
 def test_a_member_that_reaches_a_majority_refuses_another_generation(site: Site) -> None:
     later = site.generation[0] + 100, 2
     assert site.members[0].hear(2, Propose(1, later), site.now) == []

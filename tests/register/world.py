@@ -70,6 +70,7 @@ class World:
         self.members: dict[int, Member] = {}
         self.lives = dict.fromkeys(range(self.size), 0)
         self.stopped: set[int] = set()
+        self.gone: set[int] = set()
         self.blocked: set[tuple[object, object]] = set()
         self.quiet = False
         self.values = 0
@@ -92,17 +93,21 @@ class World:
         self.kernel.run(self.seconds)
         self.quiet = True
         self.blocked.clear()
+        # A majority is enough: in half of the plays the others end for good.
+        dice = random.Random(self.seed)
+        self.gone = {*dice.sample(range(self.size), dice.choice((0, self.size // 2)))}
         for member in range(self.size):
             self.resume(member)
-            if member not in self.members:
-                self.start(member)
+            if member in self.gone:
+                self.end(member)
+            self.start(member)
         self.loss, self.slow = 0.0, 0.001
         self.kernel.run(self.seconds + 8)
 
     # Members.
 
     def start(self, member: int) -> None:
-        if member in self.members:
+        if member in self.members or member in self.gone:
             return
         self.lives[member] += 1
         # By the wall clock of the host, which is set back sometimes.
