@@ -107,7 +107,7 @@ class Acceptor:
             # A member that promised has lost its memory since, and may have copied this one's.
             return Refused(self.generation)
         self.learn(quorum)
-        if ballot < (register.promised if quorum else register.accepted):
+        if ballot < (register.promised if quorum else max(register.accepted, self._floor)):
             return Refused(self.generation, register.promised)
         growth = len(request.held.value or b"") - len(register.value or b"")
         if growth > max(0, self._left):
@@ -153,12 +153,14 @@ class Acceptor:
         }
 
     def agreed_empty(self, asked: dict[str, Ballot]) -> dict[str, Ballot]:
-        """Those of a peer's empty registers of which this member holds nothing older."""
-        return {
+        """Those of a peer's empty registers of which this member will hold nothing older."""
+        unknown = {key: ballot for key, ballot in asked.items() if key not in self._registers}
+        # A late request must not bring such a register into being.
+        self._floor = max([self._floor, *unknown.values()])
+        return unknown | {
             key: ballot
             for key, ballot in asked.items()
-            if (it := self._registers.get(key)) is None
-            or (it.value is None and it.accepted == ballot)
+            if (it := self._registers.get(key)) and it.value is None and it.accepted == ballot
         }
 
     def drop(self, empty: dict[str, Ballot]) -> None:

@@ -212,6 +212,28 @@ def test_a_register_that_is_empty_everywhere_is_forgotten(site: Site) -> None:
     assert site.prepare(15, 0, 1, 2) == {}
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_nothing_late_brings_a_forgotten_register_back(site: Site, told: bool) -> None:
+    """A client stands still before its message to the third member."""
+    first = (0, 1) if told else (0,)
+    quorum = site.prepare(10, *first)
+    if told:
+        assert all(isinstance(site.accept(10, quorum, it), Accepted) for it in quorum)
+    empties = site.prepare(20, 0, 1, 2) if told else site.prepare(20, 0, 1)
+    for member in empties:
+        site.ask(member, Accept(site.generation, "key", Held((20, 1), None), empties))
+    site.run(15)
+    assert {site.held(member) for member in range(3)} == {NEVER}
+    if told:
+        # Somebody has looked at the register since.
+        assert len(site.prepare(30, 0, 1, 2)) == 3
+        site.accept(10, {}, 2)
+    else:
+        assert site.prepare(10, 2) == {}
+        site.accept(10, quorum | {2: 1}, 2)
+    assert site.held(2) == NEVER
+
+
 def test_a_register_that_one_member_still_holds_is_not_forgotten(site: Site) -> None:
     assert isinstance(site.accept(10, site.prepare(10, 2), 2), Accepted)
     quorum = site.prepare(20, 0, 1)
