@@ -145,12 +145,8 @@ class Acceptor:
         self.takes_part = True
 
     def empty(self) -> dict[str, Ballot]:
-        """The registers that were emptied and have no later promise, with their ballots."""
-        return {
-            key: it.accepted
-            for key, it in self._registers.items()
-            if it.value is None and it.promised == it.accepted != NEVER
-        }
+        """The registers that hold no value, with the ballots under which they were emptied."""
+        return {key: it.accepted for key, it in self._registers.items() if it.value is None}
 
     def agreed_empty(self, asked: dict[str, Ballot]) -> dict[str, Ballot]:
         """Those of a peer's empty registers of which this member will hold nothing older."""
@@ -168,9 +164,8 @@ class Acceptor:
         still = self.empty()
         for key, ballot in empty.items():
             if still.get(key) == ballot:
-                del self._registers[key]
                 self._left += _REGISTER_BYTES + len(key)
-                self._floor = max(self._floor, ballot)
+                self._floor = max(self._floor, self._registers.pop(key).promised)
 
 
 def _held(register: _Register, now: float) -> Held:

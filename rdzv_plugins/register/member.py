@@ -43,7 +43,7 @@ _SILENCE_SECONDS = 4 * STATUS_SECONDS
 # Between two requests for copies.
 _ASK_SECONDS = 0.1
 # Between two proposals; longer each time, so that one of several comes to its end.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 3.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 0.5
 
 Sent = list[tuple[int, PeerMessage]]
 """Messages to other members, each with its addressee."""

@@ -34,4 +34,4 @@ def test_every_history_is_linearizable_and_the_members_recover() -> None:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_checker_finds(mutant: str) -> None:
     with broken(mutant):
-        assert any(faults(play(seed)) for seed in range(40))
+        assert any(faults(play(seed)) for seed in range(200))
