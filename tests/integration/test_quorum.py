@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.servers import ServerProcess
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores._quorum.attending import look_at
+from rdzv_plugins.stores._quorum.wire import identify
 from rdzv_plugins.stores.quorum import Client, Members, Options
 from rdzv_plugins.testing import KeyValueConformance, Store, TorchConformance
 from rdzv_plugins.testing.harness import present, until
@@ -699,12 +701,16 @@ def test_members_that_are_away_are_counted(served: RunningStore, run_id: str) ->
 
 
 def test_strangers_and_nonsense_do_a_member_no_harm(served: RunningStore, run_id: str) -> None:
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"\0\0\0\1\xc1"):
+    nested = b"\x95\x01\xa0\x00\xc4\x00".ljust(1024, b"\x91")
+    undecodable = b"\x94\x01\xa2\xff\xff\x00\xc4\x00"
+    frames = [struct.pack(">I", len(it)) + it for it in (b"\xc1", nested, undecodable)]
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, *frames):
         with socket.create_connection(("127.0.0.10", nodes(served)[0].port)) as stranger:
             stranger.sendall(said)
             stranger.settimeout(10)
             if said:
                 stranger.recv(4096)  # Its greeting.
                 assert stranger.recv(1) == b"", f"it went on after {said[:8]!r}"
+        assert identify("127.0.0.10", nodes(served)[0].port, "local", b"", 10) in range(3)
     with contextlib.closing(served.open(run_id)) as client:
         client.put("key", b"value")

@@ -58,7 +58,10 @@ class SecretError(Exception):
     """The other side does not know this secret, or refuses what this side says of it."""
 
 
-BREAKS = OSError, msgspec.MsgspecError, OtherClusterError, SecretError
+# What `msgspec` raises for a frame that somebody else made.
+_NONSENSE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
+
+BREAKS = OSError, *_NONSENSE, OtherClusterError, SecretError
 """What ends a connection: it broke, or the other side is not of this cluster."""
 
 
@@ -213,7 +216,7 @@ def identify(host: str, port: int, cluster: str, secret: bytes, seconds: float) 
             try:
                 for _ in wire.receive():
                     pass
-            except (ConnectionError, msgspec.MsgspecError):
+            except (ConnectionError, *_NONSENSE):
                 raise ValueError("it is another program") from None
         return wire.peer
 
