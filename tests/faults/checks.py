@@ -222,7 +222,9 @@ def causes(notes: Sequence[Note], episodes: Sequence[Episode]) -> Iterator[str]:
             for part in cause.split("; "):
                 if not _BLAMES.match(part):
                     continue
-                if others := {*_LABEL.findall(part)} - {*episode.targets}:
+                # Behind it stands who has found it.
+                whom = part.partition(", as ")[0]
+                if others := {*_LABEL.findall(whom)} - {*episode.targets}:
                     struck = ", ".join(episode.targets)
                     yield f"{episode.fault} of {struck}: blames {', '.join(sorted(others))}: {part}"
 

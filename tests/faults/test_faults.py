@@ -101,6 +101,9 @@ def test_two_worlds_are_found_and_are_allowed_while_a_cut_lasts() -> None:
 def test_a_wrong_cause_is_found() -> None:
     assert [*checks.causes(GOOD, [episode()])] == []
     assert len([*checks.causes(GOOD, [episode(restarts=False)])]) == 1
+    told = "lost 10.1.0.2[7]: its process is gone, as 10.1.0.3[9] found"
+    found = [*world(1, 0.0, 0, 25), *world(2, 30.0, 20, 25, told)]
+    assert [*checks.causes(found, [episode()])] == []
     unnamed, blamed = checks.causes(
         GOOD, [episode(targets=(NODES[2],), names=(r"lost .*10\.1\.0\.3",))]
     )
