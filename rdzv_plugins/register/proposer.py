@@ -118,6 +118,7 @@ class Changing(_Attempt):
     """An attempt to change a register.
 
     Attributes:
+        ballot: of this attempt.
         before, after: the value that the change was given, and what it made of it. If ``outcome``
             is DONE, ``after`` is what the register held then. Otherwise it may yet come to hold it.
     """
@@ -125,7 +126,7 @@ class Changing(_Attempt):
     def __init__(self, proposer: Proposer, key: str, change: Change) -> None:
         super().__init__(proposer)
         self._key, self._change = key, change
-        self._ballot = proposer.ballot()
+        self.ballot = proposer.ballot()
         self._promises: dict[int, Promised] = {}
         self._accepted: set[int] = set()
         self._sent_at: float | None = None
@@ -134,7 +135,7 @@ class Changing(_Attempt):
 
     def begin(self) -> Sent:
         """Ask all members for a promise."""
-        prepare = Prepare(self._generation, self._key, self._ballot)
+        prepare = Prepare(self._generation, self._key, self.ballot)
         return [(member, prepare) for member in range(self._proposer.size)]
 
     def gone(self, member: int) -> None:
@@ -171,7 +172,7 @@ class Changing(_Attempt):
             return []
         self._sent_at, self.is_doubtful = now, True
         age = self.before.age if self.after == self.before.value else 0.0
-        held = Held(self._ballot, self.after, age)
+        held = Held(self.ballot, self.after, age)
         quorum = {member: it.incarnation for member, it in self._promises.items()}
         self._request = Accept(self._generation, self._key, held, quorum)
         return [(member, self._request) for member in quorum]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import closing
 
+from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.servers.process import HOST, Kind, ServerProcess
-from rdzv_plugins.stores._quorum.wire import OtherClusterError, SecretError, identify
+from rdzv_plugins.stores._quorum.registers import Registers
+from rdzv_plugins.stores._quorum.wire import identify
 
 __all__ = ["Quorum"]
 
@@ -26,11 +30,11 @@ class Quorum(Kind):
         return [sys.executable, "-m", member, _CLUSTER, own, *self._places(nodes)]
 
     def ready(self, node: ServerProcess) -> bool:
-        try:
-            identify(_HOST, node.port, _CLUSTER, b"", 0.5)
-            return True
-        except (OtherClusterError, SecretError):
-            return False
+        identify(_HOST, node.port, _CLUSTER, b"", 0.5)
+        places = [[(_HOST, it.port)] for it in sorted(node.peers, key=lambda it: it.port)]
+        with closing(Registers(places, _CLUSTER, b"")) as registers:
+            registers.read([], Limit(time.monotonic() + 1.0))
+        return True
 
     def endpoint(self, nodes: Sequence[ServerProcess]) -> str:
         return ",".join(self._places(nodes))

@@ -60,6 +60,8 @@ _PATIENCE = 0.3
 
 # A value replaced by `_replace` is known for so many replacements more, by the bytes of its stamp.
 _STAMP, _EARLIER = STAMP_BYTES - 1, 16
+# A value begins with the number of these stamps, or with this where `_put` wrote it.
+_PUT = b"\x80"
 
 T = TypeVar("T")
 
@@ -299,8 +301,8 @@ class Client(StoreClient):
         return now == data or data[:_STAMP] in earlier
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        puts = {key: partial(_put, _after(None, data)) for key, data in values.items()}
-        self._change(puts, limit)
+        puts = {key: partial(_put, _PUT + data) for key, data in values.items()}
+        self._change(puts, limit, lambda value: value.startswith(_PUT))
 
     def _delete(self, keys: Iterable[str], limit: Limit) -> None:
         self._change(dict.fromkeys(keys, partial(_put, None)), limit)
@@ -377,11 +379,16 @@ class Client(StoreClient):
             else:
                 self._epoch = mark.epoch
 
-    def _change(self, changes: Mapping[str, Change], limit: Limit) -> list[bytes | None]:
+    def _change(
+        self,
+        changes: Mapping[str, Change],
+        limit: Limit,
+        is_put: Callable[[bytes], bool] | None = None,
+    ) -> list[bytes | None]:
         """Change registers of this epoch, in order; returns what they hold then."""
         self._in_epoch(lambda: (None, self._marked(limit)), limit)
         keys = {self._key(key): change for key, change in changes.items()}
-        return [self._registers.change(key, change, limit) for key, change in keys.items()]
+        return [self._registers.change(key, it, limit, is_put) for key, it in keys.items()]
 
     def _empty(self, epoch: str, limit: Limit) -> None:
         """Delete the keys of an epoch that is over; nobody else would."""
@@ -397,7 +404,7 @@ def _after(value: bytes | None, data: bytes) -> bytes:
 
 
 def _split(value: bytes) -> tuple[list[bytes], bytes]:
-    end = 1 + (value[0] if value else 0) * _STAMP
+    end = 1 + (value[0] % _PUT[0] if value else 0) * _STAMP
     return [value[i : i + _STAMP] for i in range(1, end, _STAMP)], value[end:]
 
 

@@ -669,12 +669,12 @@ def test_a_majority_that_came_back_without_memory_begins_anew(
         for node in (first, second):
             node.kill()
         first.start()
-        client.put("other", b"value")
         # The member that lives remembers.
         assert present(client.get("key")).value == b"value"
         for node in (first, third):
             node.kill()
-            node.start()
+        for node in (first, third):
+            node.launch()
         assert client.list("") == {}
 
 

@@ -267,8 +267,8 @@ class World:
         operation.ended = self.kernel.now
         operation.generation = attempt._generation
         wrote = attempt._sent_at is not None
-        operation.ballot = attempt._ballot if wrote else attempt.before.accepted
-        operation.wrote = wrote and self.is_first(operation.key, attempt._ballot)
+        operation.ballot = attempt.ballot if wrote else attempt.before.accepted
+        operation.wrote = wrote and self.is_first(operation.key, attempt.ballot)
         seen[operation.key] = attempt.after
 
     def look(self, proposer: Proposer, wanted: Any, seen: Any) -> Generator[Any, Any, None]:
@@ -298,10 +298,10 @@ class World:
         key, before = attempt._key, attempt.before
         origin = self.writes.get((key, before.accepted))
         if attempt.after == before.value and origin is not None:
-            self.writes[key, attempt._ballot] = origin
+            self.writes[key, attempt.ballot] = origin
         else:
             empties = attempt.after is None
-            self.writes[key, attempt._ballot] = Write(attempt._ballot, before.accepted, empties)
+            self.writes[key, attempt.ballot] = Write(attempt.ballot, before.accepted, empties)
 
     def is_first(self, key: str, ballot: Ballot) -> bool:
         return self.writes[key, ballot].first == ballot

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rdzv_plugins.kv.base import Limit, WokenError
-from rdzv_plugins.kv.retry import pause_after
-from rdzv_plugins.register.messages import Answer, Found, Held, Read, Refused, Watch
+from rdzv_plugins.register.messages import NEVER, Answer, Found, Held, Read, Refused, Watch
 from rdzv_plugins.register.proposer import Change, Changing, Look, Outcome, Proposer, keep
 from rdzv_plugins.stores._quorum.wire import (
     BREAKS,
@@ -38,7 +37,12 @@ _ATTEMPT_SECONDS = 0.1, 2.0
 _DIAL_SECONDS = 1.0
 # How long a reader waits for more than a majority where that does not agree.
 _MORE_SECONDS = 0.02
+# So often it looks at what is under way, before it settles that itself.
+_LOOKS = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+
+# Between two attempts at random: up to this, doubled so often.
+_FIRST_BACKOFF, _DOUBLINGS = 0.002, 5
 
 _REACHED, _GONE = 0, -1
 
@@ -78,18 +82,53 @@ class Registers:
 
     def read(self, wanted: Sequence[str] | str, limit: Limit) -> dict[str, Held]:
         """The registers of these keys, or under this prefix, that are not empty; linearizable."""
-        for _ in range(3):
-            look = self._attempt(lambda: Look(self._proposer, wanted), limit)
-            if not look.unsettled:
+        found: dict[str, Held] = {}
+        for _ in range(_LOOKS):
+            look = self._attempt(partial(Look, self._proposer, wanted), limit)
+            found |= look.held
+            if not (wanted := look.unsettled):
                 break
         for key in look.unsettled:
             settled = self._attempt(partial(Changing, self._proposer, key, keep), limit)
-            look.held[key] = Held(settled.before.accepted, settled.after, settled.before.age)
-        return {key: held for key, held in look.held.items() if held.value is not None}
+            found[key] = Held(settled.before.accepted, settled.after, settled.before.age)
+        return {key: held for key, held in found.items() if held.value is not None}
 
-    def change(self, key: str, change: Change, limit: Limit) -> bytes | None:
-        """Change a register; returns what it holds then."""
-        return self._attempt(lambda: Changing(self._proposer, key, change), limit).after
+    def change(
+        self, key: str, change: Change, limit: Limit, is_put: Callable[[bytes], bool] | None = None
+    ) -> bytes | None:
+        """Change a register; returns what it holds then.
+
+        Args:
+            is_put: whether a value was written whatever the register held. Then so is this one, and
+                one that such a value followed need not be written: nobody could tell.
+        """
+        return self._with_links(lambda links: self._change(links, key, change, limit, is_put))
+
+    def _change(
+        self,
+        links: _Links,
+        key: str,
+        change: Change,
+        limit: Limit,
+        is_put: Callable[[bytes], bool] | None,
+    ) -> bytes | None:
+        tries, first, ours = _Tries(limit), None, NEVER
+        while True:
+            attempt = tries.make(links, Changing(self._proposer, key, change))
+            if attempt.outcome is Outcome.DONE:
+                return attempt.after
+            if attempt.is_doubtful:
+                ours = attempt.ballot
+            # Many who attempt it at once thwart each other; reading thwarts nobody.
+            look = tries.make(links, Look(self._proposer, [key]))
+            if look.outcome is Outcome.DONE and not look.unsettled:
+                held = look.held.get(key, Held())
+                first = held.accepted if first is None else first
+                value = held.value
+                followed = is_put and value and held.accepted > first and is_put(value)
+                if held.accepted >= ours and (followed or change(value) == value):
+                    return value
+            tries.pause()
 
     def watch(self, key: str, held: Held, limit: Limit) -> None:
         """Return once a majority holds something newer, or no majority watches."""
@@ -111,7 +150,13 @@ class Registers:
             self._idle.pop().close()
 
     def _attempt(self, make: Callable[[], A], limit: Limit) -> A:
-        return self._with_links(lambda links: _attempts(links, make, limit))
+        def attempts(links: _Links) -> A:
+            tries = _Tries(limit)
+            while (attempt := tries.make(links, make())).outcome is not Outcome.DONE:
+                tries.pause()
+            return attempt
+
+        return self._with_links(attempts)
 
     def _with_links(self, request: Callable[[_Links], T]) -> T:
         try:
@@ -319,23 +364,26 @@ class _Links:
         return [(member, _GONE, None) for member in gone]
 
 
-def _attempts(links: _Links, make: Callable[[], A], limit: Limit) -> A:
-    """Attempt it until it is done."""
-    failures, doubtful = 0, False
-    seconds, longest = _ATTEMPT_SECONDS
-    while True:
-        attempt = make()
-        links.carry_out(attempt, limit, time.monotonic() + seconds)
-        if attempt.outcome is Outcome.DONE:
-            return attempt
+class _Tries:
+    """The attempts at one request."""
+
+    def __init__(self, limit: Limit) -> None:
+        self._limit = limit
+        self._seconds, self._longest = _ATTEMPT_SECONDS
+        self._failures = 0
+
+    def make(self, links: _Links, attempt: A) -> A:
+        """Make an attempt; raises `FullError`."""
+        links.carry_out(attempt, self._limit, time.monotonic() + self._seconds)
         if attempt.outcome is Outcome.FULL:
             raise FullError
         if attempt.outcome is None:
-            seconds = min(longest, 2 * seconds)
-        # What others do with a value that may be accepted has to be seen before they go far.
-        doubtful = doubtful or attempt.is_doubtful
+            self._seconds = min(self._longest, 2 * self._seconds)
+        return attempt
+
+    def pause(self) -> None:
         # A member that has just said its generation is asked again at once.
-        if failures:
-            longest_pause = 0.001 if doubtful else pause_after(failures - 1)
-            limit.sleep(min(limit.seconds, random.uniform(0, longest_pause)))
-        failures += 1
+        if self._failures:
+            longest = _FIRST_BACKOFF * 2.0 ** min(self._failures, _DOUBLINGS)
+            self._limit.sleep(min(self._limit.seconds, random.uniform(0, longest)))
+        self._failures += 1

@@ -51,7 +51,7 @@ _LOOK_SECONDS, _DIAL_SECONDS = 0.1, 1.0
 # A peer's copy holds all registers.
 _MOST_FROM_PEER = 2 * MOST_BYTES
 _MOST_FROM_CLIENT = 4 << 20
-_MOST_CONNECTIONS = 20_000
+_MOST_CONNECTIONS, _BACKLOG = 20_000, 4096
 # A client with more unsent bytes does not read: its connection ends.
 _MOST_UNSENT = 64 << 20
 # How long a connection may take to prove the secret.
@@ -106,6 +106,7 @@ class MemberThread(threading.Thread):
         self._ending = threading.Event()
         self._waker, self._woken = socket.socketpair()
         listener.setblocking(False)
+        listener.listen(_BACKLOG)
         self._poll.register(listener, selectors.EVENT_READ, None)
         self._poll.register(self._woken, selectors.EVENT_READ, None)
         _threads.add(self)
