@@ -44,7 +44,7 @@ from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.register.messages import Held
 from rdzv_plugins.register.proposer import Change
 from rdzv_plugins.run_ids import RESERVED
-from rdzv_plugins.stores._quorum.registers import FullError, Registers
+from rdzv_plugins.stores._quorum.registers import FullError, NoMajorityError, Registers
 from rdzv_plugins.stores._quorum.wire import OtherClusterError, SecretError
 
 __all__ = ["Client", "Members", "Options"]
@@ -290,15 +290,22 @@ class Client(StoreClient):
         return {key[cut:]: _stored(held) for key, held in found.items()}
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        before = seen.guard if seen is not None else None
+        before, tries = seen.guard if seen is not None else None, 0
 
         def change(value: bytes | None) -> bytes | None:
+            nonlocal tries
+            tries += value == before
             return _after(value, data) if value == before else value
 
         (held,) = self._change({key: change}, limit)
         earlier, now = _split(held or b"")
         # Another client may have settled this value and replaced it before this one was told.
-        return now == data or data[:_STAMP] in earlier
+        known = {now[:_STAMP], *earlier}
+        if data[:_STAMP] in known:
+            return True
+        if tries and len(earlier) == _EARLIER and _split(before or b"")[1][:_STAMP] not in known:
+            raise NoMajorityError("others replaced the value too often to tell what became of it")
+        return False
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         puts = {key: partial(_put, _PUT + data) for key, data in values.items()}

@@ -26,6 +26,9 @@ from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.kv.contract import Attendance
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.protocol.documents import Phase
+from rdzv_plugins.register.member import ACCEPT_SECONDS
+from rdzv_plugins.register.messages import Accepted, Answer
+from rdzv_plugins.register.proposer import Changing, Outcome
 from rdzv_plugins.servers import ServerProcess
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores._quorum.attending import look_at
@@ -655,6 +658,36 @@ def test_nobody_waits_for_a_member_that_is_killed_or_stopped(
             # The next one is killed only once this one has recovered.
             assert until(lambda: all(it.mark is Mark.OK for it in client.inspect()), 10)
         assert client.get("before") == entry
+
+
+@pytest.mark.parametrize("others", [3, 40])
+def test_nothing_is_counted_twice_by_a_client_that_stood_still(
+    shared: RunningStore, run_id: str, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the acceptances and its look at them others count."""
+    hear, stands_still = Changing.hear, [True]
+
+    def late(attempt: Changing, member: int, answer: Answer, now: float) -> Any:
+        late = bool(stands_still) and isinstance(answer, Accepted)
+        sent = hear(attempt, member, answer, now + 2 * ACCEPT_SECONDS * late)
+        if late and attempt.outcome is Outcome.AGAIN:
+            stands_still.clear()
+            for _ in range(others):
+                other.add("n", 1)
+        return sent
+
+    with (
+        contextlib.closing(shared.open(run_id)) as client,
+        contextlib.closing(shared.open(run_id)) as other,
+    ):
+        other.add("n", 1)
+        monkeypatch.setattr(Changing, "hear", late)
+        if others < 16:
+            client.add("n", 1)
+        else:
+            with pytest.raises(RendezvousConnectionError, match="was counted is unknown"):
+                client.add("n", 1)
+        assert present(other.get("n")).value == b"%d" % (others + 2)
 
 
 def test_a_majority_that_came_back_without_memory_begins_anew(
