@@ -213,7 +213,8 @@ class Member:
         if generation != NEVER and others_work and not self._is_in(generation):
             if self.takes_part or self._agreed > generation:
                 # This memory belongs to an older history, or the proposal came to nothing.
-                self._start(self._incarnation + 1, now)
+                latest = max(self._incarnation, self.generation[0], self._agreed[0])
+                self._start(latest + 1, now)
             self._ask_at = now
         return [(sender, self._status(sender))] if is_new else []
 
@@ -236,7 +237,8 @@ class Member:
     def _propose(self, now: float) -> Sent:
         latest = max([self.generation, self._agreed, *(it for it, _ in self._heard.values())])
         number = max(latest[0] + 1, *self.acceptor.incarnations.values())
-        self._proposed, self._agreements = (number, self.index), {}
+        # The bits tell it from another one of this number, which all may have forgotten.
+        self._proposed, self._agreements = (number, self._dice.getrandbits(63)), {}
         self._begin_at = now + _ASK_SECONDS
         own = self._agree(self.index, self._proposed, now)
         asked = self._to_all(Propose(self._incarnation, self._proposed))

@@ -16,7 +16,7 @@ Ballot: TypeAlias = tuple[int, int]
 """Orders the attempts to write a register: a number, and 64 random bits that make it unique."""
 
 Generation: TypeAlias = tuple[int, int]
-"""Orders the histories of the store: a number, and the index of the member that proposed it."""
+"""Orders the histories of the store: a number, and 63 random bits that make it unique."""
 
 NEVER: Ballot = (0, 0)
 """Smaller than every ballot, and than every generation."""

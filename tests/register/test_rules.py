@@ -168,6 +168,18 @@ def test_two_members_that_work_in_different_generations_agree_on_a_new_one(site:
     assert site.members[0].up(site.now) == {0, 1}
 
 
+def test_a_generation_that_all_have_forgotten_never_comes_back(site: Site) -> None:
+    """Else a late message of the old one counts in the new one."""
+    before = site.generation
+    site.members = [
+        Member(index, site.size, 1, site.now, random.Random(9 + index))
+        for index in range(site.size)
+    ]
+    site.run(4 * ACCEPT_SECONDS)
+    assert all(it.takes_part for it in site.members)
+    assert site.generation != before
+
+
 def test_a_member_that_reaches_a_majority_refuses_another_generation(site: Site) -> None:
     later = site.generation[0] + 100, 2
     assert site.members[0].hear(2, Propose(1, later), site.now) == []
