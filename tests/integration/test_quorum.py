@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -27,12 +28,12 @@ from rdzv_plugins.kv.contract import Attendance
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.register.member import ACCEPT_SECONDS
-from rdzv_plugins.register.messages import Accepted, Answer
+from rdzv_plugins.register.messages import Accepted, Answer, List
 from rdzv_plugins.register.proposer import Changing, Outcome
 from rdzv_plugins.servers import ServerProcess
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores._quorum.attending import look_at
-from rdzv_plugins.stores._quorum.wire import identify
+from rdzv_plugins.stores._quorum.wire import CLIENT, Wire, encode, identify
 from rdzv_plugins.stores.quorum import Client, Members, Options
 from rdzv_plugins.testing import KeyValueConformance, Store, TorchConformance
 from rdzv_plugins.testing.harness import present, until
@@ -747,3 +748,30 @@ def test_strangers_and_nonsense_do_a_member_no_harm(served: RunningStore, run_id
         assert identify("127.0.0.10", nodes(served)[0].port, "local", b"", 10) in range(3)
     with contextlib.closing(served.open(run_id)) as client:
         client.put("key", b"value")
+
+
+def test_a_client_that_reads_nothing_costs_little_memory(served: RunningStore, run_id: str) -> None:
+    """Its requests come at once, and each answer is large."""
+    member = nodes(served)[0]
+    with (
+        contextlib.closing(served.open(run_id)) as client,
+        socket.create_connection(("127.0.0.10", member.port)) as line,
+    ):
+        assert isinstance(client, Client)
+        client.put_many({f"key{it}": bytes(1_000_000) for it in range(5)})
+        wire = Wire(line, "local", b"", CLIENT, False, 1 << 20)
+        while wire.peer is None:
+            wire.flush()
+            assert not [*wire.receive()]
+        for _ in range(100):
+            wire.send(encode(0, List(client._registers._proposer.generation, "")))
+        wire.flush()
+        # It hangs up, rather than keep what nobody takes.
+        line.setblocking(True)
+        line.settimeout(30)
+        with contextlib.suppress(ConnectionError):
+            while line.recv(1 << 20):
+                pass
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{member.pid}/status").read_text())
+    assert peak is not None
+    assert int(peak[1]) < 300_000

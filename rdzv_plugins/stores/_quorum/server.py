@@ -24,6 +24,7 @@ from rdzv_plugins.register.messages import (
     NEVER,
     Accept,
     Accepted,
+    Copied,
     Found,
     PeerMessage,
     Refused,
@@ -253,8 +254,6 @@ class MemberThread(threading.Thread):
 
     def _flush(self, wire: Wire) -> None:
         wire.flush()
-        if wire.unsent > _MOST_UNSENT:
-            raise ConnectionError("it reads nothing")
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.unsent else 0)
         self._poll.modify(wire.line, wanted, wire)
 
@@ -270,6 +269,8 @@ class MemberThread(threading.Thread):
             if (self.member.takes_part, self.member.generation) != took_part:
                 self._refuse_all()
             return
+        if wire.unsent > _MOST_UNSENT:
+            raise ConnectionError("it reads nothing")
         number, request = _decode_request(frame)
         answer: Any = self.member.answer(request, now)
         if isinstance(request, Watch) and isinstance(answer, Found) and not answer.held:
@@ -295,7 +296,9 @@ class MemberThread(threading.Thread):
 
     def _deliver(self, sent: Sent) -> None:
         for peer, message in sent:
-            if (wire := self._peers.get(peer)) is not None:
+            wire = self._peers.get(peer)
+            # A copy may be large, and is asked for until it has come.
+            if wire is not None and not (wire.unsent and isinstance(message, Copied)):
                 self._send(wire.line.fileno(), encode(0, message))
 
     def _send(self, number: int, frame: bytes) -> None:
