@@ -28,7 +28,7 @@ from rdzv_plugins.register.messages import (
     Request,
 )
 
-__all__ = ["Change", "Changing", "Look", "Outcome", "Proposer", "keep"]
+__all__ = ["Change", "Changing", "Look", "Outcome", "Proposer", "Rivals", "keep"]
 
 Change: TypeAlias = Callable[[bytes | None], bytes | None]
 """From the value of a register to its next value; None: the register is empty."""
@@ -181,6 +181,39 @@ class Changing(_Attempt):
         told = replace(self._request, quorum={})
         others = range(self._proposer.size)
         return [(member, told) for member in others if member not in self._promises]
+
+
+class Rivals:
+    """What a client has seen of others that change the same register, since its first attempt.
+
+    Many who attempt it at once thwart each other, and reading thwarts nobody: so a client looks
+    between two attempts whether there is anything left to do.
+
+    Args:
+        is_put: whether a value was written whatever the register held; None: this client's is not.
+    """
+
+    def __init__(self, change: Change, is_put: Callable[[bytes], bool] | None = None) -> None:
+        self._change, self._is_put = change, is_put
+        self._first: Ballot | None = None
+        self._ours: Ballot = NEVER
+
+    def note(self, attempt: Changing) -> None:
+        """Remember an attempt that failed."""
+        if attempt.is_doubtful:
+            self._ours = attempt.ballot
+
+    def leave_nothing(self, held: Held) -> bool:
+        """Whether, where a majority holds this, the change is done or would change nothing.
+
+        A put that another put has followed need not be written: nobody can tell.
+        """
+        self._first = held.accepted if self._first is None else self._first
+        if held.accepted < self._ours:
+            return False  # What this client wrote may yet follow.
+        value, is_put = held.value, self._is_put
+        followed = value is not None and is_put is not None and is_put(value)
+        return (followed and held.accepted > self._first) or self._change(value) == value
 
 
 class Look(_Attempt):

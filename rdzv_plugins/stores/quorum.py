@@ -9,8 +9,8 @@ Each run has members of its own: its id is the cluster's name, which decides on 
 they listen. A host on which another program has that port takes the next one, which clients try
 too.
 
-The data is gone once a majority of the members has ended, and what trains then trains on. Restarts
-wait until a majority is back, and begin a new run.
+Once a majority of the members has ended, what trains trains on, and restarts wait until a majority
+is back. That goes on from what its members remember; the last writes may be missing.
 
 A member listens at its host's address in the endpoint. A host whose own name is at loopback, as
 Debian sets it up, does not know that address: its member listens at the one given as

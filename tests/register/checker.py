@@ -26,6 +26,7 @@ def faults(world: World) -> list[str]:
     for (key, generation), operations in by_register.items():
         found += _forks(world, key, generation, operations)
         found += _steps_back(world, key, generation, operations)
+    found += _overtaken_too_early(world)
     latest = NEVER
     for at, begins, generation in sorted(
         [(it.began, True, it.generation) for it in ended]
@@ -45,6 +46,19 @@ def _empties(world: World, key: str, after: Ballot, before: Ballot) -> bool:
         for (of, _), it in world.writes.items()
         if of == key
     )
+
+
+def _overtaken_too_early(world: World) -> list[str]:
+    """Who left a put to another one that had ended before."""
+    found = []
+    for it in world.overtaken:
+        for other in world.history:
+            before = other.ended is not None and other.ended < it.began
+            if other.wrote and before and (other.key, other.ballot) == (it.key, it.ballot):
+                found.append(
+                    f"{it.key}: a put that began at {it.began:.3f} was left to {it.ballot}"
+                )
+    return found
 
 
 def _forks(world: World, key: str, generation: object, operations: list[Operation]) -> list[str]:

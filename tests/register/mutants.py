@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rdzv_plugins.register.acceptor import Acceptor
 from rdzv_plugins.register.member import Member
 from rdzv_plugins.register.messages import NEVER, List, Read
-from rdzv_plugins.register.proposer import Changing, Look
+from rdzv_plugins.register.proposer import Changing, Look, Rivals
 
 __all__ = ["MUTANTS", "broken"]
 
@@ -76,6 +76,11 @@ def settles_nothing(it: Look, original: Broken) -> None:
     it.unsettled = []
 
 
+def leaves_to_an_earlier_put(it: Rivals, original: Broken, held: Any) -> Any:
+    it._first = NEVER
+    return original(it, held)
+
+
 MUTANTS: dict[str, tuple[type, str, Broken]] = {
     "a promise is forgotten": (Acceptor, "_promise", forgets_promises),
     "a read counts members of any generation": (Acceptor, "answer", reads_in_any_generation),
@@ -83,6 +88,7 @@ MUTANTS: dict[str, tuple[type, str, Broken]] = {
     "a read asks one member": (Look, "hear", reads_from_one),
     "a read settles nothing": (Look, "_compare", settles_nothing),
     "a change rests on any promised value": (Changing, "_accept", takes_any_promised_value),
+    "a put is left to an earlier one": (Rivals, "leave_nothing", leaves_to_an_earlier_put),
     "a minority accepts": (Changing, "hear", writes_to_fewer),
     "one copy suffices": (Member, "_take_copy", recovers_from_one),
     "a member restarts in the same incarnation": (Member, "_start", restarts_as_the_same),

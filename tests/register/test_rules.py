@@ -25,6 +25,7 @@ from rdzv_plugins.register.messages import (
     Refused,
     Request,
 )
+from rdzv_plugins.register.proposer import Changing, Proposer, Rivals
 
 
 class Site:
@@ -271,3 +272,17 @@ def test_an_answer_to_an_earlier_life_is_no_copy(site: Site) -> None:
         new.hear(0, message, site.now)
         new.hear(1, message, site.now)
     assert not new.takes_part
+
+
+def test_a_client_whose_value_may_be_accepted_waits_for_what_follows_it() -> None:
+    """A majority may hold that value yet, as long as it holds an earlier one."""
+    proposer = Proposer(3, random.Random(1))
+    attempt = Changing(proposer, "key", lambda value: b"new" if value == b"old" else value)
+    for member in (0, 1):
+        attempt.hear(member, Promised(1, Held((1, 1), b"old")), 0.0)
+    assert attempt.is_doubtful
+    rivals = Rivals(lambda value: b"new" if value == b"old" else value)
+    rivals.note(attempt)
+    number, bits = attempt.ballot
+    assert not rivals.leave_nothing(Held((number, bits - 1), b"other"))
+    assert rivals.leave_nothing(Held((number, bits + 1), b"other"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from rdzv_plugins.register.member import Member
 from rdzv_plugins.register.messages import NEVER, Ballot, Generation, Held
-from rdzv_plugins.register.proposer import Changing, Look, Outcome, Proposer
+from rdzv_plugins.register.proposer import Changing, Look, Outcome, Proposer, Rivals
 
 from ..simulation.kernel import Kernel
 
@@ -74,6 +74,9 @@ class World:
         self.blocked: set[tuple[object, object]] = set()
         self.quiet = False
         self.values = 0
+        # Values that were written whatever there was, and operations that such a value followed.
+        self.puts: set[bytes] = set()
+        self.overtaken: list[Operation] = []
         self.loss = self.dice.choice((0.0, 0.02, 0.1))
         self.slow = self.dice.choice((0.001, 0.01, 0.1))
         # In a storm members restart at once, and all clients write the same register.
@@ -235,7 +238,8 @@ class World:
                 case "set":
                     yield from self.change(proposer, key, self.value(), seen[key], seen)
                 case "put":
-                    yield from self.change(proposer, key, self.value(), ..., seen)
+                    self.puts.add(value := self.value())
+                    yield from self.change(proposer, key, value, ..., seen)
                 case "empty":
                     yield from self.change(proposer, key, None, ..., seen)
 
@@ -243,15 +247,24 @@ class World:
         self.values += 1
         return b"%d" % self.values
 
+    def another(self, value: bytes | None) -> bytes | None:
+        if value is None:
+            return None
+        another = self.value()
+        if value in self.puts:
+            self.puts.add(another)
+        return another
+
     def change(
         self, proposer: Proposer, key: str, new: bytes | None, expected: Any, seen: Any
     ) -> Generator[Any, Any, None]:
         operation = Operation(key, self.kernel.now)
         self.history.append(operation)
+        rivals: Rivals | None = None
         for turn in range(8):
             if turn and expected is ...:
                 # An attempt that may have been carried out is an operation of its own.
-                new, operation = new and self.value(), Operation(key, self.kernel.now)
+                new, operation = self.another(new), Operation(key, self.kernel.now)
                 self.history.append(operation)
 
             def make(value: bytes | None, new: bytes | None = new) -> bytes | None:
@@ -261,6 +274,18 @@ class World:
             if attempt.outcome is Outcome.DONE:
                 self.finish(operation, attempt, seen)
                 return
+            is_put = self.puts.__contains__ if new in self.puts else None
+            rivals = rivals if rivals is not None and expected is not ... else Rivals(make, is_put)
+            rivals.note(attempt)
+            look = yield Look(proposer, [key])
+            if look.outcome is Outcome.DONE and not look.unsettled:
+                held = look.held.get(key, Held())
+                if rivals.leave_nothing(held):
+                    operation.ended, operation.generation = self.kernel.now, look._generation
+                    operation.ballot, seen[key] = held.accepted, held.value
+                    if is_put:
+                        self.overtaken.append(operation)
+                    return
             yield self.dice.uniform(0, 0.01 * 2**turn)
 
     def finish(self, operation: Operation, attempt: Changing, seen: Any) -> None:

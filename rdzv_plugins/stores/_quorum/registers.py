@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from rdzv_plugins.kv.base import Limit, WokenError
-from rdzv_plugins.register.messages import NEVER, Answer, Found, Held, Read, Refused, Watch
-from rdzv_plugins.register.proposer import Change, Changing, Look, Outcome, Proposer, keep
+from rdzv_plugins.register.messages import Answer, Found, Held, Read, Refused, Watch
+from rdzv_plugins.register.proposer import Change, Changing, Look, Outcome, Proposer, Rivals, keep
 from rdzv_plugins.stores._quorum.wire import (
     BREAKS,
     CLIENT,
@@ -96,39 +96,23 @@ class Registers:
     def change(
         self, key: str, change: Change, limit: Limit, is_put: Callable[[bytes], bool] | None = None
     ) -> bytes | None:
-        """Change a register; returns what it holds then.
+        """Change a register; returns what it holds then. ``is_put``: as of `Rivals`."""
+        rivals, tries = Rivals(change, is_put), _Tries(limit)
 
-        Args:
-            is_put: whether a value was written whatever the register held. Then so is this one, and
-                one that such a value followed need not be written: nobody could tell.
-        """
-        return self._with_links(lambda links: self._change(links, key, change, limit, is_put))
-
-    def _change(
-        self,
-        links: _Links,
-        key: str,
-        change: Change,
-        limit: Limit,
-        is_put: Callable[[bytes], bool] | None,
-    ) -> bytes | None:
-        tries, first, ours = _Tries(limit), None, NEVER
-        while True:
-            attempt = tries.make(links, Changing(self._proposer, key, change))
-            if attempt.outcome is Outcome.DONE:
-                return attempt.after
-            if attempt.is_doubtful:
-                ours = attempt.ballot
-            # Many who attempt it at once thwart each other; reading thwarts nobody.
-            look = tries.make(links, Look(self._proposer, [key]))
-            if look.outcome is Outcome.DONE and not look.unsettled:
+        def attempts(links: _Links) -> bytes | None:
+            while True:
+                attempt = tries.make(links, Changing(self._proposer, key, change))
+                if attempt.outcome is Outcome.DONE:
+                    return attempt.after
+                rivals.note(attempt)
+                look = tries.make(links, Look(self._proposer, [key]))
                 held = look.held.get(key, Held())
-                first = held.accepted if first is None else first
-                value = held.value
-                followed = is_put and value and held.accepted > first and is_put(value)
-                if held.accepted >= ours and (followed or change(value) == value):
-                    return value
-            tries.pause()
+                settled = look.outcome is Outcome.DONE and not look.unsettled
+                if settled and rivals.leave_nothing(held):
+                    return held.value
+                tries.pause()
+
+        return self._with_links(attempts)
 
     def watch(self, key: str, held: Held, limit: Limit) -> None:
         """Return once a majority holds something newer, or no majority watches."""
