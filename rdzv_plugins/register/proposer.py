@@ -91,6 +91,7 @@ class _Attempt:
     """
 
     is_doubtful = False
+    _is_full = False
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
@@ -105,13 +106,16 @@ class _Attempt:
             self.outcome is None
             and len(self._failed) > self._proposer.size - self._proposer.majority
         ):
-            self.outcome = Outcome.AGAIN
+            self.outcome = self._failure
+
+    @property
+    def _failure(self) -> Outcome:
+        return Outcome.FULL if self._is_full else Outcome.AGAIN
 
     def _refused(self, member: int, answer: Answer) -> None:
         self._proposer.note(member, answer)
+        self._is_full |= isinstance(answer, Refused) and answer.full
         self.gone(member)
-        if isinstance(answer, Refused) and answer.full:
-            self.outcome = Outcome.FULL
 
 
 class Changing(_Attempt):
@@ -142,7 +146,7 @@ class Changing(_Attempt):
         if self._sent_at is None:
             super().gone(member)
         elif member in self._promises and self.outcome is None:
-            self.outcome = Outcome.AGAIN
+            self.outcome = self._failure
 
     def hear(self, member: int, answer: Answer, now: float) -> Sent:
         """What to send after a member's answer. ``now``: the client's monotonic clock."""

@@ -25,7 +25,7 @@ from rdzv_plugins.register.messages import (
     Refused,
     Request,
 )
-from rdzv_plugins.register.proposer import Changing, Proposer, Rivals
+from rdzv_plugins.register.proposer import Changing, Outcome, Proposer, Rivals
 
 
 class Site:
@@ -262,6 +262,20 @@ def test_a_full_member_says_so() -> None:
     quorum = site.prepare(10, 0)
     large = Accept(site.generation, "key", Held((10, 1), b"x" * 100), quorum)
     assert site.ask(0, large) == Refused(site.generation, full=True)
+
+
+def test_one_full_member_is_passed_over(site: Site) -> None:
+    for full, outcome in (({2}, Outcome.DONE), ({1, 2}, Outcome.FULL)):
+        for index in full:
+            site.members[index].acceptor._left = 10
+        proposer = Proposer(3, random.Random(1))
+        proposer.note(0, Refused(site.generation))
+        attempt = Changing(proposer, f"key {len(full)}", lambda _: b"value")
+        sent = attempt.begin()[::-1]
+        while sent and attempt.outcome is None:
+            member, request = sent.pop(0)
+            sent += attempt.hear(member, site.ask(member, request), site.now)
+        assert attempt.outcome is outcome
 
 
 def test_an_answer_to_an_earlier_life_is_no_copy(site: Site) -> None:
