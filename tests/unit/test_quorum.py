@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -16,7 +18,9 @@ from rdzv_plugins.addresses import is_at_loopback
 from rdzv_plugins.config import UnreadableFileError, parse_options
 from rdzv_plugins.stores import client_class
 from rdzv_plugins.stores._quorum import attending as member
+from rdzv_plugins.stores._quorum import wire
 from rdzv_plugins.stores.quorum import SIZES, Client, Members, Options
+from rdzv_plugins.testing.harness import until
 
 THREE = "node1,node2,node3"
 
@@ -255,3 +259,21 @@ def test_members_are_at_loopback_only_where_the_endpoint_says_so(
     assert is_at_loopback(client_class("quorum").locate("127.0.0.1"))
     assert is_at_loopback(client_class("quorum").locate("127.0.0.1:7000,127.0.0.2,localhost"))
     assert not is_at_loopback(client_class("quorum").locate("127.0.0.1,192.0.2.1,192.0.2.2"))
+
+
+def test_a_name_without_an_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of a member serves nobody meanwhile."""
+    real, answers = socket.getaddrinfo, threading.Event()
+
+    def getaddrinfo(host: str, *args: Any, **kwargs: Any) -> list[Any]:
+        if host == "silent.test" and not kwargs.get("flags"):
+            answers.wait(60)
+        return real("127.0.0.1" if answers.is_set() else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    places = [("silent.test", port) for port in (1, 2, 3)]
+    began = time.monotonic()
+    assert [it for _ in range(100) for it in wire.addresses(places)] == []
+    assert time.monotonic() - began < 5
+    answers.set()
+    assert until(lambda: len(wire.addresses(places)) == 3, 10)

@@ -48,6 +48,7 @@ _READ_BYTES = 1 << 18
 _SILENT_SECONDS, _IDLE_SECONDS = 2, 10
 # How long a name may take that was never resolved; its look-up goes on meanwhile.
 _RESOLVER_SECONDS = 0.05
+_looked_up: set[tuple[str, int]] = set()
 
 
 class OtherClusterError(Exception):
@@ -180,9 +181,12 @@ class Wire:
 def addresses(places: Iterable[tuple[str, int]]) -> list[AddressInfo]:
     """Where these names and ports are; one whose look-up takes longer is left out, for now."""
     found: list[AddressInfo] = []
-    for host, port in places:
+    for place in places:
+        # Only the first look waits: a resolver that hangs must not hold the other members up.
+        seconds = 0 if place in _looked_up else _RESOLVER_SECONDS
+        _looked_up.add(place)
         with contextlib.suppress(OSError, UnicodeError):
-            found += look_up(host, port, _RESOLVER_SECONDS)
+            found += look_up(*place, seconds)
     return found
 
 
