@@ -264,6 +264,15 @@ def test_a_full_member_says_so() -> None:
     assert site.ask(0, large) == Refused(site.generation, full=True)
 
 
+def test_a_register_that_was_only_asked_for_is_forgotten(site: Site) -> None:
+    left = [it.acceptor._left for it in site.members]
+    assert len(site.prepare(10, 0, 1, 2)) == 3
+    site.run(15)
+    assert [it.acceptor._left for it in site.members] == left
+    # Its promise counts still.
+    assert site.prepare(10, 0, 1, 2) == {}
+
+
 def test_one_full_member_is_passed_over(site: Site) -> None:
     for full, outcome in (({2}, Outcome.DONE), ({1, 2}, Outcome.FULL)):
         for index in full:
