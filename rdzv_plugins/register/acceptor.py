@@ -25,8 +25,8 @@ from rdzv_plugins.register.messages import (
 
 __all__ = ["MOST_BYTES", "Acceptor"]
 
-MOST_BYTES = 1 << 28
-"""The memory of a member, for keys and values."""
+MOST_BYTES = 1 << 25
+"""The memory of a member, for keys and values; a larger copy would take too long."""
 
 # What Python takes for a register beside its key and its value.
 _REGISTER_BYTES = 400

@@ -19,7 +19,7 @@ Debian sets it up, does not know that address: its member listens at the one giv
 Keys: ``<prefix>/<run>!<epoch>/<key>``; ``<prefix>/<run>!`` is the mark, which says which epoch
 counts and until when. A new epoch begins once that time is over.
 
-Limits: values of up to 1 MiB, 256 MiB in a member. Nothing is encrypted; with a secret, members and
+Limits: values of up to 1 MiB, 32 MiB in a member. Nothing is encrypted; with a secret, members and
 clients prove to each other that they know it.
 """
 
@@ -334,7 +334,7 @@ class Client(StoreClient):
             )
         if isinstance(error, FullError):
             return Problem(
-                "is full: its members hold up to 256 MiB each; delete runs that are over, with "
+                "is full: its members hold up to 32 MiB each; delete runs that are over, with "
                 "rdzv clean",
                 retryable=True,
             )

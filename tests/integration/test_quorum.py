@@ -600,7 +600,7 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
             assert answering(one, run_id) == ["127.0.0.1"]
             agent.kill()
             agent.wait()
-            assert answering(one, run_id) == []
+            assert until(lambda: answering(one, run_id) == [], 10)
             port = Members.of("127.0.0.1", Options(cluster=run_id)).ports(0)[0]
             socket.create_server(("127.0.0.1", port)).close()
         finally:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +21,7 @@ from rdzv_plugins.config import UnreadableFileError, parse_options
 from rdzv_plugins.stores import client_class
 from rdzv_plugins.stores._quorum import attending as member
 from rdzv_plugins.stores._quorum import wire
+from rdzv_plugins.stores._quorum.wire import CLIENT, Wire
 from rdzv_plugins.stores.quorum import SIZES, Client, Members, Options
 from rdzv_plugins.testing.harness import until
 
@@ -277,3 +280,40 @@ def test_a_name_without_an_answer_is_waited_for_once(monkeypatch: pytest.MonkeyP
     assert time.monotonic() - began < 5
     answers.set()
     assert until(lambda: len(wire.addresses(places)) == 3, 10)
+
+
+# The connections.
+
+
+def received(wire: Wire) -> list[bytes]:
+    assert select.select([wire.line], [], [], 10)[0]
+    return [*wire.receive()]
+
+
+def test_who_passes_a_greeting_on_can_say_nothing() -> None:
+    """A stranger on a member's port, between a client and the member."""
+    pairs = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            pairs.append((socket.create_connection(listener.getsockname()), listener.accept()[0]))
+    (line, between), (other, member) = pairs
+    client = Wire(line, "job", b"secret", CLIENT, False, 1024)
+    server = Wire(member, "job", b"secret", 0, True, 1024)
+    for side in (client, server):
+        side.flush()
+    while server.peer is None or client.peer is None:
+        for reached, near, far in ((server, between, other), (client, other, between)):
+            far.sendall(near.recv(4096))
+            assert received(reached) == []
+            reached.flush()
+    client.send(b"honest")
+    client.flush()
+    honest = between.recv(4096)
+    other.sendall(honest)
+    assert received(server) == [b"honest"]
+    for said in (honest, struct.pack(">I", 22) + b"forged" + 16 * b"x"):
+        other.sendall(said)
+        with pytest.raises(ConnectionError, match="somebody in between"):
+            received(server)
+    for it in (line, between, other, member):
+        it.close()

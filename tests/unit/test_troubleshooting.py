@@ -24,7 +24,7 @@ EXPLAINS_ITSELF = (
     "option 'outage_limit'",
     "'…' is no fence, for it holds other data: a fence is a file of its own, beside the checkpoint",
     # The members of a quorum.
-    "is full: its members hold up to 256 MiB each; delete runs that are over, with rdzv clean",
+    "is full: its members hold up to 32 MiB each; delete runs that are over, with rdzv clean",
     "others replaced the value too often to tell what became of it",
     "has another secret than this one, so it takes no part: give all nodes the same",
     "…: name others with ports=..., or in the endpoint",
@@ -259,6 +259,7 @@ IS_PART_OF_ANOTHER = (
     "no member has this index",
     "the connection was closed",
     "a message of … bytes",
+    "somebody in between has changed a message",
     "'…' is there (version …)",
     "it is another program",
     "there is no route to it",

@@ -30,7 +30,7 @@ from rdzv_plugins.stores._quorum.wire import (
 
 __all__ = ["FullError", "NoMajorityError", "Registers"]
 
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 64 << 20
 # A member that refuses, or has no answer for so long, is passed over in this attempt.
 _ATTEMPT_SECONDS = 0.1, 2.0
 # How long a connection may take; and between two dials of one that failed, longer each time.
@@ -42,7 +42,7 @@ _LOOKS = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 # Between two attempts at random: up to this, doubled so often.
-_FIRST_BACKOFF, _DOUBLINGS = 0.002, 5
+_FIRST_BACKOFF, _DOUBLINGS = 0.002, 9
 
 _REACHED, _GONE = 0, -1
 

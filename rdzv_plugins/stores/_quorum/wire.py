@@ -108,6 +108,8 @@ class Wire:
         self._cluster, self._secret, self._accepted, self.most = cluster, secret, accepted, most
         self._mine = _Hello(_VERSION, cluster, index, secrets.token_bytes(16))
         self._theirs: _Hello | None = None
+        # Of frames, once both have proved the secret; and how many came from each side.
+        self._key, self._sealed = b"", [0, 0]
         self._got, self._unsent = bytearray(), bytearray()
         self.send(msgspec.msgpack.encode(self._mine))
 
@@ -118,6 +120,8 @@ class Wire:
 
     def send(self, frame: bytes) -> None:
         """Send a frame, as soon as the other side takes it."""
+        if self.peer is not None:
+            frame += self._seal(frame, self._accepted)
         self._unsent += _LENGTH.pack(len(frame)) + frame
 
     def flush(self) -> None:
@@ -148,8 +152,11 @@ class Wire:
             del self._got[:end]
             if self.peer is None:
                 self._greet(frame)
-            else:
-                yield frame
+                continue
+            body = frame[: length - len(self._key) // 2]
+            if not hmac.compare_digest(frame, body + self._seal(body, not self._accepted)):
+                raise ConnectionError("somebody in between has changed a message")
+            yield body
 
     def _greet(self, frame: bytes) -> None:
         if self._theirs is None:
@@ -159,6 +166,10 @@ class Wire:
             # A server proves last: nobody gets a proof of it without the secret.
             if not self._accepted:
                 self.send(self._proof(self._mine, theirs))
+            if self._secret:
+                both = {self._accepted: self._mine, not self._accepted: theirs}
+                said = msgspec.msgpack.encode([both[True], both[False], "frames"])
+                self._key = hmac.digest(self._secret, said, "sha256")
             return
         if not hmac.compare_digest(frame, self._proof(self._theirs, self._mine)):
             if self._accepted:
@@ -173,6 +184,12 @@ class Wire:
         # It says whether the prover has accepted the connection: a proof cannot be sent back.
         said = msgspec.msgpack.encode((by, to, self._accepted == (by is self._mine)))
         return hmac.new(self._secret, said, hashlib.sha256).digest()
+
+    def _seal(self, frame: bytes, by_accepter: bool) -> bytes:
+        """Stands behind a frame: who passes a greeting on can add no frame, and change none."""
+        self._sealed[by_accepter] += 1
+        said = b"%d %d " % (by_accepter, self._sealed[by_accepter])
+        return hmac.digest(self._key, said + frame, "sha256")[: len(self._key) // 2]
 
     def close(self) -> None:
         self.line.close()
