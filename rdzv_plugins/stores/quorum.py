@@ -209,7 +209,7 @@ class Client(StoreClient):
     capabilities: ClassVar[Capabilities] = Capabilities(
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=1 << 20
     )
-    heartbeat_ms = 1.6
+    heartbeat_ms = 1.1
 
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
