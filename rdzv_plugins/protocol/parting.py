@@ -271,15 +271,17 @@ def close_as_member(
 
     Returns whether the run is closed.
     """
+    last, latest = service.last, node.latest
+    if last is not None and latest is not None and not latest.is_of(last):
+        latest = last  # The other was founded since the store lost this one, and goes on.
 
     def may_close(now: RoundDocument) -> bool:
-        last = service.last
         follows = last is not None and now.is_of(last) and now.round == last.round + 1
         return now.names(node.id) or (follows and now.phase is Phase.FORMING)
 
     closed = yield from close_run(
         node.id,
-        node.latest,
+        latest,
         outcome,
         f"{why}; closed by {node.record.label}",
         rules.sweep_after,

@@ -152,6 +152,7 @@ FOUND = (
     (380001708, Focus(), "who failed closed a run whose records the store had just set back"),
     (380011693, Focus(), "who failed closed a run whose leader's record had just been set back"),
     (360007216, Focus(), "the checker judged a node that left a run which another had closed"),
+    (7202175, Focus(), "who failed closed a run that was founded since the store had lost its own"),
 )
 
 
