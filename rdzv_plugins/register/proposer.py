@@ -86,6 +86,7 @@ class _Attempt:
     """One attempt at a request.
 
     Attributes:
+        generation: in which it was made.
         outcome: None: the attempt goes on.
         is_doubtful: a member may have accepted what the attempt was to write.
     """
@@ -95,7 +96,7 @@ class _Attempt:
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
-        self._generation = proposer.generation
+        self.generation = proposer.generation
         self._failed: set[int] = set()
         self.outcome: Outcome | None = None
 
@@ -139,7 +140,7 @@ class Changing(_Attempt):
 
     def begin(self) -> Sent:
         """Ask all members for a promise."""
-        prepare = Prepare(self._generation, self._key, self.ballot)
+        prepare = Prepare(self.generation, self._key, self.ballot)
         return [(member, prepare) for member in range(self._proposer.size)]
 
     def gone(self, member: int) -> None:
@@ -178,7 +179,7 @@ class Changing(_Attempt):
         age = self.before.age if self.after == self.before.value else 0.0
         held = Held(self.ballot, self.after, age)
         quorum = {member: it.incarnation for member, it in self._promises.items()}
-        self._request = Accept(self._generation, self._key, held, quorum)
+        self._request = Accept(self.generation, self._key, held, quorum)
         return [(member, self._request) for member in quorum]
 
     def _tell_the_others(self) -> Sent:
@@ -242,9 +243,9 @@ class Look(_Attempt):
         """Ask all members."""
         request: Request
         if isinstance(self._wanted, str):
-            request = List(self._generation, self._wanted)
+            request = List(self.generation, self._wanted)
         else:
-            request = Read(self._generation, [*self._wanted])
+            request = Read(self.generation, [*self._wanted])
         return [(member, request) for member in range(self._proposer.size)]
 
     @property

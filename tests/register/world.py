@@ -281,7 +281,7 @@ class World:
             if look.outcome is Outcome.DONE and not look.unsettled:
                 held = look.held.get(key, Held())
                 if rivals.leave_nothing(held):
-                    operation.ended, operation.generation = self.kernel.now, look._generation
+                    operation.ended, operation.generation = self.kernel.now, look.generation
                     operation.ballot, seen[key] = held.accepted, held.value
                     if is_put:
                         self.overtaken.append(operation)
@@ -290,7 +290,7 @@ class World:
 
     def finish(self, operation: Operation, attempt: Changing, seen: Any) -> None:
         operation.ended = self.kernel.now
-        operation.generation = attempt._generation
+        operation.generation = attempt.generation
         wrote = attempt._sent_at is not None
         operation.ballot = attempt.ballot if wrote else attempt.before.accepted
         operation.wrote = wrote and self.is_first(operation.key, attempt.ballot)
@@ -314,7 +314,7 @@ class World:
             held = settled.get(key, Held())
             seen[key] = held.value
             self.history.append(
-                Operation(key, began, self.kernel.now, attempt._generation, held.accepted)
+                Operation(key, began, self.kernel.now, attempt.generation, held.accepted)
             )
 
     # What stands behind a ballot.

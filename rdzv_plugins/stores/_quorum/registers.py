@@ -32,7 +32,7 @@ __all__ = ["FullError", "NoMajorityError", "Registers"]
 
 _MOST_BYTES = 64 << 20
 # A member that refuses, or has no answer for so long, is passed over in this attempt.
-_ATTEMPT_SECONDS = 0.1, 2.0
+_ATTEMPT_SECONDS = 0.5, 2.0
 # How long a connection may take; and between two dials of one that failed, longer each time.
 _DIAL_SECONDS = 1.0
 # How long a reader waits for more than a majority where that does not agree.
@@ -99,18 +99,24 @@ class Registers:
         """Change a register; returns what it holds then. ``is_put``: as of `Rivals`."""
         rivals, tries = Rivals(change, is_put), _Tries(limit)
 
+        def over(links: _Links) -> Held | None:
+            look = tries.make(links, Look(self._proposer, [key]))
+            held = look.held.get(key, Held())
+            settled = look.outcome is Outcome.DONE and not look.unsettled
+            return held if settled and rivals.leave_nothing(held) else None
+
         def attempts(links: _Links) -> bytes | None:
             while True:
                 attempt = tries.make(links, Changing(self._proposer, key, change))
                 if attempt.outcome is Outcome.DONE:
                     return attempt.after
                 rivals.note(attempt)
-                look = tries.make(links, Look(self._proposer, [key]))
-                held = look.held.get(key, Held())
-                settled = look.outcome is Outcome.DONE and not look.unsettled
-                if settled and rivals.leave_nothing(held):
+                # Once before the first pause, to know later what has followed.
+                if tries.failures == 0 and (held := over(links)) is not None:
                     return held.value
-                tries.pause()
+                tries.pause(anew=attempt.generation != self._proposer.generation)
+                if (held := over(links)) is not None:
+                    return held.value
 
         return self._with_links(attempts)
 
@@ -137,7 +143,7 @@ class Registers:
         def attempts(links: _Links) -> A:
             tries = _Tries(limit)
             while (attempt := tries.make(links, make())).outcome is not Outcome.DONE:
-                tries.pause()
+                tries.pause(anew=attempt.generation != self._proposer.generation)
             return attempt
 
         return self._with_links(attempts)
@@ -354,7 +360,7 @@ class _Tries:
     def __init__(self, limit: Limit) -> None:
         self._limit = limit
         self._seconds, self._longest = _ATTEMPT_SECONDS
-        self._failures = 0
+        self.failures = 0
 
     def make(self, links: _Links, attempt: A) -> A:
         """Make an attempt; raises `FullError`."""
@@ -365,9 +371,9 @@ class _Tries:
             self._seconds = min(self._longest, 2 * self._seconds)
         return attempt
 
-    def pause(self) -> None:
-        # A member that has just said its generation is asked again at once.
-        if self._failures:
-            longest = _FIRST_BACKOFF * 2.0 ** min(self._failures, _DOUBLINGS)
+    def pause(self, anew: bool) -> None:
+        """``anew``: the members have just told another generation, so they are asked at once."""
+        if not anew:
+            longest = _FIRST_BACKOFF * 2.0 ** min(self.failures, _DOUBLINGS)
             self._limit.sleep(min(self._limit.seconds, random.uniform(0, longest)))
-        self._failures += 1
+        self.failures += 1
