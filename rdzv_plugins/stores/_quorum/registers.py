@@ -255,7 +255,10 @@ class _Links:
         # At the first member that holds it, a change is under way, which all would look at.
         lost, newer = len(late), 0
         while 2 * lost < size and 2 * newer < size:
-            for _, number, answer in self.poll(limit, limit.deadline):
+            for member, number, answer in self.poll(limit, limit.deadline):
+                if number == _REACHED and member in late:
+                    numbers |= self.ask([(member, late.pop(member))])[0]
+                    lost -= 1
                 newer += number in numbers and isinstance(answer, Found)
                 lost += number == _GONE or (number in numbers and isinstance(answer, Refused))
 

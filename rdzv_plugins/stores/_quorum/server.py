@@ -72,9 +72,6 @@ class MemberThread(threading.Thread):
         peers: for each member, the places where it may listen; none for itself.
         index: of this member.
         cluster, secret: as of `Wire`.
-
-    Attributes:
-        nodes: how many connections there are of nodes, for which the member stays.
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class MemberThread(threading.Thread):
         name: str = "rdzv-member",
     ) -> None:
         super().__init__(name=name, daemon=True)
-        self.nodes = 0
         self._listener, self._places, self._index = listener, peers, index
         self._cluster, self._secret = cluster, secret
         # Peers that have another secret, of which a line was logged.
@@ -116,6 +112,11 @@ class MemberThread(threading.Thread):
     def up(self) -> set[int]:
         """The members that take part in the store, as far as this one knows."""
         return self.member.up(time.monotonic())
+
+    @property
+    def nodes(self) -> int:
+        """How many connections there are of nodes, for which the member stays."""
+        return sum(it.peer == NODE for it in [*self._wires.values()])
 
     def run(self) -> None:
         try:
@@ -207,7 +208,6 @@ class MemberThread(threading.Thread):
         self._poll.unregister(wire.line)
         del self._wires[number]
         wire.close()
-        self.nodes -= wire.peer == NODE
         for lines in (self._peers, self._dials):
             for peer in [peer for peer, it in lines.items() if it is wire]:
                 del lines[peer]
@@ -244,7 +244,6 @@ class MemberThread(threading.Thread):
     def _welcome(self, wire: Wire, index: int) -> None:
         if index in (CLIENT, NODE):
             wire.most = _MOST_FROM_CLIENT
-            self.nodes += index == NODE
         elif index in range(len(self._places)) and index != self._index:
             self._peers[index] = wire
             if self._dials.get(index) is wire:
