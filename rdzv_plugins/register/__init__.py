@@ -26,5 +26,6 @@ What is guaranteed, whatever is lost, late or doubled, and whoever stops, ends o
 10. A register that is empty in all members is forgotten, and no late message brings it back.
 
 The order of generations, and of incarnations, rests on the wall clocks of the members' hosts only
-where all members have lost their memory.
+where a majority has lost its memory and the others are cut off. Sentence 8 needs clocks that do not
+stand still, as those that count the time for which a host was suspended.
 """

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rdzv_plugins import clock
 from rdzv_plugins.kv.base import Limit, WokenError
 from rdzv_plugins.register.messages import Answer, Found, Held, Read, Refused, Watch
 from rdzv_plugins.register.proposer import Change, Changing, Look, Outcome, Proposer, Rivals, keep
@@ -241,7 +242,7 @@ class _Links:
                 elif number == _GONE:
                     attempt.gone(member)
                 elif number in numbers and answer is not None:
-                    sent = attempt.hear(member, answer, time.monotonic())
+                    sent = attempt.hear(member, answer, clock.now())
                 more, unsent = self.ask(sent)
                 numbers |= more
                 late |= unsent

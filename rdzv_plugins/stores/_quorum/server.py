@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from rdzv_plugins import clock
 from rdzv_plugins.kv.exhaustion import exhausted
 from rdzv_plugins.register.acceptor import MOST_BYTES
 from rdzv_plugins.register.member import Member, Sent
@@ -88,7 +89,7 @@ class MemberThread(threading.Thread):
         self._cluster, self._secret = cluster, secret
         # Peers that have another secret, of which a line was logged.
         self._strange: set[int] = set()
-        now = time.monotonic()
+        now = clock.now()
         incarnation = time.time_ns() // 1_000_000
         self.member = Member(index, len(peers), incarnation, now, random.Random())
         self._poll = selectors.DefaultSelector()
@@ -111,7 +112,7 @@ class MemberThread(threading.Thread):
     @property
     def up(self) -> set[int]:
         """The members that take part in the store, as far as this one knows."""
-        return self.member.up(time.monotonic())
+        return self.member.up(clock.now())
 
     @property
     def nodes(self) -> int:
@@ -148,7 +149,7 @@ class MemberThread(threading.Thread):
                 self._accept()
             elif wire is not None and wire.line.fileno() in self._wires:
                 self._serve(wire, events)
-        now = time.monotonic()
+        now = clock.now()
         self._deliver(self.member.tick(now))
         if now >= self._dial_at:
             self._dial_at = now + _LOOK_SECONDS
@@ -259,7 +260,7 @@ class MemberThread(threading.Thread):
     # Messages.
 
     def _hear(self, wire: Wire, frame: bytes) -> None:
-        now = time.monotonic()
+        now = clock.now()
         assert wire.peer is not None
         if wire.peer >= 0:
             _, message = _decode_message(frame)

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from rdzv_plugins import clock
 from rdzv_plugins.stores._names import AddressInfo, look_up
 
 __all__ = [
@@ -88,7 +89,7 @@ class Wire:
         most: the largest frame that is read once the other side has proved the secret.
 
     Attributes:
-        since: when it was made, on the monotonic clock.
+        since: when it was made, by `rdzv_plugins.clock`.
         peer: the index of the other side; None: it has not proved the secret yet.
     """
 
@@ -103,7 +104,7 @@ class Wire:
     ) -> None:
         line.setblocking(False)
         _end_when_silent(line)
-        self.line, self.since = line, time.monotonic()
+        self.line, self.since = line, clock.now()
         self.peer: int | None = None
         self._cluster, self._secret, self._accepted, self.most = cluster, secret, accepted, most
         self._mine = _Hello(_VERSION, cluster, index, secrets.token_bytes(16))
