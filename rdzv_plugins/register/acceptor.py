@@ -149,7 +149,7 @@ class Acceptor:
         return {key: it.accepted for key, it in self._registers.items() if it.value is None}
 
     def agreed_empty(self, asked: dict[str, Ballot]) -> dict[str, Ballot]:
-        """Those of a peer's empty registers of which this member will hold nothing older."""
+        """The empty registers of a peer of which this member will hold nothing older."""
         unknown = {key: ballot for key, ballot in asked.items() if key not in self._registers}
         # A late request must not bring such a register into being.
         self._floor = max([self._floor, *unknown.values()])

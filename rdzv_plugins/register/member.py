@@ -109,7 +109,7 @@ class Member:
 
     @property
     def generation(self) -> Generation:
-        """Of its memory."""
+        """The generation of its memory."""
         return self.acceptor.generation
 
     def up(self, now: float) -> set[int]:

@@ -417,7 +417,7 @@ def test_two_runs_on_the_same_hosts(submit: Submit) -> None:
 @soak
 @pytest.mark.parametrize("hosts", [3, 5])
 def test_a_job_of_five(submit: Submit, hosts: int) -> None:
-    """Of five members two may be lost at once."""
+    """A run with five members may lose two at once."""
     store = quorum(hosts)
     job = submit(store, nodes="3:5")
     job.begin("abcde")
@@ -462,7 +462,7 @@ def test_commands_reach_it_from_any_host(submit: Submit) -> None:
         words = [command, "-i", job.run_id, *at]
         # A round is released to its agents before its leader notes it.
         assert until(lambda words=words: CliRunner().invoke(app, words).exit_code == 0, 30)  # type: ignore[misc]
-    # Of those that take no run, the cluster says whose members they are to ask.
+    # A command that takes no run is told by the cluster whose members to ask.
     for without in (["list"], ["excluded", "--all-runs"]):
         refused = CliRunner().invoke(app, [*without, *at])
         assert isinstance(refused.exception, ValueError)

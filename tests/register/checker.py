@@ -49,7 +49,7 @@ def _empties(world: World, key: str, after: Ballot, before: Ballot) -> bool:
 
 
 def _overtaken_too_early(world: World) -> list[str]:
-    """Who left a put to another one that had ended before."""
+    """Puts that were left to another put which had ended before."""
     found = []
     for it in world.overtaken:
         for other in world.history:
@@ -86,7 +86,7 @@ def _forks(world: World, key: str, generation: object, operations: list[Operatio
 def _steps_back(
     world: World, key: str, generation: object, operations: list[Operation]
 ) -> list[str]:
-    """Who began after another one had ended, and saw less."""
+    """Operations that began after another one had ended, and saw less."""
     found = []
     events = sorted(
         [(it.began, 1, it) for it in operations] + [(it.ended or 0.0, 0, it) for it in operations],

@@ -38,7 +38,7 @@ _ATTEMPT_SECONDS = 0.5, 2.0
 _DIAL_SECONDS = 1.0
 # How long a reader waits for more than a majority where that does not agree.
 _MORE_SECONDS = 0.02
-# So often it looks at what is under way, before it settles that itself.
+# How many times it looks at a change under way, before it settles that itself.
 _LOOKS = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 

@@ -109,7 +109,7 @@ class Wire:
         self._cluster, self._secret, self._accepted, self.most = cluster, secret, accepted, most
         self._mine = _Hello(_VERSION, cluster, index, secrets.token_bytes(16))
         self._theirs: _Hello | None = None
-        # Of frames, once both have proved the secret; and how many came from each side.
+        # The key of the frames, once both hellos are there; and how many each side has sent.
         self._key, self._sealed = b"", [0, 0]
         self._got, self._unsent = bytearray(), bytearray()
         self.send(msgspec.msgpack.encode(self._mine))
