@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote
 
-__all__ = ["Endpoint", "Place", "parse_endpoint", "redact", "redact_urls"]
+__all__ = ["Endpoint", "Place", "at", "parse_endpoint", "redact", "redact_urls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,11 @@ _PLAIN = re.compile(
         =[\w.,:/%\[\]-]* (?![^&\s]) )*
     """
 )
+
+
+def at(host: str, port: int) -> str:
+    """A host's name or address with a port, as URLs have it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def redact(endpoint: str) -> str:

@@ -771,11 +771,10 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _hasten(self, attendance: Attendance, at_exit: bool) -> None:
         error, latest = sys.exception(), self._node.latest
-        if at_exit or not isinstance(error, SystemExit | None):
-            attendance.hurry()
-        elif latest is not None and self._node.id in latest.drained:
+        drained = latest is not None and self._node.id in latest.drained
+        if drained and not at_exit and isinstance(error, SystemExit | None):
             attendance.stay()
-        elif error is not None:
+        elif at_exit or error is not None:
             attendance.hurry()
 
     def _say_farewell(self) -> None:

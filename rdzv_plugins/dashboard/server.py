@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rdzv_plugins.dashboard.poller import Poller, Snapshot
+from rdzv_plugins.endpoint import at
 from rdzv_plugins.page_access import HEALTH, PageAccess
 from rdzv_plugins.survey import Survey
 
@@ -97,7 +98,7 @@ class Dashboard:
     @property
     def url(self) -> str:
         host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://{at(host, port)}"
 
     def serve(self) -> None:
         """Serve until SIGINT or SIGTERM."""

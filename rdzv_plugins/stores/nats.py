@@ -55,7 +55,7 @@ from nats.js.errors import APIError
 from nats.protocol.parser import Parser
 
 from rdzv_plugins.config import ServerOptions, first_line, given_or_in_file, option
-from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
+from rdzv_plugins.endpoint import Endpoint, at, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     Limit,
     Problem,
@@ -806,7 +806,7 @@ class Transport:
             link = Link(self._api)
             try:
                 await link.connection.connect(
-                    f"nats://[{host}]:{port}" if ":" in host else f"nats://{host}:{port}",
+                    f"nats://{at(host, port)}",
                     error_cb=link.failed, closed_cb=link.closed, name="rdzv-plugins",
                     allow_reconnect=False, tls_hostname=host if self._tls else None,
                     tls=self._tls.get() if self._tls is not None else None,

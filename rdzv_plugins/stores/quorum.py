@@ -161,10 +161,6 @@ class Members:
         return list(dict.fromkeys(ports[(first + i) % len(ports)] for i in range(_CANDIDATES)))
 
     @property
-    def majority(self) -> int:
-        return len(self.hosts) // 2 + 1
-
-    @property
     def dialled(self) -> list[list[tuple[str, int]]]:
         """For each member the places where it may be."""
         return [self.places(host) for host in range(len(self.hosts))]

@@ -65,7 +65,7 @@ from kazoo.protocol.serialization import (
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from rdzv_plugins.config import ServerOptions, UnreadableFileError, option
-from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
+from rdzv_plugins.endpoint import Endpoint, at, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, refused, segments
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
@@ -513,9 +513,7 @@ def _parse(data: bytes | None) -> tuple[str, int | None]:
 
 def _settings(target: Endpoint, options: Options, request_timeout: float) -> dict[str, Any]:
     """The arguments of `KazooClient`."""
-    hosts = ",".join(
-        f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in target.hosts
-    )
+    hosts = ",".join(at(host, port) for host, port in target.hosts)
     # kazoo waits this long for a host that does not answer: leave time for another host.
     settings: dict[str, Any] = {"hosts": hosts, "timeout": max(1.0, request_timeout * 2 / 3)}
     if options.tls:

@@ -75,7 +75,7 @@ def page(reports: list[dict[str, Any]]) -> str:
         parts.append(f"| {' | '.join(map(str, cells))} |\n")
     for it in reports:
         if it.get("note"):
-            parts.append(f"\nOf {it['store']}, seed {it['seed']}: {it['note']}\n")
+            parts.append(f"\nOn {it['store']}, seed {it['seed']}: {it['note']}\n")
     rules = " | ".join("---" for _ in STORES)
     first = reports[0] if reports else {"lease": 0, "interval": 0}
     parts.append(

@@ -25,7 +25,7 @@ from rdzv_plugins.addresses import address_on
 from rdzv_plugins.archive import Archive
 from rdzv_plugins.cli.check.job import Chosen, Job
 from rdzv_plugins.config import Settings
-from rdzv_plugins.endpoint import redact
+from rdzv_plugins.endpoint import at, redact
 from rdzv_plugins.inspection import Condition, Inspection, delete_run, is_torchs, settle
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.base import UNREACHED
@@ -391,7 +391,7 @@ def _listener(host: str, port: int) -> _Listener | None:
 def _told(
     client: type[KeyValueClient], host: str, port: int, tls: bool, listener: _Listener | None
 ) -> str:
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = at(host, port)
     told = {
         None: f"'{host}' cannot be resolved: check the spelling, and this host's DNS",
         _Listener.NOBODY: (

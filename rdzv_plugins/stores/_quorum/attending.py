@@ -22,6 +22,7 @@ from rdzv_plugins.addresses import (
     own_names,
     resolved,
 )
+from rdzv_plugins.endpoint import at
 from rdzv_plugins.kv import Attempts
 from rdzv_plugins.kv.contract import (
     AccessDeniedError,
@@ -207,7 +208,7 @@ class Attending(Attendance):
         self._attempts.succeed()
         log.info(
             "run '%s': this host runs a member of the store, at %s",
-            self._run, _at(place.address, port),
+            self._run, at(place.address, port),
         )  # fmt: skip
 
     @property
@@ -343,15 +344,11 @@ def look_at(members: Members, host: int, secret: bytes) -> tuple[int | None, str
         except socket.gaierror:
             return None, "is no name that this host knows"
         except TimeoutError:
-            said = f"does not answer at {_at(address, port)}"
+            said = f"does not answer at {at(address, port)}"
         except SecretError:
             return None, "has another secret"
         except (ConnectionRefusedError, OtherClusterError, ValueError):
             continue
         except OSError as error:
-            said = f"cannot be reached at {_at(address, port)} ({error})"
+            said = f"cannot be reached at {at(address, port)} ({error})"
     return None, said
-
-
-def _at(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
