@@ -228,9 +228,10 @@ def test_a_node_too_many_disturbs_nobody(run: Run) -> None:
         assert not spare.done()
         time.sleep(0.1)
     members[0].set_closed()
-    # torch's own error makes its launcher fail.
+    # torch's own errors make its launcher fail; it raises the second before the spare registered.
     mended = run.kind.startswith("mended")
-    with pytest.raises(SystemExit if mended else RendezvousGracefulExitError) as ended:
+    stock = RendezvousGracefulExitError, RendezvousClosedError
+    with pytest.raises(SystemExit if mended else stock) as ended:
         spare.result(60)
     assert not mended or ended.value.args == (0,)
 
