@@ -5,7 +5,7 @@ import importlib
 
 from rdzv_plugins.stores import STORES
 
-importlib.import_module("rdzv_plugins.handler")
+importlib.import_module("rdzv_plugins.process.handler")
 for _client in STORES.values():
     with contextlib.suppress(ImportError):
         importlib.import_module(_client.partition(":")[0])

@@ -33,15 +33,15 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from benchmarks.usage import Meter, raise_client_limit
 from rdzv_plugins import servers
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.config import Settings
-from rdzv_plugins.driver import perform
-from rdzv_plugins.handler import rules_of
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, StoreClient, Wake
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.process.driver import perform
+from rdzv_plugins.process.handler import rules_of
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import client_class, opener
 
 __all__ = ["Swarm", "sample"]

@@ -12,13 +12,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from rdzv_plugins.config import (
-    COUNTERPARTS,
-    WITHOUT_EFFECT,
-    ServerOptions,
-    Settings,
-    StoreOptions,
-)
+from rdzv_plugins.settings.options import ServerOptions, Settings, StoreOptions
+from rdzv_plugins.settings.parsing import COUNTERPARTS, WITHOUT_EFFECT
 from rdzv_plugins.stores import STORES, client_class
 
 HERE = Path(__file__).parent

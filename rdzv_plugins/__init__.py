@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import os
     from contextlib import AbstractContextManager
 
-    from rdzv_plugins.worker import CurrentRound
+    from rdzv_plugins.process.worker import CurrentRound
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ def current() -> CurrentRound | None:
         if now is not None:
             print(f"round {now.round}: {now.cause}; {now.spares} spares, domain {now.domain}")
     """
-    from rdzv_plugins import worker
+    from rdzv_plugins.process import worker
 
     return worker.current()
 
@@ -45,11 +45,11 @@ def fence(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
     In a process that is no worker of this package it does nothing; nor in a thread that holds it.
 
     Raises:
-        rdzv_plugins.worker.FencedError: a later round has held it.
+        rdzv_plugins.process.worker.FencedError: a later round has held it.
         OSError: the file cannot be opened, locked or written.
         ValueError: the file is no fence, but holds other data, as a checkpoint does.
     """
-    from rdzv_plugins import worker
+    from rdzv_plugins.process import worker
 
     return worker.fence(path)
 
@@ -68,7 +68,7 @@ def end_with_agent() -> bool:
         Whether it is so: False on another system, in a process that is no worker, and in one that
         the agent has not started itself, such as a script that a shell runs.
     """
-    from rdzv_plugins import worker
+    from rdzv_plugins.process import worker
 
     return worker.end_with_agent()
 
@@ -87,6 +87,6 @@ def resize_now() -> bool:
         and where the agent's folder for temporary files cannot be written, which is said on stderr
         once. It never raises.
     """
-    from rdzv_plugins import worker
+    from rdzv_plugins.process import worker
 
     return worker.resize_now()

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from rdzv_plugins import config
+from rdzv_plugins.settings import environment
 
 # Else an example that takes 0.2 s fails, on a machine that has other things to do.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -35,8 +35,8 @@ _LONG = ("test_torch_handler",)
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Handlers that a test had crash withhold its secrets for ever: the next test has none."""
-    config._withheld.clear()
-    config._withholders = 0
+    environment._withheld.clear()
+    environment._withholders = 0
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's reads the groups.

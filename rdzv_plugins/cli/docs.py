@@ -57,7 +57,7 @@ def _found(page: str, names: list[str]) -> str:
     last = {name.rpartition("/")[2]: name for name in names if name != "start/index"}
     if page in last:
         return last[page]
-    from rdzv_plugins.config import alternatives
+    from rdzv_plugins.settings.parsing import alternatives
 
     raise ValueError(f"there is no page '{page}'; {alternatives(page.rpartition('/')[2], last)}")
 

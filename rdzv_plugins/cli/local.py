@@ -83,9 +83,9 @@ def serve(
 
 
 def _serve_member(kind: str, endpoint: str, run_id: str, conf: str, local_addr: str | None) -> None:
-    from rdzv_plugins.config import parse_options
-    from rdzv_plugins.endpoint import redact
     from rdzv_plugins.servers import KINDS
+    from rdzv_plugins.settings.endpoint import redact
+    from rdzv_plugins.settings.parsing import parse_options
     from rdzv_plugins.stores import client_class
 
     client = client_class(KINDS[kind].backend if kind in KINDS else kind)
@@ -118,9 +118,10 @@ def _password(kind: str, host: str) -> tuple[str | None, bool]:
     """The server's password, and whether it is a new one; None: it needs none."""
     import secrets
 
-    from rdzv_plugins.addresses import is_loopback
-    from rdzv_plugins.config import ServerOptions, parse_options
+    from rdzv_plugins.peers.addresses import is_loopback
     from rdzv_plugins.servers import KINDS
+    from rdzv_plugins.settings.options import ServerOptions
+    from rdzv_plugins.settings.parsing import parse_options
 
     if kind not in KINDS or not KINDS[kind].for_others:
         return None, False

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rdzv_plugins.archive import Archive
-    from rdzv_plugins.config import Settings
-    from rdzv_plugins.inspection import Inspection
     from rdzv_plugins.kv import KeyValueClient
+    from rdzv_plugins.observe.history import Archive
+    from rdzv_plugins.observe.inspection import Inspection
+    from rdzv_plugins.settings.options import Settings
 
 __all__ = [
     "DEFAULT_BACKEND",
@@ -80,7 +80,7 @@ EndpointOption = Annotated[
 
 def _possible(given: typer.Context, option: typer.CallbackParam, run_id: str) -> str:
     """Refuse an id that no run can have; "" stands for none where none was given."""
-    from rdzv_plugins.run_ids import refuse_unless_possible
+    from rdzv_plugins.settings.run_ids import refuse_unless_possible
 
     # By its name: some versions of typer have a click of their own.
     source = given.get_parameter_source(option.name or "")
@@ -90,7 +90,7 @@ def _possible(given: typer.Context, option: typer.CallbackParam, run_id: str) ->
 
 def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """The runs under the prefix that the command line names so far, for the shell."""
-    from rdzv_plugins.archive import list_runs
+    from rdzv_plugins.observe.history import list_runs
 
     given = context.params
     if given.get("run_id") or given.get("words"):
@@ -138,7 +138,7 @@ def one_run(run_id: str, first: str, *, needed: bool = True) -> str:
         typer.BadParameter: it is given twice, or not at all though it is ``needed``.
         ValueError: no run can have this id.
     """
-    from rdzv_plugins.run_ids import refuse_unless_possible
+    from rdzv_plugins.settings.run_ids import refuse_unless_possible
 
     if first and run_id and first != run_id:
         raise typer.BadParameter(f"two runs, '{first}' and '{run_id}': name one")
@@ -187,7 +187,8 @@ class Access:
             ValueError: a bad option, or a missing client package.
             RendezvousConnectionError: the store cannot be reached or refuses the credentials.
         """
-        from rdzv_plugins.config import Settings, option_names
+        from rdzv_plugins.settings.options import Settings
+        from rdzv_plugins.settings.parsing import option_names
         from rdzv_plugins.stores import open_client
 
         handler_options = option_names(Settings)
@@ -204,13 +205,13 @@ class Access:
         return closing(self.open(run_id))
 
     def archive(self, run_id: str) -> Archive:
-        from rdzv_plugins.archive import Archive
+        from rdzv_plugins.observe.history import Archive
 
         return Archive(partial(self.open, job=run_id), run_id, self.settings.history_ttl)
 
     def inspect(self, run_ids: Iterable[str], opened: ExitStack) -> dict[str, Inspection]:
         """These runs, each watched as `settle` does; ``opened`` closes their connections."""
-        from rdzv_plugins.inspection import Inspection, settle
+        from rdzv_plugins.observe.inspection import Inspection, settle
 
         found = {
             run_id: Inspection(
@@ -224,7 +225,8 @@ class Access:
     @property
     def prefix(self) -> str:
         """The first part of every key."""
-        from rdzv_plugins.config import StoreOptions, parse_options
+        from rdzv_plugins.settings.options import StoreOptions
+        from rdzv_plugins.settings.parsing import parse_options
 
         given = parse_conf(self.conf)
         own = {"prefix": given["prefix"]} if "prefix" in given else {}
@@ -233,7 +235,8 @@ class Access:
     @property
     def settings(self) -> Settings:
         """The handler's options among those of ``--rdzv-conf``."""
-        from rdzv_plugins.config import Settings, option_names, parse_options
+        from rdzv_plugins.settings.options import Settings
+        from rdzv_plugins.settings.parsing import option_names, parse_options
 
         handler_options = option_names(Settings)
         own = {name: it for name, it in parse_conf(self.conf).items() if name in handler_options}
@@ -255,8 +258,8 @@ def parse_conf(conf: str) -> dict[str, str]:
 
 def no_run(client: KeyValueClient, run_id: str) -> ValueError:
     """The error where no run of this package's handler stands under the id."""
-    from rdzv_plugins.inspection import NOTHING_STORED, is_torchs
     from rdzv_plugins.kv.sealed import why_unreadable
+    from rdzv_plugins.observe.inspection import NOTHING_STORED, is_torchs
     from rdzv_plugins.protocol.documents import STATE_KEY
 
     if said := why_unreadable(client, "the run", STATE_KEY):

@@ -31,7 +31,7 @@ from rdzv_plugins.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from rdzv_plugins.inspection import Inspection
+    from rdzv_plugins.observe.inspection import Inspection
     from rdzv_plugins.protocol.documents import Exclusion, RoundDocument
     from rdzv_plugins.protocol.effects import Effects
     from rdzv_plugins.protocol.orders import Given
@@ -216,7 +216,7 @@ def exclude(
     If nodes of the host are in a round, the others go on without them in a new one. The agents of
     the host wait, and join again when the exclusion ends.
     """
-    from rdzv_plugins.inspection import NOTHING_STORED, Condition
+    from rdzv_plugins.observe.inspection import NOTHING_STORED, Condition
     from rdzv_plugins.protocol import orders
     from rdzv_plugins.protocol.documents import Exclusion
     from rdzv_plugins.protocol.policies.kept_out import describe
@@ -295,7 +295,7 @@ def include(
     all_runs: AllRunsOption = False, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Take an exclusion back; nodes of the host that wait join the next round."""
-    from rdzv_plugins.driver import carry_out
+    from rdzv_plugins.process.driver import carry_out
     from rdzv_plugins.protocol import orders
 
     run_id, host = _run_and_host(run_id, words, all_runs)
@@ -635,7 +635,7 @@ def _run_and_host(run_id: str, words: list[str], all_runs: bool) -> tuple[str, s
 
 def _open_runs(access: Access, run_id: str, all_runs: bool) -> list[str]:
     """This run, or all whose end is not noted."""
-    from rdzv_plugins.archive import list_runs
+    from rdzv_plugins.observe.history import list_runs
 
     if not all_runs:
         return [run_id]
@@ -656,7 +656,7 @@ def _seconds(text: str) -> float:
 
 def _give(seen: Inspection, work: Effects[Given]) -> Given:
     """Carry out an order to an open run."""
-    from rdzv_plugins.driver import carry_out
+    from rdzv_plugins.process.driver import carry_out
 
     return carry_out(seen.client, seen.archive, work, tell=lambda _: None)
 

@@ -37,10 +37,10 @@ def dashboard(
     --rdzv-conf, or for a new one, which is shown once.
     """
     _require("dashboard", "dashboard", "starlette", "uvicorn")
-    from rdzv_plugins.addresses import is_loopback
     from rdzv_plugins.dashboard.server import Dashboard
-    from rdzv_plugins.page_access import PageAccess
-    from rdzv_plugins.survey import Survey
+    from rdzv_plugins.observe.page_access import PageAccess
+    from rdzv_plugins.observe.survey import Survey
+    from rdzv_plugins.peers.addresses import is_loopback
 
     access = Access(backend, endpoint, conf)
     where, settings, new = _where(access), access.settings, ""
@@ -72,9 +72,9 @@ def exporter(
     --rdzv-conf, which Prometheus sends.
     """
     _require("exporter", "metrics", "prometheus_client")
-    from rdzv_plugins.exporter import Exporter
-    from rdzv_plugins.page_access import PageAccess
-    from rdzv_plugins.survey import Survey
+    from rdzv_plugins.observe.exporter import Exporter
+    from rdzv_plugins.observe.page_access import PageAccess
+    from rdzv_plugins.observe.survey import Survey
 
     access = Access(backend, endpoint, conf)
     where, who = _where(access), PageAccess(host, access.settings)
@@ -98,7 +98,7 @@ def _cannot_listen(host: str, port: int, error: Exception) -> ValueError:
 
 def _where(access: Access) -> str:
     """Which store, and which of its prefixes."""
-    from rdzv_plugins.endpoint import redact
+    from rdzv_plugins.settings.endpoint import redact
 
     at = f" at {redact(access.endpoint)}" if access.endpoint else ""
     return f"{access.backend}{at}, prefix {access.prefix}"

@@ -1,4 +1,4 @@
-"""``rdzv run``: torchrun with `rdzv_plugins.agent.RunAgent`."""
+"""``rdzv run``: torchrun with `rdzv_plugins.process.agent.RunAgent`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _launch(arguments: Sequence[str]) -> None:
         sys.exit(1)
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from rdzv_plugins.agent import torchrun
-    from rdzv_plugins.logs import is_told
-    from rdzv_plugins.torch_compat.torchrun import OURS
+    from rdzv_plugins.observe.logs import is_told
+    from rdzv_plugins.process.agent import torchrun
+    from rdzv_plugins.torch.torchrun import OURS
 
     # argparse prints this name in the usage.
     sys.argv = [OURS, *arguments]

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from rdzv_plugins.archive import Archive, Listed, Row
-    from rdzv_plugins.inspection import Inspection, NodeState
     from rdzv_plugins.kv import KeyValueClient
-    from rdzv_plugins.survey import Seen
+    from rdzv_plugins.observe.history import Archive, Listed, Row
+    from rdzv_plugins.observe.inspection import Inspection, NodeState
+    from rdzv_plugins.observe.survey import Seen
 
 __all__ = ["clean", "close", "history", "list_runs", "status", "watch"]
 
@@ -101,7 +101,7 @@ def list_runs(
         _refuse_unless_one_of(condition, _COLOURS, "--condition")
     if sort:
         _refuse_unless_one_of(sort, _SORTED_BY, "--sort")
-    from rdzv_plugins.survey import Survey
+    from rdzv_plugins.observe.survey import Survey
 
     access = Access(backend, endpoint, conf)
     with closing(Survey(access.open, access.archive)) as survey:
@@ -192,7 +192,7 @@ def status(
     """
     if wait:
         _refuse_unless_one_of(wait, _STATUSES, "--wait")
-    from rdzv_plugins.inspection import Inspection, settle
+    from rdzv_plugins.observe.inspection import Inspection, settle
 
     run_id = one_run(run_id, run)
     access = Access(backend, endpoint, conf)
@@ -265,7 +265,7 @@ def watch(
     Into a pipe it writes one line whenever the run does something else. An outage of the store does
     not end it. Exit status: 0, or 4 if there is no such run.
     """
-    from rdzv_plugins.inspection import Condition, Inspection, settle
+    from rdzv_plugins.observe.inspection import Condition, Inspection, settle
 
     run_id = one_run(run_id, run)
     access = Access(backend, endpoint, conf)
@@ -289,8 +289,8 @@ def close(
     First it watches until a heartbeat comes, or one that was due has not come: up to 12 s. Of a
     dead run it notes the end.
     """
-    from rdzv_plugins.driver import carry_out
-    from rdzv_plugins.inspection import Condition, Inspection, settle
+    from rdzv_plugins.observe.inspection import Condition, Inspection, settle
+    from rdzv_plugins.process.driver import carry_out
     from rdzv_plugins.protocol.cleanup import close_run
     from rdzv_plugins.protocol.documents import Outcome, Phase, RoundDocument
 
@@ -368,8 +368,8 @@ def clean(
         return
     if not run_id:
         raise typer.BadParameter("name a run, or all dead runs with --dead", param_hint="RUN")
-    from rdzv_plugins.inspection import is_torchs
     from rdzv_plugins.kv.sealed import why_unreadable
+    from rdzv_plugins.observe.inspection import is_torchs
     from rdzv_plugins.protocol.documents import STATE_KEY
 
     with access.connect(run_id) as client:
@@ -388,8 +388,8 @@ def clean(
 
 
 def _clean_the_dead(access: Access, as_json: bool) -> None:
-    from rdzv_plugins.archive import list_runs
-    from rdzv_plugins.inspection import Condition
+    from rdzv_plugins.observe.history import list_runs
+    from rdzv_plugins.observe.inspection import Condition
 
     with ExitStack() as opened:
         # Of each other run an end is noted, so that it is not dead.
@@ -404,7 +404,7 @@ def _delete(
     client: KeyValueClient, archive: Archive, run_id: str, *, ended: bool, as_json: bool
 ) -> None:
     """Delete a run's keys; ``ended``: nobody lives in it."""
-    from rdzv_plugins.inspection import delete_run
+    from rdzv_plugins.observe.inspection import delete_run
 
     keys = delete_run(client)
     if not keys and archive.last() is None:
@@ -427,8 +427,8 @@ def _stream(seen: Inspection, as_json: bool) -> None:
     """One line whenever the run does something else."""
     from datetime import UTC, datetime
 
-    from rdzv_plugins.inspection import Condition
     from rdzv_plugins.kv import RendezvousConnectionError
+    from rdzv_plugins.observe.inspection import Condition
 
     told = ""
     while True:
@@ -452,8 +452,8 @@ def _show_live(seen: Inspection) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from rdzv_plugins.inspection import Condition
     from rdzv_plugins.kv import RendezvousConnectionError
+    from rdzv_plugins.observe.inspection import Condition
 
     console = plain_console()
     with Live(console=console, auto_refresh=False) as live:

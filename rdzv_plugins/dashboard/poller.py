@@ -13,12 +13,12 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from rdzv_plugins.archive import Row
-from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.observe.history import Row
+from rdzv_plugins.observe.inspection import Condition
+from rdzv_plugins.observe.survey import Survey
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.protocol.states import State
-from rdzv_plugins.survey import Survey
 
 __all__ = ["Poller", "Snapshot", "sizes"]
 

@@ -26,9 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rdzv_plugins.dashboard.poller import Poller, Snapshot
-from rdzv_plugins.endpoint import at
-from rdzv_plugins.page_access import HEALTH, PageAccess
-from rdzv_plugins.survey import Survey
+from rdzv_plugins.observe.page_access import HEALTH, PageAccess
+from rdzv_plugins.observe.survey import Survey
+from rdzv_plugins.settings.endpoint import at
 
 __all__ = ["Dashboard"]
 

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rdzv_plugins import servers
-from rdzv_plugins.archive import Archive, Row
 from rdzv_plugins.demo.agents import Fleet, TrainingError, World
-from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.observe.history import Archive, Row
+from rdzv_plugins.settings.endpoint import redact
 from rdzv_plugins.stores import client_class, open_client
 
 __all__ = ["show"]

@@ -11,9 +11,9 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from rdzv_plugins.config import inherited
 from rdzv_plugins.health.checks import CannotRunError, last_line
 from rdzv_plugins.kv import ExhaustedError
+from rdzv_plugins.settings.environment import inherited
 
 __all__ = ["CommandCheck", "arguments_of"]
 

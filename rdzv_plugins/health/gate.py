@@ -9,13 +9,14 @@ from functools import partial
 from importlib.metadata import entry_points
 from queue import Empty, SimpleQueue
 
-from rdzv_plugins.config import Settings, alternatives
+from rdzv_plugins.clock import take
 from rdzv_plugins.health import disk, network
 from rdzv_plugins.health.checks import CallCheck, CannotRunError, Check
 from rdzv_plugins.health.command import CommandCheck, arguments_of
 from rdzv_plugins.health.gpu import GpuCheck
 from rdzv_plugins.kv import Attempts, exhausted
-from rdzv_plugins.signals import take
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.settings.parsing import alternatives
 
 __all__ = ["SHIPPED", "Gate", "gate_of", "refuse_unknown_checks"]
 

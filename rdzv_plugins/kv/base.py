@@ -32,8 +32,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from rdzv_plugins.config import OptionError, UnreadableFileError
-from rdzv_plugins.endpoint import redact_urls
 from rdzv_plugins.kv.contract import (
     AccessDeniedError,
     ClientClosedError,
@@ -48,6 +46,8 @@ from rdzv_plugins.kv.contract import (
 from rdzv_plugins.kv.exhaustion import ExhaustedError, exhausted
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.kv.retry import pause_after, retry
+from rdzv_plugins.settings.endpoint import redact_urls
+from rdzv_plugins.settings.options import OptionError, UnreadableFileError
 
 __all__ = [
     "STAMP_BYTES",

@@ -11,7 +11,7 @@ subclasses `AccessDeniedError` (the store answers, and refuses this client) and 
 limit), `ValueError` (a bad option; the message names the option and what is allowed).
 
 They need no torch. Wherever torch meets them, they are its own errors of the same names as well:
-``rdzv_plugins.torch_compat`` sees to that. A client raises those of this module, not torch's.
+``rdzv_plugins.torch`` sees to that. A client raises those of this module, not torch's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from rdzv_plugins.endpoint import Place, parse_endpoint
+from rdzv_plugins.settings.endpoint import Place, parse_endpoint
 
 if TYPE_CHECKING:
     from rdzv_plugins.kv.findings import Finding
@@ -142,7 +142,7 @@ class KeyValueClient(ABC):
     """The store's name in messages, usually that of ``--rdzv-backend``."""
 
     options: ClassVar[type[Any]]
-    """The class of its options, a `rdzv_plugins.config.StoreOptions`. `open_client` makes a client
+    """The class of its options, a `settings.options.StoreOptions`. `open_client` makes a client
     with ``(endpoint, namespace, options, request_timeout)``, the last in seconds."""
 
     capabilities: ClassVar[Capabilities]

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from rdzv_plugins.config import UnreadableFileError
 from rdzv_plugins.kv.contract import (
     Entry,
     KeyValueClient,
@@ -34,7 +33,8 @@ from rdzv_plugins.kv.contract import (
 )
 from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import pause_after
-from rdzv_plugins.run_ids import RESERVED
+from rdzv_plugins.settings.options import UnreadableFileError
+from rdzv_plugins.settings.run_ids import RESERVED
 
 __all__ = [
     "MARK",

@@ -3,8 +3,8 @@
 One node of a run is one `node.Node`. Its life is a generator of *effects* (`effects`): each is a
 request, such as "compare and set this key" or "wait until that key changes", and the answer is sent
 back into the generator. A *driver* carries the effects out. This package has one that runs in a
-thread on a real store (`rdzv_plugins.driver`); the simulator of the tests has one on virtual time,
-and it drives the same code. The shortest one, whose ``perform`` makes a request of each effect that
+thread on a real store (`process.driver`); the simulator of the tests has one on virtual time, and
+it drives the same code. The shortest one, whose ``perform`` makes a request of each effect that
 asks the store::
 
     def drive(node, client, archive):

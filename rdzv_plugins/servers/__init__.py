@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from rdzv_plugins.addresses import is_loopback
+from rdzv_plugins.peers.addresses import is_loopback
 from rdzv_plugins.servers.azure import Azure
 from rdzv_plugins.servers.consul import Consul
 from rdzv_plugins.servers.dynamodb import DynamoDB

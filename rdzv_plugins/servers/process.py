@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, ClassVar
 
-from rdzv_plugins.addresses import is_loopback, is_own_ip
+from rdzv_plugins.peers.addresses import is_loopback, is_own_ip
 
 __all__ = [
     "HOST",

@@ -9,8 +9,8 @@ from contextlib import closing
 
 from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.servers.process import HOST, Kind, ServerProcess
-from rdzv_plugins.stores._quorum.registers import Registers
-from rdzv_plugins.stores._quorum.wire import identify
+from rdzv_plugins.stores.quorum.registers import Registers
+from rdzv_plugins.stores.quorum.wire import identify
 
 __all__ = ["Quorum"]
 
@@ -26,7 +26,7 @@ class Quorum(Kind):
     largest = 3
 
     def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
-        member, own = "rdzv_plugins.stores._quorum", f"{_HOST}:{node.port}"
+        member, own = "rdzv_plugins.stores.quorum", f"{_HOST}:{node.port}"
         return [sys.executable, "-m", member, _CLUSTER, own, *self._places(nodes)]
 
     def ready(self, node: ServerProcess) -> bool:

@@ -13,18 +13,6 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from rdzv_plugins.addresses import address_on
-from rdzv_plugins.config import (
-    ENVIRONMENT_PREFIX,
-    Settings,
-    UnreadableFileError,
-    alternatives,
-    environment,
-    option_names,
-    parse_options,
-    unknown_variables,
-)
-from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import (
     Attendance,
     ExhaustedError,
@@ -34,6 +22,16 @@ from rdzv_plugins.kv import (
     exhausted,
 )
 from rdzv_plugins.kv.sealed import SealedClient
+from rdzv_plugins.peers.addresses import address_on
+from rdzv_plugins.settings.endpoint import redact
+from rdzv_plugins.settings.environment import ENVIRONMENT_PREFIX, environment
+from rdzv_plugins.settings.options import Settings, UnreadableFileError
+from rdzv_plugins.settings.parsing import (
+    alternatives,
+    option_names,
+    parse_options,
+    unknown_variables,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -58,7 +56,7 @@ STORES = {
     "etcd-v3": "rdzv_plugins.stores.etcd:Client",
     "postgres": "rdzv_plugins.stores.postgres:Client",
     "nats": "rdzv_plugins.stores.nats:Client",
-    "quorum": "rdzv_plugins.stores.quorum:Client",
+    "quorum": "rdzv_plugins.stores.quorum.client:Client",
     "kubernetes": "rdzv_plugins.stores.kubernetes:Client",
     "s3": "rdzv_plugins.stores.s3:Client",
     "azure": "rdzv_plugins.stores.azure:Client",

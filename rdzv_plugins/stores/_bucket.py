@@ -26,8 +26,6 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from rdzv_plugins.config import OptionError
-from rdzv_plugins.endpoint import Place, parse_endpoint, redact, redact_urls
 from rdzv_plugins.kv import (
     Capabilities,
     ClientClosedError,
@@ -50,7 +48,9 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection
 from rdzv_plugins.kv.gate import SMALL_BYTES, RefusedValueError, Seconds, decode
-from rdzv_plugins.run_ids import RESERVED
+from rdzv_plugins.settings.endpoint import Place, parse_endpoint, redact, redact_urls
+from rdzv_plugins.settings.options import OptionError
+from rdzv_plugins.settings.run_ids import RESERVED
 from rdzv_plugins.stores._polling import Polling
 
 __all__ = ["BucketClient"]

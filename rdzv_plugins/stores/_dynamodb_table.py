@@ -31,8 +31,6 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from rdzv_plugins.config import OptionError, StoreOptions, UnreadableFileError, option
-from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import LateCredentialsError, RendezvousConnectionError
 from rdzv_plugins.kv.base import (
     UNREACHED,
@@ -45,6 +43,8 @@ from rdzv_plugins.kv.base import (
     refused,
 )
 from rdzv_plugins.kv.retry import retry
+from rdzv_plugins.settings.endpoint import parse_endpoint, redact
+from rdzv_plugins.settings.options import OptionError, StoreOptions, UnreadableFileError, option
 from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import BoundedResponse

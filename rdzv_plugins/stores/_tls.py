@@ -7,8 +7,8 @@ import socket
 import ssl
 from functools import partial
 
-from rdzv_plugins.config import ServerOptions, UnreadableFileError
 from rdzv_plugins.kv.base import Problem
+from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError
 from rdzv_plugins.stores._files import FromFiles
 
 __all__ = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from rdzv_plugins.config import StoreOptions, option
+from rdzv_plugins.settings.options import StoreOptions, option
 from rdzv_plugins.stores._bucket import BucketClient
 
 __all__ = ["Client", "Options"]

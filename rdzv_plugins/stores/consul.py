@@ -39,8 +39,6 @@ from urllib.parse import quote, unquote, urlencode
 import consul.base
 from consul import ConsulException
 
-from rdzv_plugins.config import ServerOptions, given_or_in_file, option
-from rdzv_plugins.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     Limit,
     Problem,
@@ -52,6 +50,8 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.contract import Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
+from rdzv_plugins.settings.endpoint import Endpoint, parse_endpoint, redact
+from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, option
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Request, http_of, http_problem, time_of
 

@@ -35,10 +35,10 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from rdzv_plugins.endpoint import Place, redact
 from rdzv_plugins.kv import Capabilities, RendezvousConnectionError, Version
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped, version_of
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection
+from rdzv_plugins.settings.endpoint import Place, redact
 from rdzv_plugins.stores._dynamodb_table import INDEX, Options, Table, code_of, problem_of
 from rdzv_plugins.stores._polling import Polling
 

@@ -41,8 +41,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
-from rdzv_plugins.config import ServerOptions
-from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     STAMP_BYTES,
     Limit,
@@ -57,6 +55,8 @@ from rdzv_plugins.kv.contract import Capabilities, Version
 from rdzv_plugins.kv.findings import Finding, Mark, of_space, of_version
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.kv.retry import pause_after
+from rdzv_plugins.settings.endpoint import parse_endpoint, redact
+from rdzv_plugins.settings.options import ServerOptions
 from rdzv_plugins.stores._http import Request, http_of, http_problem
 
 __all__ = ["Client", "Options"]

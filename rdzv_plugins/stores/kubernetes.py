@@ -60,8 +60,6 @@ from urllib.parse import quote, unquote, urlencode
 
 import msgspec
 
-from rdzv_plugins.config import OptionError, ServerOptions, first_line, given_or_in_file, option
-from rdzv_plugins.endpoint import Place, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     Limit,
     Problem,
@@ -77,7 +75,15 @@ from rdzv_plugins.kv.base import (
 from rdzv_plugins.kv.contract import UNREADABLE, Capabilities, Pods, Version
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.kv.retry import pause_after
-from rdzv_plugins.run_ids import RESERVED
+from rdzv_plugins.settings.endpoint import Place, parse_endpoint, redact
+from rdzv_plugins.settings.options import (
+    OptionError,
+    ServerOptions,
+    first_line,
+    given_or_in_file,
+    option,
+)
+from rdzv_plugins.settings.run_ids import RESERVED
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Answer, Http, Request, Stream, http_of, http_problem, time_of
 

@@ -54,8 +54,6 @@ from nats.aio.subscription import Subscription
 from nats.js.errors import APIError
 from nats.protocol.parser import Parser
 
-from rdzv_plugins.config import ServerOptions, first_line, given_or_in_file, option
-from rdzv_plugins.endpoint import Endpoint, at, parse_endpoint, redact
 from rdzv_plugins.kv.base import (
     Limit,
     Problem,
@@ -68,6 +66,8 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.contract import UNREADABLE, Capabilities
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
+from rdzv_plugins.settings.endpoint import Endpoint, at, parse_endpoint, redact
+from rdzv_plugins.settings.options import ServerOptions, first_line, given_or_in_file, option
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 

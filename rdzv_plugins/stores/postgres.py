@@ -54,8 +54,6 @@ from psycopg.errors import (
 )
 from psycopg.waiting import Ready, Wait
 
-from rdzv_plugins.config import ServerOptions, option
-from rdzv_plugins.endpoint import Place, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities
 from rdzv_plugins.kv.base import (
     STAMP_BYTES,
@@ -67,6 +65,8 @@ from rdzv_plugins.kv.base import (
     version_of,
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
+from rdzv_plugins.settings.endpoint import Place, parse_endpoint, redact
+from rdzv_plugins.settings.options import ServerOptions, option
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, refuses_client

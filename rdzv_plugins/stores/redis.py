@@ -41,8 +41,6 @@ from redis.connection import DefaultParser
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
-from rdzv_plugins.config import ServerOptions, given_or_in_file, option
-from rdzv_plugins.endpoint import parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.base import (
     STAMP_BYTES,
@@ -56,6 +54,8 @@ from rdzv_plugins.kv.base import (
     refused,
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
+from rdzv_plugins.settings.endpoint import parse_endpoint, redact
+from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, option
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import (

@@ -43,7 +43,7 @@ from typing import Any
 import boto3
 from botocore.exceptions import BotoCoreError, NoCredentialsError
 
-from rdzv_plugins.config import OptionError, StoreOptions, option
+from rdzv_plugins.settings.options import OptionError, StoreOptions, option
 from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
 from rdzv_plugins.stores._bucket import BucketClient
 from rdzv_plugins.stores._files import FromFiles

@@ -64,11 +64,11 @@ from kazoo.protocol.serialization import (
 )
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
-from rdzv_plugins.config import ServerOptions, UnreadableFileError, option
-from rdzv_plugins.endpoint import Endpoint, at, parse_endpoint, redact
 from rdzv_plugins.kv import Capabilities, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, refused, segments
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
+from rdzv_plugins.settings.endpoint import Endpoint, at, parse_endpoint, redact
+from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError, option
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, Session

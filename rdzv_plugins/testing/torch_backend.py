@@ -8,7 +8,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 from rdzv_plugins.kv import ClientClosedError, KeyValueClient
 from rdzv_plugins.testing.harness import Harness
 from rdzv_plugins.testing.threads import together
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
+from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 
 STATES = [b"x", b"", bytes(range(256)) * 100]
 GARBAGE: list[Token] = ["invalid", "", 0, 1.5, b"x", object, (), [], {}]

@@ -26,9 +26,9 @@ import msgspec
 import trustme
 
 from rdzv_plugins import servers
-from rdzv_plugins.archive import Archive
 from rdzv_plugins.demo.agents import RDZV_RUN, Fleet
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.servers import LocalServer, Security
 from rdzv_plugins.stores import open_client
 from tests.faults.checks import End, Note

@@ -26,7 +26,7 @@ from typing import Any
 
 import rdzv_plugins
 from rdzv_plugins.demo.train import Journal
-from rdzv_plugins.worker import CurrentRound, FencedError
+from rdzv_plugins.process.worker import CurrentRound, FencedError
 
 __all__ = ["CHECKPOINT_EVERY", "START", "after"]
 

@@ -27,11 +27,6 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.launcher import api
 
-from rdzv_plugins import agent
-from rdzv_plugins.agent import RunAgent
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.config import Settings
-from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.kv import (
     Entry,
     MemoryClient,
@@ -39,9 +34,14 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     Version,
 )
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.process import agent
+from rdzv_plugins.process.agent import RunAgent
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.parting import close_as_member
 from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until
 
 # Far beyond what a test may take: whoever waits for it is seen to.
@@ -367,7 +367,7 @@ def test_a_failure_is_told_once_a_thread_can_start(
     assert fleet.closed()
 
 
-CHANGED = "torch changed what rdzv_plugins.agent leans on: "
+CHANGED = "torch changed what rdzv_plugins.process.agent leans on: "
 
 
 def names(function: Any) -> set[str]:

@@ -29,11 +29,11 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
 )
 from rdzv_plugins.testing.threads import Background, together
-from rdzv_plugins.torch_compat.agent_store import AgentStore
+from rdzv_plugins.torch.agent_store import AgentStore
 from tests.handlers.site import LEASE, site
 
 WORLD, WORKERS = 2, 3
-CHANGED = "torch waits for something else now: see rdzv_plugins/torch_compat/agent_store.py"
+CHANGED = "torch waits for something else now: see rdzv_plugins/torch/agent_store.py"
 
 
 class Agent(SimpleElasticAgent):

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins import handler as handler_module
-from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.process import handler as handler_module
+from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import Site

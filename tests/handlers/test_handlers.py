@@ -26,9 +26,9 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins import clock
-from rdzv_plugins.archive import archive_run_id
-from rdzv_plugins.handler import StoreRendezvousHandler, _what_failed
 from rdzv_plugins.kv import MemoryClient, RendezvousStateError
+from rdzv_plugins.observe.history import archive_run_id
+from rdzv_plugins.process.handler import StoreRendezvousHandler, _what_failed
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,

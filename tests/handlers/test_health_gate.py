@@ -16,9 +16,9 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins import handler as handler_module
-from rdzv_plugins.handler import StoreRendezvousHandler
-from rdzv_plugins.inspection import Condition, Inspection, settle
+from rdzv_plugins.observe.inspection import Condition, Inspection, settle
+from rdzv_plugins.process import handler as handler_module
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import LEASE, Site, succeed

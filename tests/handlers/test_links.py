@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.testing.proxy import Proxy
 from tests import replace
 from tests.handlers.site import Site

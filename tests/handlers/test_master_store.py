@@ -9,10 +9,10 @@ from contextlib import ExitStack, suppress
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rdzv_plugins.addresses import is_own_ip, loopback
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.peers.addresses import is_own_ip, loopback
 from rdzv_plugins.servers.process import free_ports
-from rdzv_plugins.torch_compat.master_store import TAKES_SOCKETS, open_store
+from rdzv_plugins.torch.master_store import TAKES_SOCKETS, open_store
 from tests.handlers.site import site
 
 NAME = "rdzv-test-door"

@@ -28,16 +28,26 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousParameters,
 )
 
-from rdzv_plugins.config import Settings, parse_options
-from rdzv_plugins.driver import watched
-from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.kv import MemoryServer, RendezvousConnectionError
 from rdzv_plugins.kv.contract import KeyValueClient
-from rdzv_plugins.metrics import CAUSES, METRICS, STATES, TABLE, Measured, Metric, MetricKind, build
+from rdzv_plugins.observe.metrics import (
+    CAUSES,
+    METRICS,
+    STATES,
+    TABLE,
+    Measured,
+    Metric,
+    MetricKind,
+    build,
+)
+from rdzv_plugins.process.driver import watched
+from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.protocol.documents import Cause, Phase
 from rdzv_plugins.protocol.states import State
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.settings.parsing import parse_options
 from rdzv_plugins.testing.threads import Background
-from rdzv_plugins.torch_compat import events
+from rdzv_plugins.torch import events
 from tests.handlers.site import LEASE, Site
 from tests.handlers.site import site as make_site
 from tests.unit.test_store_client import DictClient
@@ -299,9 +309,9 @@ class TestTheServer:
         program = """
 import os, signal, sys
 from prometheus_client import CollectorRegistry
-from rdzv_plugins.config import Settings
-from rdzv_plugins.metrics_server import MetricsServer
-from rdzv_plugins.page_access import PageAccess
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.observe.metrics_server import MetricsServer
+from rdzv_plugins.observe.page_access import PageAccess
 server = MetricsServer(
     "127.0.0.1", 0, PageAccess("127.0.0.1", Settings()), CollectorRegistry(),
     before_metrics=str, health=lambda: (True, "ok"), why=str, name="rdzv-run-metrics",
@@ -344,7 +354,7 @@ class TestWithoutMetrics:
 
     def test_neither_library_is_imported(self) -> None:
         program = (
-            "import sys, rdzv_plugins.handler, rdzv_plugins.metrics\n"
+            "import sys, rdzv_plugins.process.handler, rdzv_plugins.observe.metrics\n"
             "assert not {'prometheus_client', 'opentelemetry', 'wsgiref'} & set(sys.modules)"
         )
         subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

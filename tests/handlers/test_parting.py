@@ -13,8 +13,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from rdzv_plugins import handler as handlers
-from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
+from rdzv_plugins.process import handler as handlers
+from rdzv_plugins.process.handler import StoreRendezvousHandler, rules_of
 from rdzv_plugins.protocol.documents import Outcome, Phase, Status
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.threads import Background

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.config import Settings
-from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
 from rdzv_plugins.kv import (
     MemoryClient,
     MemoryServer,
     RendezvousConnectionError,
     RendezvousStateError,
 )
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.process.handler import StoreRendezvousHandler, rules_of
+from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 

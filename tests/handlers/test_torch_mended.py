@@ -17,17 +17,17 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.config import Settings
-from rdzv_plugins.endpoint import Place
-from rdzv_plugins.handler import _over
 from rdzv_plugins.kv import MemoryClient, MemoryServer
-from rdzv_plugins.torch_compat import dynamic_handler
-from rdzv_plugins.torch_compat.dynamic_handler import (
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.process.handler import _over
+from rdzv_plugins.settings.endpoint import Place
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.torch import dynamic_handler
+from rdzv_plugins.torch.dynamic_handler import (
     MendedDynamicRendezvousHandler,
     create_torch_handler,
 )
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
+from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 
 PARAMS = RendezvousParameters("redis", "", "run", 1, 1, local_addr="127.0.0.1")
 

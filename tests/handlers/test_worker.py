@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import rdzv_plugins
+from rdzv_plugins.process.worker import VARIABLE, current
 from rdzv_plugins.protocol.documents import Status
 from rdzv_plugins.testing.threads import Background
-from rdzv_plugins.worker import VARIABLE, current
 from tests.handlers.site import Site
 from tests.handlers.site import site as make_site
 

@@ -24,9 +24,9 @@ import pytest
 
 from rdzv_plugins import servers
 from rdzv_plugins.demo.agents import Fleet, World
-from rdzv_plugins.endpoint import parse_endpoint
 from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument
 from rdzv_plugins.servers.process import find_file
+from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy

@@ -21,8 +21,8 @@ import redis
 from kazoo.client import KazooClient
 from kazoo.security import ACL, make_acl
 
-from rdzv_plugins.archive import EXCLUDED, LIST, archive_run_id
 from rdzv_plugins.kv.base import segments
+from rdzv_plugins.observe.history import EXCLUDED, LIST, archive_run_id
 from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.http import ask

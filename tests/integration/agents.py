@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 
-from rdzv_plugins.archive import Archive, Row
-from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.observe.history import Archive, Row
+from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.protocol import words
 from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.testing import harness

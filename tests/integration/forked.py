@@ -46,8 +46,8 @@ def _forks() -> ForkServerContext:
         [
             __name__,
             "torch.distributed.run",
-            "rdzv_plugins.agent",
-            "rdzv_plugins.handler",
+            "rdzv_plugins.process.agent",
+            "rdzv_plugins.process.handler",
             "rdzv_plugins.cli",
         ]
     )

@@ -8,13 +8,13 @@ from functools import partial
 from torch.distributed import run
 from torch.distributed.launcher import api
 
-import rdzv_plugins.agent
 import rdzv_plugins.cli
+import rdzv_plugins.process.agent
 
 
 def main() -> None:
     # No option says it: torch's launcher makes its agent with 300 s.
-    for module, name in ((api, "LocalElasticAgent"), (rdzv_plugins.agent, "RunAgent")):
+    for module, name in ((api, "LocalElasticAgent"), (rdzv_plugins.process.agent, "RunAgent")):
         setattr(module, name, partial(getattr(module, name), exit_barrier_timeout=1))
     if sys.argv[1] == "run":
         rdzv_plugins.cli.main()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins.torch_compat.master_store import TAKES_SOCKETS
+from rdzv_plugins.torch.master_store import TAKES_SOCKETS
 from tests import Measure
 from tests.integration.namespaces import in_namespaces
 from tests.integration.stores import KINDS, absent

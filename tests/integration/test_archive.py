@@ -6,8 +6,8 @@ import secrets
 from contextlib import closing
 from functools import partial
 
-from rdzv_plugins.archive import Archive, list_runs
-from rdzv_plugins.inspection import Condition, Inspection, settle
+from rdzv_plugins.observe.history import Archive, list_runs
+from rdzv_plugins.observe.inspection import Condition, Inspection, settle
 from rdzv_plugins.protocol.documents import Outcome, Phase
 from rdzv_plugins.protocol.round_record import Member, RoundRecord
 from rdzv_plugins.stores import open_client

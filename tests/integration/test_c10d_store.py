@@ -24,7 +24,7 @@ from torch.distributed.elastic.utils import store as elastic
 
 from rdzv_plugins import servers
 from rdzv_plugins.stores import open_client
-from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
+from rdzv_plugins.torch.c10d_store import KeyValueStore
 from tests.integration.stores import KINDS, RunningStore
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from rdzv_plugins.stores import open_client
-from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
+from rdzv_plugins.torch.c10d_store import KeyValueStore
 
 backend, endpoint, config, run = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
 rank, world = int(sys.argv[5]), int(sys.argv[6])

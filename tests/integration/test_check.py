@@ -30,15 +30,17 @@ from typer.testing import CliRunner
 from rdzv_plugins.cli import app
 from rdzv_plugins.cli.check import host as dials
 from rdzv_plugins.cli.check import store as trials
-from rdzv_plugins.config import parse_options
-from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.servers import Security, ServerProcess
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.servers.process import HOST, free_ports
-from rdzv_plugins.stores import client_class, quorum
+from rdzv_plugins.settings.endpoint import redact
+from rdzv_plugins.settings.parsing import parse_options
+from rdzv_plugins.stores import client_class
+from rdzv_plugins.stores.quorum.client import Client as QuorumClient
+from rdzv_plugins.stores.quorum.members import Members, Options
 from rdzv_plugins.testing.harness import until
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
+from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 from tests.integration import topologies
 from tests.integration.agents import Run, one_world
 from tests.integration.certificates import Certificates
@@ -854,11 +856,11 @@ def test_id_of_the_other_handler(redis: RunningStore, run_id: str) -> None:
 
 THREE = "127.0.0.31,127.0.0.32,127.0.0.33"
 
-Members = Callable[..., None]
+StartMembers = Callable[..., None]
 
 
 @pytest.fixture
-def members(run_id: str) -> Iterator[Members]:
+def members(run_id: str) -> Iterator[StartMembers]:
     """Starts members of the run as ``rdzv serve quorum`` does: by their hosts."""
     client, begun = client_class("quorum"), []
 
@@ -892,8 +894,8 @@ def of_member(told: Told) -> list[tuple[str, str]]:
 
 
 def ports_of(run_id: str) -> list[int]:
-    options = quorum.Client.of_run(quorum.Options(), run_id)
-    return quorum.Members.of(THREE, options).ports(0)
+    options = QuorumClient.of_run(Options(), run_id)
+    return Members.of(THREE, options).ports(0)
 
 
 def test_quorum_before_the_job(run_id: str) -> None:
@@ -915,7 +917,9 @@ def test_quorum_before_the_job(run_id: str) -> None:
     assert told.only("warning")[0] == "address"
 
 
-def test_quorum_once_a_majority_runs(run_id: str, members: Members, monkeypatch: Patch) -> None:
+def test_quorum_once_a_majority_runs(
+    run_id: str, members: StartMembers, monkeypatch: Patch
+) -> None:
     monkeypatch.setenv("RDZV_PLUGINS_SECRET", "of all nodes and commands")
     members("127.0.0.31", "127.0.0.33")
     told = check_quorum(run_id, "--nnodes", "1:3")
@@ -941,7 +945,7 @@ def test_quorum_once_a_majority_runs(run_id: str, members: Members, monkeypatch:
     assert any(text.startswith(secret) for _, text in of_member(told))
 
 
-def test_quorum_of_one_and_of_two_hosts(run_id: str, members: Members) -> None:
+def test_quorum_of_one_and_of_two_hosts(run_id: str, members: StartMembers) -> None:
     told = check_quorum(run_id, endpoint="127.0.0.31")
     assert told.of("members")[0] == "warning"
     assert "0 of 1 members answer" in told.of("store")[1]
@@ -953,7 +957,7 @@ def test_quorum_of_one_and_of_two_hosts(run_id: str, members: Members) -> None:
     assert "names 2 hosts: name one, three or five" in text
 
 
-def test_quorum_whose_ports_others_have(run_id: str, members: Members) -> None:
+def test_quorum_whose_ports_others_have(run_id: str, members: StartMembers) -> None:
     first, second, third = ports_of(run_id)
     with ExitStack() as stack:
         stack.enter_context(closing(socket.create_server(("127.0.0.31", first))))

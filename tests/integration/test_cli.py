@@ -26,13 +26,13 @@ from torch.distributed.elastic.rendezvous.api import (
 from typer.testing import CliRunner, Result
 
 from rdzv_plugins import servers
-from rdzv_plugins.archive import Archive, list_runs
 from rdzv_plugins.cli import app, runs
 from rdzv_plugins.cli.local import serve
 from rdzv_plugins.cli.options import BackendOption, plain_console
-from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
-from rdzv_plugins.inspection import delete_run
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.observe.history import Archive, list_runs
+from rdzv_plugins.observe.inspection import delete_run
+from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,

@@ -24,8 +24,8 @@ import pytest
 from msgspec.structs import replace
 from selenium.webdriver import Chrome, Keys
 
-from rdzv_plugins.archive import Archive
 from rdzv_plugins.cli import pages
+from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.archive import archive_run_id
 from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.observe.history import archive_run_id
 from rdzv_plugins.servers import Security
 from rdzv_plugins.testing.threads import Background
 from tests.integration.administrators import ADMINISTRATORS, Administrator, administered

@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, Status
 from tests import Measure, replace
 from tests.integration.agents import Run as Handlers

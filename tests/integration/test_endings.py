@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-from rdzv_plugins.handler import StoreRendezvousHandler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.threads import Background, together
 from tests.integration.agents import Run, exchange_roles, one_world, until

@@ -108,7 +108,7 @@ def test_a_tcpstore_is_not_tried_without_descriptors(spare: int) -> None:
     """c10d says nothing of them, waits for seconds or aborts the process, by how many are left."""
     script = (
         "import errno, os, resource\n"
-        "from rdzv_plugins.torch_compat.master_store import open_store\n"
+        "from rdzv_plugins.torch.master_store import open_store\n"
         "open_store('127.0.0.1', 10.0)\n"
         "taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]\n"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"

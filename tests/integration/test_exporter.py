@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from typer.testing import CliRunner
 
-from rdzv_plugins.archive import list_runs
 from rdzv_plugins.cli import app, pages
-from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
-from rdzv_plugins.inspection import Condition
+from rdzv_plugins.observe.history import list_runs
+from rdzv_plugins.observe.inspection import Condition
+from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background

@@ -16,9 +16,9 @@ from threading import Event
 import pytest
 from typer.testing import CliRunner, Result
 
-from rdzv_plugins import inspection
 from rdzv_plugins.cli import app
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.observe import inspection
 from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, Phase, RoundDocument
 from rdzv_plugins.protocol.roster import apart
 from rdzv_plugins.protocol.rules import INLINE

@@ -28,13 +28,13 @@ from torch.distributed.elastic.events import handlers as events
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousParameters
 from typer.testing import CliRunner
 
-from rdzv_plugins.archive import EXCLUDED, LIST, Archive, Listed, Row, archive_run_id
 from rdzv_plugins.cli import _is_for_the_user, app
-from rdzv_plugins.config import Settings
 from rdzv_plugins.dashboard.server import Dashboard
-from rdzv_plugins.exporter import Exporter
-from rdzv_plugins.handler import StoreRendezvousHandler, create_handler
-from rdzv_plugins.page_access import PageAccess
+from rdzv_plugins.observe.exporter import Exporter
+from rdzv_plugins.observe.history import EXCLUDED, LIST, Archive, Listed, Row, archive_run_id
+from rdzv_plugins.observe.page_access import PageAccess
+from rdzv_plugins.observe.survey import Survey
+from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -48,7 +48,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.round_record import Durations, Member
-from rdzv_plugins.survey import Survey
+from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until
 from tests import replace
 from tests.integration.stores import KINDS, RunningStore, running

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.demo.agents import Agent
+from rdzv_plugins.process.worker import CurrentRound
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
-from rdzv_plugins.worker import CurrentRound
 from tests import Measure, replace
 from tests.integration.stores import RunningStore
 from tests.integration.torchrun import Begin, Pause, Run, runs

@@ -16,10 +16,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from rdzv_plugins.endpoint import redact
 from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.servers import LocalServer, Security, ServerError, start
 from rdzv_plugins.servers.postgres import Postgres
+from rdzv_plugins.settings.endpoint import redact
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.postgres import Connection
 from rdzv_plugins.testing import Proxy

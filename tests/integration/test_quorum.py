@@ -21,7 +21,6 @@ import pytest
 from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
-from rdzv_plugins.config import parse_options
 from rdzv_plugins.kv import AccessDeniedError, Entry, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.kv.contract import Attendance
@@ -31,10 +30,12 @@ from rdzv_plugins.register.member import ACCEPT_SECONDS
 from rdzv_plugins.register.messages import Accepted, Answer, List
 from rdzv_plugins.register.proposer import Changing, Outcome
 from rdzv_plugins.servers import ServerProcess
+from rdzv_plugins.settings.parsing import parse_options
 from rdzv_plugins.stores import open_client
-from rdzv_plugins.stores._quorum.attending import look_at
-from rdzv_plugins.stores._quorum.wire import CLIENT, Wire, encode, identify
-from rdzv_plugins.stores.quorum import Client, Members, Options
+from rdzv_plugins.stores.quorum.attending import look_at
+from rdzv_plugins.stores.quorum.client import Client
+from rdzv_plugins.stores.quorum.members import Members, Options
+from rdzv_plugins.stores.quorum.wire import CLIENT, Wire, encode, identify
 from rdzv_plugins.testing import KeyValueConformance, Store, TorchConformance
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import Background
@@ -579,7 +580,8 @@ def test_a_member_that_is_served_by_hand() -> None:
 
 _FORKS = """
 import os, sys, time
-from rdzv_plugins.stores.quorum import Client, Options
+from rdzv_plugins.stores.quorum.client import Client
+from rdzv_plugins.stores.quorum.members import Options
 run = f"forks-{os.getpid()}"
 attendance = Client.attend("127.0.0.1", Options(cluster=run), "127.0.0.1", run)
 while not attendance.member_runs():

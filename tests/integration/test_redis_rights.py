@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import redis
 
-from rdzv_plugins.archive import Archive, archive_run_id
 from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.observe.history import Archive, archive_run_id
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores import redis as backend
 from rdzv_plugins.testing import KeyValueConformance, Store

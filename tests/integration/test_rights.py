@@ -32,7 +32,7 @@ from rdzv_plugins.servers import Security
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.stores import _dynamodb_table
 from rdzv_plugins.testing import harness
-from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
+from rdzv_plugins.torch.c10d_store import KeyValueStore
 from tests.integration.agents import Run, one_world, until
 from tests.integration.start import FOLDER, blocks
 from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started

@@ -408,7 +408,7 @@ def test_a_signal_is_one_line_and_a_shells_status(
     ],
 )
 def test_a_parent_that_sigterm_does_nothing_to_is_found(shell: str, found: str) -> None:
-    prints = "from rdzv_plugins.signals import deaf_parent; print(deaf_parent())"
+    prints = "from rdzv_plugins.process.signals import deaf_parent; print(deaf_parent())"
     command = as_pid_1("bash", "-c", shell, "bash", sys.executable, "-c", prints)
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert shown.stdout.strip() == found

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.archive import Archive, list_runs
-from rdzv_plugins.inspection import delete_run
+from rdzv_plugins.observe.history import Archive, list_runs
+from rdzv_plugins.observe.inspection import delete_run
 from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import record_of
-from rdzv_plugins.run_ids import refuse_unless_possible
+from rdzv_plugins.settings.run_ids import refuse_unless_possible
 from tests.integration.agents import Agent, Run, until
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore

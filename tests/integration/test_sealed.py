@@ -20,9 +20,9 @@ import redis
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from typer.testing import CliRunner
 
-from rdzv_plugins.archive import EXCLUDED, LIST, Archive
 from rdzv_plugins.cli import app
 from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
+from rdzv_plugins.observe.history import EXCLUDED, LIST, Archive
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -33,7 +33,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.testing import NetworkConformance, Store, TorchConformance
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend, create_backend
+from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend, create_backend
 from tests.integration.agents import Agent, Run, one_world, until
 from tests.integration.stores import KINDS, RunningStore
 

@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 import pytest
 
-from rdzv_plugins.config import ServerOptions
 from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError
+from rdzv_plugins.settings.options import ServerOptions
 from tests import Measure
 from tests.integration.agents import Run, one_world, until
 from tests.integration.certificates import Certificates

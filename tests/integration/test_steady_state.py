@@ -14,9 +14,9 @@ import redis
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins import servers
-from rdzv_plugins.archive import list_runs
-from rdzv_plugins.handler import create_handler
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.observe.history import list_runs
+from rdzv_plugins.process.handler import create_handler
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.redis import DIGESTS

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, RoundDocument, Status
 from rdzv_plugins.testing.harness import until
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
+from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 from tests import Measure
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, running

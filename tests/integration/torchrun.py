@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from rdzv_plugins.archive import Archive
 from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, Process, World
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,

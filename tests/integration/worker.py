@@ -16,7 +16,7 @@ from pathlib import Path
 
 import rdzv_plugins
 from rdzv_plugins.demo.train import Journal
-from rdzv_plugins.worker import FencedError
+from rdzv_plugins.process.worker import FencedError
 
 
 def main() -> None:

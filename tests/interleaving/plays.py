@@ -25,11 +25,12 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins import archive, clock, driver, handler, signals
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.config import Settings
-from rdzv_plugins.handler import StoreRendezvousHandler, rules_of
+from rdzv_plugins import clock
 from rdzv_plugins.kv import MemoryClient, MemoryServer, exhaustion, memory, retry
+from rdzv_plugins.observe import history as archive
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.process import driver, handler, signals
+from rdzv_plugins.process.handler import StoreRendezvousHandler, rules_of
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -38,7 +39,8 @@ from rdzv_plugins.protocol.documents import (
     Outcome,
     RoundDocument,
 )
-from rdzv_plugins.torch_compat import c10d_store
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.torch import c10d_store
 from tests.interleaving.scheduler import Queue, Scheduler, StuckError, Task
 
 __all__ = ["Play", "play"]

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 
-from rdzv_plugins.driver import Driver
-from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.kv import Attempts
+from rdzv_plugins.process.driver import Driver
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.node import Node
 from tests import Measure

@@ -7,14 +7,14 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.driver import perform
 from rdzv_plugins.kv import (
     MemoryClient,
     MemoryServer,
     RendezvousConnectionError,
     RendezvousStateError,
 )
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.process.driver import perform
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import (

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.driver import carry_out
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.process.driver import carry_out
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.protocol.orders import accuse
 from rdzv_plugins.protocol.rules import Rules

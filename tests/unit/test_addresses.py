@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rdzv_plugins import addresses
-from rdzv_plugins.addresses import (
+from rdzv_plugins.peers import addresses
+from rdzv_plugins.peers.addresses import (
     OwnAddress,
     candidates,
     gloo_address,
@@ -22,7 +22,7 @@ from rdzv_plugins.addresses import (
     listen,
     node_address,
 )
-from rdzv_plugins.reach import gloo_fault
+from rdzv_plugins.peers.reach import gloo_fault
 from rdzv_plugins.servers.process import free_ports
 from rdzv_plugins.stores import client_class
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from rdzv_plugins.archive import EXCLUDED, LIST, Archive, archive_run_id, list_runs
 from rdzv_plugins.kv import MemoryClient, MemoryServer
+from rdzv_plugins.observe.history import EXCLUDED, LIST, Archive, archive_run_id, list_runs
 from rdzv_plugins.protocol.documents import (
     Cause,
     Names,

@@ -19,7 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from rdzv_plugins.kv import Capabilities, Entry, MemoryClient, MemoryServer, Version
-from rdzv_plugins.torch_compat.c10d_store import KeyValueStore
+from rdzv_plugins.torch.c10d_store import KeyValueStore
 
 SHORT = timedelta(milliseconds=50)
 

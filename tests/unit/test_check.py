@@ -13,15 +13,6 @@ from kazoo.exceptions import UnimplementedError
 
 from rdzv_plugins.cli.check import plan, store
 from rdzv_plugins.cli.check.job import parse_nnodes, parse_peers
-from rdzv_plugins.config import (
-    ServerOptions,
-    Settings,
-    option_names,
-    parse_options,
-    refused_options,
-    unknown_options,
-    unknown_variables,
-)
 from rdzv_plugins.kv import (
     Capabilities,
     Entry,
@@ -33,6 +24,14 @@ from rdzv_plugins.kv import (
 )
 from rdzv_plugins.kv.base import is_unresolved
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
+from rdzv_plugins.settings.options import ServerOptions, Settings
+from rdzv_plugins.settings.parsing import (
+    option_names,
+    parse_options,
+    refused_options,
+    unknown_options,
+    unknown_variables,
+)
 from rdzv_plugins.stores import STORES, client_class, redis
 from rdzv_plugins.stores._tls import tls_problem
 from rdzv_plugins.stores.zookeeper import Client as ZooKeeperClient

@@ -9,22 +9,16 @@ from pathlib import Path
 import pytest
 
 from docs.generate import option_rows
-from rdzv_plugins.config import (
+from rdzv_plugins.settings.endpoint import parse_endpoint
+from rdzv_plugins.settings.environment import environment, give_back, inherited, withhold
+from rdzv_plugins.settings.options import ServerOptions, Settings, StoreOptions, option
+from rdzv_plugins.settings.parsing import (
     COUNTERPARTS,
-    ServerOptions,
-    Settings,
-    StoreOptions,
-    environment,
-    give_back,
     idle_options,
-    inherited,
-    option,
     option_names,
     parse_options,
-    withhold,
     without_effect,
 )
-from rdzv_plugins.endpoint import parse_endpoint
 from rdzv_plugins.stores import STORES, client_class
 
 
@@ -375,7 +369,7 @@ def test_a_malformed_endpoint_is_refused(endpoint: str, says: str) -> None:
 
 
 def test_torchs_handler_refuses_what_it_does_not_have() -> None:
-    from rdzv_plugins.torch_compat.dynamic_handler import check_settings
+    from rdzv_plugins.torch.dynamic_handler import check_settings
 
     with pytest.raises(ValueError, match="has no on_outage, outage_limit"):
         check_settings(Settings(handler="torch", on_outage="stop", outage_limit=20.0))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from rdzv_plugins.archive import Row
 from rdzv_plugins.dashboard.poller import Size, sizes
+from rdzv_plugins.observe.history import Row
 from rdzv_plugins.protocol.documents import Outcome, Phase
 from rdzv_plugins.protocol.round_record import Durations, Member
 

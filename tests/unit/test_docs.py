@@ -22,7 +22,7 @@ import pytest
 
 from docs.generate import option_rows
 from rdzv_plugins.cli import docs
-from rdzv_plugins.config import ServerOptions, Settings, StoreOptions
+from rdzv_plugins.settings.options import ServerOptions, Settings, StoreOptions
 from rdzv_plugins.stores import STORES, client_class
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.driver import Driver, carry_out, watched
 from rdzv_plugins.kv import (
     AccessDeniedError,
     Entry,
@@ -28,6 +26,8 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
 )
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.process.driver import Driver, carry_out, watched
 from rdzv_plugins.protocol import decide, effects, rounds, rules, situation
 from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status

@@ -97,7 +97,7 @@ def test_a_missing_extra_names_the_install_that_mends_it(errors: Any, backend: s
     assert errors[backend].endswith(f'pip install "rdzv-plugins[{backend}]"')
 
 
-NEED_TORCH = ("agent", "handler", "testing", "torch_compat")
+NEED_TORCH = ("process.agent", "process.handler", "testing", "torch")
 
 
 def test_only_what_runs_agents_needs_torch() -> None:
@@ -113,7 +113,8 @@ for module in pkgutil.walk_packages(rdzv_plugins.__path__, "rdzv_plugins.", oner
         importlib.import_module(module.name)
     except ImportError as error:
         assert error.name.partition(".")[0] == "torch", (module.name, error)
-        need.add(module.name.split(".")[1])
+        rooms = module.name.split(".")[1:]
+        need.add(rooms[0] if rooms[0] in ("testing", "torch") else ".".join(rooms))
 assert need == {{*{NEED_TORCH!r}}}, need
 """
     assert run(program) == ""
@@ -133,7 +134,7 @@ assert "torch" not in sys.modules
 from torch.distributed.elastic.rendezvous import api
 assert not any(isinstance(error, api.RendezvousError) for error in before)
 
-import rdzv_plugins.torch_compat
+import rdzv_plugins.torch
 kinds = [api.RendezvousConnectionError, api.RendezvousConnectionError, api.RendezvousStateError]
 for error, kind in zip(before, kinds, strict=True):
     assert isinstance(error, kv.RendezvousError)
@@ -149,7 +150,7 @@ for error, kind in zip(before, kinds, strict=True):
 
 def test_an_error_that_was_pickled_beside_torch_is_read_without_it() -> None:
     pickled = run(
-        "import pickle, rdzv_plugins.torch_compat\n"
+        "import pickle, rdzv_plugins.torch\n"
         "from rdzv_plugins.kv import AccessDeniedError\n"
         "print(pickle.dumps(AccessDeniedError('no')).hex())"
     )

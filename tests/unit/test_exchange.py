@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rdzv_plugins import exchange as exchanges
-from rdzv_plugins import listener as listeners
-from rdzv_plugins.exchange import answer, dial, exchange
-from rdzv_plugins.listener import Listener
+from rdzv_plugins.peers import exchange as exchanges
+from rdzv_plugins.peers import listener as listeners
+from rdzv_plugins.peers.exchange import answer, dial, exchange
+from rdzv_plugins.peers.listener import Listener
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 

@@ -17,18 +17,6 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from rdzv_plugins.addresses import (
-    gloo_address,
-    is_own_ip,
-    listen,
-    loopback,
-    node_address,
-    route_to,
-)
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.config import Settings
-from rdzv_plugins.driver import Driver
-from rdzv_plugins.handler import StoreRendezvousHandler
 from rdzv_plugins.health.checks import CallCheck
 from rdzv_plugins.health.command import CommandCheck
 from rdzv_plugins.health.gate import Gate
@@ -41,9 +29,21 @@ from rdzv_plugins.kv import (
     as_outage,
     exhausted,
 )
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.peers.addresses import (
+    gloo_address,
+    is_own_ip,
+    listen,
+    loopback,
+    node_address,
+    route_to,
+)
+from rdzv_plugins.process.driver import Driver
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import NodeRecord, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until
 
 RULES = Rules(min_nodes=1, max_nodes=1, lease=0.6, interval=0.2, last_call=0.0)

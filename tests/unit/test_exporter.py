@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rdzv_plugins.archive import Row
-from rdzv_plugins.exporter import EXPORTED, _Restarts
-from rdzv_plugins.metrics import METRICS, TABLE, By
+from rdzv_plugins.observe.exporter import EXPORTED, _Restarts
+from rdzv_plugins.observe.history import Row
+from rdzv_plugins.observe.metrics import METRICS, TABLE, By
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.protocol.round_record import Member
 

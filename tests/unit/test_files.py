@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.config import ServerOptions, UnreadableFileError, first_line
 from rdzv_plugins.kv import (
     AccessDeniedError,
     KeyValueClient,
@@ -15,6 +14,7 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
 )
 from rdzv_plugins.kv.base import Limit
+from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError, first_line
 from rdzv_plugins.stores import open_run
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores.redis import Options

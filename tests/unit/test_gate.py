@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rdzv_plugins.archive import EXCLUDED, LIST, Archive, Row, archive_run_id, list_runs
-from rdzv_plugins.exchange import exchange
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousStateError
 from rdzv_plugins.kv.gate import DOCUMENT_BYTES, RECORD_BYTES, plain
+from rdzv_plugins.observe.history import EXCLUDED, LIST, Archive, Row, archive_run_id, list_runs
+from rdzv_plugins.peers.exchange import exchange
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,

@@ -20,12 +20,12 @@ import pytest
 
 from rdzv_plugins.cli.check import plan
 from rdzv_plugins.cli.check.job import Job
-from rdzv_plugins.config import Settings
 from rdzv_plugins.health import Gate, disk, gate_of, network, refuse_unknown_checks
 from rdzv_plugins.health.checks import CallCheck, CannotRunError, last_line
 from rdzv_plugins.health.command import CommandCheck
 from rdzv_plugins.health.gpu import GpuCheck
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until
 
 SECONDS = 20.0

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rdzv_plugins.inspection import Inspection
 from rdzv_plugins.kv import MemoryClient, MemoryServer
+from rdzv_plugins.observe.inspection import Inspection
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,

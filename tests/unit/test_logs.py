@@ -13,13 +13,13 @@ from contextlib import contextmanager
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv_plugins import handler as handlers
-from rdzv_plugins.config import Settings
 from rdzv_plugins.kv import MemoryClient, MemoryServer
-from rdzv_plugins.logs import set_up
+from rdzv_plugins.observe.logs import set_up
+from rdzv_plugins.process import handler as handlers
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import Outcome, Phase, Status
 from rdzv_plugins.protocol.words import remarks
+from rdzv_plugins.settings.options import Settings
 from tests import replace
 from tests.unit.crowd import Crowd
 from tests.unit.life import RULES, Life, Time, finish
@@ -161,7 +161,7 @@ class TestWhereTheLinesGo:
         with bare():
             set_up("INFO")
             set_up("DEBUG")
-            log = logging.getLogger("rdzv_plugins.handler")
+            log = logging.getLogger("rdzv_plugins.process.handler")
             log.info("run '%s': a line", "r")
             log.debug("no line")
         assert re.fullmatch(

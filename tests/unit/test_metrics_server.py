@@ -13,10 +13,10 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rdzv_plugins import metrics_server
-from rdzv_plugins.config import Settings
-from rdzv_plugins.metrics_server import MetricsServer
-from rdzv_plugins.page_access import PageAccess
+from rdzv_plugins.observe import metrics_server
+from rdzv_plugins.observe.metrics_server import MetricsServer
+from rdzv_plugins.observe.page_access import PageAccess
+from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until
 
 

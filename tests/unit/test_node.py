@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from rdzv_plugins import protocol
-from rdzv_plugins.driver import perform
 from rdzv_plugins.kv import (
     MemoryClient,
     MemoryServer,
     RendezvousConnectionError,
     RendezvousStateError,
 )
+from rdzv_plugins.process.driver import perform
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.cli.check.store import nodes_within
-from rdzv_plugins.config import Settings, option_names
-from rdzv_plugins.exporter import EXPORTED
-from rdzv_plugins.inspection import Condition
-from rdzv_plugins.metrics import CAUSES, METRICS, STATES, Metric, MetricKind
+from rdzv_plugins.observe.exporter import EXPORTED
+from rdzv_plugins.observe.inspection import Condition
+from rdzv_plugins.observe.metrics import CAUSES, METRICS, STATES, Metric, MetricKind
 from rdzv_plugins.protocol.documents import SCHEMA, Phase
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.settings.parsing import option_names
 from rdzv_plugins.stores import STORES, client_class
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins.archive import EXCLUDED as EXCLUDED_KEYS
-from rdzv_plugins.archive import Archive
-from rdzv_plugins.driver import carry_out
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError
+from rdzv_plugins.observe.history import EXCLUDED as EXCLUDED_KEYS
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.process.driver import carry_out
 from rdzv_plugins.protocol import effects, orders
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.decide import decide
@@ -634,7 +634,7 @@ def _closes() -> effects.Effects[bool]:
 def test_exclusions_that_others_change_again_and_again_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rdzv_plugins.archive.pause_after", lambda _: 0.0)
+    monkeypatch.setattr("rdzv_plugins.observe.history.pause_after", lambda _: 0.0)
 
     class Rival(MemoryClient):
         tries = 0

@@ -15,7 +15,7 @@ from rdzv_plugins.testing.harness import until
 # An agent whose worker is a child of each kind; it prints their process ids.
 AGENT = """
 import os, subprocess, sys, time
-from rdzv_plugins.orphans import Guard
+from rdzv_plugins.process.guard import Guard
 guard = Guard()
 guard.start()
 forked = os.fork()
@@ -72,7 +72,7 @@ def test_what_was_named_last_ends_with_the_agent(end: str) -> None:
 # An agent that is killed as it starts its workers: it has named none yet, or those of before.
 STARTING = """
 import os, subprocess, sys
-from rdzv_plugins.orphans import Guard
+from rdzv_plugins.process.guard import Guard
 guard = Guard()
 guard.start()
 guard.watch([])

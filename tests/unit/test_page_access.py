@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rdzv_plugins.config import Settings
-from rdzv_plugins.metrics_server import MetricsServer
-from rdzv_plugins.page_access import PageAccess
+from rdzv_plugins.observe.metrics_server import MetricsServer
+from rdzv_plugins.observe.page_access import PageAccess
+from rdzv_plugins.settings.options import Settings
 
 TOKEN = "a-token-of-those-who-may-read"
 

@@ -14,9 +14,9 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from rdzv_plugins import links as module
-from rdzv_plugins.links import Links
-from rdzv_plugins.listener import Listener
+from rdzv_plugins.peers import links as module
+from rdzv_plugins.peers.links import Links
+from rdzv_plugins.peers.listener import Listener
 from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
@@ -30,8 +30,8 @@ PATIENCE = 30.0
 CHILD = f"""
 import os
 import sys
-from rdzv_plugins.links import Links
-from rdzv_plugins.listener import Listener
+from rdzv_plugins.peers.links import Links
+from rdzv_plugins.peers.listener import Listener
 from rdzv_plugins.protocol.contact import Standing
 
 listener = Listener("127.0.0.1", "child", [int(sys.argv[1])])
@@ -239,7 +239,7 @@ import socket
 import sys
 import threading
 import time
-from rdzv_plugins import listener as module
+from rdzv_plugins.peers import listener as module
 
 accepted = threading.Event()
 

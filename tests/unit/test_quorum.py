@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins import addresses
-from rdzv_plugins.addresses import is_at_loopback
-from rdzv_plugins.config import UnreadableFileError, parse_options
+from rdzv_plugins.peers import addresses
+from rdzv_plugins.peers.addresses import is_at_loopback
+from rdzv_plugins.settings.options import UnreadableFileError
+from rdzv_plugins.settings.parsing import parse_options
 from rdzv_plugins.stores import client_class
-from rdzv_plugins.stores._quorum import attending as member
-from rdzv_plugins.stores._quorum import wire
-from rdzv_plugins.stores._quorum.wire import CLIENT, Wire
-from rdzv_plugins.stores.quorum import SIZES, Client, Members, Options
+from rdzv_plugins.stores.quorum import attending as member
+from rdzv_plugins.stores.quorum import wire
+from rdzv_plugins.stores.quorum.client import Client
+from rdzv_plugins.stores.quorum.members import SIZES, Members, Options
+from rdzv_plugins.stores.quorum.wire import CLIENT, Wire
 from rdzv_plugins.testing.harness import until
 
 THREE = "node1,node2,node3"

@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousStateError
-from rdzv_plugins.torch_compat.rendezvous_backend import KeyValueBackend
+from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 
 
 @pytest.fixture

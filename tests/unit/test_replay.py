@@ -7,9 +7,9 @@ from dataclasses import replace as with_rules
 
 import pytest
 
-from rdzv_plugins.archive import EXCLUDED, Archive
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer
 from rdzv_plugins.kv.sealed import SealedClient
+from rdzv_plugins.observe.history import EXCLUDED, Archive
 from rdzv_plugins.protocol import orders
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,

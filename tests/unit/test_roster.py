@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv_plugins.inspection import Inspection
 from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer
+from rdzv_plugins.observe.inspection import Inspection
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (

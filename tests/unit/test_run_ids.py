@@ -14,11 +14,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
-from rdzv_plugins.handler import create_handler
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
+from rdzv_plugins.process.handler import create_handler
+from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import STORES
-from rdzv_plugins.torch_compat.torchrun import makes_log_folders
+from rdzv_plugins.torch.torchrun import makes_log_folders
 
 RESERVED = ["!runs", "!excluded", "!archive/job", "!"]
 IMPOSSIBLE = [*RESERVED, "a\nb", "a\tb", "a\x7f", "x" * 513, "ü" * 257, "a\udc80"]

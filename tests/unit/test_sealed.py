@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv_plugins.config import UnreadableFileError, first_line
 from rdzv_plugins.kv import (
     Entry,
     KeyValueClient,
@@ -26,6 +25,7 @@ from rdzv_plugins.kv import (
 )
 from rdzv_plugins.kv.sealed import CLAIMS, MARK, OVERHEAD, ForeignValueError, SealedClient
 from rdzv_plugins.protocol.documents import STATE_KEY, TORCH_STATE_KEY
+from rdzv_plugins.settings.options import UnreadableFileError, first_line
 from rdzv_plugins.testing import KeyValueConformance, Store, TorchConformance
 
 SECRET = "a secret of all nodes and commands"

@@ -11,7 +11,8 @@ from queue import Empty, SimpleQueue
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from rdzv_plugins.signals import SignalWatch, _ending, take
+from rdzv_plugins.clock import take
+from rdzv_plugins.process.signals import SignalWatch, _ending
 from rdzv_plugins.testing.harness import until
 
 SECONDS = 20.0

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rdzv_plugins.archive import Archive
 from rdzv_plugins.cli.runs import _nodes, _on_a_screen
-from rdzv_plugins.exporter import Exporter
-from rdzv_plugins.inspection import Inspection
 from rdzv_plugins.kv import MemoryClient, MemoryServer
+from rdzv_plugins.observe.exporter import Exporter
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.observe.inspection import Inspection
+from rdzv_plugins.observe.survey import Survey
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -29,7 +30,6 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.protocol.round_record import record_of
 from rdzv_plugins.protocol.states import State, state_of
 from rdzv_plugins.protocol.wall_clock import as_iso, shown
-from rdzv_plugins.survey import Survey
 from rdzv_plugins.testing.harness import until
 from tests import replace
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.orphans import processes
-from rdzv_plugins.stopping import stop
+from rdzv_plugins.process.guard import processes
+from rdzv_plugins.process.stopping import stop
 from rdzv_plugins.testing.harness import until
 
 STUBBORN = "(trap '' TERM; READY; exec sleep 600) &"

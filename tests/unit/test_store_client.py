@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import pytest
 
-from rdzv_plugins.config import OptionError
 from rdzv_plugins.kv import (
     Capabilities,
     MemoryServer,
@@ -33,6 +32,7 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.memory import MemoryClient
 from rdzv_plugins.kv.retry import retry
+from rdzv_plugins.settings.options import OptionError
 
 
 class DictClient(StoreClient):

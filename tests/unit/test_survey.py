@@ -10,15 +10,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from rdzv_plugins.archive import LIST, Archive
-from rdzv_plugins.exporter import Exporter
-from rdzv_plugins.inspection import Condition
 from rdzv_plugins.kv import (
     ClientClosedError,
     MemoryClient,
     MemoryServer,
     RendezvousConnectionError,
 )
+from rdzv_plugins.observe.exporter import Exporter
+from rdzv_plugins.observe.history import LIST, Archive
+from rdzv_plugins.observe.inspection import Condition
+from rdzv_plugins.observe.survey import Survey
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -31,7 +32,6 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.round_record import record_of
-from rdzv_plugins.survey import Survey
 from tests.unit.life import Time
 
 RUNNING = RoundDocument(
@@ -104,7 +104,7 @@ def survey(store: Store) -> Survey:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr("rdzv_plugins.inspection.time.monotonic", time)
+    monkeypatch.setattr("rdzv_plugins.observe.inspection.time.monotonic", time)
     return time
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv_plugins import handler
-from rdzv_plugins.config import Settings
+from rdzv_plugins.process import handler
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.protocol.rules import Rules
-from rdzv_plugins.topology import find_domain, levels
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.settings.topology import find_domain, levels
 
 from .crowd import Crowd, Member
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv_plugins.torch_compat.torchrun import idle_arguments, max_restarts
+from rdzv_plugins.torch.torchrun import idle_arguments, max_restarts
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 import rdzv_plugins
-from rdzv_plugins import worker
-from rdzv_plugins.config import ENVIRONMENT_PREFIX
-from rdzv_plugins.worker import (
+from rdzv_plugins.process import worker
+from rdzv_plugins.process.worker import (
     VARIABLE,
     CurrentRound,
     FencedError,
@@ -27,6 +26,7 @@ from rdzv_plugins.worker import (
     hand_down,
     take_back,
 )
+from rdzv_plugins.settings.environment import ENVIRONMENT_PREFIX
 from tests import replace
 
 NOW = CurrentRound(
@@ -310,7 +310,7 @@ class TestFence:
         """Twelve processes, each of a round of its own, write one checkpoint again and again."""
         code = (
             "import sys, time, rdzv_plugins\n"
-            "from rdzv_plugins.worker import CurrentRound, FencedError, hand_down\n"
+            "from rdzv_plugins.process.worker import CurrentRound, FencedError, hand_down\n"
             "token, folder = int(sys.argv[1]), sys.argv[2]\n"
             "hand_down(CurrentRound(run_id='run', round=token, world_id=f'{token}-a', cause='',\n"
             "                       fencing_token=token))\n"
@@ -341,7 +341,7 @@ print(rdzv_plugins.end_with_agent(), flush=True)
 # An agent that starts a worker, and is killed before that asks.
 AGENT = """
 import os, subprocess, sys
-from rdzv_plugins.worker import CurrentRound, hand_down
+from rdzv_plugins.process.worker import CurrentRound, hand_down
 hand_down(CurrentRound(run_id="run", round=0, world_id="", cause="", agent=os.getpid()))
 subprocess.Popen(sys.argv[1:], start_new_session=True)
 os.kill(os.getpid(), 9)

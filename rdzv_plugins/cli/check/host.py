@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 
-from rdzv_plugins.addresses import (
+from rdzv_plugins.cli.check.job import Job
+from rdzv_plugins.health import gate_of
+from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.peers.addresses import (
     candidates,
     dial_self,
     is_at_loopback,
@@ -18,13 +22,9 @@ from rdzv_plugins.addresses import (
     node_address,
     route_to,
 )
-from rdzv_plugins.cli.check.job import Job
-from rdzv_plugins.config import Settings
-from rdzv_plugins.endpoint import Place
-from rdzv_plugins.health import gate_of
-from rdzv_plugins.kv import KeyValueClient
-from rdzv_plugins.kv.findings import Finding, Mark
-from rdzv_plugins.reach import gloo_fault
+from rdzv_plugins.peers.reach import gloo_fault
+from rdzv_plugins.settings.endpoint import Place
+from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import client_class
 
 __all__ = ["check_address", "check_health", "check_peers"]

@@ -14,9 +14,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from rdzv_plugins.cli.options import parse_conf
-from rdzv_plugins.config import (
-    ENVIRONMENT_PREFIX,
-    Settings,
+from rdzv_plugins.entry_points import refuse_without_torch
+from rdzv_plugins.health import refuse_unknown_checks
+from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.observe.page_access import refuse_open_metrics
+from rdzv_plugins.protocol.sizes import Sizes
+from rdzv_plugins.settings.endpoint import parse_endpoint
+from rdzv_plugins.settings.environment import ENVIRONMENT_PREFIX
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.settings.parsing import (
     idle_options,
     option_names,
     parse_options,
@@ -24,14 +31,7 @@ from rdzv_plugins.config import (
     unknown_options,
     without_effect,
 )
-from rdzv_plugins.endpoint import parse_endpoint
-from rdzv_plugins.entry_points import refuse_without_torch
-from rdzv_plugins.health import refuse_unknown_checks
-from rdzv_plugins.kv import KeyValueClient
-from rdzv_plugins.kv.findings import Finding, Mark
-from rdzv_plugins.page_access import refuse_open_metrics
-from rdzv_plugins.protocol.sizes import Sizes
-from rdzv_plugins.run_ids import refuse_unless_possible, why_no_log_folder
+from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import client_class, strange_variables
 
 __all__ = ["Chosen", "Job", "check_options", "check_secrets", "parse_nnodes", "parse_peers"]
@@ -165,7 +165,7 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
     if unfit is not None:
         yield unfit
     elif settings.handler == "torch":
-        from rdzv_plugins.torch_compat.dynamic_handler import check_settings
+        from rdzv_plugins.torch.dynamic_handler import check_settings
 
         try:
             check_settings(settings)

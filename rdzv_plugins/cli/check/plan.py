@@ -16,8 +16,8 @@ import typer
 from rdzv_plugins.cli.check.host import check_address, check_health, check_peers
 from rdzv_plugins.cli.check.job import Job, check_options, check_secrets
 from rdzv_plugins.cli.check.store import check_run, check_store
-from rdzv_plugins.config import Settings
 from rdzv_plugins.kv.findings import Finding, Mark
+from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import open_run
 
 __all__ = ["SCHEMA", "carry_out", "report", "sentence", "show", "status"]

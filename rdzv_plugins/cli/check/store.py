@@ -21,16 +21,16 @@ from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
 from enum import Enum, auto
 
-from rdzv_plugins.addresses import address_on
-from rdzv_plugins.archive import Archive
 from rdzv_plugins.cli.check.job import Chosen, Job
-from rdzv_plugins.config import Settings
-from rdzv_plugins.endpoint import at, redact
-from rdzv_plugins.inspection import Condition, Inspection, delete_run, is_torchs, settle
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.base import UNREACHED
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.kv.gate import plain
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.observe.inspection import Condition, Inspection, delete_run, is_torchs, settle
+from rdzv_plugins.peers.addresses import address_on
+from rdzv_plugins.settings.endpoint import at, redact
+from rdzv_plugins.settings.options import Settings
 
 __all__ = [
     "check_contention",

@@ -1,0 +1,208 @@
+"""Metrics of all runs under a prefix, from the store alone: ``rdzv exporter``.
+
+What there is stands in `metrics.TABLE`: what a node has too has the same name and means the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.observe.history import Row
+from rdzv_plugins.observe.inspection import Condition
+from rdzv_plugins.observe.metrics import CAUSES, STATES, TABLE, By, Metric, MetricKind, causes_of
+from rdzv_plugins.observe.metrics_server import MetricsServer
+from rdzv_plugins.observe.page_access import PageAccess
+from rdzv_plugins.observe.survey import Seen, Survey
+from rdzv_plugins.protocol.documents import Phase
+from rdzv_plugins.protocol.situation import to_join_again
+
+__all__ = ["EXPORTED", "Exporter"]
+
+log = logging.getLogger(__name__)
+
+# Several scrapers at once make one read.
+_FRESH_SECONDS = 1.0
+_UNKNOWN = float("nan")
+
+EXPORTED = tuple(
+    replace(metric, labels=("run", *metric.labels) if metric.of_run else metric.labels)
+    for metric in TABLE
+    if metric.by is not By.NODE
+)
+"""The metrics of the exporter, with their labels."""
+
+
+class Exporter(Collector):
+    """Reads all runs whenever it is scraped.
+
+    Its methods are for one thread, but for `close`.
+
+    Args:
+        survey: of the runs; the exporter closes it.
+    """
+
+    def __init__(self, survey: Survey) -> None:
+        self._survey = survey
+        self._looked = -_FRESH_SECONDS
+        self._error: str | None = None
+        self._restarts: dict[str, _Restarts] = {}
+        self._server: MetricsServer | None = None
+
+    def serve(self, host: str, port: int, access: PageAccess) -> str:
+        """Serve ``/metrics``, ``/healthz`` and ``/why`` from a thread; returns their address.
+
+        Raises OSError or UnicodeError if it cannot listen there.
+        """
+        # The first read of all runs' rounds takes longest: no scrape is to wait for it.
+        deque(self.collect(), maxlen=0)
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._server = MetricsServer(
+            host,
+            port,
+            access,
+            registry,
+            before_metrics=self.refresh,
+            health=self.health,
+            why=self.why,
+            name="rdzv-exporter",
+        )
+        return self._server.url
+
+    def close(self) -> None:
+        """Serve nothing any more, and close all connections to the store."""
+        self._survey.close()
+        if self._server is not None:
+            self._server.close()
+
+    def refresh(self) -> None:
+        """Read the store, unless it was read within the last second."""
+        if time.monotonic() - self._looked < _FRESH_SECONDS:
+            return
+        try:
+            self._survey.look()
+            self._error = None
+        except (RendezvousStateError, ValueError) as error:
+            self._error = str(error)
+        self._looked = time.monotonic()
+
+    def health(self) -> tuple[bool, str]:
+        """True also while the store is away: a restart of this process would not bring it back."""
+        # Whoever asks here may have no token: where the store is stands at /why.
+        return True, "the store is away; /why says which" if self._away() is not None else "ok"
+
+    def why(self) -> str:
+        """A line for each run: what it does and waits for."""
+        self.refresh()
+        away = self._away()
+        lines = [f"the store is away: {away}"] if away is not None else []
+        for it in self._survey.runs.values():
+            seen = it.inspection if it.inspection is not None and not it.is_over else None
+            odd = (seen.clocks, seen.away) if seen is not None else ()
+            lines.append("; ".join(filter(None, (f"run '{it.run_id}': {it.sentence}", *odd))))
+        return "\n".join(lines) or "there are no runs under this prefix"
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """The metrics, as read last; while the store is away, nothing is known of any run."""
+        families = {metric.name: _family(metric) for metric in EXPORTED}
+        away = self._away() is not None
+        families["rdzv_store_up"].add_metric([], float(not away))
+        if not away:
+            for seen in self._survey.runs.values():
+                try:
+                    samples = [*self._samples(seen)]
+                except Exception:  # One broken run never costs the others.
+                    log.debug("run '%s' has no metrics", seen.run_id, exc_info=True)
+                    continue
+                for name, labels, value in samples:
+                    families[name].add_metric([seen.run_id, *labels], value)
+            self._restarts = {
+                run: it for run, it in self._restarts.items() if run in self._survey.runs
+            }
+        yield from families.values()
+
+    def _away(self) -> str | None:
+        away = self._survey.away
+        return self._error or (away[1] if away is not None else None)
+
+    def _samples(self, seen: Seen) -> Iterator[tuple[str, Sequence[str], float]]:
+        known, now = seen.can_tell, seen.condition
+        for condition in Condition:
+            if condition is not Condition.ABSENT:
+                value = float(condition is now) if known else _UNKNOWN
+                yield "rdzv_condition", [condition.value], value
+        inspection = seen.inspection
+        if seen.is_over or seen.error is not None or inspection is None:
+            return
+        document = inspection.document
+        if document is None:
+            return
+        yield "rdzv_round", [], document.round
+        yield "rdzv_round_nodes", [], document.size
+        for phase in Phase:
+            yield "rdzv_phase", [phase.value], float(document.phase is phase)
+        ended = document.phase is Phase.FORMING and document.ran is not None
+        yield "rdzv_nodes_waiting", [], to_join_again(document) if ended else 0
+        numbers = dict.fromkeys(STATES, 0)
+        silence = _UNKNOWN
+        clocks: dict[str, float] = {}
+        for it in inspection.nodes():
+            if it.leader:
+                silence = it.silence
+            numbers[it.state.value] += 1
+            if it.clock is not None and it.address is not None:
+                clocks[it.address] = it.clock
+        for name, number in numbers.items():
+            yield "rdzv_nodes", [name], number
+        yield "rdzv_leader_silence_seconds", [], silence
+        newest = max((record.at for record in inspection.records.values()), default=0)
+        yield "rdzv_last_heartbeat_timestamp_seconds", [], newest or _UNKNOWN
+        yield "rdzv_phase_began_timestamp_seconds", [], document.since or _UNKNOWN
+        yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or _UNKNOWN
+        if inspection.standing is not None:
+            yield "rdzv_store_members_up", [], inspection.standing.up
+        for host, seconds in clocks.items():
+            yield "rdzv_clock_difference_seconds", [host], seconds
+        rows = self._survey.rows(seen.run_id)
+        restarts = self._restarts.setdefault(seen.run_id, _Restarts())
+        restarts.note(rows)
+        for cause, number in restarts.by_cause.items():
+            yield "rdzv_restarts_total", [cause], number
+        formed = [row.seconds for row in rows if row.seconds is not None]
+        if formed:
+            for name in ("gathering", "last_call", "confirming"):
+                yield "rdzv_last_forming_seconds", [name], getattr(formed[-1], name)
+
+
+class _Restarts:
+    """Counts the restarts of a run id; the store keeps its last rounds only, so none twice."""
+
+    def __init__(self) -> None:
+        self.by_cause = dict.fromkeys(CAUSES, 0)
+        self._seen: set[tuple[str, int]] = set()
+
+    def note(self, rows: Iterable[Row]) -> None:
+        rounds = {(it.incarnation, it.round): it for it in rows if it.phase is Phase.RUNNING}
+        first: dict[str, int] = {}
+        for incarnation, number in rounds:
+            first[incarnation] = min(number, first.get(incarnation, number))
+        for key, row in rounds.items():
+            if key in self._seen or row.round == first[row.incarnation]:
+                continue
+            for cause in causes_of(row):
+                self.by_cause[cause] += 1
+        self._seen = set(rounds)
+
+
+def _family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily:
+    family = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
+    return family(metric.name, metric.text, labels=metric.labels)

@@ -1,0 +1,426 @@
+"""Records that outlive a run: ends of runs, last rounds, excluded hosts, the list of all runs.
+
+It stands outside the run's own keys, which expire soon after the end, under run ids that no job can
+have: ``!archive/<run id>`` has the tombstones and the rounds of one run id, ``!runs`` has an entry
+for each run id, and ``!excluded`` has the hosts that each run id excludes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from shlex import quote
+
+import msgspec
+
+from rdzv_plugins.kv import (
+    Entry,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
+from rdzv_plugins.kv.gate import (
+    SMALL_BYTES,
+    Count,
+    Id,
+    Key,
+    Nodes,
+    RefusedValueError,
+    Text,
+    decode,
+    is_time,
+    plain,
+)
+from rdzv_plugins.kv.retry import pause_after
+from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed, why_unreadable
+from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
+from rdzv_plugins.protocol.round_record import RoundRecord
+from rdzv_plugins.settings.run_ids import is_possible
+
+__all__ = [
+    "EXCLUDED",
+    "LIST",
+    "Archive",
+    "Listed",
+    "Row",
+    "archive_run_id",
+    "free_now",
+    "list_runs",
+    "read_list",
+]
+
+_ENDED = "ended/"
+_ROUNDS = "rounds/"
+LIST = "!runs"
+"""The run id whose namespace is the list of runs."""
+EXCLUDED = "!excluded"
+"""The run id whose namespace has the exclusions: a key for each run id, and one for all."""
+_ALL_RUNS = "!all"
+# An exclusion without an end is forgotten so long after the last order of its kind under a prefix.
+_LONGEST_EXCLUSION = 365 * 24 * 3600.0
+# Nothing is left in the store so long after the last exclusion was taken back.
+_AFTER_THE_LAST = 60.0
+
+# A node that was away for less finds the tombstone of its run.
+_TOMBSTONE_SECONDS = 7 * 24 * 3600.0
+_MOST_REFUSALS = 60
+# The most tombstones and rounds of one run id, however often the id is used again.
+_MOST_TOMBSTONES = 64
+_MOST_ROUNDS = 50
+
+
+class Row(RoundRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """A round that began to run, or the end of a run.
+
+    Attributes:
+        at: when, on the wall clock of its leader, ISO 8601 in UTC.
+    """
+
+    at: Id
+
+
+class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The entry of a run id in the list of runs: its last run, as noted last.
+
+    Attributes:
+        run: the run id.
+        began: when the run was founded, on the wall clock of that node; ISO 8601 in UTC.
+        at: when the entry was written.
+        until: when it may be deleted.
+        phase, round, nodes, reason: of the round that was noted last.
+        outcome: how the run ended; None: its end was not noted.
+    """
+
+    run: Id
+    incarnation: Key
+    began: Id
+    at: Id
+    until: Id
+    phase: Phase
+    round: Count
+    nodes: Nodes
+    reason: Text = ""
+    outcome: Outcome | None = None
+
+
+class _Tombstone(msgspec.Struct):
+    """What is read of one: how a run ended, and when."""
+
+    outcome: Id = ""
+    at: Id = ""
+
+
+_ENDS = msgspec.json.Decoder(_Tombstone)
+_ROWS = msgspec.json.Decoder(Row)
+_LISTED = msgspec.json.Decoder(Listed)
+# Of thousands of hosts.
+_EXCLUSIONS_BYTES = 4 * SMALL_BYTES
+_EXCLUSIONS = msgspec.json.Decoder(tuple[Exclusion, ...])
+
+
+class Archive:
+    """The archive of one run id; each call opens its own connection: calls are rare.
+
+    All methods raise `RendezvousConnectionError` if the store is away or refuses the user.
+
+    Args:
+        open: connects to the namespace of a run id.
+        run_id: whose archive.
+        history_ttl: seconds that rounds and the entry in the list are kept; 0: neither is written.
+    """
+
+    def __init__(
+        self, open: Callable[[str], KeyValueClient], run_id: str, history_ttl: float
+    ) -> None:
+        self._open = open
+        self._run_id = run_id
+        self._history_ttl = history_ttl
+        self._kept = max(_TOMBSTONE_SECONDS, history_ttl)
+
+    def put_tombstone(self, ended: RoundDocument) -> None:
+        """Record that this incarnation ended; all records expire a week after the last one."""
+        outcome = ended.outcome or Outcome.CLOSED
+        story = {"outcome": outcome.value, "round": ended.round, "reason": plain(ended.reason)}
+        story["at"] = _iso(datetime.now(UTC))
+        with closing(self._open(archive_run_id(self._run_id))) as client:
+            client.put(_ENDED + ended.incarnation, json.dumps(story).encode())
+            client.expire(self._kept)
+            _keep_newest(client, _ENDED, _MOST_TOMBSTONES)
+
+    def tombstone(self, incarnation: str) -> Outcome | None:
+        """How this incarnation ended; None: no end is recorded."""
+        with closing(self._open(archive_run_id(self._run_id))) as client:
+            entry = client.get(_ENDED + incarnation)
+        if entry is None:
+            return None
+        try:
+            return Outcome(decode(_ENDS, entry.value, SMALL_BYTES).outcome)
+        except ValueError:
+            return Outcome.CLOSED
+
+    def note(self, record: RoundRecord, at: datetime | None = None) -> None:
+        """Keep a round, or the end of the run; and say in the list of runs how the run stands.
+
+        The oldest rounds beyond fifty are dropped.
+
+        Args:
+            at: when it was so, on this host's wall clock; None: now.
+        """
+        if not self._history_ttl:
+            return
+        at = at or datetime.now(UTC)
+        if record.phase is not Phase.FORMING:
+            row = Row(**{**msgspec.structs.asdict(record), "at": _iso(at)})
+            place = "end" if record.phase is Phase.CLOSED else f"{record.round:08d}"
+            with closing(self._open(archive_run_id(self._run_id))) as client:
+                key = f"{_ROUNDS}{record.incarnation}/{place}"
+                client.put(key, msgspec.json.encode(row))
+                client.expire(self._kept)
+                _keep_newest(client, _ROUNDS, _MOST_ROUNDS)
+        with closing(self._open(LIST)) as client:
+            self._enlist(client, record, at)
+
+    def rows(self) -> list[Row]:
+        """The rounds and ends of the id's runs that are kept, oldest first."""
+        with closing(self._open(archive_run_id(self._run_id))) as client:
+            entries = client.list(_ROUNDS)
+        found = []
+        for entry in entries.values():
+            try:
+                row = decode(_ROWS, entry.value, SMALL_BYTES)
+            except RefusedValueError:
+                continue  # For display only: another version's.
+            if is_time(row.at):
+                found.append(row)
+        return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
+
+    def why_unreadable(self) -> str:
+        """Why no round that is kept is this client's to read, for people; "": some are, or none."""
+        with closing(self._open(archive_run_id(self._run_id))) as client:
+            return why_unreadable(client, "the history of the run")
+
+    def last(self) -> Row | Listed | None:
+        """The last note of the id's runs; None: nothing, or it is forgotten.
+
+        A run that has had no round has no row, only its entry in the list.
+        """
+        rows = self.rows()
+        with closing(self._open(LIST)) as client:
+            entry = client.get(self._run_id)
+        listed = _decode({self._run_id: entry} if entry is not None else {}).get(self._run_id)
+        if listed is None or not rows:
+            return listed or (rows[-1] if rows else None)
+        row = rows[-1]
+        # A round, or an end, is noted in both places at one time.
+        both = (row.incarnation, row.at) == (listed.incarnation, listed.at)
+        return row if both or row.at > listed.at else listed
+
+    def free_in(self, ended: RoundDocument, now: datetime) -> tuple[float | None, str]:
+        """Seconds until the id of a closed run is free, None: not known; and in words, what to do.
+
+        By two wall clocks, for people. ``closed_ttl`` tells only how long whoever closed the run
+        may have meant it to stay.
+        """
+        # A node that closes a run says last that its keys expire.
+        rows = self.rows() if ended.expires else []
+        for row in reversed(rows):
+            if row.incarnation == ended.incarnation and row.kept is not None:
+                since = now - datetime.fromisoformat(row.at)
+                # More, and less than nothing, are another clock's, or a store's that is late.
+                if 0 < (left := row.kept - since.total_seconds()) <= row.kept:
+                    return left, f"its id is free in {left:.0f} s; now: {_clean(self._run_id)}"
+                break
+        return None, free_now(self._run_id)
+
+    def end_by_hand(self, reason: str) -> bool:
+        """Note the end of the id's last run where nobody lives who would; whether it was not noted.
+
+        Without this it is listed as dead for ``history_ttl``.
+        """
+        last = self.last()
+        if last is None or last.outcome is not None:
+            return False
+        self.note(
+            RoundRecord(
+                incarnation=last.incarnation,
+                round=last.round,
+                phase=Phase.CLOSED,
+                nodes=last.nodes,
+                reason=reason,
+                outcome=Outcome.CLOSED,
+            )
+        )
+        return True
+
+    def exclusions(self, now: float, all_runs: bool | None = None) -> tuple[Exclusion, ...]:
+        """The exclusions that hold for the runs of this id, whoever runs now; one a host.
+
+        Args:
+            now: seconds since the epoch.
+            all_runs: only those for all runs, or only those for this id alone; None: both.
+        """
+        keys = {None: (_ALL_RUNS, self._run_id), True: (_ALL_RUNS,), False: (self._run_id,)}
+        with closing(self._open(EXCLUDED)) as client:
+            entries = client.get_many(keys[all_runs])
+        return _hold((it for key in keys[all_runs] for it in _excluded(entries.get(key))), now)
+
+    def exclude(self, exclusion: Exclusion, now: float, *, all_runs: bool = False) -> None:
+        """Keep an exclusion for the runs of this id, or for all; it replaces that of its host."""
+        self._change_exclusions(lambda held: (*held, exclusion), now, all_runs)
+
+    def include(self, host: str, now: float, *, all_runs: bool = False) -> bool:
+        """Take back the exclusion of a host; whether there was one."""
+        found = []
+
+        def without(held: tuple[Exclusion, ...]) -> tuple[Exclusion, ...]:
+            found.append(any(it.host == host for it in held))
+            return tuple(it for it in held if it.host != host)
+
+        self._change_exclusions(without, now, all_runs)
+        return found[-1]
+
+    def _change_exclusions(
+        self,
+        change: Callable[[tuple[Exclusion, ...]], tuple[Exclusion, ...]],
+        now: float,
+        all_runs: bool,
+    ) -> None:
+        key = _ALL_RUNS if all_runs else self._run_id
+        with closing(self._open(EXCLUDED)) as client:
+            entry, written, refused = client.get(key), False, 0
+            while not written:
+                if entry is not None and is_sealed(entry.value):
+                    raise RendezvousStateError(f"the list of excluded hosts {NO_SECRET_HERE}")
+                held = _hold(change(_hold(_excluded(entry), now)), now)
+                value, expected = msgspec.json.encode(held), entry.version if entry else None
+                entry, written = client.compare_and_set(key, value, expected)
+                if not written:
+                    if refused == _MOST_REFUSALS:
+                        raise RendezvousConnectionError(
+                            "others change the list of excluded hosts again and again, so that "
+                            "nothing was changed: try once more"
+                        )
+                    time.sleep(pause_after(refused))
+                    refused += 1
+            seen, entries, looks = None, client.list(""), 0
+            # Again if another changed them meanwhile: its deadline may have come before this one.
+            while seen != (seen := {it: entry.version for it, entry in entries.items()}):
+                looks += 1
+                if looks > _MOST_REFUSALS:
+                    return
+                kept = (it for entry in entries.values() for it in _hold(_excluded(entry), now))
+                ends = [_LONGEST_EXCLUSION if it.until is None else it.until - now for it in kept]
+                # Not at once: another may write one at this moment.
+                client.expire(min(max(ends, default=_AFTER_THE_LAST), _LONGEST_EXCLUSION))
+                entries = client.list("")
+
+    def _enlist(self, client: KeyValueClient, record: RoundRecord, at: datetime) -> None:
+        if record.phase is Phase.RUNNING:
+            # The whole list is read only where runs begin and end.
+            entry = client.get(self._run_id)
+            runs = _decode({self._run_id: entry} if entry is not None else {})
+        else:
+            runs = _decode(client.list(""))
+        before = runs.get(self._run_id)
+        goes_on = before is not None and before.incarnation == record.incarnation
+        if before is not None and goes_on and before.at > _iso(at):
+            return  # Another node has noted a later round, or the end.
+        listed = Listed(
+            run=self._run_id,
+            incarnation=record.incarnation,
+            began=before.began if before is not None and goes_on else _iso(at),
+            at=_iso(at),
+            until=_iso(at + timedelta(seconds=self._history_ttl)),
+            phase=record.phase,
+            round=record.round,
+            nodes=record.nodes,
+            reason=plain(record.reason),
+            outcome=record.outcome,
+        )
+        client.put(self._run_id, msgspec.json.encode(listed))
+        client.expire(self._history_ttl)
+        client.delete_many([run for run, it in runs.items() if it.until < _iso(at)])
+
+
+def free_now(run_id: str) -> str:
+    """Advice for where nobody knows when the id of a closed run is free."""
+    return f"to free its id now: {_clean(run_id)}"
+
+
+def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
+    """All runs of the last ``history_ttl`` seconds under the prefix, by run id.
+
+    Args:
+        open: connects to the namespace of a run id.
+    """
+    with closing(open(LIST)) as client:
+        return read_list(client)
+
+
+def read_list(client: KeyValueClient) -> dict[str, Listed]:
+    """The same, for those who read it again and again; ``client`` is that of `LIST`.
+
+    Raises `RendezvousStateError` where this client has not the secret of all that stands there.
+    """
+    entries = client.list("")
+    runs = _decode(entries)
+    if not runs:
+        sealed = any(is_sealed(entry.value) for entry in entries.values())
+        if said := f"the list of runs {NO_SECRET_HERE}" if sealed else client.why_absent(""):
+            raise RendezvousStateError(said)
+    # An earlier version took what stands here for runs: `rdzv clean --dead` would delete it.
+    return {run: it for run, it in runs.items() if is_possible(run)}
+
+
+def archive_run_id(run_id: str) -> str:
+    """The run id whose namespace is the archive of ``run_id``."""
+    return f"!archive/{run_id}"
+
+
+def _clean(run_id: str) -> str:
+    return f"rdzv clean -i {quote(run_id)}"
+
+
+def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:
+    runs = {}
+    for run, entry in entries.items():
+        try:
+            listed = decode(_LISTED, entry.value, SMALL_BYTES)
+        except RefusedValueError:
+            continue
+        if listed.run == run and all(map(is_time, (listed.began, listed.at, listed.until))):
+            runs[run] = listed
+    return runs
+
+
+def _excluded(entry: Entry | None) -> tuple[Exclusion, ...]:
+    try:
+        return decode(_EXCLUSIONS, entry.value, _EXCLUSIONS_BYTES) if entry is not None else ()
+    except RefusedValueError:
+        return ()  # Another version's, or damaged.
+
+
+def _hold(exclusions: Iterable[Exclusion], now: float) -> tuple[Exclusion, ...]:
+    """The exclusions that hold; of a host's the last."""
+    return tuple({it.host: it for it in exclusions if it.holds(now)}.values())
+
+
+def _keep_newest(client: KeyValueClient, prefix: str, most: int) -> None:
+    entries = client.list(prefix)
+    if len(entries) > most:
+        by_age = sorted(entries, key=lambda key: _noted_at(entries[key].value))
+        client.delete_many(by_age[: len(entries) - most])
+
+
+def _noted_at(value: bytes) -> str:
+    try:
+        return decode(_ENDS, value, SMALL_BYTES).at
+    except RefusedValueError:
+        return ""  # It goes first.
+
+
+def _iso(at: datetime) -> str:
+    return at.isoformat(timespec="milliseconds")

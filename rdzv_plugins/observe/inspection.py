@@ -1,0 +1,541 @@
+"""Inspecting runs from outside, from the store alone: what each does, and who of it lives.
+
+The commands, the exporter and the dashboard all read runs through this module.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from shlex import quote
+from typing import Any
+
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError, Standing, Version
+from rdzv_plugins.kv.gate import plain
+from rdzv_plugins.observe.history import Archive, Listed, Row
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    TORCH_STATE_KEY,
+    NodeRecord,
+    Phase,
+    RoundDocument,
+    Status,
+)
+from rdzv_plugins.protocol.failure_detector import FailureDetector
+from rdzv_plugins.protocol.policies.kept_out import as_data, in_force, why_kept_out
+from rdzv_plugins.protocol.record_cache import RecordCache
+from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
+from rdzv_plugins.protocol.situation import Situation, assess_from_outside
+from rdzv_plugins.protocol.states import State, is_due, state_of
+from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
+from rdzv_plugins.protocol.words import call_ends, diagnose, of_run
+
+__all__ = [
+    "LOOK_SECONDS",
+    "NOTHING_STORED",
+    "SCHEMA",
+    "Condition",
+    "Inspection",
+    "NodeState",
+    "delete_run",
+    "is_torchs",
+    "settle",
+    "what_it_was",
+]
+
+NOTHING_STORED = "nothing is stored under this id: check the id and the prefix"
+"""The answer of all commands for an id that they do not find."""
+
+SCHEMA = 1
+"""The version of what `Inspection.report` returns; it changes when a field changes its meaning."""
+
+# How long heartbeats are watched while a round forms, and how long at most if none comes.
+_WATCHED_SECONDS = 2.0
+_LONGEST_WATCH_SECONDS = 12.0
+# Where heartbeats come so often, to watch for one takes no longer than a time in seconds is off.
+_SHORT_INTERVAL = 2.0
+
+LOOK_SECONDS = 0.2
+"""How often a run is read while its heartbeats are watched."""
+
+# A sentence names so many hosts whose clocks differ.
+_CLOCKS_SHOWN = 4
+
+
+class Condition(StrEnum):
+    """The state of a run, in a word."""
+
+    RUNNING = "running"
+    FORMING = "forming"
+    """Its nodes wait for a round, or confirm their ranks."""
+    ABSENT = "absent"
+    """Nothing is known of the run id."""
+    DEAD = "dead"
+    """It was not closed, and none of its nodes lives."""
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """A node of a run, as seen from outside.
+
+    Attributes:
+        rank: in the present round; None: it is not in it.
+        unfit: why it asks for no round, where its check failed.
+        state: what it does, in a word.
+        silence: seconds of watching in which no heartbeat of it came.
+        at: when it wrote its last heartbeat, in seconds since the epoch on its own wall clock; 0:
+            not known.
+        clock: seconds by which that clock is ahead of this host's, or behind it if negative; None:
+            it is not known to differ by more than a few.
+        leader: whether it leads.
+        awaited: whether the forming round waits for it.
+        kept_out: "drained", or until when its host is excluded and why; empty: neither.
+    """
+
+    node: str
+    name: str
+    address: str | None
+    pid: int | None
+    rank: int | None
+    unfit: str
+    state: State
+    silence: float
+    at: int
+    clock: float | None
+    leader: bool
+    awaited: bool
+    kept_out: str
+
+
+class Inspection:
+    """One run as it stands in the store, and since when each heartbeat stands still.
+
+    Its methods raise `RendezvousConnectionError` if the store is away, and
+    `RendezvousStateError` if the round document is unreadable, or this client has not its secret.
+
+    Args:
+        client: the run's namespace.
+        archive: of the run's id; asked for the end of a run whose keys are gone.
+        run_id: as in ``--rdzv-id``.
+
+    Attributes:
+        document: the round document; None: there is none.
+        version: under which it was read.
+        records: of all nodes, by id.
+        last: of a run whose keys are gone: what was noted last; None: nothing is known.
+        is_torchs: the run has handler=torch, whose state cannot be shown.
+        standing: of the store's members; None: it has none.
+    """
+
+    def __init__(self, client: KeyValueClient, archive: Archive, run_id: str) -> None:
+        self.client = client
+        self.archive = archive
+        self.run_id = run_id
+        self.document: RoundDocument | None = None
+        self.records: dict[str, NodeRecord] = {}
+        self.version: Version | None = None
+        self.last: Row | Listed | None = None
+        self.is_torchs = False
+        self.standing: Standing | None = None
+        self._beats = FailureDetector()
+        self._cache = RecordCache(sealed=client.sealed)
+        self._asked_archive = False
+        self._began = self._looked = time.monotonic()
+        # Seconds by which each node's wall clock is ahead of this host's, where that was measured.
+        self._clocks: dict[str, float] = {}
+
+    def look(self) -> None:
+        """Read the run once."""
+        asked, before = time.monotonic(), self.records
+        entry = self.client.get(STATE_KEY)
+        self.document = RoundDocument.decode(entry.value) if entry else None
+        if self.document is not None and self.document.run not in ("", self.run_id):
+            whose, self.document = plain(self.document.run, 80), None
+            raise RendezvousStateError(
+                f"the round document is that of the run '{whose}': somebody has put it here"
+            )
+        self.version = entry.version if entry else None
+        self.records = self._cache.decode(self.client.list(NODES_PREFIX))
+        if self.document is not None and not self.document.is_whole:
+            self.document = self._with_all_nodes(self.document)
+        self.standing = self.client.standing()
+        now = time.monotonic()
+        for node, record in self.records.items():
+            self._beats.observe(node, record.beat, asked, now)
+            self._compare_clocks(node, before.get(node), record, now - self._looked)
+        self._looked = asked
+        if self.document is not None:
+            self.last, self._asked_archive = None, False
+        elif not self._asked_archive:
+            if said := self.client.why_absent(STATE_KEY):
+                raise RendezvousStateError(said)
+            self._asked_archive = True
+            self.is_torchs = is_torchs(self.client)
+            self.last = self.archive.last()
+
+    def await_change(self, seconds: float) -> None:
+        """Wait until the document may differ from what was read, at most for so long."""
+        self.client.wait(STATE_KEY, self.version, seconds)
+
+    def _compare_clocks(
+        self, node: str, before: NodeRecord | None, record: NodeRecord, passed: float
+    ) -> None:
+        """Measure how far a node's wall clock is off: it wrote this record within ``passed`` s."""
+        if not record.at or (before is not None and before.beat == record.beat):
+            return
+        ahead = record.at - time.time()
+        # A record that was there at the first look may be of any age.
+        behind = ahead + passed + 1.0 if before is not None else 0.0
+        self._clocks[node] = max(0.0, ahead) or min(0.0, behind)
+
+    def clock_of(self, node: str) -> float | None:
+        """As `NodeState.clock`."""
+        differs = self._clocks.get(node, 0.0)
+        return differs if node in self.records and abs(differs) >= CLOCKS_DIFFER else None
+
+    @property
+    def away(self) -> str:
+        """How many of the store's members are up, if some are away; else empty."""
+        whole = self.standing is None or self.standing.up == self.standing.size
+        return "" if whole else str(self.standing)
+
+    @property
+    def clocks(self) -> str:
+        """Whose wall clocks differ from this host's by more than a few seconds; empty: nobody's."""
+        differ = {
+            record.address: clock
+            for node, record in self.records.items()
+            if (clock := self.clock_of(node)) is not None
+        }
+        if not differ:
+            return ""
+        worst = sorted(differ, key=lambda host: -abs(differ[host]))
+        named = [
+            f"{host} is {abs(differ[host]):.0f} s {'ahead' if differ[host] > 0 else 'behind'}"
+            for host in worst[:_CLOCKS_SHOWN]
+        ]
+        more = [f"{len(worst) - _CLOCKS_SHOWN} more"] if len(worst) > _CLOCKS_SHOWN else []
+        return f"clocks differ from this host's: {', '.join(named + more)}"
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a node's time says that a heartbeat is missing, and it is not known if so.
+
+        Its clock may be behind. Whoever watches for an interval knows.
+        """
+        document, now = self.document, time.time()
+        if document is None or document.closed or self._watched >= _LONGEST_WATCH_SECONDS:
+            return False
+        return any(
+            it.at
+            and is_due(now - it.at - 1.0, it)
+            and not (it.is_over or self._beats.moved(node) or self.is_silent(node))
+            for node, it in self.records.items()
+        )
+
+    @property
+    def _watched(self) -> float:
+        return time.monotonic() - self._began
+
+    def _with_all_nodes(self, document: RoundDocument) -> RoundDocument:
+        """The document with its nodes; of those that no shard names, the ones with a record."""
+        stored: dict[str, Entry] = {}
+        for prefix in prefixes(document):
+            stored |= self.client.list(prefix)
+        document = complete(document, stored, self.records)
+        if document.is_whole:
+            return document
+        known = members_by_their_records(document, self.records)
+        if document.roster is None:
+            return replace(document, previous=known, previous_roster=None)
+        # Neither its size nor the ranks change because some are unknown.
+        ranks = {node: self.records[node].rank or 0 for node in known}
+        return replace(document, roster=replace(document.roster, ranks=ranks))
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether the run has been watched for long enough to tell who lives."""
+        if self._needs_no_watch:
+            return True
+        live = [node for node in self._asked if self._lives(node)]
+        unknown = [node for node in self._asked if node not in live and not self.is_silent(node)]
+        forming = self.document is None or self.document.phase is Phase.FORMING
+        if live and (not forming or self._watched >= _WATCHED_SECONDS):
+            return True
+        return not unknown or self._watched >= _LONGEST_WATCH_SECONDS
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `condition` is what was seen, and no guess for want of time to watch."""
+        return (
+            self._needs_no_watch
+            or any(map(self._lives, self._asked))
+            or all(map(self.is_silent, self._asked))
+        )
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether a heartbeat was seen to come, or none of those that were due: no guess by clocks.
+
+        Nodes that have just died are still taken for living until then.
+        """
+        return (
+            self._needs_no_watch
+            or any(map(self._beats.moved, self._asked))
+            or all(map(self.is_silent, self._asked))
+        )
+
+    @property
+    def last_beat(self) -> str:
+        """When the newest heartbeat was written, for people; empty: not known."""
+        return shown(max((self.records[it].at for it in self._asked), default=0), time.time())
+
+    @property
+    def why_unknown(self) -> str:
+        """The sentence of a run of which `is_known` is false."""
+        records, latest = [self.records[node] for node in self._asked], self.last_beat
+        return (
+            "not known yet whether its nodes live: they send heartbeats every "
+            f"{max(it.interval for it in records):g} s{latest and f', the last at {latest}'}; "
+            f"rdzv status -i {quote(self.run_id)} watches for longer"
+        )
+
+    @property
+    def _needs_no_watch(self) -> bool:
+        document = self.document
+        return document.closed if document is not None else not self._waits_to_be_fit
+
+    @property
+    def _asked(self) -> list[str]:
+        """The nodes from which heartbeats are expected."""
+        return [node for node, it in self.records.items() if not _is_out(it)]
+
+    def _lives(self, node: str) -> bool:
+        """Whether a heartbeat was seen to come, or the last one is so new that none is due.
+
+        How new it is, is told by two hosts' clocks: that is enough for people, who see the time.
+        """
+        record = self.records[node]
+        if self._beats.moved(node):
+            return True
+        if not record.at or record.interval < _SHORT_INTERVAL or self.is_silent(node):
+            return False
+        # The record has whole seconds.
+        age = time.time() - record.at
+        return age >= -CLOCKS_DIFFER and not is_due(age - 1.0, record)
+
+    @property
+    def _waits_to_be_fit(self) -> bool:
+        """Whether a node lives that joins as soon as its check passes."""
+        return any(it.is_unfit and not self.is_silent(node) for node, it in self.records.items())
+
+    def is_silent(self, node: str) -> bool:
+        """Whether a heartbeat of the node was due and did not come."""
+        return is_due(self._beats.confirmed_silence(node), self.records.get(node))
+
+    def is_lost(self, node: str) -> bool:
+        """Whether the lease of the node has run out, as was watched or as the leader has found."""
+        document, record = self.document, self.records.get(node)
+        if record is None:
+            return False
+        if self._beats.confirmed_silence(node) >= record.lease:
+            return True
+        forms = document is not None and document.phase is Phase.FORMING
+        named = document is not None and forms and record.label in document.cause.lost
+        return named and not self._beats.moved(node)
+
+    @property
+    def condition(self) -> Condition:
+        document = self.document
+        if document is None:
+            if self.is_torchs:
+                return Condition.RUNNING
+            if self._waits_to_be_fit:
+                return Condition.FORMING
+            if self.last is None:
+                return Condition.ABSENT
+            return Condition.CLOSED if self.last.outcome is not None else Condition.DEAD
+        if document.closed:
+            return Condition.CLOSED
+        if not any(
+            not _is_out(record) and not self.is_silent(node)
+            for node, record in self.records.items()
+        ):
+            return Condition.DEAD
+        return Condition.RUNNING if document.phase is Phase.RUNNING else Condition.FORMING
+
+    @property
+    def sentence(self) -> str:
+        """The sentence: what the run does and waits for."""
+        if self.document is None:
+            return self._what_it_was()
+        quiet = min(map(self._beats.confirmed_silence, self.records), default=0.0)
+        text = str(of_run(self.situation, quiet))
+        if quiet >= _LONGEST_WATCH_SECONDS and not all(map(self.is_silent, self.records)):
+            text += f"; no heartbeat came in {quiet:.0f} s, but not each was due"
+        return text
+
+    @property
+    def event(self) -> str:
+        """The sentence without its seconds: it changes only when the run does."""
+        if self.document is None:
+            return self._what_it_was()
+        return of_run(self.situation).lasting
+
+    @property
+    def situation(self) -> Situation:
+        """The run as it was read, where there is a document."""
+        document = self.document
+        assert document is not None
+        return assess_from_outside(
+            document, self.records, self.is_silent, self.is_lost, time.time()
+        )
+
+    def _what_it_was(self) -> str:
+        if self._waits_to_be_fit:
+            return str(diagnose(None, self.records, self.is_silent))
+        if self.is_torchs:
+            return "a run of handler=torch, whose state cannot be shown"
+        return what_it_was(self.last)
+
+    @property
+    def last_call_until(self) -> int:
+        """When the last call of the forming round ends, on its leader's clock; 0: not known."""
+        document = self.document
+        leader = self.records.get(document.leader or "") if document is not None else None
+        return call_ends(document, leader) if document is not None and leader is not None else 0
+
+    def nodes(self) -> list[NodeState]:
+        """The participants in rank order, then the others by name."""
+        document = self.document
+        if document is None:
+            return []
+        at = self.situation
+        ranked = sorted(document.ranks, key=document.ranks.__getitem__)
+        others = sorted(set(self.records) - set(ranked), key=lambda node: self.records[node].label)
+        return [self._node(at, node) for node in (*ranked, *others)]
+
+    def _node(self, at: Situation, node: str) -> NodeState:
+        document, record, now = at.document, self.records.get(node), at.wall
+        silent, lost = node in at.silent, node in at.lost
+        state = state_of(document, node, record, silent=silent, lost=lost, now=now)
+        return NodeState(
+            node=node,
+            name=record.label if record is not None else node,
+            address=record.address if record is not None else None,
+            pid=record.pid if record is not None else None,
+            rank=document.ranks.get(node),
+            unfit=record.unfit if record is not None else "",
+            state=state,
+            silence=self._beats.confirmed_silence(node),
+            at=record.at if record is not None else 0,
+            clock=self.clock_of(node),
+            leader=node == document.leader,
+            awaited=node in at.awaited and not at.is_gone(node),
+            kept_out=why_kept_out(document, node, record, now),
+        )
+
+    def report(self) -> dict[str, Any]:
+        """The run as plain data, for ``--json`` and the page; the docs describe each field."""
+        document = self.document
+        found: dict[str, Any] = {
+            "schema": SCHEMA,
+            "run": self.run_id,
+            "condition": self.condition.value,
+            "sentence": self.sentence,
+        }
+        if document is None:
+            return found | {"last": to_builtins(self.last)}
+        nodes = self.nodes()
+        return found | {
+            "incarnation": document.incarnation,
+            "round": document.round,
+            "phase": document.phase.value,
+            "since": as_iso(document.since),
+            "last_call_until": as_iso(self.last_call_until),
+            "min_nodes": document.min_nodes,
+            "max_nodes": document.max_nodes,
+            "master": document.master,
+            "reason": document.reason,
+            "outcome": document.outcome.value if document.outcome is not None else None,
+            "excluded": [as_data(it) for it in in_force(document, time.time()).values()],
+            "clocks": self.clocks or None,
+            "away": self.away or None,
+            "states": Counter(it.state.value for it in nodes),
+            "nodes": [
+                {
+                    "name": it.name,
+                    "address": it.address,
+                    "pid": it.pid,
+                    "rank": it.rank,
+                    "state": it.state.value,
+                    "odd": it.state.is_odd,
+                    "unfit": it.unfit or None,
+                    "last_beat": as_iso(it.at),
+                    "silence": round(it.silence, 3),
+                    "clock": None if it.clock is None else round(it.clock, 1),
+                    "leader": it.leader,
+                    "awaited": it.awaited,
+                    "kept_out": it.kept_out,
+                }
+                for it in nodes
+            ],
+        }
+
+
+def _is_out(record: NodeRecord) -> bool:
+    """Whether the node has left and does not come back."""
+    return record.status is Status.LEFT and not record.is_unfit
+
+
+def what_it_was(last: Row | Listed | None) -> str:
+    """The sentence of a run whose keys are gone, from what was noted last."""
+    if last is None:
+        return NOTHING_STORED
+    if last.outcome is None:
+        return (
+            f"abandoned in round {last.round}: nobody closed it, and it is no longer stored "
+            "(expired or cleaned)"
+        )
+    return f"{last.outcome.value} at {last.at[:19].replace('T', ' ')} UTC: {last.reason}"
+
+
+def settle(inspections: Iterable[Inspection], surely: bool = False) -> None:
+    """Look at all these runs until it can be told of each who lives: up to 12 s.
+
+    Args:
+        surely: until each one `is_sure`, if that comes within those 12 s.
+    """
+    left = list(inspections)
+    for inspection in left:
+        inspection.look()
+    ends = time.monotonic() + (_LONGEST_WATCH_SECONDS if surely else math.inf)
+    while left := [it for it in left if not (it.can_tell and (it.is_sure or not surely))]:
+        if time.monotonic() >= ends:
+            return
+        time.sleep(LOOK_SECONDS)
+        for inspection in left:
+            inspection.look()
+
+
+def is_torchs(client: KeyValueClient) -> bool:
+    """Whether the run has handler=torch, whose state is a pickle, which is never loaded here."""
+    return client.get(TORCH_STATE_KEY) is not None
+
+
+def delete_run(client: KeyValueClient) -> int:
+    """Delete all keys of the client's run; returns their number."""
+    keys = [*client.list("")]
+    client.delete_many(keys)
+    # Also cancel the deadline of a closed run: it must not expire the next run with this id.
+    client.expire(0)
+    return len(keys)

@@ -1,0 +1,710 @@
+"""A node's measurements of itself and of its store: for Prometheus, and through OpenTelemetry.
+
+`TABLE` is the one table of what there is, also of what the exporter tells of all runs;
+``docs/metrics.md`` shows it, and a test compares the two. `build` makes a node's metrics in a
+registry of prometheus-client. `Report` fills them for one node. Without the options
+``metrics_port`` and ``otel`` there is no `Report`, and the node runs as if this module did not
+exist.
+
+Neither prometheus-client nor OpenTelemetry is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+import rdzv_plugins
+from rdzv_plugins.kv import (
+    ClientClosedError,
+    Entry,
+    KeyValueClient,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    Standing,
+    Version,
+    exhausted,
+)
+from rdzv_plugins.kv.findings import Finding
+from rdzv_plugins.kv.retry import store_is_away
+from rdzv_plugins.observe.logs import RunLog
+from rdzv_plugins.observe.page_access import LOOPBACK, PageAccess
+from rdzv_plugins.protocol import effects, round_record
+from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.rules import Rules, View
+from rdzv_plugins.protocol.states import State, is_due, state_of
+from rdzv_plugins.protocol.words import call_ends
+from rdzv_plugins.settings.options import Settings
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+__all__ = [
+    "CAUSES",
+    "METRICS",
+    "STATES",
+    "TABLE",
+    "By",
+    "Measured",
+    "Metric",
+    "MetricKind",
+    "Report",
+    "Sample",
+    "build",
+    "refuse_unless_installed",
+]
+
+T = TypeVar("T")
+
+CAUSES = (*round_record.CAUSES, "other")
+"""The values of the label ``cause``: the fields of `documents.Cause`; "other": it names no node."""
+
+STATES = tuple(state.value for state in State)
+"""The values of the label ``state``."""
+
+_REQUEST_BUCKETS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_FORMING_BUCKETS = (
+    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+
+_UNKNOWN = float("nan")
+
+
+class MetricKind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class By(StrEnum):
+    """The place that reports a metric."""
+
+    NODE = "a node"
+    EXPORTER = "the exporter"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A row of the table.
+
+    Attributes:
+        name: as Prometheus shows it; seconds are its only unit.
+        text: what it is.
+        labels: of a node's; the exporter's have the label ``run`` before them.
+        of_run: False: it is about the store, and the exporter's too is without that label.
+        buckets: upper bounds, of a histogram.
+    """
+
+    name: str
+    kind: MetricKind
+    text: str
+    by: By = By.NODE
+    labels: tuple[str, ...] = ()
+    of_run: bool = True
+    buckets: tuple[float, ...] = ()
+
+
+TABLE = (
+    Metric(
+        name="rdzv_info",
+        kind=MetricKind.GAUGE,
+        labels=("run", "node", "backend", "version"),
+        text="1; its labels say which node of which run this is",
+    ),
+    Metric(
+        name="rdzv_condition",
+        kind=MetricKind.GAUGE,
+        by=By.EXPORTER,
+        labels=("condition",),
+        text="1 for the condition of the run, else 0: running, forming, dead or closed; NaN until"
+        " its heartbeats have been watched for long enough",
+    ),
+    Metric(
+        name="rdzv_rounds_total",
+        kind=MetricKind.COUNTER,
+        text="rounds in which this node's agent got a rank",
+    ),
+    Metric(
+        name="rdzv_restarts_total",
+        kind=MetricKind.COUNTER,
+        by=By.BOTH,
+        labels=("cause",),
+        text="rounds after the first of the node, or of the run, by what became of which nodes: "
+        "lost, left, failed (their workers), joined, evicted, held, drained, excluded, or other; "
+        "one round counts once for each of its causes",
+    ),
+    Metric(
+        name="rdzv_forming_seconds",
+        kind=MetricKind.HISTOGRAM,
+        labels=("phase",),
+        buckets=_FORMING_BUCKETS,
+        text="seconds that a round took to form: gathering, from this node's request until it saw"
+        " its rank, and confirming, until all nodes had seen theirs",
+    ),
+    Metric(
+        name="rdzv_last_forming_seconds",
+        kind=MetricKind.GAUGE,
+        by=By.EXPORTER,
+        labels=("phase",),
+        text="seconds that the last round took to form: gathering with the last call, how much of"
+        " that was the last_call, and confirming",
+    ),
+    Metric(
+        name="rdzv_round",
+        kind=MetricKind.GAUGE,
+        by=By.BOTH,
+        text="number of the round, as last read",
+    ),
+    Metric(
+        name="rdzv_round_nodes",
+        kind=MetricKind.GAUGE,
+        by=By.BOTH,
+        text="nodes that have a rank in it; 0 while it forms",
+    ),
+    Metric(
+        name="rdzv_phase",
+        kind=MetricKind.GAUGE,
+        by=By.BOTH,
+        labels=("phase",),
+        text="1 for the phase in which it is, else 0: forming, confirming, running or closed",
+    ),
+    Metric(
+        name="rdzv_phase_began_timestamp_seconds",
+        kind=MetricKind.GAUGE,
+        by=By.BOTH,
+        text="when the phase of rdzv_phase began, on the wall clock of the node that led; NaN once"
+        " the run is closed",
+    ),
+    Metric(
+        name="rdzv_last_call_ends_timestamp_seconds",
+        kind=MetricKind.GAUGE,
+        by=By.BOTH,
+        text="when the last call of the round ends that forms, on its leader's wall clock; NaN"
+        " where none runs",
+    ),
+    Metric(
+        name="rdzv_nodes",
+        kind=MetricKind.GAUGE,
+        by=By.BOTH,
+        labels=("state",),
+        text=f"nodes of the run by state: {', '.join(STATES)}; of the nodes, only the one that "
+        "leads reports it",
+    ),
+    Metric(
+        name="rdzv_nodes_waiting",
+        kind=MetricKind.GAUGE,
+        by=By.BOTH,
+        text="what num_nodes_waiting() returns to this node's agent, or to the agents of the last"
+        " round: above 0, they are to join the next one",
+    ),
+    Metric(
+        name="rdzv_leads",
+        kind=MetricKind.GAUGE,
+        text="1 if this node leads the run, else 0",
+    ),
+    Metric(
+        name="rdzv_heartbeat_age_seconds",
+        kind=MetricKind.GAUGE,
+        text="seconds since this node last wrote its heartbeat",
+    ),
+    Metric(
+        name="rdzv_last_heartbeat_timestamp_seconds",
+        kind=MetricKind.GAUGE,
+        by=By.EXPORTER,
+        text="when the newest heartbeat of the run was written, on the wall clock of its node",
+    ),
+    Metric(
+        name="rdzv_leader_silence_seconds",
+        kind=MetricKind.GAUGE,
+        by=By.BOTH,
+        text="seconds since the leader's heartbeat was last seen to move: by this node, 0 on the"
+        " leader itself, or by the exporter, which looks when it is scraped",
+    ),
+    Metric(
+        name="rdzv_lease_seconds",
+        kind=MetricKind.GAUGE,
+        text="seconds without a heartbeat after which this node is lost",
+    ),
+    Metric(
+        name="rdzv_clock_difference_seconds",
+        kind=MetricKind.GAUGE,
+        by=By.EXPORTER,
+        labels=("host",),
+        text="seconds by which the wall clock of a host is ahead of the exporter's, or behind it if"
+        " negative; only of hosts that are off by more than 5 s",
+    ),
+    Metric(
+        name="rdzv_store_request_seconds",
+        kind=MetricKind.HISTOGRAM,
+        labels=("kind",),
+        buckets=_REQUEST_BUCKETS,
+        text="seconds of a request to the store with its retries, by the client's method: get,"
+        " put_many, compare_and_set, list and so on; wait includes what it waits for",
+    ),
+    Metric(
+        name="rdzv_store_failures_total",
+        kind=MetricKind.COUNTER,
+        labels=("kind",),
+        text="requests that failed, after their retries",
+    ),
+    Metric(
+        name="rdzv_store_retries_total",
+        kind=MetricKind.COUNTER,
+        text="attempts after a request's first",
+    ),
+    Metric(
+        name="rdzv_store_outage_seconds_total",
+        kind=MetricKind.COUNTER,
+        text="seconds for which the store was away, from the first failed request on",
+    ),
+    Metric(
+        name="rdzv_store_members_up",
+        kind=MetricKind.GAUGE,
+        by=By.EXPORTER,
+        text="members of the store that are up, where the run's nodes keep it up",
+    ),
+    Metric(
+        name="rdzv_store_up",
+        kind=MetricKind.GAUGE,
+        by=By.BOTH,
+        of_run=False,
+        text="0 while the store is away, else 1",
+    ),
+)
+"""Every metric, in the order of the page."""
+
+METRICS = tuple(metric for metric in TABLE if metric.by is not By.EXPORTER)
+"""The metrics of a node."""
+
+Sample: TypeAlias = tuple[str, Mapping[str, str], float]
+"""The name of a gauge, its labels, and its value; NaN: it is not known."""
+
+
+def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]:
+    """Make the metrics of `METRICS` in a registry of prometheus-client."""
+    from prometheus_client import Counter, Gauge, Histogram
+
+    built: dict[str, Counter | Gauge | Histogram] = {}
+    for metric in METRICS:
+        name, text, labels = metric.name, metric.text, metric.labels
+        match metric.kind:
+            case MetricKind.COUNTER:
+                built[name] = Counter(name, text, labels, registry=registry)
+            case MetricKind.GAUGE:
+                built[name] = Gauge(name, text, labels, registry=registry)
+            case MetricKind.HISTOGRAM:
+                built[name] = Histogram(
+                    name, text, labels, registry=registry, buckets=metric.buckets
+                )
+    return built
+
+
+def causes_of(round_: Cause | round_record.RoundRecord) -> Sequence[str]:
+    """The members of `CAUSES` for which a round formed."""
+    return [name for name in CAUSES[:-1] if getattr(round_, name)] or CAUSES[-1:]
+
+
+def refuse_unless_installed(settings: Settings) -> None:
+    """Raise `ValueError` with the ``pip install`` if an option needs a package that is missing."""
+    for option, wanted, package in (
+        ("metrics_port", settings.metrics_port is not None, "prometheus_client"),
+        ("otel", settings.otel, "opentelemetry.metrics"),
+    ):
+        if not wanted:
+            continue
+        try:
+            import_module(package)
+        except ImportError as error:
+            extra = option.partition("_")[0]
+            raise ValueError(
+                f"option '{option}' needs the package '{error.name}', which cannot be imported "
+                f'({error}). Install it with: pip install "rdzv-plugins[{extra}]"'
+            ) from error
+
+
+class Report:
+    """Measures one node, and serves or reports what it measures.
+
+    Args:
+        run_id: as in ``--rdzv-id``.
+        node: that is measured.
+        backend: the store's name.
+        rules: the run's settings.
+        settings: with ``metrics_port`` or ``otel``; see `refuse_unless_installed`.
+        log: the node's.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        node: Node,
+        backend: str,
+        rules: Rules,
+        settings: Settings,
+        log: RunLog,
+    ) -> None:
+        self._node = node
+        self._rules = rules
+        self._info = {
+            "run": run_id,
+            "node": node.record.label,
+            "backend": backend,
+            "version": rdzv_plugins.__version__,
+        }
+        self._outputs: list[_Output] = []
+        self._server: Any = None
+        self._rounds = 0
+        self._status: Status | None = None
+        self._world_id: str | None = None
+        self._asked_at = self._confirmed_at = 0.0
+        self._beat_at: float | None = None
+        # When an effect was last carried out; None: there was none yet.
+        self._lived_at: float | None = None
+        # Up to when the outage that lasts has been counted.
+        self._away_at: float | None = None
+        if settings.otel:
+            self._outputs.append(_OpenTelemetry(self.gauges))
+        if settings.metrics_port is not None:
+            self._serve(run_id, settings, settings.metrics_port, log)
+        for cause in CAUSES:
+            self._add("rdzv_restarts_total", 0, cause=cause)
+
+    def _serve(self, run_id: str, settings: Settings, port: int, log: RunLog) -> None:
+        from prometheus_client import CollectorRegistry
+
+        from rdzv_plugins.observe.metrics_server import MetricsServer
+
+        host, registry = settings.metrics_host or LOOPBACK, CollectorRegistry()
+        output = _Prometheus(registry)
+        try:
+            self._server = MetricsServer(
+                host,
+                port,
+                PageAccess(host, settings),
+                registry,
+                before_metrics=lambda: output.take(self.gauges()),
+                health=self.health,
+                why=lambda: str(self._node.diagnosis),
+                name=f"rdzv-{run_id}-metrics",
+            )
+        except (OSError, UnicodeError) as error:
+            if exhausted(error) is not None:
+                raise  # The node, too, is not made now.
+            log.warning(
+                f"this node serves no metrics: {host}:{port} cannot be opened ({error}); set "
+                "another metrics_port, or 0 for a free one"
+            )
+            return
+        self._outputs.append(output)
+        log.info(f"metrics are served at {self._server.url}/metrics")
+
+    def close(self) -> None:
+        """Serve and report nothing any more."""
+        if self._server is not None:
+            self._server.close()
+        for output in self._outputs:
+            output.close()
+        self._outputs = []
+
+    def measured(self, client: KeyValueClient) -> KeyValueClient:
+        """The client, with its requests measured."""
+        return Measured(client, self._note_request, partial(self._add, "rdzv_store_retries_total"))
+
+    def health(self) -> tuple[bool, str]:
+        """Whether this node's thread does its work, and a sentence for people.
+
+        It does while the store is away: an agent that is restarted for that loses its workers.
+        """
+        now, longest = time.monotonic(), self._rules.lease + self._rules.interval
+        if self._lived_at is None:
+            return True, "the agent has not asked for a round yet"
+        if now - self._lived_at > longest + self._rules.request:
+            return False, f"the node has stood still for {now - self._lived_at:.0f} s"
+        if self._away_at is not None:
+            return True, "the store is away; this node keeps trying"
+        return True, "ok"
+
+    def watch(
+        self, request: effects.Effect[Any], answer: Any, error: Exception | None = None
+    ) -> None:
+        """Measure what an effect stands for; a `driver.Watcher`."""
+        now = self._lived_at = time.monotonic()
+        if type(request) not in effects.LOCAL:
+            self._time_outage(now, away=error is not None and store_is_away(error))
+        match request:
+            case effects.PutRecord(_, record, _) if error is None:
+                self._note_record(record, now)
+            case effects.FinishJoin(effects.JoinOutcome(document=RoundDocument() as document)):
+                self._note_round(document, now)
+
+    def gauges(self) -> Iterator[Sample]:
+        """The gauges as they are now; may be called from any thread."""
+        view, now = self._node.view(), time.monotonic()
+        document = view.document
+        leads = document is not None and not document.closed and document.leader == view.me
+        yield "rdzv_info", self._info, 1
+        yield "rdzv_round", {}, document.round if document is not None else _UNKNOWN
+        yield "rdzv_round_nodes", {}, document.size if document is not None else 0
+        for phase in Phase:
+            is_in = document is not None and document.phase is phase
+            yield "rdzv_phase", {"phase": phase.value}, is_in
+        since = document.since if document is not None else 0
+        yield "rdzv_phase_began_timestamp_seconds", {}, since or _UNKNOWN
+        leader = view.record if leads else view.leader
+        ends = call_ends(document, leader) if document is not None and leader is not None else 0
+        yield "rdzv_last_call_ends_timestamp_seconds", {}, ends or _UNKNOWN
+        if leads and view.records is not None:
+            for name, number in _by_state(view).items():
+                yield "rdzv_nodes", {"state": name}, number
+        yield "rdzv_nodes_waiting", {}, self._node.waiting
+        yield "rdzv_leads", {}, leads
+        beat = self._beat_at
+        age = _UNKNOWN if beat is None else max(0.0, now - beat)  # It may beat just now.
+        yield "rdzv_heartbeat_age_seconds", {}, age
+        yield "rdzv_leader_silence_seconds", {}, _leaders_silence(view)
+        yield "rdzv_lease_seconds", {}, self._rules.lease
+        yield "rdzv_store_up", {}, self._away_at is None
+
+    def _note_record(self, record: NodeRecord, now: float) -> None:
+        asked_before = self._status in (Status.JOIN, Status.SPARE)
+        if record.status is Status.JOIN and not asked_before:
+            self._asked_at = now
+        if record.status is Status.RUN and record.world_id != self._world_id:
+            self._world_id, self._confirmed_at = record.world_id, now
+        self._beat_at, self._status = now, record.status
+
+    def _note_round(self, document: RoundDocument, now: float) -> None:
+        gathering = self._confirmed_at - self._asked_at
+        self._observe("rdzv_forming_seconds", gathering, phase="gathering")
+        self._observe("rdzv_forming_seconds", now - self._confirmed_at, phase="confirming")
+        self._add("rdzv_rounds_total")
+        if self._rounds > 0:
+            for cause in causes_of(document.cause):
+                self._add("rdzv_restarts_total", cause=cause)
+        self._rounds += 1
+
+    def _time_outage(self, now: float, *, away: bool) -> None:
+        if self._away_at is not None:
+            self._add("rdzv_store_outage_seconds_total", now - self._away_at)
+        self._away_at = now if away else None
+
+    def _note_request(self, kind: str, seconds: float, error: Exception | None) -> None:
+        self._observe("rdzv_store_request_seconds", seconds, kind=kind)
+        if error is not None:
+            self._add("rdzv_store_failures_total", kind=kind)
+
+    def _add(self, name: str, amount: float = 1, **labels: str) -> None:
+        for output in self._outputs:
+            output.add(name, amount, labels)
+
+    def _observe(self, name: str, value: float, **labels: str) -> None:
+        for output in self._outputs:
+            output.observe(name, value, labels)
+
+
+def _by_state(view: View) -> dict[str, int]:
+    """How many nodes are in each of `STATES`, as the leader sees it."""
+    numbers = dict.fromkeys(STATES, 0)
+    for node, record in {**(view.records or {}), view.me: view.record}.items():
+        silent = node != view.me and is_due(view.confirmed_silence(node), record)
+        lost = view.is_silent(node)
+        state = state_of(view.document, node, record, silent=silent, lost=lost, now=view.wall)
+        numbers[state.value] += 1
+    return numbers
+
+
+def _leaders_silence(view: View) -> float:
+    leader = view.document.leader if view.document is not None else None
+    if leader is None:
+        return _UNKNOWN
+    return 0.0 if leader == view.me else view.possible_silence(leader)
+
+
+class Measured(KeyValueClient):
+    """A client whose requests are timed; everything else is the client's.
+
+    Args:
+        client: which it closes when it is closed.
+        note: gets the method's name, its seconds, and the error of a request that failed.
+        retried: called before each attempt after a request's first, where the client tells.
+    """
+
+    def __init__(
+        self,
+        client: KeyValueClient,
+        note: Callable[[str, float, Exception | None], object],
+        retried: Callable[[], object],
+    ) -> None:
+        self._client = client
+        self._note = note
+        # Of the class elsewhere: here they are those of the client.
+        self.name = client.name  # type: ignore[misc]
+        self.capabilities = client.capabilities  # type: ignore[misc]
+        self.sealed = client.sealed  # type: ignore[misc]
+        client.on_retry = retried
+
+    def _timed(self, kind: str, request: Callable[[], T]) -> T:
+        began = time.monotonic()
+        try:
+            answer = request()
+        except ClientClosedError:
+            raise
+        except (RendezvousConnectionError, RendezvousStateError) as error:
+            self._note(kind, time.monotonic() - began, error)
+            raise
+        self._note(kind, time.monotonic() - began, None)
+        return answer
+
+    def get(self, key: str) -> Entry | None:
+        return self._timed("get", partial(self._client.get, key))
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
+        return self._timed("get_many", partial(self._client.get_many, keys))
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        return self._timed("list", partial(self._client.list, prefix))
+
+    def put(self, key: str, value: bytes) -> Version:
+        return self._timed("put", partial(self._client.put, key, value))
+
+    def put_many(self, values: Mapping[str, bytes]) -> None:
+        self._timed("put_many", partial(self._client.put_many, values))
+
+    def delete(self, key: str) -> None:
+        self._timed("delete", partial(self._client.delete, key))
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        self._timed("delete_many", partial(self._client.delete_many, keys))
+
+    def compare_and_set(
+        self, key: str, value: bytes, expected: Version | None
+    ) -> tuple[Entry | None, bool]:
+        request = partial(self._client.compare_and_set, key, value, expected)
+        return self._timed("compare_and_set", request)
+
+    def add(self, key: str, delta: int) -> int:
+        return self._timed("add", partial(self._client.add, key, delta))
+
+    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
+        return self._timed("wait", partial(self._client.wait, key, version, timeout))
+
+    def expire(self, seconds: float) -> None:
+        self._timed("expire", partial(self._client.expire, seconds))
+
+    def interrupt(self) -> None:
+        self._client.interrupt()
+
+    def hold(self, callers: int) -> None:
+        self._client.hold(callers)
+
+    def inspect(self) -> Iterable[Finding]:
+        return self._client.inspect()
+
+    def standing(self) -> Standing | None:
+        return self._client.standing()
+
+    def why_absent(self, prefix: str) -> str:
+        return self._client.why_absent(prefix)
+
+    def check_size(self, key: str, value: bytes) -> None:
+        self._client.check_size(key, value)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class _Output(Protocol):
+    """Where measurements go; its methods are called from several threads."""
+
+    def add(self, name: str, amount: float, labels: Mapping[str, str]) -> None: ...
+
+    def observe(self, name: str, value: float, labels: Mapping[str, str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Prometheus:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._built: dict[str, Any] = dict(build(registry))
+
+    def _of(self, name: str, labels: Mapping[str, str]) -> Any:
+        metric = self._built[name]
+        return metric.labels(**labels) if labels else metric
+
+    def add(self, name: str, amount: float, labels: Mapping[str, str]) -> None:
+        self._of(name, labels).inc(amount)
+
+    def observe(self, name: str, value: float, labels: Mapping[str, str]) -> None:
+        self._of(name, labels).observe(value)
+
+    def take(self, samples: Iterable[Sample]) -> None:
+        """Set all gauges to what they are now; those without a sample are not shown."""
+        for metric in METRICS:
+            if metric.kind is MetricKind.GAUGE and metric.labels:
+                self._built[metric.name].clear()
+        for name, labels, value in samples:
+            self._of(name, labels).set(value)
+
+    def close(self) -> None:
+        pass
+
+
+class _OpenTelemetry:
+    """The same metrics as instruments of OpenTelemetry, in whatever SDK the application has set up.
+
+    Args:
+        samples: reads the gauges.
+    """
+
+    def __init__(self, samples: Callable[[], Iterable[Sample]]) -> None:
+        from opentelemetry import metrics
+
+        self._samples: Callable[[], Iterable[Sample]] | None = samples
+        self._built: dict[str, Any] = {}
+        meter = metrics.get_meter("rdzv_plugins", rdzv_plugins.__version__)
+        for metric in METRICS:
+            unit = "s" if "seconds" in metric.name else "1"
+            match metric.kind:
+                case MetricKind.COUNTER:
+                    made: Any = meter.create_counter(metric.name, unit, metric.text)
+                case MetricKind.HISTOGRAM:
+                    made = meter.create_histogram(
+                        metric.name,
+                        unit,
+                        metric.text,
+                        explicit_bucket_boundaries_advisory=metric.buckets,
+                    )
+                case MetricKind.GAUGE:
+                    read = [partial(self._read, metric.name)]
+                    made = meter.create_observable_gauge(metric.name, read, unit, metric.text)
+            self._built[metric.name] = made
+
+    def _read(self, wanted: str, _: object) -> Iterable[Any]:
+        from opentelemetry.metrics import Observation
+
+        samples = self._samples() if self._samples is not None else ()
+        # A value that is not equal to itself is NaN.
+        return [
+            Observation(value, labels)
+            for name, labels, value in samples
+            if name == wanted and value == value
+        ]
+
+    def add(self, name: str, amount: float, labels: Mapping[str, str]) -> None:
+        self._built[name].add(amount, labels)
+
+    def observe(self, name: str, value: float, labels: Mapping[str, str]) -> None:
+        self._built[name].record(value, labels)
+
+    def close(self) -> None:
+        # An SDK never forgets an instrument's callbacks.
+        self._samples = None

@@ -1,0 +1,255 @@
+"""Serves one node's metrics and its state as pages: a thread for each client, of few clients."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakSet
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from rdzv_plugins.kv import exhausted
+from rdzv_plugins.observe import page_access
+from rdzv_plugins.observe.page_access import PageAccess
+
+__all__ = ["MetricsServer"]
+
+log = logging.getLogger(__name__)
+
+# A client has so long to send its request, and to read the answer, whatever it sends or reads.
+_CLIENT_SECONDS = 5.0
+# Where a request says whose it is.
+_CLIENT = "rdzv.client"
+# Of more clients at once the one goes that has been there for longest, and none whose page is being
+# made while there is another: who may read no page would cut off each that takes long.
+_MOST_CLIENTS = 16
+# How soon the thread sees that it is to end, where closing the socket does not wake it.
+_LOOK_SECONDS = 0.5
+_STOP_SECONDS = 2.0
+
+
+class MetricsServer:
+    """An HTTP server of ``/metrics``, ``/healthz`` and ``/why``.
+
+    Args:
+        host, port: where it listens; port 0: on any free one.
+        access: who may read the pages.
+        registry: what ``/metrics`` shows.
+        before_metrics: called before it is shown.
+        health: whether all is well (status 200, else 503), and the text of ``/healthz``.
+        why: the text of ``/why``.
+        name: of the thread.
+
+    Raises OSError or UnicodeError if it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        access: PageAccess,
+        registry: CollectorRegistry,
+        *,
+        before_metrics: Callable[[], object],
+        health: Callable[[], tuple[bool, str]],
+        why: Callable[[], str],
+        name: str,
+    ) -> None:
+        self._access = access
+        self._metrics = make_wsgi_app(registry)
+        self._before_metrics = before_metrics
+        self._health = health
+        self._why = why
+        self._stopping = threading.Event()
+        # What is shown is made by one thread at a time; whether all is well is told beside that.
+        self._one = threading.Lock()
+        self._server = _server_class(host)((host, port), _Request)
+        self._server.set_app(self._answer)
+        _open.add(self._server)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._server.server_close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Without a path; with the port that was free, where any was asked for."""
+        host, port = self._server.server_address[:2]
+        shown = f"[{host!s}]" if ":" in str(host) else str(host)
+        return f"http://{shown}:{port}"
+
+    def close(self) -> None:
+        """Serve nothing any more, and end the thread."""
+        self._stopping.set()
+        with suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # It wakes the thread.
+        self._thread.join(_STOP_SECONDS)
+        self._server.cut_all()
+        self._server.server_close()
+
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._server.handle_request()
+                self._server.service_actions()
+            except (OSError, ValueError):
+                if not self._stopping.is_set():
+                    log.exception("the metrics of this node are served no longer")
+                return
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        refusal = self._access.refusal(
+            path, environ.get("HTTP_HOST", ""), environ.get("HTTP_AUTHORIZATION", "")
+        )
+        match path:
+            case _ if refusal is not None:
+                status, text = f"{refusal.status} {refusal.status.phrase}", refusal.text
+                headers |= refusal.headers
+            case "/metrics":
+                with self._server.at_work_for(environ[_CLIENT]), self._one:
+                    self._before_metrics()
+                    page: Iterable[bytes] = [*self._metrics(environ, start_response)]
+                return page
+            case page_access.HEALTH:
+                well, text = self._health()
+                status = "200 OK" if well else "503 Service Unavailable"
+            case "/why":
+                with self._server.at_work_for(environ[_CLIENT]), self._one:
+                    status, text = "200 OK", self._why()
+            case _:
+                status, text = "404 Not Found", "there are /metrics, /healthz and /why"
+        start_response(status, [*headers.items()])
+        return [f"{text}\n".encode(errors="backslashreplace")]
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    timeout = _LOOK_SECONDS
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, *arguments: Any) -> None:
+        # Those that are served, the oldest first, and until when.
+        self._clients: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._clients[request] = time.monotonic() + _CLIENT_SECONDS
+            others = [*self._clients][:-1]
+            oldest = min(others, key=self._is_at_work) if len(others) >= _MOST_CLIENTS else None
+        if oldest is not None:
+            self._cut(oldest)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            # This host starts no thread, or the interpreter ends.
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        threading.current_thread().name = "rdzv-metrics-client"
+        super().process_request_thread(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Cut off those whose time is over: one that drips is never silent."""
+        now = time.monotonic()
+        with self._lock:
+            late = [client for client, until in self._clients.items() if until <= now]
+        for client in late:
+            self._cut(client)
+
+    @contextmanager
+    def at_work_for(self, client: socket.socket) -> Iterator[None]:
+        """Let the client's time stand still: the page of many runs on a slow store takes long."""
+        self._give(client, math.inf)
+        try:
+            yield
+        finally:
+            self._give(client, time.monotonic() + _CLIENT_SECONDS)
+
+    def _is_at_work(self, client: socket.socket) -> bool:
+        return self._clients[client] == math.inf
+
+    def _give(self, client: socket.socket, until: float) -> None:
+        with self._lock:
+            if self._clients.pop(client, None) is not None:
+                self._clients[client] = until
+
+    def cut_all(self) -> None:
+        """Let no client keep its thread."""
+        with self._lock:
+            clients = [*self._clients]
+        for client in clients:
+            self._cut(client)
+
+    def _cut(self, client: socket.socket) -> None:
+        with self._lock:
+            self._clients.pop(client, None)
+        with suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)  # Its thread's next read or write ends.
+
+    def server_bind(self) -> None:
+        # That of the library looks up the host's name, which may take a silent resolver's time-out.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if exhausted(error) is not None:
+                time.sleep(_LOOK_SECONDS)  # The client still waits: do not ask again at once.
+            raise
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a client of the metrics went away", exc_info=True)
+
+
+class _ServerOnIPv6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _server_class(host: str) -> type[_Server]:
+    return _ServerOnIPv6 if ":" in host else _Server
+
+
+class _Request(WSGIRequestHandler):
+    timeout = _CLIENT_SECONDS
+
+    def get_environ(self) -> WSGIEnvironment:
+        return {**super().get_environ(), _CLIENT: self.connection}
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+_open: WeakSet[_Server] = WeakSet()
+
+
+def _close_in_child() -> None:
+    for server in list(_open):
+        server.socket.close()
+
+
+# A forked child would keep the port taken after this process has ended.
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,112 @@
+"""Who may read what a server shows: the one rule of the dashboard, the exporter and the metrics.
+
+Without a token a server listens at loopback alone, and answers whoever asks for it by a name of
+loopback: a page of somebody else's, whose name resolves to this host, may not read what is here.
+Where a token is set, and anywhere but at loopback, whoever sends the token is answered, by whatever
+name they ask. ``/healthz`` needs no token: what probes it has none.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from rdzv_plugins.peers.addresses import is_loopback
+from rdzv_plugins.settings.options import Settings, UnreadableFileError
+
+__all__ = ["HEALTH", "LOOPBACK", "PageAccess", "Refusal", "refuse_open_metrics"]
+
+LOOPBACK = "127.0.0.1"
+"""Where a server listens that is told nothing else."""
+
+HEALTH = "/healthz"
+"""The path that is answered without a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer to who may not read a page: its status, and a line of text."""
+
+    status: HTTPStatus
+    text: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        # Clients know by it what to send.
+        is_unknown = self.status is HTTPStatus.UNAUTHORIZED
+        return {"www-authenticate": "Bearer"} if is_unknown else {}
+
+
+class PageAccess:
+    """Tells who may read what a server at ``host`` shows.
+
+    Args:
+        settings: ``page_token`` and ``page_token_file``; the file is read at each request.
+
+    Raises:
+        ValueError: others reach the server, and there is no token, or its file has none.
+    """
+
+    def __init__(self, host: str, settings: Settings) -> None:
+        self._settings = settings
+        self._token = settings.current_page_token()
+        if self._token is None and not is_loopback(host):
+            raise ValueError(
+                f"who reaches {host or 'this host'} would read the pages without a token: set "
+                "$RDZV_PLUGINS_PAGE_TOKEN, or name a file with page_token_file=..., or listen at "
+                "127.0.0.1"
+            )
+        self._names = {"localhost", "127.0.0.1", "[::1]", host}
+
+    def refusal(self, path: str, host: str, authorization: str) -> Refusal | None:
+        """Why this request gets no page; None: it gets one.
+
+        Args:
+            host, authorization: the headers of these names; "": it has none.
+        """
+        self._read_again()
+        if self._token is None:
+            if not host or _without_port(host) in self._names:
+                return None
+            text = "this server is asked by its address at loopback"
+            return Refusal(HTTPStatus.BAD_REQUEST, text)
+        scheme, _, given = authorization.partition(" ")
+        if path == HEALTH or (scheme.lower() == "bearer" and self.is_token(given.strip())):
+            return None
+        text = "this page needs its token, as the header Authorization: Bearer"
+        return Refusal(HTTPStatus.UNAUTHORIZED, text)
+
+    def is_token(self, given: str) -> bool:
+        """Whether this is the token; no time that it takes tells how much of it is right."""
+        return self._token is not None and hmac.compare_digest(_bytes(given), _bytes(self._token))
+
+    @property
+    def cookie(self) -> str:
+        """What a browser that has sent the token sends from then on; the token is not in it."""
+        return hmac.new(_bytes(self._token or ""), b"rdzv page", "sha256").hexdigest()
+
+    def is_cookie(self, given: str) -> bool:
+        return self._token is not None and hmac.compare_digest(_bytes(given), _bytes(self.cookie))
+
+    def _read_again(self) -> None:
+        with suppress(UnreadableFileError):  # It is being replaced: the last one goes on.
+            self._token = self._settings.current_page_token()
+
+
+def refuse_open_metrics(settings: Settings) -> None:
+    """Raise `ValueError` if an agent with these settings would serve its metrics to anybody."""
+    if settings.metrics_port is not None:
+        PageAccess(settings.metrics_host or LOOPBACK, settings)
+
+
+def _without_port(host: str) -> str:
+    """The host of a ``Host`` header, in lower case; an IPv6 address with its brackets."""
+    return re.sub(r":[0-9]*\Z", "", host.strip().lower())
+
+
+def _bytes(text: str) -> bytes:
+    # Variables of the environment may be no UTF-8.
+    return text.encode(errors="surrogateescape")

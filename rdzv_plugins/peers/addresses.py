@@ -1,0 +1,428 @@
+"""The address at which other nodes reach this node: their MASTER_ADDR if this node is rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Literal, TypeVar
+
+import ifaddr
+
+from rdzv_plugins.settings.endpoint import Place
+
+__all__ = [
+    "ANY_PORT",
+    "Candidate",
+    "OwnAddress",
+    "address_on",
+    "candidates",
+    "dial_self",
+    "dialled_here",
+    "gloo_address",
+    "interface_of",
+    "is_at_loopback",
+    "is_local",
+    "is_loopback",
+    "is_out_of_reach",
+    "is_own_ip",
+    "lacking_version",
+    "listen",
+    "loopback",
+    "node_address",
+    "own_names",
+    "resolved",
+    "route_to",
+]
+
+T = TypeVar("T")
+Address = IPv4Address | IPv6Address
+
+ANY_PORT = range(1)
+"""Whichever port is free."""
+
+# An unreachable DNS must not delay the start: the resolver's own time-out is 10 s or more per name.
+_RESOLVER_SECONDS = 2.0
+
+# Addresses for documentation (RFC 5737, RFC 3849): their routes are the default routes.
+_ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
+
+_SIOCGIFFLAGS, _IFF_UP = 0x8913, 0x1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An address of this host, and the interface that has it."""
+
+    address: Address
+    interface: str
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.interface})"
+
+    @property
+    def is_global(self) -> bool:
+        """Whether other hosts may reach it: it is neither loopback nor link-local."""
+        return not (self.address.is_loopback or self.address.is_link_local)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAddress:
+    """The address that a node announces.
+
+    Attributes:
+        address: an IP address; also a name, if ``--local-addr`` is one.
+        why: why it was taken, for people.
+    """
+
+    address: str
+    why: str
+
+
+def node_address(
+    local_addr: str | None,
+    store_hosts: Iterable[tuple[str, int]],
+    *,
+    interface: str | None = None,
+    network: str | None = None,
+    alone: bool = False,
+) -> OwnAddress:
+    """An address of this host to which a server can bind and its peers can connect.
+
+    In this order: ``local_addr``; the first address of ``interface`` in ``network``; the address
+    from which the host reaches the store; if that is loopback or unknown, the address of the
+    default route, or of the first interface that other hosts may reach; loopback. A name is never
+    chosen: nobody else may be able to resolve it.
+
+    Args:
+        local_addr: as in ``--local-addr``.
+        store_hosts: (name, port) of the store's servers. Nothing is sent to them.
+        interface, network: the options of these names.
+        alone: no other node will be in the run, so that loopback is as good.
+
+    Returns within 2 s even if name resolution hangs. Raises `ValueError` if no address of this host
+    is on the interface and in the network, and OSError where this host can open no socket.
+    """
+    options = {"interface": interface, "network": network}
+    asked = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+    if local_addr:
+        overrides = f", which overrides {asked}" if asked else ""
+        return OwnAddress(local_addr, f"--local-addr{overrides}")
+    if (chosen := address_on(interface, network)) is not None:
+        return OwnAddress(chosen, asked)
+    route = _route_in_time(store_hosts)
+    if route is not None and (alone or not route.is_loopback):
+        return OwnAddress(str(route), "from it this host reaches the store")
+    store = "it is not known where the store is" if route is None else "the store is at loopback"
+    default = route_to(_ANYWHERE)
+    if default is not None and not (default.is_loopback or default.is_link_local):
+        return OwnAddress(str(default), f"that of the default route, for {store}")
+    first = next((it for it in candidates() if it.is_global), None)
+    if first is not None:
+        return OwnAddress(
+            str(first.address), f"the first one, for {store}, and there is no default route"
+        )
+    return OwnAddress(str(route or "127.0.0.1"), f"this host has no other address, and {store}")
+
+
+def address_on(interface: str | None, network: str | None) -> str | None:
+    """The first address of this host on the interface and in the network; None: neither is given.
+
+    Raises `ValueError` where it has none, and OSError where this host can open no socket.
+    """
+    if interface is None and network is None:
+        return None
+    every = candidates()
+    inside = ip_network(network, strict=False) if network is not None else None
+    for it in every:
+        if interface in (None, it.interface) and (inside is None or it.address in inside):
+            return str(it.address)
+    where = [f"on interface '{interface}'"] if interface is not None else []
+    where += [f"in network '{network}'"] if network is not None else []
+    names = ", ".join(str(it) for it in every)
+    raise ValueError(f"this host has no address {' '.join(where)}; it has {names or 'none'}")
+
+
+def candidates() -> list[Candidate]:
+    """The addresses of this host, those that other hosts are likeliest to reach first.
+
+    Interfaces are in the order in which they came up, which bridges and tunnels do last; of those
+    that are down there is none. IPv4 comes before IPv6, whose link-local addresses are left out.
+    """
+    found = [
+        Candidate(address, name)
+        for name, ips in _adapters()
+        for address in ips
+        if not (address.version == 6 and address.is_link_local)
+    ]
+    return sorted(found, key=lambda it: (not it.is_global, it.address.version))
+
+
+def lacking_version(address: str) -> Literal[0, 4, 6]:
+    """The version of IP of which this host has no address that others may reach; 0: of none.
+
+    0 also where ``address``, by which the others know it, is not such an address of this host.
+    """
+    versions = {str(it.address): it.address.version for it in candidates() if it.is_global}
+    if address not in versions or {4, 6} <= {*versions.values()}:
+        return 0
+    return 6 if versions[address] == 4 else 4
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has an IP address; None: it is a name, or not this host's own."""
+    return next((it.interface for it in candidates() if str(it.address) == address), None)
+
+
+def _adapters() -> list[tuple[str, list[Address]]]:
+    return [
+        # An IPv6 address comes with its flow and scope.
+        (
+            adapter.name,
+            [ip_address(ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for ip in adapter.ips],
+        )
+        for adapter in sorted(ifaddr.get_adapters(), key=lambda it: it.index or 0)
+        if _is_up(adapter.name)
+    ]
+
+
+def _is_up(interface: str) -> bool:
+    # Not /sys/class/net, which may be that of another network namespace.
+    asked = struct.pack("16sH14x", os.fsencode(interface), 0)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+            flags: int = struct.unpack("16sH14x", fcntl.ioctl(line, _SIOCGIFFLAGS, asked))[1]
+    except (OSError, struct.error):
+        return True
+    return bool(flags & _IFF_UP)
+
+
+def is_at_loopback(store: Place) -> bool:
+    """Whether a store is at a socket's path, or at hosts that are all reached at loopback."""
+    if store.of_nodes:
+        # A member on this host listens where the others come, whatever its name stands for here.
+        return bool(store.hosts) and all(is_loopback(host) for host, _ in store.hosts)
+    if store.on_socket:
+        return True
+    route = _route_in_time(store.dialled)
+    return route is not None and route.is_loopback
+
+
+def is_out_of_reach(address: str, store_hosts: Iterable[tuple[str, int]]) -> bool:
+    """Whether ``address`` is loopback while the store, as its route shows, is on another host."""
+    if not is_loopback(address):
+        return False
+    route = _route_in_time(store_hosts)
+    return route is not None and not route.is_loopback
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is a loopback address, or ``localhost``; other names are not looked up."""
+    try:
+        return address == "localhost" or ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local(address: str) -> bool:
+    """Whether an address or name is this host's own. Raises OSError if it cannot be resolved."""
+    return any(
+        _binds(family, target)
+        for family, _, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    )
+
+
+def is_own_ip(address: str) -> bool:
+    """Whether it is an IP address of this host; no name is looked up, which may take long."""
+    try:
+        own = ip_address(address)
+    except ValueError:
+        return False
+    return _binds(_family(own), (str(own), 0))
+
+
+def own_names() -> set[str]:
+    """This host's name, in full and up to its first dot, in lower case; never ``localhost``."""
+    name = socket.gethostname().lower()
+    return {name, name.partition(".")[0]} - {"localhost"}
+
+
+def dialled_here(names: Iterable[str]) -> dict[str, list[str]]:
+    """Where this host dials each of these hosts: by its name, or address.
+
+    Where a name is this host's own and stands for loopback here, as Debian has it, or for nothing,
+    by all addresses of this host too. Returns within 2 s even if name resolution hangs.
+    """
+    every = list(names)
+    mine = own_names()
+
+    def is_at_loopback(name: str) -> bool:
+        try:
+            ip_address(name)
+            return False
+        except ValueError:
+            found = resolved(name)
+        if name.lower() in mine:
+            return not any(is_own_ip(it) and not is_loopback(it) for it in found)
+        return name != "localhost" and bool(found) and all(map(is_loopback, found))
+
+    at_loopback: set[str] = _within(
+        _RESOLVER_SECONDS, lambda: {name for name in every if is_at_loopback(name)}, set()
+    )
+    own = [str(it.address) for it in candidates() if it.is_global] if at_loopback else []
+    return {name: [*own, name] if name in at_loopback else [name] for name in every}
+
+
+def resolved(name: str) -> list[str]:
+    """The addresses that a name stands for here; empty: none is known."""
+    try:
+        return list(dict.fromkeys(str(it[4][0]) for it in socket.getaddrinfo(name, None)))
+    except (OSError, UnicodeError):
+        return []
+
+
+def gloo_address() -> Address | None:
+    """Where gloo listens in this host's workers, as the host's name decides; None: not known.
+
+    It takes the first address of the name to which it can bind, else loopback, unless
+    ``GLOO_SOCKET_IFNAME`` names an interface. Raises OSError where this host can open no socket.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    return _within(_RESOLVER_SECONDS, _first_of_own_name, None)
+
+
+def _first_of_own_name() -> Address:
+    with _unless_exhausted():
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        for family, _, _, _, target in found:
+            if _binds(family, target):
+                return ip_address(str(target[0]).partition("%")[0])
+    return IPv4Address("127.0.0.1")
+
+
+def listen(address: str | None = None, ports: Sequence[int] = ANY_PORT) -> socket.socket:
+    """A socket that listens on the first of these ports that is free; raises OSError if none is.
+
+    Args:
+        address: only there, if it is an IP address of this host; else on all addresses.
+    """
+    for port in ports[:-1]:
+        with contextlib.suppress(OSError):
+            return _listen(address, port)
+    return _listen(address, ports[-1])
+
+
+def _listen(address: str | None, port: int) -> socket.socket:
+    if address is not None and is_own_ip(address):
+        return socket.create_server((address, port), family=_family(ip_address(address)))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def dial_self(address: str, seconds: float, ports: Sequence[int] = ANY_PORT) -> int:
+    """Open a port where rank 0 would, and connect to it at ``address``; returns the port.
+
+    Raises OSError, and UnicodeError for what cannot be a name.
+    """
+    with listen(address, ports) as server:
+        port: int = server.getsockname()[1]
+        socket.create_connection((address, port), seconds).close()
+        return port
+
+
+@cache
+def loopback() -> str:
+    """The loopback address to which c10d connects without a DNS look-up of its name.
+
+    c10d connects to 127.0.0.1 as ::ffff:127.0.0.1, which no /etc/hosts contains; the /etc/hosts of
+    every distribution and container with IPv6 contains ::1.
+    """
+    return "::1" if is_own_ip("::1") else "127.0.0.1"
+
+
+def route_to(hosts: Iterable[tuple[str, int]]) -> Address | None:
+    """The local address of a socket connected to the first host that has a route.
+
+    One at loopback only where none has another: some of a store's hosts may be this one.
+
+    Raises OSError where this host can open no socket.
+    """
+    own: Address | None = None
+    for host, port in hosts:
+        with _unless_exhausted():
+            for family, kind, _, _, target in socket.getaddrinfo(
+                host, port, type=socket.SOCK_DGRAM
+            ):
+                with _unless_exhausted(), socket.socket(family, kind) as probe:
+                    # Connecting a datagram socket looks up the route and sends nothing.
+                    probe.connect(target)
+                    found = ip_address(str(probe.getsockname()[0]).partition("%")[0])
+                    if not found.is_loopback:
+                        return found
+                    own = own or found
+    return own
+
+
+def _route_in_time(hosts: Iterable[tuple[str, int]]) -> Address | None:
+    every = list(hosts)
+    return _within(_RESOLVER_SECONDS, lambda: route_to(every), None)
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    return socket.AF_INET6 if address.version == 6 else socket.AF_INET
+
+
+# A process or a host that has no descriptor, or no memory, left.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+
+@contextlib.contextmanager
+def _unless_exhausted() -> Iterator[None]:
+    """Suppress what says that an address is no good; raise that this host can ask for none now."""
+    try:
+        yield
+    except socket.gaierror:
+        # A resolver that can open no socket says that it knows no such name.
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
+    except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise
+    except UnicodeError:
+        pass
+
+
+def _binds(family: int, target: tuple[object, ...]) -> bool:
+    # Whose it is cannot be told without a socket, and `loopback` would keep the answer.
+    with _unless_exhausted(), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind(target)
+        return True
+    return False
+
+
+def _within(seconds: float, question: Callable[[], T], otherwise: T) -> T:
+    """The answer, or ``otherwise`` after ``seconds``: name resolution has no time-out."""
+    answers: list[T] = []
+    errors: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name="rdzv-resolver", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return answers[0] if answers else otherwise

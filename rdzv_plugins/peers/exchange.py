@@ -1,0 +1,104 @@
+"""Exchanges some megabytes with other nodes over TCP, for the network check.
+
+The node that is dialled answers, at its `Listener`, only who names its node id, which stands in the
+run's store alone; whoever else connects gets nothing, and is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+
+from rdzv_plugins.kv.gate import is_master
+from rdzv_plugins.peers.listener import Line, Listener
+
+__all__ = ["EXCHANGED", "answer", "dial", "exchange"]
+
+EXCHANGED = 4 << 20
+"""Bytes each way."""
+
+_CHUNK = os.urandom(1 << 16)  # A link that compresses would seem fast otherwise.
+
+_CLIENT_SECONDS = 60.0
+# An id that a node gives itself is hexadecimal; but tests and other programs name theirs.
+_NODE = re.compile(r"[\w.-]{1,64}")
+
+
+def _greeting(node: str) -> bytes:
+    return f"rdzv-plugins exchange {node}\n".encode()
+
+
+def dial(endpoint: str, seconds: float) -> float:
+    """Connect to ``address:port``; returns the seconds that it took. Raises as `exchange` does."""
+    began = time.monotonic()
+    _connect(endpoint, seconds).close()
+    return time.monotonic() - began
+
+
+def exchange(node: str, endpoint: str, seconds: float, size: int = EXCHANGED) -> float:
+    """Send so many bytes to a node and have as many sent back; returns the seconds that it took.
+
+    Raises OSError, and UnicodeError for what cannot be a name.
+    """
+    began = time.monotonic()
+
+    def left() -> float:
+        rest = began + seconds - time.monotonic()
+        if rest <= 0:
+            raise TimeoutError("timed out")
+        return rest
+
+    if _NODE.fullmatch(node) is None:
+        # It stands in the store. Else its line ends would be commands to whoever listens there.
+        raise ConnectionError("what stands in the store is the id of no node")
+    with _connect(endpoint, seconds) as line:
+        line.settimeout(left())
+        line.sendall(_greeting(node))
+        for at in range(0, size, len(_CHUNK)):
+            line.settimeout(left())
+            line.sendall(_CHUNK[: size - at])
+        came = 0
+        while came < size:
+            line.settimeout(left())
+            got = len(line.recv(1 << 18))
+            if got == 0:
+                raise ConnectionError(f"the connection ended after {came} bytes")
+            came += got
+    return time.monotonic() - began
+
+
+def _connect(endpoint: str, seconds: float) -> socket.socket:
+    address, _, port = endpoint.rpartition(":")
+    if not is_master(endpoint):
+        raise ConnectionError("what stands in the store is no address:port")
+    line = socket.create_connection((address.strip("[]"), int(port)), seconds)
+    # A port that is free may be this socket's own, and TCP connects it to itself.
+    if line.getsockname() == line.getpeername():
+        line.close()
+        raise ConnectionRefusedError("nobody listens there")
+    return line
+
+
+def answer(listener: Listener, node: str, size: int = EXCHANGED) -> None:
+    """Answer the exchanges that others begin with this node, so many bytes each way."""
+    listener.answer(_greeting(node), 0, lambda line, _: _Exchanging(line, size))
+
+
+class _Exchanging(Line):
+    """Somebody who sends the data, and then gets as much."""
+
+    def __init__(self, line: socket.socket, size: int) -> None:
+        super().__init__(line, _CLIENT_SECONDS)
+        self._size = size
+        self._came = self._sent = 0
+
+    def go_on(self) -> Line | None:
+        if self.writes:
+            self._sent += self.socket.send(_CHUNK[: self._size - self._sent])
+            return self if self._sent < self._size else None
+        data = self.socket.recv(1 << 18)
+        self._came += len(data)
+        self.writes = self._came >= self._size
+        return self if data else None

@@ -1,0 +1,568 @@
+"""Connections to the next nodes of a round, which tell at once that the process of one has ended.
+
+The kernel ends the connections of a process that dies, within a millisecond. A link that ends
+without a farewell is dialled again: where nobody listens any more, or somebody else answers, the
+process is gone, as far as this host can tell. Silence tells nothing, nor does a link that ends and
+is answered again. Nor does a refusal while the node's own link to this one stands: neighbours have
+one each way, and a process that dies ends both. Nor does a link of which the two ends see different
+addresses: what stands between them, such as a sidecar proxy, ends it and refuses for a node that
+lives. That is evidence, and no verdict: a firewall may refuse too.
+
+Each end says in one character how it stands with the store, once the link is made and as that
+changes: a store that refuses one node may accept others, who go on without it.
+
+A greeting names the node by a digest, and a stranger is told nothing; greeting and answer prove, by
+what only the nodes of the run know, which process gives them, and which ends it sees.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
+from ipaddress import ip_address
+from typing import Any
+
+from rdzv_plugins.peers.listener import Line, Listener, unforked
+from rdzv_plugins.protocol.contact import Standing
+
+__all__ = ["Links"]
+
+_OPENING = b"rdzv-plugins link "
+_NONCE = 16  # Characters; a digest of who greets follows.
+_FAREWELL = b"bye\n"
+
+# For a connection, and the answer to its greeting.
+_DIAL_SECONDS = 2.0
+# A link that is closed where it was just made: what is dialled may be ending. Once more.
+_AT_ONCE_SECONDS = 0.05
+# Between two dials of what is silent, or was never reached: twice as long each time.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+# A process that was found gone is dialled again so soon, so often, and then after those pauses: a
+# firewall that refused for it may be taken down, and the link is what its death will show by.
+_AGAIN_SECONDS, _OFTEN = 0.2, 50
+# When it has refused so often it is told of once more: its last heartbeat may have reached the
+# store after the first time, and have seemed an answer.
+_TOLD_AGAIN = 10
+# Without traffic a firewall forgets a connection; the kernel sees to this, and wakes no process.
+_KEEP_ALIVE_SECONDS = 60
+_MOST_LINKS = 256
+# People are told of a neighbour after the third dial in vain.
+_TOLD_PAUSE = 4 * _FIRST_PAUSE
+# A link that breaks so soon, so often in a row, is made again after pauses.
+_SHORT_SECONDS, _MOST_SHORT = 1.0, 3
+
+_Address = tuple[int, Any]
+_DIGEST = 16  # Bytes; twice as many characters.
+
+
+def _digest(*parts: str) -> bytes:
+    # No part but the last one has a blank.
+    return blake2b(" ".join(parts).encode(), digest_size=_DIGEST).hexdigest().encode()
+
+
+def _ends(dialled_from: tuple[Any, ...], answered_at: tuple[Any, ...]) -> str:
+    """Both ends of a connection as one of them sees it."""
+    hosts = [ip_address(it[0].partition("%")[0]) for it in (dialled_from, answered_at)]
+    mapped = [getattr(it, "ipv4_mapped", None) or it for it in hosts]
+    return f"{mapped[0]},{dialled_from[1]},{mapped[1]},{answered_at[1]}"
+
+
+class Links:
+    """The links of one node, both those that it has begun and those that others have.
+
+    Args:
+        listener: serves them in its thread.
+        run_id: of the run.
+        node: the id of this node, which only the nodes of its run know.
+        host: its address, as others know it.
+        gone: called with the id of a node whose process is gone, in the listener's thread.
+        back: called with its id where it answers after all.
+        others: called with what all other ends of links say of themselves.
+        warn: takes a line for people, in the listener's thread.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        run_id: str,
+        node: str,
+        host: str,
+        gone: Callable[[str], None],
+        back: Callable[[str], None],
+        others: Callable[[frozenset[Standing]], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._listener = listener
+        self._run_id = run_id
+        self._node = node
+        self._host = host
+        self._gone = gone
+        self._back = back
+        self._others = others
+        self._heard: set[Standing] = set()
+        self._standing = Standing.ACCEPTED
+        self._warn = warn
+        # Hosts to which there was no link, and people have been told.
+        self._told: set[str] = set()
+        self._peers: dict[str, _Peer] = {}
+        self._accepted: list[_Accepted] = []
+        # The hosts where a node has answered, and whether both ends saw the same addresses. That
+        # another refuses tells nothing where none has: a firewall may be why.
+        self._reached: dict[str, bool] = {}
+        rest = _NONCE + 2 * _DIGEST + 2
+        listener.answer(_OPENING + _digest(node, run_id) + b" ", rest, self._accept)
+
+    def hold(self, peers: Mapping[str, str], standing: Standing = Standing.ACCEPTED) -> None:
+        """Have links to these nodes and to no others: ``address:port`` by id. From any thread.
+
+        ``standing``: what this node says of itself over all its links.
+        """
+        self._listener.call(partial(self._hold, dict(peers), standing))
+
+    def _hold(self, peers: dict[str, str], standing: Standing) -> None:
+        for node in [*self._peers]:
+            if node not in peers:
+                self._peers.pop(node).end()
+        for node, endpoint in peers.items():
+            if node not in self._peers:
+                self._peers[node] = _Peer(self, self._listener, node, endpoint)
+        if standing is not self._standing:
+            self._standing = standing
+            for line in self._lines():
+                line.say(standing)
+        self.listen()
+
+    def _lines(self) -> list[_Link]:
+        """The links that stand."""
+        begun = (it.link for it in self._peers.values())
+        return [it for it in (*self._accepted, *begun) if it is not None and it.is_open]
+
+    def listen(self) -> None:
+        """Tell what is said over all links, if that has changed."""
+        unknown = {Standing.ACCEPTED for it in self._peers.values() if it.link is None}
+        others = unknown.union(it.heard for it in self._lines())
+        if others != self._heard:
+            self._heard = others
+            self._others(frozenset(others))
+
+    def tell(self) -> None:
+        """Tell people of the neighbours to which there is no link, once for each host."""
+        without = [it.endpoint for it in self._peers.values() if it.lacks_link]
+        hosts = {endpoint.rpartition(":")[0] for endpoint in without}
+        if hosts - self._told:
+            self._told |= hosts
+            self._warn(
+                f"no links to {len(without)} of {len(self._peers)} neighbours "
+                f"({', '.join(sorted(without))}): the end of a process there shows only when its "
+                "lease has run out. If a firewall is in between, let master_port= pass"
+            )
+
+    def greeting(self, node: str, nonce: str, ends: str) -> bytes:
+        """What this node says to another, over a connection with these ends."""
+        itself = _digest("from", nonce, self._node, ends, self._run_id)
+        return b"%s%s %s %s\n" % (_OPENING, _digest(node, self._run_id), nonce.encode(), itself)
+
+    def answer(self, node: str, nonce: str, ends: str) -> bytes:
+        """What only that node answers, and only if it sees these ends."""
+        itself = _digest(nonce, node, self._run_id)
+        return itself + _digest(nonce, node, ends, self._run_id) + b"\n"
+
+    def _accept(self, line: socket.socket, rest: bytes) -> Line:
+        self._accepted = [it for it in self._accepted if it.is_open]
+        if len(self._accepted) >= _MOST_LINKS:
+            self._make_room()
+        nonce, _, by = rest[:-1].decode("ascii", "replace").partition(" ")
+        ends = _ends(line.getpeername(), line.getsockname())
+        answer = self.answer(self._node, nonce, ends)
+
+        def is_from(node: str) -> bool:
+            itself = _digest("from", nonce, node, ends, self._run_id)
+            return hmac.compare_digest(itself, by.encode())
+
+        accepted = _Accepted(line, answer, is_from, self.listen, self._over)
+        self._accepted.append(accepted)
+        self.begins(accepted)
+        return accepted
+
+    def _make_room(self) -> None:
+        """Close the oldest that is of no neighbour, without a farewell: this node goes on."""
+        strangers = (it for it in self._accepted if not any(map(it.is_from, self._peers)))
+        oldest = next(strangers, self._accepted[0])
+        self._accepted.remove(oldest)
+        oldest.says_farewell = False
+        self._listener.drop(oldest)
+
+    def _over(self, accepted: _Accepted) -> None:
+        """What refused counts now, if nothing else than its own link spoke for the node."""
+        self.listen()
+        for node, peer in self._peers.items():
+            if accepted.is_from(node):
+                peer.ask_again()
+
+    # What a peer tells.
+
+    def held(self, link: _Dialled, host: str, direct: bool) -> None:
+        self._reached[host] = direct
+        self.begins(link)
+
+    def begins(self, link: _Link) -> None:
+        if self._standing is not Standing.ACCEPTED:
+            link.say(self._standing)
+        self.listen()
+
+    def found_gone(self, node: str, host: str, direct: bool | None) -> bool:
+        """Whether it counts as evidence: it had a direct link, or such ones show what refuses.
+
+        Args:
+            direct: whether the ends of its link saw the same addresses; None: it never had one.
+        """
+        if any(it.is_open and it.is_from(node) for it in self._accepted):
+            return False
+        if direct is None:
+            direct = self._reached.get(host)
+        if direct is None:
+            # What does not leave this host passes no firewall.
+            direct = any(it for other, it in self._reached.items() if other != self._host)
+        if direct:
+            self._gone(node)
+        return direct
+
+    def found_back(self, node: str) -> None:
+        self._back(node)
+
+
+class _Link(Line):
+    """A link, at either end.
+
+    Attributes:
+        heard: what the other end says of itself.
+    """
+
+    counts = False
+    heard = Standing.ACCEPTED
+
+    def __init__(self, line: socket.socket, listen: Callable[[], None], seconds: float) -> None:
+        super().__init__(line, seconds)
+        self._listen = listen
+
+    def say(self, standing: Standing) -> None:
+        """Say it of this node; a link over which it cannot be said is about to end."""
+        with suppress(OSError):
+            self.socket.send(standing.encode())
+
+    def _hears(self, data: bytes) -> bool:
+        """Whether it is what the other end may say, of which the last word counts."""
+        try:
+            self.heard = Standing(data[-1:].decode("ascii", "replace"))
+        except ValueError:
+            return False
+        self._listen()
+        return True
+
+    @property
+    def is_open(self) -> bool:
+        return self.socket.fileno() >= 0
+
+
+class _Accepted(_Link):
+    """A link that another node has begun: it hears a farewell, or that the connection ends."""
+
+    def __init__(
+        self,
+        line: socket.socket,
+        answer: bytes,
+        is_from: Callable[[str], bool],
+        listen: Callable[[], None],
+        over: Callable[[_Accepted], None],
+    ) -> None:
+        super().__init__(line, listen, math.inf)
+        self.writes = self.says_farewell = True
+        # Whether this very node has begun it, from where this end sees it.
+        self.is_from = is_from
+        self._answer = answer
+        self._over = over
+        with suppress(OSError):
+            _keep_alive(line)
+
+    def go_on(self) -> Line | None:
+        if self.writes:
+            self._answer = self._answer[self.socket.send(self._answer) :]
+            self.writes = bool(self._answer)
+            return self
+        data = self.socket.recv(64)
+        return self if data.endswith(_FAREWELL) or self._hears(data) else None
+
+    def say(self, standing: Standing) -> None:
+        if self.writes:
+            self._answer += standing.encode()
+        else:
+            super().say(standing)
+
+    def part(self) -> None:
+        if self.says_farewell:
+            self.socket.send(_FAREWELL)
+        self.socket.shutdown(socket.SHUT_WR)
+
+    def over(self, error: OSError | None) -> None:
+        self._over(self)
+
+
+class _Dialled(_Link):
+    """A link that this node begins."""
+
+    def __init__(
+        self,
+        address: _Address,
+        greeting: Callable[[str], bytes],
+        answer: Callable[[str], bytes],
+        is_held: Callable[[bool], None],
+        listen: Callable[[], None],
+        over: Callable[[_Dialled], None],
+    ) -> None:
+        family, target = address
+        super().__init__(socket.socket(family, socket.SOCK_STREAM), listen, _DIAL_SECONDS)
+        self.writes = True
+        self.error: OSError | None = None
+        self.held = self.said_farewell = self.connected = False
+        self._greet, self._answer = greeting, answer
+        self._greeting = self._expected = self._read = b""
+        self._is_held = is_held
+        self._over = over
+        self.socket.setblocking(False)
+        self._result = self.socket.connect_ex(target)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it may come to something; else it has failed at once."""
+        return self._result in (0, errno.EINPROGRESS)
+
+    def go_on(self) -> Line | None:
+        if self.writes:
+            return self._send()
+        if self.held:
+            data = self.socket.recv(64)
+            self.said_farewell = data.endswith(_FAREWELL)
+            return None if self.said_farewell or not self._hears(data) else self
+        data = self.socket.recv(len(self._expected) - len(self._read))
+        self._read += data
+        itself = self._read[: 2 * _DIGEST]
+        if not data or not self._expected.startswith(itself):
+            return None
+        if len(self._read) == len(self._expected):
+            self.held, self.expires = True, math.inf
+            with suppress(OSError):
+                _keep_alive(self.socket)
+            self._is_held(hmac.compare_digest(self._read, self._expected))
+        return self
+
+    def _send(self) -> Line | None:
+        self._result = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if self._result:
+            return None
+        # A port that is free may be this socket's own, and TCP connects it to itself.
+        own, other = self.socket.getsockname(), self.socket.getpeername()
+        if own == other:
+            self._result = errno.ECONNREFUSED
+            return None
+        if not self.connected:
+            self.connected, ends = True, _ends(own, other)
+            self._greeting, self._expected = self._greet(ends), self._answer(ends)
+        self._greeting = self._greeting[self.socket.send(self._greeting) :]
+        self.writes = bool(self._greeting)
+        return self
+
+    def part(self) -> None:
+        if self.held:
+            self.socket.send(_FAREWELL)
+
+    def over(self, error: OSError | None) -> None:
+        self.error = error
+        self._over(self)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether nobody listens there."""
+        return self._result == errno.ECONNREFUSED and not self.connected
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether somebody else has answered, or has closed the connection without an answer."""
+        reset = isinstance(self.error, ConnectionResetError | BrokenPipeError)
+        return self.connected and not self.held and (self.error is None or reset)
+
+
+class _Peer:
+    """A node to which a link is held, and dialled again as long as that is asked for."""
+
+    def __init__(self, links: Links, listener: Listener, node: str, endpoint: str) -> None:
+        self._links = links
+        self._listener = listener
+        self._node = node
+        self.endpoint = endpoint
+        self._host = endpoint.rpartition(":")[0].strip("[]")
+        self._addresses: list[_Address] = []
+        self._at = 0
+        self._line: _Dialled | None = None
+        self._ended = False
+        # So many dials in a row were refused, or somebody else answered.
+        self._noes = 0
+        # Whether both ends of its link saw the same addresses; None: it had none yet.
+        self._direct: bool | None = None
+        # So many links in a row lasted for a moment only.
+        self._short = 0
+        # It was found gone, and has not answered since.
+        self._is_gone = False
+        # It has refused so often since that was told last; None: it is to be told.
+        self._times: int | None = None
+        self._pause = _FIRST_PAUSE
+        self._turn = 0
+        self._resolve(int(endpoint.rpartition(":")[2]))
+
+    @property
+    def lacks_link(self) -> bool:
+        """Whether it has no link, and is not known to have ended."""
+        return not (self.link or self._ended or self._is_gone)
+
+    @property
+    def link(self) -> _Dialled | None:
+        """The link to it, if it stands."""
+        return self._line if self._line is not None and self._line.held else None
+
+    def end(self) -> None:
+        """Hold no link to it any more."""
+        self._ended = True
+        if self._line is not None:
+            self._listener.drop(self._line)
+
+    def _resolve(self, port: int) -> None:
+        def look_up() -> None:
+            # One that cannot be resolved has no link: nothing is known of it.
+            with suppress(OSError, UnicodeError, ValueError):
+                found = socket.getaddrinfo(self._host, port, type=socket.SOCK_STREAM)
+                addresses: list[_Address] = [(it[0], it[4]) for it in found]
+                self._listener.call(partial(self._begin, addresses))
+
+        try:
+            ip_address(self._host.partition("%")[0])
+        except ValueError:
+            # A resolver may hang. Where no thread can start now, it has no link.
+            with suppress(RuntimeError, MemoryError):
+                threading.Thread(target=look_up, daemon=True).start()
+        else:
+            look_up()
+
+    def _begin(self, addresses: list[_Address]) -> None:
+        self._addresses = addresses
+        if addresses:
+            self.dial()
+
+    def dial(self) -> None:
+        """Now, unless it has a link."""
+        if self._ended or self._line is not None or not self._addresses:
+            return
+        nonce = secrets.token_hex(_NONCE // 2)
+        greeting = partial(self._links.greeting, self._node, nonce)
+        answer = partial(self._links.answer, self._node, nonce)
+        line: _Dialled | None = None
+        with unforked:
+            with suppress(OSError):
+                line = _Dialled(
+                    self._addresses[self._at],
+                    greeting,
+                    answer,
+                    self._held,
+                    self._links.listen,
+                    self._over,
+                )
+            if line is not None and line.has_begun:
+                self._line = line
+                self._listener.serve(line)
+                return
+        if line is None:
+            # This process has no descriptor left.
+            self._failed(refused=False, strange=False)
+            return
+        line.socket.close()
+        self._failed(line.is_refused, strange=False)
+
+    def ask_again(self) -> None:
+        """Dial it now, for its own link has ended: it lived until then, whatever was told of it."""
+        self._times = None
+        self.dial()
+
+    def _held(self, direct: bool) -> None:
+        self._noes, self._pause, self._direct, self._times = 0, _FIRST_PAUSE, direct, None
+        assert self._line is not None
+        self._links.held(self._line, self._host, direct)
+        if self._is_gone:
+            self._is_gone = False
+            self._links.found_back(self._node)
+
+    def _over(self, line: _Dialled) -> None:
+        self._line = None
+        self._links.listen()
+        if self._ended:
+            return
+        if not line.held:
+            self._failed(line.is_refused, line.is_strange)
+        elif line.said_farewell:
+            self._ended = True
+        else:
+            lasted = time.monotonic() - line.since
+            self._short = self._short + 1 if lasted < _SHORT_SECONDS else 0
+            if self._short < _MOST_SHORT:
+                self.dial()
+            else:
+                self._dial_later()
+
+    def _failed(self, refused: bool, strange: bool) -> None:
+        if self._direct is None:
+            self._at = (self._at + 1) % len(self._addresses)
+        if not (refused or strange):
+            self._noes = 0
+            self._dial_later()
+            return
+        self._noes += 1
+        addresses = len(self._addresses) if self._direct is None else 1
+        if self._noes < (addresses if refused else 2 * addresses):
+            self._dial_after(_AT_ONCE_SECONDS)
+        elif self._times is None and not self._found_gone():
+            self._dial_later()
+        else:
+            self._is_gone, self._times = True, (self._times or 0) + 1
+            if self._times <= _OFTEN:
+                if self._times == _TOLD_AGAIN:
+                    self._found_gone()
+                self._dial_after(_AGAIN_SECONDS)
+            else:
+                self._dial_later()
+
+    def _found_gone(self) -> bool:
+        return self._links.found_gone(self._node, self._host, self._direct)
+
+    def _dial_later(self) -> None:
+        self._dial_after(self._pause)
+        if self._pause >= _TOLD_PAUSE:
+            self._links.tell()
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _dial_after(self, seconds: float) -> None:
+        """In the place of what was to be dialled later before."""
+        self._turn += 1
+        turn = self._turn
+        self._listener.later(seconds, lambda: self.dial() if turn == self._turn else None)
+
+
+def _keep_alive(line: socket.socket) -> None:
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)

@@ -1,0 +1,312 @@
+"""One socket that listens, and one thread, for what nodes of a run ask of each other directly.
+
+Who connects sends a greeting. Nobody is told anything who does not know one that is answered here,
+and whoever takes long for it, or sends something else, is dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from queue import Empty, SimpleQueue
+from weakref import WeakSet
+
+from rdzv_plugins.peers.addresses import ANY_PORT, listen
+
+__all__ = ["Line", "Listener", "unforked"]
+
+_GREETING_SECONDS = 5.0
+# Of those that have not greeted yet, or that have something to exchange.
+_MOST_CLIENTS = 16
+_MOST_ACCEPTED_AT_ONCE = 16
+# After this process had no descriptor left.
+_PAUSE_SECONDS = 0.5
+
+
+class Line:
+    """A connection that the thread serves.
+
+    Attributes:
+        since: when it began, in monotonic seconds.
+        expires: when it is dropped; infinite: it may stay.
+        writes: it waits until it can write; else until it can read.
+        counts: it is one of the few whose number is bounded.
+        known: it has greeted.
+    """
+
+    counts = True
+    known = True
+
+    def __init__(self, line: socket.socket, seconds: float = math.inf) -> None:
+        self.socket = line
+        self.since = time.monotonic()
+        self.expires = self.since + seconds
+        self.writes = False
+
+    def go_on(self) -> Line | None:
+        """Read or write what is possible now; returns who serves it from now on, None: it is over.
+
+        May raise OSError, after which it is over.
+        """
+        raise NotImplementedError
+
+    def part(self) -> None:
+        """Say what is to be said before this end closes it in good order."""
+
+    def over(self, error: OSError | None) -> None:
+        """Called once it is closed, for this reason if there is one, unless this end closed it."""
+
+
+class _Stranger(Line):
+    """Somebody who has connected and not greeted yet."""
+
+    known = False
+
+    def __init__(self, line: socket.socket, greetings: Sequence[_Greeting]) -> None:
+        super().__init__(line, _GREETING_SECONDS)
+        self._greetings = greetings
+        self._read = b""
+
+    def go_on(self) -> Line | None:
+        possible = [it for it in self._greetings if it.fits(self._read)]
+        if not possible:
+            return None
+        data = self.socket.recv(min(it.size for it in possible) - len(self._read))
+        self._read += data
+        possible = [it for it in possible if it.fits(self._read)]
+        if not data or not possible:
+            return None
+        for greeting in possible:
+            if len(self._read) == greeting.size:
+                return greeting.serve(self.socket, self._read[len(greeting.opening) :])
+        return self
+
+
+class _Greeting:
+    def __init__(
+        self, opening: bytes, more: int, serve: Callable[[socket.socket, bytes], Line]
+    ) -> None:
+        self.opening, self.serve = opening, serve
+        self.size = len(opening) + more
+
+    def fits(self, read: bytes) -> bool:
+        """Whether this may be the beginning of it."""
+        return self.opening.startswith(read) or read.startswith(self.opening)
+
+
+class Listener:
+    """Listens, and serves in one thread.
+
+    Args:
+        address: of this node; where it is an address of this host, nothing else is listened on.
+        name: of the thread.
+        ports: of which it takes the first that is free; raises OSError if none is.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self, address: str | None, name: str, ports: Sequence[int] = ANY_PORT) -> None:
+        self._server = listen(address, ports)
+        self._server.setblocking(False)
+        self.port: int = self._server.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._wakes, self._woken = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._woken.setblocking(False)
+        self._greetings: tuple[_Greeting, ...] = ()
+        self._lines: set[Line] = set()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._ends = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._close()
+            raise
+        _open.add(self)
+
+    def answer(
+        self, opening: bytes, more: int, serve: Callable[[socket.socket, bytes], Line]
+    ) -> None:
+        """Have those served who greet with ``opening`` and ``more`` bytes, which it is given."""
+        self._greetings = (*self._greetings, _Greeting(opening, more, serve))
+
+    def call(self, call: Callable[[], None]) -> None:
+        """Have it called in the thread, unless that has ended; from any thread."""
+        self._calls.put(call)
+        # A full one wakes it as well, and a closed one has nobody to wake.
+        with suppress(OSError):
+            self._wakes.send(b"\0")
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Have it called in the thread after so many seconds; in the thread."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), call))
+
+    def serve(self, line: Line) -> None:
+        """Serve a connection that this node has begun; in the thread."""
+        self._lines.add(line)
+        self._selector.register(line.socket, _events(line), line)
+
+    def drop(self, line: Line) -> None:
+        """Close a connection in good order; in the thread."""
+        with unforked:
+            self._forget(line)
+            with suppress(OSError):
+                line.part()
+            line.socket.close()
+
+    def close(self, seconds: float = 2.0) -> None:
+        """End the thread; after ``seconds`` it is left to end by itself."""
+        self.call(self._end)
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _end(self) -> None:
+        self._ends = True
+
+    def _close(self) -> None:
+        for it in (self._server, self._selector, self._wakes, self._woken):
+            it.close()
+
+    def close_in_child(self) -> None:
+        """Close what a forked process has of its sockets; they stay open in this one."""
+        # The selector is shared: it is not told.
+        for it in (self._server, self._wakes, self._woken, *(line.socket for line in self._lines)):
+            it.close()
+
+    def _serve(self) -> None:
+        selector = self._selector
+        selector.register(self._server, selectors.EVENT_READ)
+        selector.register(self._woken, selectors.EVENT_READ)
+        try:
+            while not self._ends:
+                # All that has come first: this process may have stood still, and nobody is late
+                # who has answered meanwhile.
+                for key, _ in selector.select(self._patience()):
+                    line: Line | None = key.data
+                    if line in self._lines:
+                        assert line is not None
+                        self._go_on(line)
+                    elif key.fileobj is self._woken:
+                        with suppress(BlockingIOError):
+                            self._woken.recv(1 << 12)
+                    elif key.fileobj is self._server:
+                        self._accept()
+                self._take_calls()
+                self._drop_late()
+                while self._timers and self._timers[0][0] <= time.monotonic():
+                    heapq.heappop(self._timers)[2]()
+        finally:
+            for line in [*self._lines]:
+                self.drop(line)
+            self._close()
+
+    def _patience(self) -> float | None:
+        """Seconds until something is due; None: until something comes."""
+        due = min((it.expires for it in self._lines), default=math.inf)
+        if self._timers:
+            due = min(due, self._timers[0][0])
+        return None if due == math.inf else max(0.0, due - time.monotonic())
+
+    def _take_calls(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._calls.get_nowait()()
+
+    def _accept(self) -> None:
+        for _ in range(_MOST_ACCEPTED_AT_ONCE):
+            with unforked:
+                if not self._accept_one():
+                    return
+
+    def _accept_one(self) -> bool:
+        """Whether somebody was there."""
+        try:
+            line, _ = self._server.accept()
+        except BlockingIOError:
+            return False
+        except OSError:
+            # This process may have no descriptor left: do not ask again at once. A socket that
+            # something has destroyed accepts nobody any more.
+            self._selector.unregister(self._server)
+            if self._server.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                self.later(_PAUSE_SECONDS, self._listen_again)
+            return False
+        line.setblocking(False)
+        few = [it for it in self._lines if it.counts]
+        if len(few) >= _MOST_CLIENTS:
+            # Strangers first, then who has been here for longest.
+            self.drop(min(few, key=lambda it: (it.known, it.since)))
+        self.serve(_Stranger(line, self._greetings))
+        return True
+
+    def _listen_again(self) -> None:
+        self._selector.register(self._server, selectors.EVENT_READ)
+
+    def _go_on(self, line: Line) -> None:
+        wrote = line.writes
+        try:
+            after = line.go_on()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._finish(line, error)
+            return
+        if after is None:
+            self._finish(line, None)
+        elif after is not line:
+            self._lines.add(after)
+            self._lines.discard(line)
+            self._selector.modify(after.socket, _events(after), after)
+        elif line.writes != wrote:
+            self._selector.modify(line.socket, _events(line), line)
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        for line in [it for it in self._lines if it.expires <= now]:
+            self._finish(line, TimeoutError("timed out"))
+
+    def _finish(self, line: Line, error: OSError | None) -> None:
+        with unforked:
+            self._forget(line)
+            line.socket.close()
+        line.over(error)
+
+    def _forget(self, line: Line) -> None:
+        if line in self._lines:
+            self._lines.discard(line)
+            self._selector.unregister(line.socket)
+
+
+def _events(line: Line) -> int:
+    return selectors.EVENT_WRITE if line.writes else selectors.EVENT_READ
+
+
+unforked = threading.RLock()
+"""Held while a connection is open and no listener serves it: this process does not fork then."""
+
+_open: WeakSet[Listener] = WeakSet()
+
+
+def _close_in_child() -> None:
+    unforked.release()
+    for listener in [*_open]:
+        listener.close_in_child()
+
+
+# A forked worker that outlives its agent would keep the agent's links, and its port: nobody would
+# see that the agent has ended. It closes those that it knows of, which are all that are served.
+os.register_at_fork(
+    before=unforked.acquire, after_in_parent=unforked.release, after_in_child=_close_in_child
+)

@@ -1,0 +1,152 @@
+"""Whether a node's workers will reach the others: looked at beside a round that has begun.
+
+Nothing waits for it, and nothing depends on it: what is wrong is told to people, in one line.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from rdzv_plugins.kv import exhausted, missing_for_workers
+from rdzv_plugins.peers.addresses import gloo_address, interface_of, is_loopback
+from rdzv_plugins.peers.exchange import dial
+
+__all__ = ["Reach", "gloo_fault"]
+
+_DIAL_SECONDS = 5.0
+_STOP_SECONDS = 0.2
+# A round that ends at once has nobody at MASTER any more: look again before it is told.
+_ATTEMPTS, _PAUSE_SECONDS = 2, 1.0
+# After a round began.
+_DELAY_SECONDS = 1.0
+# Rank 0's TCPStore has one thread, and workers dial it too: so many nodes dial it in a second.
+_DIALS_A_SECOND = 200.0
+
+
+class Reach:
+    """Looks beside each round, in one thread at a time.
+
+    Args:
+        address: of this node.
+        warn: takes a line for people.
+        name: of the threads.
+    """
+
+    def __init__(self, address: str, warn: Callable[[str], None], name: str) -> None:
+        self._address = address
+        self._warn = warn
+        self._name = name
+        self._closed = threading.Event()
+        self._planned: tuple[float, Callable[[], None]] | None = None
+        self._thread: threading.Thread | None = None
+        self._looked_at_gloo = False
+
+    def plan(
+        self,
+        round_: int,
+        master: str | None,
+        size: int,
+        others: Callable[[], bool],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Have `go_on` look at this round a while later: no round forms more slowly for it.
+
+        Args:
+            master: ``address:port`` that is to be dialled; None: not from here, or not yet.
+            size: how many nodes the round has.
+            others: whether it has nodes on other hosts.
+            is_over: whether the round has ended.
+        """
+
+        def look_at_all() -> None:
+            if master is not None:
+                self._look_at_master(round_, master, is_over)
+            # The name of this host may be asked of a DNS server: once, and only if it matters.
+            if not (self._looked_at_gloo or self._closed.is_set()) and others():
+                fault = gloo_fault(self._address)
+                self._looked_at_gloo = True
+                if fault and missing_for_workers() is None:
+                    self._warn(f"round {round_} has several hosts, and {fault}")
+
+        def look() -> None:
+            try:
+                look_at_all()
+            except Exception as error:
+                # Of a host that has run out of something nobody can tell whom it reaches.
+                if exhausted(error) is None:
+                    raise
+
+        due = time.monotonic() + _DELAY_SECONDS + random.uniform(0.0, size / _DIALS_A_SECOND)
+        self._planned = (due, look)
+
+    def go_on(self) -> None:
+        """Begin to look, if it is time to; to be called again and again."""
+        if self._planned is None or time.monotonic() < self._planned[0]:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            return
+        (_, look), self._planned = self._planned, None
+        # Where none can start now, another round will do.
+        with suppress(RuntimeError, MemoryError):
+            thread = threading.Thread(target=look, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def close(self) -> None:
+        """End the thread; one that dials or hangs in a resolver is left to end by itself."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+
+    def _look_at_master(self, round_: int, master: str, is_over: Callable[[], bool]) -> None:
+        for attempt in range(_ATTEMPTS):
+            if attempt and self._closed.wait(_PAUSE_SECONDS):
+                return
+            try:
+                dial(master, _DIAL_SECONDS)
+                return
+            except (OSError, UnicodeError) as error:
+                fault = error
+        if not (self._closed.is_set() or is_over() or exhausted(fault)):
+            self._warn(f"round {round_}: {_told(master, fault)}")
+
+
+def _told(master: str, error: Exception) -> str:
+    address = master.rpartition(":")[0]
+    if is_loopback(address):
+        return (
+            f"MASTER {master} is at loopback, and not on this host ({error}): rank 0 is on another "
+            "one, whose address the workers here do not know. There, leave out --local-addr, or "
+            "name an address that all hosts reach with it, interface= or network="
+        )
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return (
+            f"this host cannot resolve MASTER {master} ({error}): its workers do not find rank 0. "
+            "On rank 0's host, leave out --local-addr, or name an IP address with it"
+        )
+    return (
+        f"this host cannot dial MASTER {master} ({error}): its workers do not reach rank 0. If the "
+        "hosts share another network, name it with interface=, network= or --local-addr; if a "
+        "firewall is in between, let master_port= pass"
+    )
+
+
+def gloo_fault(address: str) -> str:
+    """The fault, and its mend, where workers use gloo on several hosts; "": none.
+
+    A look-up: it may take 2 s.
+    """
+    found = gloo_address()
+    if found is None or not found.is_loopback or is_loopback(address):
+        return ""
+    name = interface_of(address) or "the interface that the others reach"
+    return (
+        f"the name of this host, '{socket.gethostname()}', stands for {found}, where gloo's "
+        "workers on other hosts do not reach those here: if workers use gloo, set "
+        f"GLOO_SOCKET_IFNAME={name}"
+    )

@@ -1,0 +1,388 @@
+"""torch's agent for ``rdzv run``: it counts only the failures that its own workers caused.
+
+torchrun counts every failure of a node's workers against ``--max-restarts``, by default 0. But
+workers also fail because a peer is gone, long before the peer's lease expires. With torchrun the
+surviving nodes then end a job that could continue.
+
+The rule for a node whose workers failed in a round of this package's handler:
+
+1. The node is alone in its round: the failure is its own.
+2. ``num_nodes_waiting()`` says that the round is over: a peer was lost, left or restarts. The
+   failure follows from that and does not count; the workers start again in the next round.
+3. The run was closed: a peer ended the job. This node ends too, with its failure; or with status 93
+   where the run was closed for ``no_progress_rounds``.
+4. Otherwise the node waits. It reports in the round's store that its workers failed. The node that
+   reported first names the cause as soon as all other nodes have reported too (a lost node never
+   reports), or, if peers hang in a collective, after the time within which a loss would show. The
+   cause is this first node, unless only the workers of other nodes were killed (SIGKILL, for
+   example out of memory): no peer's failure does that.
+5. The failure of the node that is the cause counts: its agent restarts its workers or ends the
+   run. The failures of the other nodes follow from that. They wait for the restart or the end, and
+   count their own failure only if neither comes.
+
+So a script that always fails ends the job at once, a job whose node was killed continues, and a
+failure that ends the workers of all nodes counts once, on one node. Nothing shows whether the other
+nodes failed because of it or on their own: with ``--max-restarts=K`` a script that always fails is
+tried up to K times per node. Agents check their workers ten times a second
+(``--monitor-interval``): of failures closer together, any may be taken for the first.
+
+Time in which the store does not answer does not count, because the leader cannot decide either.
+With ``restart_on_loss=false`` a loss ends no round, and failures that follow from it count.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, DistStoreError, run
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    WorkerGroup,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
+from torch.distributed.launcher import api
+
+from rdzv_plugins.kv import Attempts, exhausted
+from rdzv_plugins.process.guard import Guard
+from rdzv_plugins.process.handler import StoreRendezvousHandler
+from rdzv_plugins.process.stopping import stop
+from rdzv_plugins.process.worker import VARIABLE
+from rdzv_plugins.stores import is_store
+
+__all__ = ["RunAgent", "torchrun"]
+
+log = logging.getLogger(__name__)
+
+# torch has so long to take note of the end of a worker; one that hangs in the kernel has none.
+_REAP_SECONDS = 1
+
+# A waiting agent checks its handler's state in memory this often, in seconds.
+_LOOK_SECONDS = 0.05
+
+# Time-out of one request to the store, and the pause before the next.
+_STORE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.2
+
+# Time for the node that is the cause to stop its workers, and to rejoin or to close the run.
+_DECISION_SECONDS = 5.0
+
+# After a longer outage of the store the failure counts, as after c10d's own time-out.
+_LONGEST_OUTAGE = 300.0
+
+# Keys in the store of a round: each node's report of its failure, by rank; the rank of the node
+# that reported first; and the rank of the node that is the cause.
+_FAILED = "rdzv/failed/"
+_FIRST = "rdzv/first"
+_CAUSE = "rdzv/cause"
+_KILLED = b"killed"
+
+
+class RunAgent(LocalElasticAgent):
+    """torch's agent, with the rule of this module for this package's handler.
+
+    It uses private names of torch; ``tests/handlers/test_agent.py`` fails when torch changes them.
+    torch has no public way to exclude a failure from the count, so this class overrides
+    `_monitor_workers`, which the agent's loop calls.
+    """
+
+    _failure: RunResult | None = None
+    # Before the first workers there is none.
+    _guard: Guard | None = None
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        handler = self._worker_group.spec.rdzv_handler
+        if isinstance(handler, StoreRendezvousHandler):
+            handler.blames = True
+        try:
+            result: RunResult = super().run(role)
+            return result
+        finally:
+            if self._guard is not None:
+                self._guard.stop()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._failure = None
+        self._guard = guard = self._guard or Guard()
+        guard.start()
+        if (handed_down := os.environ.get(VARIABLE)) is not None:
+            guard.expect(VARIABLE, handed_down)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        guard.watch(started.values())
+        self._stop_all_that_workers_start(guard)
+        return started
+
+    def _stop_all_that_workers_start(self, guard: Guard) -> None:
+        """Stop what workers have started with them, by whatever torch stops them.
+
+        They have as long as ``--shutdown-timeout`` says, which torch heeds only at a signal and at
+        the end; else it kills them after 30 s, as always in an earlier torch without the option.
+        """
+        context = self._pcontext
+        assert context is not None
+        close, seconds, stopped = context.close, getattr(self, "_shutdown_timeout", 30), False
+
+        def close_all(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            nonlocal seconds, stopped
+            if not stopped and os.path.isdir("/proc/self"):
+                stop(context.pids(), death_sig or signal.SIGTERM, seconds, self._patience)
+                # Their numbers may soon be others'.
+                guard.watch(())
+                stopped, seconds = True, _REAP_SECONDS
+            close(death_sig, seconds)
+
+        context.close = close_all  # type: ignore[method-assign]
+
+    def _patience(self) -> float | None:
+        """As `StoreRendezvousHandler.patience_after_a_loss`; at a signal workers may save."""
+        handler = self._worker_group.spec.rdzv_handler
+        signalled = isinstance(sys.exception(), SignalException)
+        if signalled or not isinstance(handler, StoreRendezvousHandler):
+            return None
+        return handler.patience_after_a_loss
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """As torch's; HEALTHY for workers whose failure follows from a change of the round.
+
+        The loop then detects the change, stops the remaining workers, and starts all of them in
+        the next round.
+        """
+        if self._guard is not None:
+            self._guard.renew()
+        handler = worker_group.spec.rdzv_handler
+        # Keep the first result: failed workers that were stopped may look different later.
+        result = self._failure or super()._monitor_workers(worker_group)
+        if result.state is WorkerState.UNHEALTHY:
+            return self._stuck(worker_group)
+        if result.state is not WorkerState.FAILED or not isinstance(
+            handler, StoreRendezvousHandler
+        ):
+            return result
+        self._failure = result
+        if self._is_own(worker_group, handler, result):
+            return result
+        log.warning("the workers failed because the round is over; no restart is counted")
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _stuck(self, worker_group: WorkerGroup) -> RunResult:
+        """A failure for workers in uninterruptible sleep; torch's launcher takes it for success."""
+        pids = self._pcontext.pids() if self._pcontext is not None else {}
+        # torch's own table of them; it begins one that is not there yet.
+        stuck = set(getattr(self, "_uninterruptible_state_first_seen", pids.values()))
+        failures = {}
+        for local_rank, pid in pids.items():
+            if pid in stuck:
+                # It has no exit code: it cannot end.
+                failure = ProcessFailure(local_rank, pid, exitcode=0, error_file="")
+                failure.message = "in uninterruptible sleep: the kernel, a device or a disk hangs"
+                failures[worker_group.workers[local_rank].global_rank] = failure
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _is_own(
+        self, worker_group: WorkerGroup, handler: StoreRendezvousHandler, result: RunResult
+    ) -> bool:
+        """Whether the failure is this node's own; waits until that is known."""
+        rank, nodes = worker_group.group_rank or 0, worker_group.group_world_size or 1
+        word: _Word | None = None
+        began, pauses = time.monotonic(), Attempts()
+        try:
+            while True:
+                # In this order: closing the run may show as a change, too.
+                changed = handler.num_nodes_waiting() > 0
+                if changed and handler.made_no_progress:
+                    return False  # The loop asks for a round, and the agent ends with 93.
+                if handler.is_closed():
+                    # No restart: joining again would only replace torch's report of the failure.
+                    self._remaining_restarts = 0
+                    return True
+                if changed:
+                    return False
+                if nodes == 1 or (word is not None and word.is_own):
+                    return True
+                if word is None and time.monotonic() - began > _LONGEST_OUTAGE:
+                    return True
+                if word is None and not pauses.seconds_left:
+                    if not pauses.failures:
+                        log.warning(
+                            "the workers of this node failed; its agent waits up to %.0f s to "
+                            "learn whether another node is gone",
+                            handler.loss_shows_within,
+                        )
+                    # torch stops a node's remaining workers by SIGTERM.
+                    ends = {failure.exitcode for failure in result.failures.values()}
+                    killed = -signal.SIGKILL in ends <= {-signal.SIGKILL, -signal.SIGTERM}
+                    patience = handler.loss_shows_within
+                    try:
+                        it = _Word(
+                            worker_group.store, rank, nodes, killed, patience,
+                            lambda: handler.grace_left,
+                        )  # fmt: skip
+                        it.start()
+                        word = it
+                    except Exception as error:
+                        if exhausted(error) is None:
+                            raise
+                        pauses.fail()  # This host lets no thread start now.
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            if word is not None:
+                word.stop()
+
+
+class _Word(threading.Thread):
+    """Reports this node's failure to the other nodes of its round, and learns the cause.
+
+    It is a thread: at a signal torch raises an exception in the agent's thread, at any point, and a
+    store's client might swallow it.
+
+    Args:
+        store: of the round; ``Any``, because torch's stubs lack the methods of a Python store.
+        rank: of the node among the ``nodes`` of the round.
+        killed: whether its workers were killed and did not fail by themselves.
+        patience: seconds within which the loss of a node shows.
+        grace_left: seconds until then, since after an outage nodes are given time.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        nodes: int,
+        killed: bool,
+        patience: float,
+        grace_left: Callable[[], float],
+    ) -> None:
+        super().__init__(name="rdzv-failure", daemon=True)
+        # A clone with a short time-out: this thread itself waits until an outage ends.
+        self._store = store.clone()
+        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        self._rank = str(rank).encode()
+        self._killed = killed
+        self._everybody = [f"{_FAILED}{node}" for node in range(nodes)]
+        self._patience = patience
+        self._grace_left = grace_left
+        self._first: bool | None = None
+        self._cause: bytes | None = None
+        # When the patience ends; None: the store is unreachable or has no report yet.
+        self._deadline: float | None = None
+        self._away_since = time.monotonic()
+        self._stopping = threading.Event()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the failure of this node counts; False also while that is unknown."""
+        now, deadline = time.monotonic(), self._deadline
+        if self._cause is not None and self._cause == self._rank:
+            return True
+        if deadline is None:
+            return now - self._away_since > _LONGEST_OUTAGE
+        return now > self._graced(deadline) + _DECISION_SECONDS
+
+    def _graced(self, deadline: float) -> float:
+        return max(deadline, time.monotonic() + self._grace_left() + self._patience)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def run(self) -> None:
+        while not self._stopping.is_set() and self._cause is None:
+            try:
+                if self._first is None:
+                    self._first = self._say()
+                cause = self._hear()
+                # From the naming on, allow as much time again: that node may be lost first.
+                if self._deadline is None or cause is not None:
+                    self._deadline = time.monotonic() + self._patience
+                self._cause = cause
+            except DistError:
+                if self._deadline is not None:
+                    self._deadline, self._away_since = None, time.monotonic()
+            self._stopping.wait(_PAUSE_SECONDS)
+
+    def _say(self) -> bool:
+        """Report the failure; returns whether this node is the first."""
+        word = _KILLED if self._killed else b"failed"
+        self._store.set(f"{_FAILED}{self._rank.decode()}", word)
+        first: bytes = self._store.compare_set(_FIRST, "", self._rank)
+        self._deadline = time.monotonic() + self._patience
+        return first == self._rank
+
+    def _hear(self) -> bytes | None:
+        """The rank of the cause, named by the first node or this one; None: not named yet."""
+        if not self._first:
+            if not self._are_there([_CAUSE], _STORE_SECONDS):
+                return None
+            named: bytes = self._store.get(_CAUSE)
+            return named
+        rest = _STORE_SECONDS
+        if self._deadline is not None:
+            rest = min(rest, self._graced(self._deadline) - time.monotonic())
+        if self._are_there(self._everybody, rest):
+            return self._name_the_cause(self._everybody)
+        if rest > 0:
+            return None
+        return self._name_the_cause([key for key in self._everybody if self._store.check([key])])
+
+    def _name_the_cause(self, said: list[str]) -> bytes:
+        words = zip(said, self._store.multi_get(said), strict=True)
+        killed = [key.removeprefix(_FAILED).encode() for key, word in words if word == _KILLED]
+        cause = killed[0] if killed and not self._killed else self._rank
+        self._store.set(_CAUSE, cause)
+        return cause
+
+    def _are_there(self, keys: list[str], seconds: float) -> bool:
+        try:
+            self._store.wait(keys, timedelta(seconds=max(0.0, seconds)))
+            return True
+        except DistStoreError:
+            return False
+
+
+def torchrun(arguments: Sequence[str]) -> None:
+    """torchrun's main function, with `RunAgent` if the backend uses this package's handler.
+
+    Raises what torchrun's does: `ChildFailedError` if workers failed, `SignalException`,
+    `SystemExit`, and the errors of a rendezvous.
+    """
+    options = run.parse_args(arguments)  # type: ignore[no-untyped-call]
+    if hasattr(options, "signals_to_handle"):
+        options.signals_to_handle = _without_ignored(options.signals_to_handle)
+    # As torchrun's main function does, which takes no options that are parsed.
+    launch = record(run.run)
+    if options.standalone or not is_store(options.rdzv_backend):
+        launch(options)
+        return
+    with _in_the_place_of_torchs_agent():
+        launch(options)
+
+
+def _without_ignored(names: str) -> str:
+    """The signals of ``--signals-to-handle`` that this process does not ignore.
+
+    What it ignored from its start, as under nohup, its workers ignore too: torch's handlers would
+    undo that for both.
+    """
+    ignored = {it.name for it in signal.Signals if signal.getsignal(it) is signal.SIG_IGN}
+    return ",".join(name for name in names.split(",") if name.strip() not in ignored)
+
+
+@contextmanager
+def _in_the_place_of_torchs_agent() -> Iterator[None]:
+    # The launcher has no parameter for the agent's class; it looks the class up by this name.
+    before, api.LocalElasticAgent = api.LocalElasticAgent, RunAgent  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        api.LocalElasticAgent = before  # type: ignore[attr-defined]

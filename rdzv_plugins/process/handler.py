@@ -1,0 +1,1342 @@
+"""The shared dynamic handler: torch's RendezvousHandler over any store of this package."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import random
+import secrets
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
+from datetime import UTC, datetime
+from functools import partial
+from typing import NoReturn, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from rdzv_plugins import clock
+from rdzv_plugins.health import gate_of, refuse_unknown_checks
+from rdzv_plugins.kv import (
+    Attempts,
+    Attendance,
+    ExhaustedError,
+    KeyValueClient,
+    LateCredentialsError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    as_outage,
+    missing_for_workers,
+)
+from rdzv_plugins.kv.gate import plain
+from rdzv_plugins.kv.retry import retry, store_is_away
+from rdzv_plugins.kv.sealed import SealedClient
+from rdzv_plugins.observe.history import Archive, free_now
+from rdzv_plugins.observe.logs import RunLog, set_up, told
+from rdzv_plugins.observe.metrics import Report, refuse_unless_installed
+from rdzv_plugins.observe.page_access import refuse_open_metrics
+from rdzv_plugins.peers.addresses import (
+    ANY_PORT,
+    dial_self,
+    is_at_loopback,
+    is_local,
+    is_out_of_reach,
+    is_own_ip,
+    lacking_version,
+    listen,
+    node_address,
+)
+from rdzv_plugins.peers.exchange import answer, dial, exchange
+from rdzv_plugins.peers.links import Links
+from rdzv_plugins.peers.listener import Listener
+from rdzv_plugins.peers.reach import Reach
+from rdzv_plugins.process.driver import Driver, Watcher, carry_out, watched
+from rdzv_plugins.process.signals import SignalWatch, deaf_parent
+from rdzv_plugins.process.worker import (
+    CurrentRound,
+    Moments,
+    hand_down,
+    refuse_in_a_worker,
+    take_back,
+)
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.cleanup import close_run
+from rdzv_plugins.protocol.contact import Standing
+from rdzv_plugins.protocol.documents import (
+    NODES_PREFIX,
+    STATE_KEY,
+    Names,
+    NodeRecord,
+    Outcome,
+    Phase,
+    RoundDocument,
+    Status,
+    store_prefix,
+)
+from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.parting import (
+    Parting,
+    Service,
+    close_as_member,
+    follows_from_a_loss,
+    give_up,
+    lost_one,
+    others_go_on,
+)
+from rdzv_plugins.protocol.record_cache import readable
+from rdzv_plugins.protocol.rules import Failure, Rules
+from rdzv_plugins.protocol.sizes import Sizes
+from rdzv_plugins.settings.endpoint import Place, redact
+from rdzv_plugins.settings.environment import environment, give_back, withhold
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.settings.parsing import idle_options, option_names, without_effect
+from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_folder
+from rdzv_plugins.settings.topology import find_domain
+from rdzv_plugins.stores import attend, load, opener, strange_variables
+from rdzv_plugins.torch.agent_store import AgentStore
+from rdzv_plugins.torch.events import Events, record_failed_creation
+from rdzv_plugins.torch.master_store import open_store
+from rdzv_plugins.torch.torchrun import (
+    agent_ends_first,
+    idle_arguments,
+    makes_log_folders,
+    max_restarts,
+)
+
+__all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long shutdown waits for a thread that hangs in a request to the store or in a resolver.
+_STOP_SECONDS = 2.0
+# How long the exit of the process waits for a farewell that another thread sends.
+_FAREWELL_SECONDS = 10.0
+# How many further signals may interrupt that wait before the process gives it up.
+_SIGNALS_BORNE = 5
+
+# In which a store that pushes wakes a node up, and the node writes its heartbeat.
+_ANSWER_SECONDS = 0.5
+
+# Between two runs of the checks of a node that is unfit: twice as long each time.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+
+# The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
+_MASTER_SECONDS = 30.0
+
+# Of an error's text, in what others are told.
+_LONGEST_REASON = 200
+
+# The exit status of agents whose run makes no progress, as of NVIDIA's resiliency extension.
+_NO_PROGRESS = 93
+
+# torch's own default for --rdzv-id (torch.distributed.run); all jobs without an id share it.
+_DEFAULT_RUN_ID = "none"
+
+
+class StoreRendezvousHandler(RendezvousHandler):
+    """One node of one run.
+
+    Args:
+        client: the run's namespace; the handler owns it and closes it.
+        archive: of the run's id.
+        run_id: as in ``--rdzv-id``.
+        rules: the run's settings.
+        settings: the handler's options.
+        address: under which the other nodes reach this one.
+        store_is_here: whether the store is reached at loopback, so that other hosts may have
+            another one there; a look-up, asked only where a join times out.
+        attendance: what this node does for a store that the nodes keep up; the handler ends it.
+        pod: in which it runs, where the client tells of pods.
+
+    Attributes:
+        blames: the agent finds out whose failure ended the workers of all, and asks for another
+            round because of a failure only where it was this node's (`process.agent`).
+    """
+
+    blames = False
+
+    def __init__(
+        self,
+        client: KeyValueClient,
+        archive: Archive,
+        run_id: str,
+        rules: Rules,
+        settings: Settings,
+        address: str,
+        store_is_here: Callable[[], bool] = bool,
+        attendance: Attendance | None = None,
+        pod: str = "",
+    ) -> None:
+        self._client = client
+        # Where only pods are watched, nobody dials.
+        self._dials = rules.answer is not None and (settings.links or not pod)
+        self._attendance = attendance
+        self._archive = archive
+        self._run_id = run_id
+        rules = rules.of_run(run_id, sealed=client.sealed)
+        self._rules = rules
+        self._settings = settings
+        # torchrun's, read before its variables are withheld from the workers.
+        self._max_restarts = max_restarts() or 0
+        self._address = address
+        # Rank 0 looks a name up later, in a thread of its own.
+        self._address_checked = is_own_ip(address)
+        self._store_is_here = store_is_here
+        self._servers: dict[str, TCPStore] = {}
+        self._store: AgentStore | None = None
+        self._was_told = False
+        self._handed_down: str | None = None
+        # Its workers, which may start from then on, are not given passwords and torchrun's options.
+        self._withholds = False
+        # Where workers say that newcomers may come, one file a round.
+        self._moments: Moments | None = None
+        self._pid = os.getpid()
+        node_id = secrets.token_hex(8)
+        self._listener = self._listen(node_id)
+        has_links = self._listener is not None and self._dials
+        # Seconds of pauses since it was last in a round, and the next, where it is cut off.
+        self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
+        record = NodeRecord(
+            address=address,
+            pid=os.getpid(),
+            beat=0,
+            status=Status.JOIN,
+            round=-1,
+            min_nodes=rules.min_nodes,
+            max_nodes=rules.max_nodes,
+            interval=rules.interval,
+            lease=rules.lease,
+            hint=settings.rank,
+            policy=settings.policy,
+            domain=settings.domain if rules.minds_domains else None,
+            lacks=lacking_version(address) if rules.max_nodes > 1 else 0,
+            port=self._listener.port if self._listener and rules.network_check else 0,
+            link=self._listener.port if self._listener and has_links else 0,
+            pod=pod,
+        )
+        self._node = Node(
+            node_id,
+            record,
+            rules,
+            settings.join_timeout,
+            clock.now,
+            random.Random(secrets.randbits(64)),
+            time.time,
+        )
+        self._log = RunLog(log, run_id, self._node)
+        if rules.grow == "checkpoint":
+            self._moments = Moments(self._log.warning)
+        self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
+        self._gate = gate_of(settings, self._rank_0, self._log.warning)
+        self._service = Service(record.label, rules, time.monotonic)
+        self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
+        self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
+        self._report: Report | None = None
+        pods, store = client.pods, client
+        if settings.metrics_port is not None or settings.otel:
+            self._report = Report(run_id, self._node, client.name, rules, settings, self._log)
+            self._client = client = self._report.measured(client)
+            self._watchers.append(self._report.watch)
+        self._driver = Driver(
+            self._node,
+            client,
+            archive,
+            self._open_master,
+            run_id,
+            self._watchers,
+            self._dial,
+            self._hold_links if has_links else None,
+            pods if pod else None,
+        )
+        _tell_of_retries(store, self._driver)
+        self._links: Links | None = None
+        if self._listener is not None and has_links:
+            driver = self._driver
+            self._links = Links(
+                self._listener,
+                run_id,
+                node_id,
+                address,
+                driver.report_gone,
+                driver.report_back,
+                driver.report_others,
+                self._log.warning,
+            )
+        self._closed = False
+        self._ending = threading.Lock()
+        self._ended = False
+        self._gone = threading.Event()
+        # After a signal torch's launcher does not call shutdown(), which would close the run; the
+        # others must not wait for this node's lease all the same. A strong reference in atexit
+        # would keep the handler alive for ever.
+        itself = weakref.ref(self)
+        self._at_exit = lambda: handler._leave_at_exit() if (handler := itself()) else None
+        atexit.register(self._at_exit)
+        self._signals = SignalWatch(self._at_exit, f"rdzv-{run_id}-signals")
+        if run_id == _DEFAULT_RUN_ID:
+            self._log.warning(
+                f"the run id is '{run_id}', torch's default: every job on this store that has none "
+                "is in the same run. Give each job an --rdzv-id of its own"
+            )
+
+    def get_backend(self) -> str:
+        return self._client.name
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers share rank 0's TCPStore; torch's own switch turns it off."""
+        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    @property
+    def loss_shows_within(self) -> float:
+        """Seconds after which the loss of a participant shows in `num_nodes_waiting`.
+
+        They begin when a grace ends (`grace_left`). It takes longer only while the store is away,
+        or if the leader was lost with its first heirs.
+        """
+        # The last beat is seen up to 1.1 intervals late; heirs and the store need the rest.
+        return self._rules.lease + 1.1 * self._rules.interval + 2.0
+
+    @property
+    def grace_left(self) -> float:
+        """Seconds until a node can be lost, since the store was away; negative: since then."""
+        return self._node.grace_ends - clock.now()
+
+    @property
+    def patience_after_a_loss(self) -> float | None:
+        """Seconds that workers have to end, since their round has lost a node; None: it has not."""
+        last, latest = self._service.last, self._node.latest
+        if last is None or latest is None or not lost_one(last, latest):
+            return None
+        return self._settings.loss_shutdown_timeout
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round; blocks until it runs.
+
+        Raises:
+            RendezvousClosedError: the run is closed.
+            SystemExit: with status 0; the run ended while this node was a spare, or the node was
+                drained. torch's own `RendezvousGracefulExitError` makes its `launch_agent` fail
+                with AttributeError. With status 93: the run was closed for ``no_progress_rounds``.
+            RendezvousTimeoutError: no round within ``join_timeout``, or this node's checks did not
+                pass.
+            RendezvousError: a check of this node failed, and ``on_unhealthy`` is exit; or its
+                workers failed while it was new to the run, which goes on without it.
+            RendezvousConnectionError: the store was away for as long.
+            RendezvousStateError: the round document is unreadable, or the run was started with
+                another ``--nnodes``.
+        """
+        self._events.attempts_to_join()
+        with self._events.of("next_rendezvous"):
+            document = self._join()
+        rank, world_size = document.ranks[self._node.id], document.size
+        self._events.joined(rank, world_size, document.round)
+        self._handed_down = hand_down(
+            CurrentRound(
+                run_id=self._run_id,
+                round=document.round,
+                world_id=document.world_id,
+                # Of megabytes no worker could start.
+                cause=plain(document.reason),
+                spares=document.waiting,
+                domain=self._settings.domain,
+                fencing_token=document.fencing_token,
+                resize_file=self._moments.begin(document.world_id) if self._moments else None,
+                agent=self._pid,
+            )
+        )
+        if not self._withholds:
+            self._withholds = True
+            withhold()
+        address, _, port = (document.master or "").rpartition(":")
+        if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
+            self._name_the_others(document)
+        self._store = AgentStore(
+            self._client,
+            store_prefix(document.incarnation, document.round),
+            rank,
+            world_size,
+            is_over=lambda: self._ended or self._node.over,
+            on_done=self._driver.report_done,
+        )
+        self._look_beside(document, address)
+        return RendezvousInfo(
+            self._store, rank, world_size, RendezvousStoreInfo(address, int(port))
+        )
+
+    def _look_beside(self, document: RoundDocument, address: str) -> None:
+        """Tell people, later, of what will keep this node's workers from reaching the others."""
+        if document.size == 1:
+            return
+        is_first = document.ranks[self._node.id] == 0
+
+        def others() -> bool:
+            # In natural order the last is on another host if any is; of many, one surely is.
+            if not is_first:
+                return self._is_elsewhere(address)
+            if not document.participants:
+                return True
+            with suppress(RendezvousConnectionError, RendezvousStateError):
+                entry = self._client.get(NODES_PREFIX + document.participants[-1])
+                last = readable(entry) if entry is not None else None
+                return last is not None and self._is_elsewhere(last.address)
+            return False
+
+        def is_over() -> bool:
+            latest = self._node.latest
+            return self._ended or latest is None or not latest.is_of(document)
+
+        # Where torch's store is not shared, a worker opens that port later.
+        master = document.master if self.use_agent_store and not is_first else None
+        self._reach.plan(document.round, master, document.size, others, is_over)
+
+    def _is_elsewhere(self, address: str) -> bool:
+        """Whether the address of another node is another host's, as far as it tells."""
+        return address != self._address and not is_own_ip(address)
+
+    def _join(self) -> RoundDocument:
+        """The next round; raises as `next_rendezvous` does."""
+        if self._ended:
+            raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
+        self._signals.renew()
+        # An agent that asks again without having been told to has workers that failed.
+        failed = self._store is not None and not self._was_told
+        costs = failed and self._costs_the_others()
+        # That took time: a run that was closed meanwhile has another end to tell.
+        is_closed = (latest := self._node.latest) is not None and latest.closed
+        if costs and not is_closed and self._give_up("its workers failed", True, looked=True):
+            run = f"run '{self._run_id}'"
+            self._raise(
+                RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
+            )
+        if self._node.pod_ends:
+            self._await_the_end(self._node.pod_ends)
+        waited, patience = self._await_fitness(), self._settings.join_timeout
+        try:
+            outcome = self._driver.join(failed, waited, patience)
+            while outcome.failure is Failure.CUT_OFF and not self._ended:
+                self._stay_cut_off(self._node.record.unfit)
+                outcome = self._driver.join(failed, waited + self._cut_off_for, patience)
+        except ExhaustedError as error:
+            self._raise(error)
+        self._was_told = False
+        self._refuse(outcome)
+        document = outcome.document
+        assert document is not None
+        self._service.begin(document)
+        self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
+        self._servers = {
+            world_id: server
+            for world_id, server in self._servers.items()
+            if world_id == document.world_id
+        }
+        return document
+
+    def _refuse(self, outcome: effects.JoinOutcome) -> None:
+        """Raise unless the join ended in a round."""
+        if self._ended:
+            raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
+        if outcome.document is None:
+            self._raise(self._explain(outcome))
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        if isinstance(error, Exception):
+            self._log.error(str(error))
+            told(error)
+        raise error.with_traceback(None) from None
+
+    def _await_fitness(self) -> float:
+        """Wait until workers can start here and the checks pass; returns the seconds of pauses.
+
+        The others are told why it does not join, and do not wait for it. What the checks
+        themselves take does not count against ``join_timeout``: they have limits of their own.
+        """
+        checks = not self._node.in_round or self._settings.check_at == "restart"
+        waited, pause, told = 0.0, _FIRST_PAUSE, ""
+        while (reason := self._why_unfit(checks)) is not None and not self._ended:
+            left = self._settings.join_timeout - waited
+            if reason != told and self._tries_again(waited + pause):
+                self._log.warning(
+                    f"this node is unfit and does not join: {reason}; it tries again in "
+                    f"{pause:g} s, and so on for {left:g} s"
+                )
+                told = reason
+            self._stay_out(reason, waited, pause)
+            waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
+        if waited and not self._ended:
+            self._log.info("this node is fit again, and joins")
+        return waited
+
+    def _why_unfit(self, checks: bool) -> str | None:
+        # Until its first round, a node's own threads and requests tell what this host lacks.
+        if self._store is not None and (missing := missing_for_workers()) is not None:
+            return f"no worker can start: {missing}"
+        return self._gate.check() if checks and self._gate is not None else None
+
+    def _await_the_end(self, reason: str) -> NoReturn:
+        """Ask for no round any more: the cluster is about to end this process; raises."""
+        patience = self._settings.join_timeout
+        self._log.warning(f"this node asks for no round any more, and waits for its end: {reason}")
+        outcome = self._driver.stay_out(reason, patience)
+        if outcome is not None:
+            self._refuse(outcome)
+        self._raise(
+            RendezvousTimeoutError(
+                f"run '{self._run_id}': this node was to end, and did not for join_timeout "
+                f"({patience:g} s): {reason}"
+            )
+        )
+
+    def _stay_cut_off(self, reason: str) -> None:
+        """Wait before this node asks again, whose network check failed; the others know why."""
+        waited, pause = self._cut_off_for, self._next_pause
+        left = self._settings.join_timeout - waited
+        if self._tries_again(waited + pause):
+            self._log.warning(
+                f"this node is unfit, since others do not reach it, or it does not reach them: "
+                f"{reason}; it asks again in {pause:g} s, and so on for {left:g} s"
+            )
+        self._stay_out(reason, waited, pause)
+        self._cut_off_for, self._next_pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
+
+    def _tries_again(self, seconds: float) -> bool:
+        """Whether a node that will have been unfit for so long is to try again then."""
+        settings = self._settings
+        return settings.on_unhealthy != "exit" and seconds <= settings.join_timeout
+
+    def _stay_out(self, reason: str, waited: float, pause: float) -> None:
+        """Ask for no round for ``pause`` seconds; raises if this node does not try again then."""
+        tries_again = self._tries_again(waited + pause)
+        outcome = self._driver.stay_out(reason, pause if tries_again else 0.0)
+        if outcome is not None:
+            self._refuse(outcome)
+        if not tries_again:
+            self._raise(self._gives_up(reason))
+
+    def _gives_up(self, reason: str) -> Exception:
+        run, patience = f"run '{self._run_id}'", self._settings.join_timeout
+        if self._settings.on_unhealthy == "exit":
+            return RendezvousError(f"{run}: this node is unfit, and exits: {reason}")
+        return RendezvousTimeoutError(
+            f"{run}: this node was unfit for join_timeout ({patience:g} s): {reason}"
+        )
+
+    def _rank_0(self) -> tuple[str, int] | None:
+        """Where rank 0 of this node's last round listens, if the run still counts on it.
+
+        None also where this node is it, and of a large round, whose rank 0 it does not know.
+        """
+        last, latest = self._service.last, self._node.latest
+        if last is None or last.master is None or latest is None or not latest.is_of(last):
+            return None
+        first = last.participants[0] if last.participants else self._node.id
+        if first == self._node.id or first in latest.lost or not latest.names(first):
+            return None
+        address, _, port = last.master.rpartition(":")
+        return address, int(port)
+
+    def num_nodes_waiting(self) -> int:
+        """Above 0 when the agent should join again; read from memory, without I/O. Never raises."""
+        # next_rendezvous() may have run in another thread, where this is not possible.
+        self._signals.renew()
+        if self._moments is not None and self._moments.named():
+            self._driver.allow_growth()
+        self._reach.go_on()
+        made_up = self._store is not None and self._store.made_up
+        waiting = self._node.waiting or int(made_up)
+        self._was_told = self._was_told or waiting > 0
+        return waiting
+
+    def is_closed(self) -> bool:
+        latest = self._node.latest
+        if self._driver.running and latest is not None:
+            return latest.closed
+        with self._events.of("is_closed"):
+            entry = self._client.get(STATE_KEY)
+            with suppress(RendezvousStateError):  # It counts as absent.
+                return entry is not None and RoundDocument.decode(entry.value).closed
+            return False
+
+    @property
+    def made_no_progress(self) -> bool:
+        """Whether the run was closed for ``no_progress_rounds``, as far as this node has read."""
+        latest = self._node.latest
+        return latest is not None and latest.outcome is Outcome.NO_PROGRESS
+
+    def set_closed(self) -> None:
+        """Close the run for all nodes; raises `RendezvousConnectionError` after close_timeout.
+
+        If another run has taken the id meanwhile, that run stays open.
+        """
+        never_seen = RoundDocument(
+            incarnation=secrets.token_hex(8),
+            round=0,
+            phase=Phase.FORMING,
+            leader=None,
+            min_nodes=self._rules.min_nodes,
+            max_nodes=self._rules.max_nodes,
+        )
+
+        def close() -> None:
+            latest = self._node.latest
+            if latest is None and self._client.get(STATE_KEY) is None:
+                latest = never_seen
+            work = close_run(
+                self._node.id,
+                latest,
+                Outcome.CLOSED,
+                f"by request; closed by {self._node.record.label}",
+                self._settings.sweep_after,
+                may_close=lambda _: True,
+                told=self._node.told_of_the_end,
+            )
+            self._close(work)
+            self._closed = True
+
+        with self._events.of("set_closed"):
+            self._await_store(close)
+
+    def shutdown(self) -> bool:
+        """End this node; closes the run if this node is in it, as torch's handler does.
+
+        torch's launcher calls this while an exception is raised if the agent failed. The run is
+        then closed as failed, and the other agents end too; so it is where the workers of this node
+        did not succeed, which its agent says in the store of the round.
+
+        The node only leaves, and the run stays open, in five cases: the node is in no round (it
+        was refused, timed out or was replaced); its workers succeeded while others still work; it
+        got a signal, for which the agent of torch 2.6 calls this too; and, if the others are enough
+        for a round, where its agent failed, or its workers did while the node was new to the run.
+
+        Returns False if the store could not be told.
+        """
+        error = sys.exception()
+        waits_for_others = self._node.done and not (self._store and self._store.all_done)
+        only_leaves = isinstance(error, SignalException | KeyboardInterrupt) or waits_for_others
+        if only_leaves or not self._node.in_round:
+            return self._leave()
+        latest = self._node.latest
+        closed = self._closed or (latest is not None and latest.closed)
+        if error is None and (self._node.done or closed):
+            outcome, why = Outcome.SUCCEEDED, "its workers succeeded"
+        elif error is None and agent_ends_first():
+            return True  # Its launcher calls this again, and knows what failed.
+        elif error is None:
+            # torch's launcher raises nothing where a worker is in uninterruptible sleep.
+            outcome, why = Outcome.FAILED, "its agent ended, and its workers had not"
+        else:
+            outcome, why = Outcome.FAILED, _what_failed(error)
+        of_workers = error is None or isinstance(error, ChildFailedError)
+        may_leave = self._service.is_new if of_workers else not self._node.done
+        if outcome is Outcome.FAILED and may_leave:
+            return self._give_up(why, of_workers)
+
+        def end() -> None:
+            if not self._await_store(lambda: self._close_as_member(outcome, why)):
+                # The node was replaced meanwhile.
+                self._say_farewell()
+
+        return self._end(end, "this node could not close the run; rdzv close does")
+
+    def _close_as_member(self, outcome: Outcome, why: str) -> bool:
+        work = close_as_member(self._node, self._service, outcome, why, self._rules)
+        return self._close(work)
+
+    def _costs_the_others(self) -> bool:
+        """Whether this node, whose workers failed, is to leave a run that goes on without it.
+
+        Under torchrun the workers of the others have failed with them, and cost them a restart
+        each, as the next failure would; but all fail where one of the others was lost. It asks the
+        store, in a thread: at a signal torch raises an exception in the caller's.
+        """
+        last = self._service.last
+        if self.blames or last is None or not self._service.fails_again(self._max_restarts):
+            return False
+        answers: list[bool] = []
+
+        def ask() -> None:
+            with suppress(RendezvousConnectionError, RendezvousStateError):
+                answers.append(self._others_go_on() and not self._follows_from_a_loss(last))
+
+        if not self._node.in_round:
+            return False
+        thread = threading.Thread(target=ask, name=f"rdzv-{self._run_id}-end", daemon=True)
+        with suppress(RuntimeError):  # None can start now: as where the store does not answer.
+            thread.start()
+            thread.join()
+        return any(answers)
+
+    def _others_go_on(self) -> bool:
+        newcomers = self._service.newcomers or Names()
+        return self._carry_out(others_go_on(self._node, newcomers, self._rules, time.time()))
+
+    def _follows_from_a_loss(self, last: RoundDocument) -> bool:
+        deadline = time.monotonic() + max(0.0, self.grace_left) + self.loss_shows_within
+        work = follows_from_a_loss(
+            self._node, last, self._rules, lambda: self._ended or time.monotonic() > deadline
+        )
+        return self._carry_out(work)
+
+    def _give_up(self, why: str, of_workers: bool, *, looked: bool = False) -> bool:
+        """Leave a run that goes on without this node, or close it as failed; with the reason.
+
+        Args:
+            of_workers: they failed, and this node is new; else its agent failed.
+            looked: the others are known to be enough.
+        """
+
+        def part() -> Parting:
+            node, service = self._node, self._service
+            return self._carry_out(
+                give_up(
+                    node,
+                    service,
+                    self._rules,
+                    why,
+                    time.time,
+                    of_workers=of_workers,
+                    looked=looked,
+                )
+            )
+
+        def end() -> None:
+            parting = self._await_store(part)
+            if parting is Parting.CLOSED:
+                self._events.closed()
+                return
+            self._log.info(f"{self._node.record.label} has left")
+            if parting is Parting.LEFT:
+                service, new = self._service, ""
+                if of_workers:
+                    new = f", and it was new: in the run for {service.seconds:.0f} s"
+                self._log.error(f"this node leaves the run, which goes on without it: {why}{new}")
+
+        return self._end(end, "this node could not close the run; rdzv close does")
+
+    def _await_store(self, request: Callable[[], T]) -> T:
+        return retry(request, timeout=self._settings.close_timeout, retryable=store_is_away)
+
+    def _close(self, work: effects.Effects[bool]) -> bool:
+        if closed := self._carry_out(work):
+            self._events.closed()
+        return closed
+
+    def _carry_out(self, work: effects.Effects[T]) -> T:
+        work = watched(work, self._watchers)
+        return carry_out(self._client, self._archive, work, self._log.tell)
+
+    def _leave(self, *, at_exit: bool = False) -> bool:
+        """Tell the others that this node is gone, without closing the run."""
+        if self._attendance is not None:
+            self._hasten(self._attendance, at_exit)
+        # At exit one handler ends after the other: none waits for a store that may never be back.
+        gives_up = at_exit and self._driver.outage_seconds > self._rules.request
+
+        def leave() -> None:
+            if self._node.latest is not None and self._node.latest.closed:
+                return
+            if gives_up:
+                raise RendezvousConnectionError("the store is away")
+            self._say_farewell()
+
+        patience = 0.0 if gives_up else _STOP_SECONDS
+        return self._end(
+            leave,
+            "this node could not tell the others that it leaves: they wait for its lease",
+            patience,
+        )
+
+    def _hasten(self, attendance: Attendance, at_exit: bool) -> None:
+        error, latest = sys.exception(), self._node.latest
+        drained = latest is not None and self._node.id in latest.drained
+        if drained and not at_exit and isinstance(error, SystemExit | None):
+            attendance.stay()
+        elif at_exit or error is not None:
+            attendance.hurry()
+
+    def _say_farewell(self) -> None:
+        self._carry_out(self._node.farewell())
+        self._log.info(f"{self._node.record.label} has left")
+
+    def _leave_at_exit(self) -> None:
+        for _ in range(_SIGNALS_BORNE):
+            try:
+                self._leave(at_exit=True)
+                return
+            except (SignalException, KeyboardInterrupt):
+                continue  # Another thread sends the farewell; the next call waits for it.
+
+    def _end(
+        self, last_word: Callable[[], None], failed: str, patience: float = _STOP_SECONDS
+    ) -> bool:
+        """Stop the node and send its last word, once; False if the store could not be told.
+
+        The node's thread is waited for ``patience`` seconds.
+
+        It runs in a thread of its own, so that the exception of a signal cannot interrupt it. If
+        another thread already ends the node, wait for that, as the exit of the process does.
+        """
+        if os.getpid() != self._pid:
+            return True  # A forked child has a copy of this object, and no node.
+        with self._ending:
+            first, self._ended = not self._ended, True
+        if not first:
+            self._gone.wait(_FAREWELL_SECONDS)
+            return True
+        told: list[bool] = []
+
+        def end() -> None:
+            try:
+                if self._gate is not None:
+                    self._gate.close()
+                with self._events.of("shutdown"):
+                    self._driver.stop(patience)
+                    last_word()
+                told.append(True)
+            except (RendezvousConnectionError, RendezvousStateError) as error:
+                self._log.warning(f"{failed}: {error}")
+            finally:
+                self._release()
+
+        thread = threading.Thread(target=end, name=f"rdzv-{self._run_id}-end", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            end()  # From Python 3.12 on, no thread can start while the process exits.
+        else:
+            thread.join()
+        # Again, here: only the main thread can restore signal handlers.
+        self._signals.release()
+        return bool(told)
+
+    def _release(self) -> None:
+        try:
+            self._client.close()
+            if self._attendance is not None:
+                self._attendance.close()
+            if self._listener is not None:
+                self._listener.close(_STOP_SECONDS)
+            self._reach.close()
+            self._driver.await_masters(_STOP_SECONDS)
+            self._servers.clear()
+            take_back(self._handed_down)
+            if self._withholds:
+                self._withholds = False
+                give_back()
+            if self._moments is not None:
+                self._moments.close()
+            self._signals.release()
+            if self._report is not None:
+                self._report.close()
+            self._events.close(_STOP_SECONDS)
+        finally:
+            # Whatever fails: else the exit of the process waits for this.
+            atexit.unregister(self._at_exit)
+            self._gone.set()
+
+    def _name_the_others(self, document: RoundDocument) -> None:
+        """Log who is in the run, where jobs share one id."""
+        try:
+            entries = self._client.list(NODES_PREFIX)
+        except RendezvousConnectionError:
+            return
+        found = (readable(entry) for entry in entries.values())
+        here = [it for it in found if it is not None and it.world_id == document.world_id]
+        labels = [it.label for it in sorted(here, key=lambda it: it.rank or 0)]
+        shown = Names().plus(labels)
+        self._log.warning(
+            f"the run id is '{self._run_id}', torch's default, so that these nodes are in one run, "
+            f"of whatever jobs they are: {shown}"
+        )
+
+    def _open_master(self, world_id: str) -> str:
+        """Open a new TCPStore for each round: workers of two rounds must never meet in one.
+
+        torch's workers connect to MASTER_PORT without a prefix per round. This is called in a
+        thread that may hang: before c10d dials an address it looks up its name, for a log line.
+        """
+        if not self._address_checked:
+            self._check_address()
+            self._address_checked = True
+        try:
+            port = self._open_port(world_id)
+        except OSError as error:
+            if (missing := as_outage(error)) is not None:
+                raise ExhaustedError(f"cannot open a TCPStore ({missing})") from None
+            if not self._servers:
+                raise RendezvousConnectionError(
+                    f"no port of master_port={self._settings.master_port or 'any'} is free at "
+                    f"'{self._address}' ({error}): name more, or end what listens there"
+                ) from error
+            # Its own of former rounds: this node's workers of those have ended.
+            self._servers = {}
+            return self._open_master(world_id)
+        except (RuntimeError, ValueError) as error:
+            raise RendezvousConnectionError(f"cannot open a TCPStore ({error})") from error
+        return f"{self._address}:{port}"
+
+    def _open_port(self, world_id: str) -> int:
+        """Open a TCPStore; if workers open it, find a port for them.
+
+        A worker that was cut off still dials the port of its own round, and any TCPStore there
+        takes it in. Hence no round has the port of the one before, and each round searches in an
+        order of its own.
+        """
+        latest = self._node.latest
+        before = latest.master.rpartition(":")[2] if latest and latest.master else ""
+        every = self._settings.ports
+        order = random.Random(world_id).sample(every, len(every))
+        ports = [port for port in order if str(port) != before]
+        if not self.use_agent_store:
+            with listen(self._address, ports) as server:
+                return int(server.getsockname()[1])
+        timeout = max(_MASTER_SECONDS, self._rules.lease)
+        name = f"rdzv-{self._run_id}-door"
+        opened = self._servers[world_id] = open_store(self._address, timeout, ports, name)
+        return opened.port
+
+    def _listen(self, node_id: str) -> Listener | None:
+        """Where others reach this node for the network check, and for links."""
+        rules, settings, name = self._rules, self._settings, f"rdzv-{self._run_id}-answers"
+        if rules.max_nodes == 1 or not (rules.network_check or self._dials):
+            return None
+        # No firewall may be in between: links alone do with any port where none of these is free.
+        ports = [*settings.answer_ports, *([] if rules.network_check else ANY_PORT)]
+        try:
+            listener = Listener(self._address, name, ports)
+        except (OSError, RuntimeError, MemoryError) as error:
+            # Also where no thread can start.
+            if not rules.network_check:
+                log.debug("run '%s': this node has no links to others: %s", self._run_id, error)
+                return None
+            if not isinstance(error, OSError):
+                raise
+            raise RendezvousStateError(
+                f"no port of master_port={settings.master_port or 'any'} is free at "
+                f"'{self._address}' for the network check ({error}): name more, or end what "
+                "listens there"
+            ) from error
+        if rules.network_check:
+            answer(listener, node_id)
+        return listener
+
+    def _hold_links(self, peers: dict[str, str], standing: Standing) -> None:
+        if self._links is not None:
+            self._links.hold(peers, standing)
+
+    def _dial(self, request: effects.DialPeer) -> float:
+        """Dial another node for the network check; called in a thread, returns the seconds."""
+        if request.exchanges:
+            return exchange(request.node, request.endpoint, request.limit)
+        try:
+            return dial(request.endpoint, request.limit)
+        except ConnectionRefusedError:
+            if self.use_agent_store:
+                raise
+            return 0.0  # A worker opens that port later; its host has answered.
+
+    def _check_address(self) -> None:
+        """Find out whether the others will reach this host at its address.
+
+        An address that is not this host's own, such as one that a router translates, is dialled.
+        The target is a socket of its own, not the TCPStore: its only thread would look up the name
+        of each client that connects, and serve nobody meanwhile.
+        """
+        try:
+            if not is_local(self._address):
+                dial_self(self._address, self._rules.request, self._settings.ports)
+        except (OSError, UnicodeError) as error:
+            if (missing := as_outage(error)) is not None:
+                raise missing from None
+            retryable = isinstance(error, TimeoutError) or (
+                isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+            )
+            kind = RendezvousConnectionError if retryable else RendezvousStateError
+            raise kind(
+                f"this host does not reach itself at '{self._address}' ({error}); "
+                "name an address of this host with --local-addr"
+            ) from error
+
+    def _explain(self, outcome: effects.JoinOutcome) -> BaseException:
+        run = f"run '{self._run_id}'"
+        latest = self._node.latest
+        match outcome.failure:
+            case Failure.CLOSED | Failure.SPARE_CLOSED if self.made_no_progress:
+                return SystemExit(_NO_PROGRESS)
+            case Failure.SPARE_CLOSED if latest is None or latest.outcome is not Outcome.FAILED:
+                return SystemExit(0)
+            case Failure.DRAINED:
+                return SystemExit(0)
+            case Failure.CLOSED | Failure.SPARE_CLOSED:
+                why = f" ({plain(latest.reason)})" if latest is not None and latest.reason else ""
+                return RendezvousClosedError(f"{run} is closed{why}; {self._when_free(latest)}")
+            case Failure.MISMATCH:
+                document = self._node.document
+                theirs = f"{document.min_nodes}:{document.max_nodes}" if document else "others"
+                return RendezvousStateError(
+                    f"{run} was started with --nnodes={theirs}, this node with "
+                    f"--nnodes={self._rules.min_nodes}:{self._rules.max_nodes}; "
+                    "use the same on every node, or another --rdzv-id"
+                )
+            case Failure.TIMEOUT:
+                rules, patience = self._rules, self._settings.join_timeout
+                more = ""
+                if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
+                    more = f"; last_call_timeout alone is {rules.last_call:g} s"
+                here = False
+                with suppress(OSError, RuntimeError):  # A host that has run out of what it takes.
+                    here = rules.max_nodes > 1 and self._store_is_here()
+                if here:
+                    more += (
+                        "; the store is at loopback, so that other hosts have another one there: "
+                        "for nodes on several hosts, name an address of it that all reach, unless "
+                        "an agent or a proxy of a store that all share listens there"
+                    )
+                nodes = f"{rules.min_nodes} to {rules.max_nodes}"
+                if rules.min_nodes == rules.max_nodes:
+                    nodes = str(rules.max_nodes)
+                came, sentence = self._who_came(outcome)
+                return RendezvousTimeoutError(
+                    f"{run}: {came} of {nodes} nodes came within {patience:g} s, and no round "
+                    f"formed: {sentence}{more}"
+                )
+        return outcome.error or RendezvousStateError(
+            f"{run}: the rendezvous of this node ended without an outcome; please report it"
+        )
+
+    def _when_free(self, ended: RoundDocument | None) -> str:
+        """When the id of a closed run can be used again, as far as that is known."""
+        # Of those that were in the run thousands come here at once.
+        if ended is not None and self._store is None:
+            with suppress(RendezvousConnectionError, RendezvousStateError):
+                return self._archive.free_in(ended, datetime.now(UTC))[1]
+        return free_now(self._run_id)
+
+    def _who_came(self, outcome: effects.JoinOutcome) -> tuple[str, str]:
+        """How many came for a round that did not form, and the sentence as it was in the end."""
+        said, ours = outcome.diagnosis, NODES_PREFIX + self._node.id
+        came, left, gave_up = "an unknown number", set[str](), set[str]()
+        with suppress(RendezvousConnectionError):
+            read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
+            others = {key: it for key, it in read.items() if it is not None and key != ours}
+            left = {it.label for it in others.values() if it.status is Status.LEFT}
+            lost = said.lost.first if said is not None else ()
+            asking = [it for it in others.values() if it.asks and it.label not in lost]
+            # A node that left without ever having been in a round has waited too, mostly as long.
+            waited = [
+                it
+                for it in others.values()
+                if it.status is Status.LEFT and not it.world_id and not it.is_unfit
+            ]
+            gave_up = {it.label for it in waited}
+            came = str(1 + len(asking) + len(waited))
+        if said is None:
+            return came, "nothing is known of it"
+        return came, str(said.at_the_end(left, gave_up))
+
+
+def _tell_of_retries(client: KeyValueClient, driver: Driver) -> None:
+    """Have the driver told too of each attempt after a request's first."""
+    counts = client.on_retry
+
+    def note() -> None:
+        driver.note_retry()
+        if counts is not None:
+            counts()
+
+    client.on_retry = note
+
+
+def _what_failed(error: BaseException) -> str:
+    """Why this node closes the run as failed, for people on the other nodes."""
+    if not isinstance(error, ChildFailedError):
+        # Of others the text may hold anything.
+        text = f": {' '.join(str(error).split())}" if isinstance(error, OSError) else ""
+        return f"its agent failed ({type(error).__name__}{text[:_LONGEST_REASON]})"
+    rank, first = error.get_first_failure()
+    ended = f"exited with {first.exitcode}" if first.exitcode else "hangs in the kernel"
+    if first.exitcode < 0:
+        ended = f"was ended by {first.signal_name()}"
+    others = len(error.failures) - 1
+    more = f" and {others} more failed" if others else ""
+    return f"its workers failed (rank {rank} {ended}{more})"
+
+
+def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandler:
+    """The handler of ``--rdzv-backend``.
+
+    Args:
+        client: as `rdzv_plugins.entry_points.HandlerFactory.client`.
+        params: of torchrun.
+
+    Raises:
+        ValueError: a bad endpoint or option, or a missing client package.
+        RendezvousConnectionError: the store cannot be reached or refuses us.
+    """
+    try:
+        return _create(client, params)
+    except Exception as error:
+        record_failed_creation(params.run_id, error)
+        raise
+
+
+def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
+    try:
+        refuse_unless_possible(params.run_id)
+        refuse_in_a_worker(params.run_id)
+        store = load(client)
+        settings, connect = opener(store, params)
+        settings = _placed(settings, params)
+        set_up(settings.log_level)
+        _tell_what_is_idle(store, params, settings)
+        if (parent := deaf_parent()) is not None:
+            log.warning(
+                "run '%s': the parent of this agent, PID 1 (%s), passes no SIGTERM on, so that the "
+                "agent has no time to leave when its container is stopped: start it with exec, and "
+                "without a pipe",
+                params.run_id,
+                parent,
+            )
+        refuse_unless_installed(settings)
+        refuse_open_metrics(settings)
+        refuse_unknown_checks(settings)
+        if (why := why_no_log_folder(params.run_id)) is not None and makes_log_folders():
+            log.warning(
+                "run '%s': %s, so that the workers cannot start: use another id, or "
+                "--log-dir=/dev/null",
+                params.run_id,
+                why,
+            )
+        return _make_patiently(store, connect, params, settings)
+    except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
+        set_up("INFO")
+        # First the line that counts: torchrun prints its own frames before the error.
+        log.error("run '%s': %s", params.run_id, error)
+        told(error)
+        raise error.with_traceback(None) from None
+
+
+def _make_patiently(
+    store: type[KeyValueClient],
+    connect: Callable[[str], KeyValueClient],
+    params: RendezvousParameters,
+    settings: Settings,
+) -> RendezvousHandler:
+    """Make the handler, within ``join_timeout`` where this host lacks what it may get yet."""
+    deadline, attempts = time.monotonic() + settings.join_timeout, Attempts()
+    attendance: Attendance | None = None
+    try:
+        while True:
+            try:
+                attendance = attendance or attend(store, params, settings)
+                return _make(store, connect, attendance, params, settings)
+            except Exception as error:
+                late = error if isinstance(error, LateCredentialsError) else None
+                if (missing := late or as_outage(error)) is None:
+                    raise
+                if time.monotonic() >= deadline:
+                    raise missing from None
+                if attempts.fail():
+                    log.warning(
+                        "run '%s': this node cannot join yet: %s; it tries again for %g s",
+                        params.run_id,
+                        missing,
+                        settings.join_timeout,
+                    )
+            time.sleep(attempts.seconds_left)
+    except BaseException:
+        if attendance is not None:
+            attendance.hurry()
+            attendance.close()
+        raise
+
+
+def _make(
+    store: type[KeyValueClient],
+    connect: Callable[[str], KeyValueClient],
+    attendance: Attendance | None,
+    params: RendezvousParameters,
+    settings: Settings,
+) -> RendezvousHandler:
+    place = store.locate(params.endpoint)
+    address = _own_address(place, params, settings)
+    if attendance is None:
+        opened = connect(params.run_id)
+    else:
+        opened = attendance.open(partial(connect, params.run_id), settings.join_timeout)
+    try:
+        # Its driver and its agent need it at a time. Now, not once the others wait for this node.
+        opened.hold(2)
+        name, at = opened.name, redact(params.endpoint)
+        log.info("run '%s': connected to %s '%s'", params.run_id, name, at)
+        archive = Archive(connect, params.run_id, settings.history_ttl)
+        return _over(opened, archive, attendance, params, settings, address, place)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _tell_what_is_idle(
+    store: type[KeyValueClient], params: RendezvousParameters, settings: Settings
+) -> None:
+    """Log each option, argument and variable that has no effect, so that nobody relies on it."""
+    known, nnodes = option_names(Settings, store.options), (params.min_nodes, params.max_nodes)
+    idle = [
+        *without_effect(params.config, known),
+        *idle_options(params.config, environment(), settings, nnodes),
+        *idle_arguments(),
+    ]
+    for line in idle:
+        log.info("run '%s': %s", params.run_id, line)
+    for found, advice in strange_variables(environment(), known, store.name):
+        if advice:
+            log.warning("run '%s': %s; %s", params.run_id, found, advice)
+        else:
+            log.info("run '%s': %s", params.run_id, found)
+
+
+def _placed(settings: Settings, params: RendezvousParameters) -> Settings:
+    """With this node's domain; raises `ValueError` where it could never be in a round."""
+    if settings.handler == "torch":
+        return settings
+    rules = rules_of(settings, params.min_nodes, params.max_nodes)
+    Sizes.of(rules).refuse_if_impossible()
+    if not rules.minds_domains:
+        return settings
+    domain = find_domain(settings.domain, os.environ)
+    if domain is None and rules.segment > 1:
+        raise ValueError(
+            f"segment={rules.segment} needs the domain of this node, which neither Slurm nor NVML "
+            "tells: set domain=... or $RDZV_PLUGINS_DOMAIN"
+        )
+    return settings.placed_in(domain)
+
+
+def _over(
+    client: KeyValueClient,
+    archive: Archive,
+    attendance: Attendance | None,
+    params: RendezvousParameters,
+    settings: Settings,
+    address: str,
+    place: Place,
+) -> RendezvousHandler:
+    if settings.handler == "torch":
+        from rdzv_plugins.torch.dynamic_handler import create_torch_handler
+
+        if not isinstance(client, SealedClient):
+            log.warning(
+                "run '%s': handler=torch unpickles what stands in the store: whoever can write "
+                "there runs code on this node. A secret, in $RDZV_PLUGINS_SECRET on all nodes, "
+                "keeps strangers out",
+                params.run_id,
+            )
+        return create_torch_handler(params, settings, client, address, attendance)
+    answer = _answer_within(client, settings) if params.max_nodes > 1 else None
+    pod = client.pods.own() if client.pods is not None and answer is not None else ""
+    rules = rules_of(settings, params.min_nodes, params.max_nodes, answer)
+    if settings.rank_order == "topology" and settings.domain is None:
+        log.warning(
+            "run '%s': rank_order=topology, but nobody knows the domain of this node; its rank "
+            "follows those of all domains. Set domain=... or $RDZV_PLUGINS_DOMAIN",
+            params.run_id,
+        )
+    if params.min_nodes < params.max_nodes and max_restarts() == 0:
+        log.warning(
+            "run '%s': torchrun runs with --max-restarts=0, its default. If a node is lost and the "
+            "workers of another fail before the lease (%g s) has run out, that failure ends the "
+            "job: set --max-restarts, or start the agents with rdzv run",
+            params.run_id,
+            rules.lease,
+        )
+    return StoreRendezvousHandler(
+        client,
+        archive,
+        params.run_id,
+        rules,
+        settings,
+        address,
+        store_is_here=partial(is_at_loopback, place),
+        attendance=attendance,
+        pod=pod,
+    )
+
+
+def _own_address(store: Place, params: RendezvousParameters, settings: Settings) -> str:
+    """The address that this node announces; raises `ValueError` if there is none as demanded."""
+    own = node_address(
+        params.local_addr,
+        store.dialled,
+        interface=settings.interface,
+        network=settings.network,
+        alone=params.max_nodes == 1,
+    )
+    overridden = params.local_addr and (settings.interface or settings.network)
+    level = logging.INFO if overridden else logging.DEBUG
+    log.log(level, "run '%s': other nodes dial '%s' (%s)", params.run_id, own.address, own.why)
+    if params.max_nodes > 1 and is_out_of_reach(own.address, store.dialled):
+        log.warning(
+            "run '%s': the address of this node, '%s', is loopback, but the store is on another "
+            "host: other hosts cannot reach this one. Name an address with --local-addr",
+            params.run_id,
+            own.address,
+        )
+    return own.address
+
+
+def _answer_within(client: KeyValueClient, settings: Settings) -> float | None:
+    """As `Rules.answer`; None also of a store whose reads may be old: they prove no silence.
+
+    With on_outage=stop no two worlds may train at once: leases alone decide.
+    """
+    stops = settings.patience_in_an_outage < math.inf
+    asks = settings.links or client.pods is not None
+    if stops or not (asks and client.capabilities.linearizable):
+        return None
+    return _ANSWER_SECONDS + (0.0 if client.capabilities.push else client.longest_poll)
+
+
+def rules_of(
+    settings: Settings, min_nodes: int, max_nodes: int, answer: float | None = None
+) -> Rules:
+    """The handler's options as the protocol needs them; those of a run by the same names."""
+    of_run = {it.name for it in fields(settings) if it.metadata["of_run"]}
+    return Rules(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        lease=settings.lease,
+        interval=settings.keep_alive_interval,
+        last_call=settings.last_call_timeout,
+        replacement=settings.replacement_timeout,
+        request=settings.request_timeout,
+        # Sooner than the nodes that wait for it time out.
+        rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
+        outage_limit=settings.patience_in_an_outage,
+        answer=answer,
+        sweep_after=settings.sweep_after,
+        abandoned=max(settings.abandoned_ttl, 4 * settings.lease),
+        **{name: getattr(settings, name) for name in of_run & {it.name for it in fields(Rules)}},
+    )

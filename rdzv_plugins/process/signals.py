@@ -1,0 +1,191 @@
+"""Announces at once that this process is about to end, when a signal says so.
+
+torch's agent installs its signal handlers when its workers start, and announces nothing: at a
+signal it stops its workers, which may take as long as they need to save, and then exits. Before its
+first workers a signal ends the process at once. So a thread hears of every signal through the
+wakeup descriptor of Python's `signal` module, whatever handler is installed; and until torch's
+handlers are, one of ours replaces the system's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+from rdzv_plugins.kv import Attempts, exhausted
+
+__all__ = ["SignalWatch", "deaf_parent"]
+
+log = logging.getLogger(__name__)
+
+_FATAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
+# Nobody can handle the first two; the others by default end no process.
+_NEVER = (
+    signal.SIGKILL,
+    signal.SIGSTOP,
+    signal.SIGCHLD,
+    signal.SIGCONT,
+    signal.SIGURG,
+    signal.SIGWINCH,
+)
+# Where torch's launcher puts its --signals-to-handle, before it makes a handler.
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_TORCHS = "torch.distributed.elastic"
+
+
+def deaf_parent() -> str | None:
+    """The name of this process's parent, if it is PID 1 and SIGTERM does nothing to it; else None.
+
+    A container's runtime signals PID 1 alone. Linux drops signals to PID 1 that it does not
+    handle, and a shell that waits for a command passes none on.
+    """
+    if os.getppid() != 1:
+        return None
+    try:
+        lines = Path("/proc/1/status").read_text().splitlines()
+    except OSError:
+        return None
+    status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    # tini and systemd wait for signals that they have blocked.
+    heeded = int(status["SigCgt"], 16) | int(status["SigBlk"], 16)
+    return None if heeded >> (signal.SIGTERM - 1) & 1 else status["Name"]
+
+
+class SignalWatch:
+    """Calls ``announce``, in a thread of its own, when a signal ends this process.
+
+    An application's own handlers stay as they are, and their signals announce nothing: only the
+    application knows what they mean. One watch of a process listens at a time.
+
+    Args:
+        announce: what to do.
+        name: of the thread.
+    """
+
+    def __init__(self, announce: Callable[[], object], name: str) -> None:
+        self._announce = announce
+        self._name = name
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._released = False
+        self._attempts = Attempts()
+
+    def renew(self) -> None:
+        """Listen, and replace the system's handlers; cheap, and to be called again and again.
+
+        Python allows this in the main thread only; in another nothing happens. Where this host lets
+        nobody listen, that is told once, and tried again by later calls.
+        """
+        if self._released or threading.current_thread() is not threading.main_thread():
+            return
+        ending = _ending(os.environ.get(_HANDLED, ""))
+        for number in ending:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _raise)
+        if _listening is None and not self._attempts.seconds_left:
+            # A handler's exception in the midst of it would leave a watch without a thread.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+            try:
+                self._listen()
+            except Exception as error:
+                if (missing := exhausted(error)) is None:
+                    raise
+                if self._attempts.fail():
+                    log.warning(
+                        "%s, so nobody listens for signals yet: the leave of this node is "
+                        "announced only when its process ends; this is tried again",
+                        missing,
+                    )
+            else:
+                self._attempts.succeed()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def release(self) -> None:
+        """End the thread and, where the caller may, put the system's handlers back."""
+        self._released = True
+        if self._sockets is not None:
+            with contextlib.suppress(OSError):
+                self._sockets[1].send(b"\0")
+        if _listening is self and threading.current_thread() is threading.main_thread():
+            _restore()
+
+    def _listen(self) -> None:
+        global _listening
+        receive, send = socket.socketpair()
+        send.setblocking(False)
+        thread = threading.Thread(target=self._run, args=(receive,), name=self._name, daemon=True)
+        taken = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
+        if taken != -1:
+            signal.set_wakeup_fd(taken)  # An event loop in the main thread needs it.
+            receive.close()
+            send.close()
+            return
+        try:
+            thread.start()
+        except BaseException:
+            signal.set_wakeup_fd(-1)
+            receive.close()
+            send.close()
+            raise
+        # Referred to while it is installed: a closed descriptor's number is soon another file's.
+        _listening = self
+        self._sockets = receive, send
+
+    def _run(self, receive: socket.socket) -> None:
+        while not self._released:
+            if any(_ends_this_process(number) for number in receive.recv(64)):
+                self._announce()
+                return
+
+
+_listening: SignalWatch | None = None
+
+
+@cache
+def _ending(told: str) -> frozenset[signal.Signals]:
+    """The signals that end this process unless an application handles them.
+
+    Args:
+        told: the names of those for which torch's agent ends, besides the usual ones.
+    """
+    names = {name.strip() for name in told.split(",")}
+    more = {number for number in signal.Signals if number.name in names}
+    return frozenset({*_FATAL, *more} - {*_NEVER})
+
+
+def _ends_this_process(number: int) -> bool:
+    if number not in _ending(os.environ.get(_HANDLED, "")):
+        return False
+    handler = signal.getsignal(number)
+    return handler is _raise or (getattr(handler, "__module__", "") or "").startswith(_TORCHS)
+
+
+def _raise(number: int, _: FrameType | None) -> None:
+    """As torch's handler does."""
+    # Late, so that what only waits as `take` does needs no torch; whoever listens has loaded it.
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    name = signal.Signals(number)
+    raise SignalException(f"Process {os.getpid()} got signal: {name}", sigval=name)
+
+
+def _restore() -> None:
+    global _listening
+    for number in signal.Signals:
+        if signal.getsignal(number) is _raise:
+            signal.signal(number, signal.SIG_DFL)
+    if _listening is not None:
+        signal.set_wakeup_fd(-1)
+        _listening = None
+
+
+# A forked child shares the descriptor: its signals are not this process's.
+os.register_at_fork(after_in_child=_restore)

@@ -1,0 +1,105 @@
+"""Stops the workers of an agent, and all that they have started, before the next ones start.
+
+torch signals the process group of a worker that lives, and waits for the worker alone. What a
+worker leaves behind that ended by itself gets no signal, and keeps its memory, ports and GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+from rdzv_plugins.process.guard import processes
+
+__all__ = ["stop"]
+
+log = logging.getLogger(__name__)
+
+# What a worker left behind that ended by itself has so long to stop, in seconds. Before that, some
+# of it ends by itself too, such as what multiprocessing starts.
+_LEFT_SECONDS = 5.0
+_SETTLE_SECONDS = 0.2
+
+# What gets SIGKILL is waited for so long: it may hang in the kernel.
+_KILLED_SECONDS = 1.0
+
+_PAUSE = 0.05
+
+
+def stop(
+    workers: Mapping[int, int],
+    number: signal.Signals,
+    seconds: float,
+    after_a_loss: Callable[[], float | None],
+) -> None:
+    """Stop workers, and all of their sessions; what has not ended in time gets SIGKILL.
+
+    Args:
+        workers: their processes, by local rank.
+        number: the signal that they get first.
+        seconds: that they have to end.
+        after_a_loss: the seconds that they have, if those are fewer, once it says how many.
+    """
+    pids = [*workers.values()]
+    live = processes(pids)
+    if any(worker not in live for worker in live.values()):
+        time.sleep(_SETTLE_SECONDS)
+        live = processes(pids)
+    left = {pid for pid, worker in live.items() if worker not in live}
+    _send(live, number)
+    if (patience := after_a_loss()) is not None:
+        seconds = min(seconds, patience)
+    if not live.keys().isdisjoint(pids):
+        log.info("the workers get %s, and have %g s to end", number.name, seconds)
+    now = time.monotonic()
+    short = now + min(seconds, _LEFT_SECONDS)
+    deadlines = {worker: now + seconds if worker in live else short for worker in pids}
+    killed = _kill_in_time(workers, deadlines, after_a_loss)
+    left |= {pid for pid, worker in killed.items() if worker not in killed}
+    if left:
+        log.warning(
+            "workers of this node left %s of their processes behind, which are ended, %s of them "
+            "by SIGKILL",
+            len(left),
+            len(left & killed.keys()),
+        )
+
+
+def _kill_in_time(
+    workers: Mapping[int, int],
+    deadlines: Mapping[int, float],
+    after_a_loss: Callable[[], float | None],
+) -> dict[int, int]:
+    """Wait for the workers and their sessions; who got SIGKILL at its deadline, by worker."""
+    killed: dict[int, int] = {}
+    began, gives_up, lost = time.monotonic(), 0.0, False
+    while live := processes(workers.values()):
+        now = time.monotonic()
+        if not lost and (patience := after_a_loss()) is not None:
+            lost = True
+            deadlines = {worker: min(it, now + patience) for worker, it in deadlines.items()}
+        late = {pid: worker for pid, worker in live.items() if now >= deadlines[worker]}
+        if fresh := late.keys() - killed.keys():
+            if names := [f"{rank} (pid {pid})" for rank, pid in workers.items() if pid in fresh]:
+                log.warning(
+                    "workers that have not ended in %s s get SIGKILL: local rank %s",
+                    round(now - began, 1),
+                    ", ".join(names),
+                )
+            killed |= late
+            gives_up = now + _KILLED_SECONDS
+        elif late == live and now >= gives_up:
+            break
+        _send(late, signal.SIGKILL)
+        time.sleep(_PAUSE)
+    return killed
+
+
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

@@ -1,0 +1,68 @@
+"""The variables of the environment, and those of them that workers and checks are not given."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import ChainMap
+from collections.abc import Mapping
+
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "environment",
+    "give_back",
+    "inherited",
+    "withhold",
+]
+
+ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
+
+# The variables that workers and checks are not given: those of this package, and of stores
+# elsewhere, that hold a password or the like; and torchrun's own options. Their endpoint may have a
+# password, and with them a torchrun that a worker starts would join the worker's own run.
+_NOT_HANDED_DOWN = re.compile(rf"PET_\w+|{ENVIRONMENT_PREFIX}(\w+_)?(PASSWORD|SECRET|TOKEN)")
+
+# Those that `withhold` has taken out of the environment, and how many hold them back.
+_withheld: dict[str, str] = {}
+
+_withholders = 0
+
+_withholding = threading.Lock()
+
+
+def environment() -> Mapping[str, str]:
+    """The environment, with what is withheld from the processes that this one starts."""
+    # Not a copy: to decode all variables at each look took a thirtieth of a node's round.
+    return ChainMap(os.environ, _withheld)
+
+
+def withhold() -> None:
+    """Take what workers are not given out of the environment, until `give_back` is called as often.
+
+    torch starts workers with a copy of the agent's environment.
+    """
+    global _withholders
+    with _withholding:
+        _withholders += 1
+        for name in [*os.environ]:
+            if _NOT_HANDED_DOWN.fullmatch(name):
+                # At each moment one of the two has it.
+                _withheld[name] = os.environ[name]
+                del os.environ[name]
+
+
+def inherited() -> dict[str, str]:
+    """The environment of a process that gets no more of it than workers do."""
+    return {name: it for name, it in os.environ.items() if not _NOT_HANDED_DOWN.fullmatch(name)}
+
+
+def give_back() -> None:
+    """Undo one `withhold`."""
+    global _withholders
+    with _withholding:
+        _withholders = max(0, _withholders - 1)
+        if _withholders == 0:
+            for name, value in _withheld.items():
+                os.environ.setdefault(name, value)
+            _withheld.clear()

@@ -1,0 +1,474 @@
+"""The options as dataclasses: what each means, its default and its bounds.
+
+Each option is a field of a dataclass here or in a backend's module, and a row of the table in that
+dataclass's docstring; ``docs/options.md`` is generated from those tables.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, fields, replace
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any
+
+from rdzv_plugins.settings import topology
+
+__all__ = [
+    "OptionError",
+    "ServerOptions",
+    "Settings",
+    "StoreOptions",
+    "UnreadableFileError",
+    "first_line",
+    "given_or_in_file",
+    "option",
+]
+
+_LARGEST_PORT = 65535
+
+# Rank 0's TCPStore needs that of a round, while the round before may have its own still.
+_PORTS_OF_MASTER = 2
+
+# Seconds that a request may take by default.
+_SHORTEST_REQUEST, _LONGEST_REQUEST = 2.0, 5.0
+
+# One, and the one that replaces it.
+_MOST_SECRETS = 2
+
+
+def option(
+    default: Any,
+    *,
+    least: float | None = None,
+    choices: tuple[str, ...] = (),
+    secret: bool = False,
+    of_run: bool = False,
+) -> Any:
+    """A dataclass field with the bounds that `parse_options` enforces.
+
+    Args:
+        of_run: all nodes of a run must have the same; their leader acts on its own.
+    """
+    return field(
+        default=default,
+        repr=not secret,
+        metadata={"least": least, "choices": choices, "secret": secret, "of_run": of_run},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The handler's own options.
+
+    ====================== ======== ===============================================================
+    option                  default meaning
+    ====================== ======== ===============================================================
+    join_timeout            600     seconds within which a node must be in a complete round; torch's
+                                    name of it, ``timeout``, is taken too, except for the 900 that
+                                    torchrun itself adds where --rdzv-conf has none
+    last_call_timeout       30      seconds to wait for more nodes once the minimum has joined
+    close_timeout           30      seconds within which closing the run must succeed
+    heartbeat_timeout       none    seconds that one request to the store may take, retries
+                                    included; none: a third of the lease, from 2 to 5
+    keep_alive_interval     5       seconds between two heartbeats of a node
+    keep_alive_max_attempt  3       intervals without a heartbeat until a node is lost (the lease)
+    restart_on_loss         true    when a node is lost, restart the others at once
+    replacement_timeout     none    seconds that a restart after a loss waits for more nodes than
+                                    the minimum; none: last_call_timeout. A restart at which all
+                                    nodes of the last round are back waits for no others
+    grow                    now     when a running round with room is ended for newcomers: now
+                                    (once last_call_timeout has passed or they fill the round),
+                                    checkpoint (when a worker calls ``rdzv_plugins.resize_now()``,
+                                    or at ``rdzv resize``) or never; any restart lets them in
+    min_uptime              0       seconds that a round runs before it is ended for newcomers
+    resize_interval         0       seconds after newcomers were let in until the next ones are
+    no_progress_rounds      0       after so many rounds in a row that ran for less than
+                                    no_progress_uptime and were not ended for newcomers, the run is
+                                    closed and torchrun exits with 93; 0: never
+    no_progress_uptime      60      seconds; see no_progress_rounds
+    quarantine_after        none    a host that ends so many rounds within quarantine_window by its
+                                    loss or its workers' failure is kept out for a time, if enough
+                                    other nodes are there; none: 3, and losses alone count; 0: never
+    quarantine_window       3600    seconds; also the longest quarantine: the first takes a tenth of
+                                    it, each further one of a host twice as long
+    rank_order              natural natural (by address, node2 before node10), stable (nodes of the
+                                    last round keep their order, new nodes follow), hint (by
+                                    the option ``rank``) or topology (by the option ``domain``)
+    rank                    none    this node's position for rank_order=hint, e.g. $SLURM_NODEID
+    domain                  none    where this node is, for rank_order=topology and segment:
+                                    ``rack7``, or by levels, the widest first, as in
+                                    ``spine1/leaf3/rack7``; none: as Slurm (SLURM_TOPOLOGY_ADDR) or
+                                    NVML (the NVLink domain) tells it
+    node_unit               1       a round has a multiple of so many nodes; the rest wait as spares
+    segment                 1       a round has whole segments of so many nodes of one domain; the
+                                    rest wait as spares
+    network_check           false   a round runs once its nodes, each with one other, have exchanged
+                                    4 MiB each way, and all have reached rank 0's MASTER_PORT; a
+                                    node that fails with several others is left out; see policies.md
+    links                   true    neighbours in rank order keep connections to each other, at a
+                                    port of master_port, so that the others go on about a second
+                                    after a process was killed, and not after its lease; a node that
+                                    lives is asked first. Without effect with on_outage=stop
+    rejoin_timeout          600     seconds that a round waits for a live node of the last round
+                                    before it starts without that node; a tenth of this if the
+                                    other nodes fill the round; at most 0.8 x join_timeout
+    loss_shutdown_timeout   5       seconds that workers have to end when their round has lost a
+                                    node, before they get SIGKILL, at most ``--shutdown-timeout``:
+                                    in a collective Python runs no handler of SIGTERM. For
+                                    ``rdzv run``; torchrun gives them its 30 s
+    on_outage              continue while the store does not answer, workers continue, or stop after
+                                    outage_limit, so that no two worlds of a run train at once; a
+                                    node that the store refuses while it accepts others stops its
+                                    workers after its lease in any case; see two-worlds.md
+    outage_limit            none    with on_outage=stop: seconds without an accepted heartbeat after
+                                    which a node stops its workers; none: the lease
+    closed_ttl              60      seconds until the id of a closed run can be used again; at least
+                                    the lease
+    abandoned_ttl           3600    seconds until the keys of a run without a leader expire; at
+                                    least four leases
+    history_ttl             604800  seconds that the last rounds of a run, its end and its entry in
+                                    the list of runs are kept; 0: they are not written
+    check_command           none    a program with arguments, run before this node joins: its status
+                                    is 0, or the last line of its output is the reason why the node
+                                    does not join; see policies.md
+    checks                  none    more such checks, with a comma or + between: gpu (extra
+                                    ``gpu``), disk, network, and entry points of the group
+                                    rdzv_plugins.health
+    check_timeout           60      seconds that each check may take
+    check_at                join    join (before a node that is in no round joins) or restart (each
+                                    time that its agent asks for a round)
+    on_unhealthy            wait    of a node whose checks fail, or whose host lets no worker start:
+                                    wait (the others go on; it tries again after 1, 2, 4 ... up to
+                                    60 s; these pauses count against join_timeout) or exit
+    check_fails_open        false   a check that cannot run (no such program, no answer in time, an
+                                    exception) counts as passed, with a warning
+    check_disk              none    the directory for the check ``disk``; none: $TMPDIR
+    check_disk_free         1       GiB that must be free there
+    interface               none    the network interface whose address the others dial, e.g. ib0;
+                                    none: the one by which this node reaches the store, or, if it
+                                    does so at loopback, that of the default route
+    network                 none    the network in which the address is that the others dial, e.g.
+                                    10.1.0.0/16. ``--local-addr`` overrides both
+    master_port             none    the range of ports, such as 30000-30999, that rank 0's
+                                    MASTER_PORT is of, and those of ``links`` and
+                                    ``network_check``, at least three; none: any free one.
+                                    Each round has another port than the one before. Two runs whose
+                                    hosts may get each other's addresses need ranges of their own,
+                                    or a wide one; see two-worlds.md. Not the ports that gloo
+                                    or NCCL open
+    log_level               INFO    from which level on this package's lines go to stderr: DEBUG,
+                                    INFO, WARNING or ERROR; without effect where the application
+                                    has set up logging
+    metrics_port            none    serve /metrics, /healthz and /why of this node on this port; 0:
+                                    any free one, which the log names (extra ``metrics``)
+    metrics_host            none    address on which they are served; one that others reach needs
+                                    a page_token; none: 127.0.0.1
+    page_token              none    what clients of /metrics and /why send as the header
+                                    ``Authorization: Bearer``; /healthz needs none. The same for
+                                    ``rdzv dashboard`` and ``rdzv exporter``. Set it in
+                                    $RDZV_PLUGINS_PAGE_TOKEN
+    page_token_file         none    file whose first line is that token; read at each request
+    otel                    false   report the same metrics through OpenTelemetry, if the
+                                    application has set it up (extra ``otel``)
+    handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
+                                    this backend; it has no master_port, no metrics and otel,
+                                    and none of the options from restart_on_loss to outage_limit
+                                    and from abandoned_ttl to check_disk_free)
+    ====================== ======== ===============================================================
+    """
+
+    join_timeout: float = option(600.0, least=0.001)
+    last_call_timeout: float = option(30.0, least=0)
+    close_timeout: float = option(30.0, least=0.001)
+    heartbeat_timeout: float | None = option(None, least=0.01)
+    keep_alive_interval: float = option(5.0, least=0.05)
+    # At least two: a lease of one interval would expire between two punctual heartbeats.
+    keep_alive_max_attempt: int = option(3, least=2)
+    restart_on_loss: bool = option(True, of_run=True)
+    replacement_timeout: float | None = option(None, least=0, of_run=True)
+    grow: str = option("now", choices=("now", "checkpoint", "never"), of_run=True)
+    min_uptime: float = option(0.0, least=0, of_run=True)
+    resize_interval: float = option(0.0, least=0, of_run=True)
+    no_progress_rounds: int = option(0, least=0, of_run=True)
+    no_progress_uptime: float = option(60.0, least=0, of_run=True)
+    quarantine_after: int | None = option(None, least=0, of_run=True)
+    quarantine_window: float = option(3600.0, least=1, of_run=True)
+    rank_order: str = option(
+        "natural", choices=("natural", "stable", "hint", "topology"), of_run=True
+    )
+    rank: int | None = option(None, least=0)
+    domain: str | None = option(None)
+    node_unit: int = option(1, least=1, of_run=True)
+    segment: int = option(1, least=1, of_run=True)
+    network_check: bool = option(False, of_run=True)
+    links: bool = option(True)
+    rejoin_timeout: float = option(600.0, least=0.001)
+    loss_shutdown_timeout: float = option(5.0, least=0)
+    on_outage: str = option("continue", choices=("continue", "stop"))
+    outage_limit: float | None = option(None, least=0)
+    closed_ttl: float = option(60.0, least=0)
+    abandoned_ttl: float = option(3600.0, least=1)
+    history_ttl: float = option(604800.0, least=0)
+    check_command: str | None = option(None)
+    checks: str | None = option(None)
+    check_timeout: float = option(60.0, least=0.001)
+    check_at: str = option("join", choices=("join", "restart"))
+    on_unhealthy: str = option("wait", choices=("wait", "exit"))
+    check_fails_open: bool = option(False)
+    check_disk: str | None = option(None)
+    check_disk_free: float = option(1.0, least=0)
+    interface: str | None = option(None)
+    network: str | None = option(None)
+    master_port: str | None = option(None)
+    log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    metrics_port: int | None = option(None, least=0)
+    metrics_host: str | None = option(None)
+    page_token: str | None = option(None, secret=True)
+    page_token_file: str | None = option(None)
+    otel: bool = option(False)
+    handler: str = option("rdzv", choices=("rdzv", "torch"))
+
+    def __post_init__(self) -> None:
+        if self.metrics_port is not None and self.metrics_port > _LARGEST_PORT:
+            raise ValueError(
+                f"option 'metrics_port': '{self.metrics_port}' must be at most {_LARGEST_PORT}"
+            )
+        if self.page_token is not None and self.page_token_file is not None:
+            raise ValueError(
+                "page_token_file and $RDZV_PLUGINS_PAGE_TOKEN are both set: leave one of them out"
+            )
+        if self.domain is not None:
+            topology.levels(self.domain)
+        if self.outage_limit is not None:
+            if self.on_outage != "stop":
+                raise ValueError("option 'outage_limit' has a meaning with on_outage=stop only")
+            if self.outage_limit < 2 * self.keep_alive_interval:
+                raise ValueError(
+                    f"option 'outage_limit': '{self.outage_limit:g}' must be at least twice "
+                    f"keep_alive_interval ({self.keep_alive_interval:g} s): between two heartbeats "
+                    "workers are not to stop"
+                )
+        if self.network is not None:
+            try:
+                ip_network(self.network, strict=False)
+            except ValueError:
+                raise ValueError(
+                    f"option 'network': '{self.network}' is no network such as 10.1.0.0/16"
+                ) from None
+        if self.master_port is not None:
+            first, last = _port_range(self.master_port)
+            if not 0 < first <= last <= _LARGEST_PORT:
+                raise ValueError(
+                    f"option 'master_port': '{self.master_port}' is no range such as 30000-30999, "
+                    f"up to {_LARGEST_PORT}"
+                )
+            if last - first < _PORTS_OF_MASTER:
+                raise ValueError(
+                    f"option 'master_port': '{self.master_port}' has less than "
+                    f"{_PORTS_OF_MASTER + 1} ports: MASTER_PORT, that of the round before, and one "
+                    "for links: name more, such as 30000-30999"
+                )
+
+    @property
+    def check_names(self) -> list[str]:
+        """The names in ``checks``; in ``--rdzv-conf`` a comma begins the next option."""
+        return (self.checks or "").replace(",", " ").replace("+", " ").split()
+
+    @property
+    def ports(self) -> range:
+        """The ports of ``master_port``; port 0 stands for any that is free."""
+        first, last = _port_range(self.master_port or "0")
+        return range(first, last + 1)
+
+    @property
+    def answer_ports(self) -> range:
+        """Of `ports`, those at which this node answers others, from the last on.
+
+        Two are left for rank 0's TCPStore, however many nodes the host has.
+        """
+        return self.ports[: _PORTS_OF_MASTER - 1 : -1] or self.ports
+
+    def placed_in(self, domain: str | None) -> Settings:
+        """These, of a node in this domain."""
+        return replace(self, domain=domain)
+
+    @property
+    def policy(self) -> str:
+        """The options of the run that are not at their defaults, as in ``--rdzv-conf``."""
+        return ",".join(
+            f"{item.name}={getattr(self, item.name)}"
+            for item in fields(self)
+            if item.metadata["of_run"] and getattr(self, item.name) != item.default
+        )
+
+    @property
+    def lease(self) -> float:
+        """Seconds without a heartbeat, on the observer's clock, after which a node is lost."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    @property
+    def request_timeout(self) -> float:
+        """Seconds that one request to the store may take, retries included.
+
+        A heartbeat whose connection is lost is sent again over another one within the lease.
+        """
+        if self.heartbeat_timeout is not None:
+            return self.heartbeat_timeout
+        return min(max(self.lease / 3, _SHORTEST_REQUEST), _LONGEST_REQUEST)
+
+    @property
+    def patience_in_an_outage(self) -> float:
+        """Seconds without an accepted heartbeat after which the workers stop; infinite: never."""
+        if self.on_outage == "continue":
+            return math.inf
+        return self.lease if self.outage_limit is None else self.outage_limit
+
+    def current_page_token(self) -> str | None:
+        """The token, or what is now the first line of ``page_token_file``; None: neither is set.
+
+        Raises:
+            UnreadableFileError: the file has none.
+        """
+        return given_or_in_file(self.page_token, "page_token_file", self.page_token_file)
+
+    @property
+    def sweep_after(self) -> float:
+        """Seconds from closing a run until its keys expire; at least a lease: all nodes see it."""
+        return max(self.closed_ttl, self.lease)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Options of every store.
+
+    ======================= ======= ===============================================================
+    option                  default meaning
+    ======================= ======= ===============================================================
+    prefix                  rdzv    first part of every key: ``<prefix>/<run id>/``
+    secret                  none    keeps strangers out: every value is sealed with it, and what has
+                                    no such seal counts as absent; the same for all nodes and
+                                    commands. Set it in $RDZV_PLUGINS_SECRET
+    secret_file             none    file whose first line is the secret; a second one is accepted
+                                    too, while one is replaced
+    ======================= ======= ===============================================================
+    """
+
+    prefix: str = option("rdzv")
+    secret: str | None = option(None, secret=True)
+    secret_file: str | None = option(None)
+
+    def __post_init__(self) -> None:
+        if self.secret is not None and self.secret_file is not None:
+            raise ValueError(
+                "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out"
+            )
+        # ZooKeeper refuses an empty path segment; refuse it for every store alike.
+        if not all(self.prefix.split("/")):
+            raise ValueError(
+                f"option 'prefix': '{self.prefix}' must not be empty, start or end with '/', or "
+                "contain '//'"
+            )
+
+    def secrets(self) -> tuple[str, ...]:
+        """The secrets as they are now: the first seals, all are accepted; empty: none is set.
+
+        Raises:
+            UnreadableFileError: the file has none.
+        """
+        if self.secret_file is None:
+            return () if self.secret is None else (self.secret,)
+        lines = _lines("secret_file", self.secret_file)
+        return (lines[0], *filter(None, lines[1:_MOST_SECRETS]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(StoreOptions):
+    """Options of the stores that have a host and a port.
+
+    ======================= ======= ===============================================================
+    option                  default meaning
+    ======================= ======= ===============================================================
+    user                    none    user name; a user in the endpoint takes precedence
+    password                none    set it in $RDZV_PLUGINS_PASSWORD or in the endpoint; refused in
+                                    --rdzv-conf, which every user of the host can read
+    password_file           none    file whose first line is the password
+    tls                     false   encrypt the connection; an endpoint with rediss:// or https://
+                                    implies it
+    ca_file                 none    PEM file of the trusted authorities; none: the system's
+    cert_file               none    PEM file of the client's certificate
+    key_file                none    PEM file of the client's private key
+    ======================= ======= ===============================================================
+    """
+
+    user: str | None = option(None)
+    password: str | None = option(None, secret=True)
+    password_file: str | None = option(None)
+    tls: bool = option(False)
+    ca_file: str | None = option(None)
+    cert_file: str | None = option(None)
+    key_file: str | None = option(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.password is not None and self.password_file is not None:
+            raise ValueError(
+                "password_file and $RDZV_PLUGINS_PASSWORD are both set: leave one of them out"
+            )
+
+    def current_password(self) -> str | None:
+        """The password, or what is now the first line of ``password_file``; None: neither is set.
+
+        Raises:
+            UnreadableFileError: the file has none.
+        """
+        return given_or_in_file(self.password, "password_file", self.password_file)
+
+
+class OptionError(ValueError):
+    """Only other options, or another store, help: what a store's first requests have shown."""
+
+
+class UnreadableFileError(ValueError):
+    """A file of a secret or certificate is missing, empty or broken: a bad option at the start.
+
+    Later it is most likely being replaced: the next attempt reads it again.
+    """
+
+
+def first_line(name: str, path: str) -> str:
+    """The first line of the file ``path``, the value of option ``name``.
+
+    Raises:
+        UnreadableFileError: there is none.
+    """
+    return _lines(name, path)[0]
+
+
+def given_or_in_file(given: str | None, name: str, path: str | None) -> str | None:
+    """A secret that is given, or else what is now the first line of its file; None: neither is.
+
+    Raises:
+        UnreadableFileError: the file ``path``, the value of option ``name``, has none.
+    """
+    return given if given is not None or path is None else first_line(name, path)
+
+
+def _lines(name: str, path: str) -> list[str]:
+    """All lines; raises as `first_line`."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        # No error shows the content of a file.
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UnreadableFileError(f"{name} '{path}' cannot be read ({why})") from error
+    if not lines or not lines[0]:
+        raise UnreadableFileError(f"{name} '{path}' has no first line: write the secret there")
+    return lines
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    """The first and the last port of ``N`` or ``N-M``; -1 where it is neither."""
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
+    return (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)

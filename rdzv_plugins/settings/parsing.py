@@ -1,0 +1,251 @@
+"""Parse ``--rdzv-conf`` and the environment into typed options; secrets are never shown."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from rdzv_plugins.settings.environment import ENVIRONMENT_PREFIX
+from rdzv_plugins.settings.options import Settings
+
+__all__ = [
+    "COUNTERPARTS",
+    "TIMEOUT_OF_TORCH",
+    "WITHOUT_EFFECT",
+    "alternatives",
+    "idle_options",
+    "option_names",
+    "parse_options",
+    "refused_options",
+    "unknown_options",
+    "unknown_variables",
+    "without_effect",
+]
+
+# torch's launcher adds its time-out, a number, to every --rdzv-conf that has none, which torchrun
+# reads as text (LaunchConfig.__post_init__). Any other time-out is somebody's, for join_timeout.
+TIMEOUT_OF_TORCH = "timeout"
+
+_ADDED_BY_TORCH = 900
+
+# Options of torch's own backends that jobs carry along, and why they have no effect here.
+WITHOUT_EFFECT = {
+    "is_host": "no node hosts the store",
+    "store_type": "the store is the one that --rdzv-backend names",
+    "read_timeout": "heartbeat_timeout bounds a request",
+    "use_libuv": "it is for a TCPStore that hosts the rendezvous",
+}
+
+# Options of torch's etcd backends, and what to write instead.
+COUNTERPARTS = {
+    "protocol": "tls=true, or an endpoint with https://",
+    "cacert": "ca_file",
+    "ca_cert": "ca_file",
+    "cert": "cert_file",
+    "ssl_cert": "cert_file",
+    "key": "key_file",
+    "ssl_cert_key": "key_file",
+    "etcd_prefix": "prefix",
+}
+
+_OF_A_WORLD_THAT_VARIES = (
+    "last_call_timeout", "replacement_timeout", "grow", "min_uptime", "resize_interval",
+)  # fmt: skip
+
+Options = TypeVar("Options")
+
+
+def option_names(*classes: type) -> list[str]:
+    """The names of the options that the dataclasses define, in order."""
+    return [item.name for cls in classes for item in fields(cls)]
+
+
+def parse_options(
+    cls: type[Options],
+    config: Mapping[str, object],
+    environ: Mapping[str, str],
+    *,
+    also_allowed: Iterable[str] = (),
+) -> Options:
+    """Fill an options dataclass: ``config`` first, then ``RDZV_PLUGINS_<OPTION>``, then defaults.
+
+    Raises:
+        ValueError: an unknown option, or a value of the wrong type or out of range.
+    """
+    own: dict[str, Field[Any]] = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    known = [*own, *also_allowed]
+    for name in config:
+        if not _is_accepted(name, known):
+            raise _unknown(name, known)
+    hints = get_type_hints(cls)
+    values: dict[str, object] = {}
+    for item in own.values():
+        values |= _given(item, hints[item.name], config, environ)
+    return cls(**values)
+
+
+def refused_options(
+    cls: type, config: Mapping[str, object], environ: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """All that `parse_options` would refuse: (option, why). Unknown options do not count."""
+    found, hints = [], get_type_hints(cls)
+    for item in fields(cls):
+        try:
+            _given(item, hints[item.name], config, environ)
+        except ValueError as error:
+            found.append((item.name, str(error)))
+    return found
+
+
+def unknown_options(config: Mapping[str, object], known: Iterable[str]) -> list[tuple[str, str]]:
+    """The options in ``config`` that are none of ``known``, and what to say of each."""
+    names = [*known]
+    others = [name for name in config if not _is_accepted(name, names)]
+    return [(name, str(_unknown(name, names))) for name in others]
+
+
+def without_effect(config: Mapping[str, object], known: Iterable[str]) -> list[str]:
+    """A line for each option in ``config`` that only torch's own backends have a use for."""
+    others = set(config) - {*known}
+    return [
+        f"option '{name}' of torch's own backends has no effect: {why}"
+        for name, why in WITHOUT_EFFECT.items()
+        if name in others
+    ]
+
+
+def idle_options(
+    config: Mapping[str, object],
+    environ: Mapping[str, str],
+    settings: Settings,
+    nnodes: tuple[int, int] | None,
+) -> list[str]:
+    """A line for each option of the handler that is set, while another one leaves it no effect.
+
+    Args:
+        nnodes: the least and the most nodes, if they are known.
+    """
+    its, checked = settings, bool(settings.check_command or settings.check_names)
+    varies = nnodes is None or nnodes[0] < nnodes[1]
+    idle = {
+        "no_progress_uptime": (its.no_progress_rounds == 0, "no_progress_rounds is not set"),
+        "quarantine_window": (its.quarantine_after == 0, "quarantine_after is 0"),
+        "rank": (its.rank_order != "hint", "rank_order is not hint"),
+        "check_timeout": (not checked, "there is neither check_command nor checks"),
+        "check_at": (not checked, "there is neither check_command nor checks"),
+        "check_fails_open": (not checked, "there is neither check_command nor checks"),
+        "check_disk": ("disk" not in its.check_names, "checks does not name disk"),
+        "check_disk_free": ("disk" not in its.check_names, "checks does not name disk"),
+        "metrics_host": (its.metrics_port is None, "metrics_port is not set"),
+        "page_token_file": (its.metrics_port is None, "metrics_port is not set"),
+        "min_uptime": (its.grow == "never", "grow is never"),
+        "resize_interval": (its.grow == "never", "grow is never"),
+    }
+    if not varies:
+        for name in _OF_A_WORLD_THAT_VARIES:
+            idle[name] = True, "--nnodes is one number, so no round waits for more or grows"
+    given = {name for name in option_names(Settings) if name in config}
+    given |= {name for name in idle if environ.get(ENVIRONMENT_PREFIX + name.upper())}
+    return [
+        f"option '{name}' has no effect: {why}"
+        for name, (is_idle, why) in idle.items()
+        if is_idle and name in given
+    ]
+
+
+def unknown_variables(
+    environ: Mapping[str, str], known: Iterable[str]
+) -> list[tuple[str, str | None]]:
+    """The set variables that look like options and are none, each with the nearest that is one."""
+    names = [ENVIRONMENT_PREFIX + name.upper() for name in known]
+    found: list[tuple[str, str | None]] = []
+    for variable in sorted(environ):
+        if variable.upper().startswith(ENVIRONMENT_PREFIX) and variable not in names:
+            close = difflib.get_close_matches(variable.upper(), names, n=1, cutoff=0.8)
+            found.append((variable, close[0] if close else None))
+    return found
+
+
+def _is_accepted(name: str, known: Iterable[str]) -> bool:
+    return name in known or name == TIMEOUT_OF_TORCH or name in WITHOUT_EFFECT
+
+
+def _unknown(name: str, known: list[str]) -> ValueError:
+    if name in COUNTERPARTS:
+        return ValueError(
+            f"option '{name}' is one of torch's etcd backends; write here: {COUNTERPARTS[name]}"
+        )
+    return ValueError(f"unknown option '{name}'; {alternatives(name, known)}")
+
+
+def alternatives(name: str, known: Collection[str]) -> str:
+    """Advice on a name that is none of ``known``: the nearest, and all."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    return f"{hint}there are: {', '.join(known)}"
+
+
+def _given(
+    item: Field[Any], hint: Any, config: Mapping[str, object], environ: Mapping[str, str]
+) -> dict[str, object]:
+    """The option with its value; nothing if it has its default. Raises `ValueError`."""
+    name, variable = item.name, ENVIRONMENT_PREFIX + item.name.upper()
+    if name == "join_timeout" and _has_timeout(config):
+        timeout = _convert(TIMEOUT_OF_TORCH, config[TIMEOUT_OF_TORCH], hint, item)
+        if name in config and _convert(name, config[name], hint, item) != timeout:
+            raise ValueError(
+                f"option '{TIMEOUT_OF_TORCH}' is torch's name of '{name}', and the two differ: "
+                f"leave '{TIMEOUT_OF_TORCH}' out"
+            )
+        return {name: timeout}
+    if name in config:
+        if item.metadata.get("secret"):
+            raise ValueError(
+                f"option '{name}' is a secret: other users of the host can read --rdzv-conf. "
+                f"Set ${variable} instead"
+            )
+        return {name: _convert(name, config[name], hint, item)}
+    if environ.get(variable):
+        return {name: _convert(f"${variable}", environ[variable], hint, item)}
+    if item.default is MISSING and item.default_factory is MISSING:
+        raise ValueError(f"option '{name}' has no default: set it in --rdzv-conf")
+    return {}
+
+
+def _has_timeout(config: Mapping[str, object]) -> bool:
+    """Whether somebody has set torch's time-out."""
+    value = config.get(TIMEOUT_OF_TORCH)
+    return value is not None and not (isinstance(value, int) and value == _ADDED_BY_TORCH)
+
+
+def _convert(name: str, raw: object, hint: Any, item: Field[Any]) -> object:
+    kind = (
+        next(arg for arg in get_args(hint) if arg is not types.NoneType)
+        if (isinstance(hint, types.UnionType))
+        else hint
+    )
+    text = str(raw).strip()
+    # Do not show a secret, even a malformed one.
+    shown = "its value" if item.metadata.get("secret") else f"'{text}'"
+    value: object
+    if kind is bool:
+        words = {"1": True, "true": True, "t": True, "yes": True, "y": True}
+        words |= {"0": False, "false": False, "f": False, "no": False, "n": False}
+        if text.lower() not in words:
+            raise ValueError(f"option '{name}': {shown} is neither true nor false")
+        return words[text.lower()]
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"option '{name}': {shown} is not a valid {kind.__name__}") from None
+    least = item.metadata.get("least")
+    # This form of the comparison also refuses nan and inf.
+    if isinstance(value, int | float) and least is not None and not least <= value < 1e9:
+        raise ValueError(f"option '{name}': {shown} must be at least {least} and below 1e9")
+    choices = item.metadata.get("choices") or ()
+    if choices and value not in choices:
+        raise ValueError(f"option '{name}': {shown} is not one of: {', '.join(choices)}")
+    return value

@@ -1,0 +1,138 @@
+"""The c10d store that torch's agents share in a round; it knows when the round is over.
+
+torch's agents use it twice: they exchange roles after the rendezvous, where each waits for a key of
+every other, and they meet in a barrier after their workers succeeded. If a key never comes, or the
+store refuses this node, an agent waits 300 s; in the exchange it then fails. So once the run has
+left the round, or this node takes itself for lost, this store answers the waiting reads itself. The
+agents reach their loops, find that they are to join again, and ask for the next round.
+
+The exit barrier lasts as long as the round, whatever its time-out. The agent of rank 0 holds the
+TCPStore that the workers of the others use, and a long save or an uneven last epoch takes longer.
+Its time-out bounds an outage of the store instead.
+
+The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, and not public;
+`tests/handlers/test_agent_store.py` runs torch's agent against them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+
+from torch.distributed import DistError, DistStoreError
+
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv.retry import store_is_away
+from rdzv_plugins.torch.c10d_store import KeyValueStore
+
+__all__ = ["AgentStore"]
+
+_ROLE = "torchelastic/role_info/"
+_RANKS = "torchelastic/assigned_ranks/"
+_EXIT_BARRIER = "torchelastic/agent/terminal_state"
+
+
+class AgentStore(KeyValueStore):
+    """One agent's view of the store of one round.
+
+    Args:
+        client, prefix: as for `KeyValueStore`.
+        rank, world_size: of the agent in the round.
+        is_over: whether the run has left the round, or this node takes itself for lost; called
+            while a read waits, whenever the client is interrupted, and while a request fails.
+        on_done: called once, when the agent's workers have succeeded.
+
+    Attributes:
+        all_done: the workers of all agents of the round succeeded, as far as this agent knows.
+        made_up: this agent was given roles or ranks that nobody wrote, or the others miss its own:
+            it is to join again, whatever becomes of ``is_over``.
+    """
+
+    # An interrupt that comes just before the client parks wakes nothing: look again after this.
+    _longest_wait = 3.0
+
+    def __init__(
+        self,
+        client: KeyValueClient,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        is_over: Callable[[], bool],
+        on_done: Callable[[], None],
+    ) -> None:
+        super().__init__(client, prefix)
+        self._rank = rank
+        self._world_size = world_size
+        self._is_over = is_over
+        self._on_done = on_done
+        self.all_done = self.made_up = False
+        self._role: bytes | None = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        if key == f"{_ROLE}{self._rank}":
+            self._role = value.encode() if isinstance(value, str) else bytes(value)
+        super().set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        if key.startswith(_EXIT_BARRIER):
+            self._on_done()
+            if self._over():
+                return 0  # No agent waits any more, and the run may be swept: write nothing.
+            # Where this is not counted, the leader closes the run once the records say done.
+            with suppress(DistError):
+                return super().add(key, value)
+            return 0
+        return super().add(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if not any(key.startswith(_EXIT_BARRIER) for key in keys):
+            super().wait(keys, timeout)
+            return
+        over = False
+        while not (over or self.all_done):
+            over = self._over()
+            # Once more where it is over: the last agent may have come just before.
+            missing = [key for key in keys if not self.check([key])]
+            self.all_done = not missing
+            if missing and not self._over():
+                self._patiently(partial(self._wait, missing[0], None, self._longest_wait))
+
+    def _over(self) -> bool:
+        return self.made_up or self._is_over()
+
+    def _put(self, values: Mapping[str, bytes]) -> None:
+        if not self.made_up:
+            with self._once_over_without_the_store():
+                super()._put(values)
+
+    def _found(self, keys: Sequence[str]) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        if not self.made_up:
+            with self._once_over_without_the_store():
+                found = super()._found(keys)
+        return found
+
+    @contextmanager
+    def _once_over_without_the_store(self) -> Iterator[None]:
+        """A request that fails is done with once nobody waits for what it writes or reads."""
+        try:
+            yield
+        except RendezvousConnectionError as error:
+            if not (self._over() and store_is_away(error)):
+                raise
+            self.made_up = True
+
+    def _stand_in(self, key: str) -> bytes:
+        """A value with which the agent reaches its loop, where it stops its workers at once."""
+        if key.startswith(_ROLE) and self._role is not None:
+            # As if every node were like this one, which has written its own role before.
+            self.made_up = True
+            return self._role
+        if key.startswith(_RANKS):
+            # Global rank and world size, then the same within the role, as for one worker a node.
+            self.made_up = True
+            return json.dumps([self._rank, self._world_size] * 2).encode()
+        raise DistStoreError(f"the round is over: no node will write '{key}'")

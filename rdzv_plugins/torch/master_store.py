@@ -1,0 +1,114 @@
+"""Opens rank 0's TCPStore, on the announced address alone where that is this host's own."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from rdzv_plugins.kv import require_descriptors
+from rdzv_plugins.peers.addresses import ANY_PORT, is_own_ip, listen, loopback
+
+__all__ = ["TAKES_SOCKETS", "open_store"]
+
+TAKES_SOCKETS = torch.__version__ >= "2.8"
+"""Whether this torch's TCPStore listens with a socket of ours; that of torch 2.7 does not."""
+
+# How soon a door is seen to be closed, where that does not wake its thread.
+_LOOK_SECONDS = 0.5
+
+
+def open_store(
+    address: str, timeout: float, ports: Sequence[int] = ANY_PORT, name: str = "rdzv-door"
+) -> TCPStore:
+    """A TCPStore on the first of these ports that is free.
+
+    It listens at ``address`` only, if that is an IP address of this host and torch lets it, else on
+    all addresses. Its constructor dials the store, and looks up the name of what it dials first,
+    which takes 10 s where a DNS server does not answer. So it dials `loopback`, and what is dialled
+    there is handed on while the store is constructed. What is returned serves; it is no client.
+
+    Args:
+        timeout: seconds.
+        name: of the thread that hands on.
+
+    Raises OSError if no port is free or too few descriptors are, and what TCPStore raises.
+    """
+    # Where c10d's event loop gets no descriptor, it aborts the process.
+    require_descriptors()
+    host = loopback()
+    if not TAKES_SOCKETS:
+        with listen(ports=ports) as found:
+            port = found.getsockname()[1]
+        return _construct(host, port if ports != ANY_PORT else 0, timeout)
+    server = listen(address, ports)
+    port = server.getsockname()[1]
+    door: _Door | None = None
+    if is_own_ip(address) and address != host:
+        try:
+            door = _Door((host, port), (address, port), name)
+        except OSError:
+            host = address  # Somebody else listens there.
+    try:
+        return _construct(host, port, timeout, server.detach())
+    finally:
+        if door is not None:
+            door.close()
+
+
+def _construct(host: str, port: int, timeout: float, number: int | None = None) -> TCPStore:
+    return TCPStore(
+        host_name=host,
+        port=port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=number,
+    )
+
+
+class _Door:
+    """Hands the first connection that comes on to another address of this host."""
+
+    def __init__(self, at: tuple[str, int], to: tuple[str, int], name: str) -> None:
+        self._server = listen(at[0], [at[1]])
+        self._to = to
+        self._closed = threading.Event()
+        self._lines: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it, and its thread."""
+        self._closed.set()
+        for line in (self._server, *self._lines):
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_LOOK_SECONDS)
+
+    def _serve(self) -> None:
+        with suppress(OSError), self._server:
+            came, _ = self._server.accept()
+            # The store looks up who dials it: every /etc/hosts contains this one.
+            own = "::1" if ":" in self._to[0] else "127.0.0.1"
+            with came, socket.create_connection(self._to, source_address=(own, 0)) as goes:
+                self._lines = [came, goes]
+                self._hand_on(came, goes)
+
+    def _hand_on(self, came: socket.socket, goes: socket.socket) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(came, selectors.EVENT_READ, goes)
+            selector.register(goes, selectors.EVENT_READ, came)
+            while not self._closed.is_set():
+                for key, _ in selector.select(_LOOK_SECONDS):
+                    line, other = key.fileobj, key.data
+                    assert isinstance(line, socket.socket)
+                    if not (data := line.recv(1 << 16)):
+                        return
+                    other.sendall(data)
