@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,7 +38,6 @@ __all__ = [
     "Entry",
     "KeyValueClient",
     "LateCredentialsError",
-    "Pods",
     "RendezvousConnectionError",
     "RendezvousError",
     "RendezvousStateError",
@@ -175,10 +174,6 @@ class KeyValueClient(ABC):
 
     longest_poll: float = 0.1
     """Seconds between two polls of `wait` at most, where the store cannot push."""
-
-    pods: Pods | None = None
-    """What the system that keeps the store knows of the nodes' ends; None: nothing, or it is not
-    to be asked."""
 
     @abstractmethod
     def get(self, key: str) -> Entry | None:
@@ -381,34 +376,6 @@ class Attendance(ABC):
     @abstractmethod
     def close(self) -> None:
         """End it, once no other node needs it, or after a time; idempotent."""
-
-
-class Pods(ABC):
-    """What a cluster that starts the nodes knows of their ends; each node runs in a pod of its own.
-
-    A pod has a name that none before it had. That a pod seems to live proves nothing.
-    """
-
-    @abstractmethod
-    def own(self) -> str:
-        """The pod of this process.
-
-        Raises `ValueError` where it is in none, and `RendezvousConnectionError`.
-        """
-
-    @abstractmethod
-    def watch(self, pods: Collection[str], ends: Callable[[str, str], object]) -> None:
-        """From now on call ``ends(pod, why)`` once for each of these that ends, or has ended.
-
-        It is called in another thread. Of other pods nothing is told any more. Returns at once.
-        """
-
-    @abstractmethod
-    def why_own_ends(self) -> str:
-        """Why the cluster ends this process, for people; "": as far as it tells, it does not.
-
-        Raises `RendezvousConnectionError`.
-        """
 
 
 def parse_counter(key: str, value: bytes) -> int:

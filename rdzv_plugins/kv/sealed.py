@@ -159,7 +159,7 @@ class SealedClient(KeyValueClient):
         self.heartbeat_ms = client.heartbeat_ms  # type: ignore[misc]
         most = client.capabilities.max_value_bytes - OVERHEAD
         self.capabilities = replace(client.capabilities, max_value_bytes=most)  # type: ignore[misc]
-        self.longest_poll, self.pods = client.longest_poll, client.pods
+        self.longest_poll = client.longest_poll
         self._retries = 0
         client.on_retry = self._note_retry
         self._version_of_file = self._look_at_file()

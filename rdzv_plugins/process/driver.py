@@ -21,7 +21,6 @@ from rdzv_plugins.kv import (
     Entry,
     ExhaustedError,
     KeyValueClient,
-    Pods,
     RendezvousConnectionError,
     RendezvousStateError,
     Version,
@@ -60,7 +59,6 @@ _THREADS = {
     effects.OpenMaster: "master",
     effects.FetchExclusions: "exclusions",
     effects.DialPeer: "network",
-    effects.LookAtPod: "pod",
 }
 
 # For how long each of it is tried: a store's servers may elect a leader, which takes some 10 s.
@@ -89,7 +87,6 @@ class Driver:
             thread of its own. None: no node asks for that.
         hold_links: has links to these nodes and to no others, ``address:port`` by id, and says this
             over them; returns at once. None: this node has none.
-        pods: what the cluster tells of pods. None: no node asks for that.
     """
 
     def __init__(
@@ -102,7 +99,6 @@ class Driver:
         watchers: Sequence[Watcher] = (),
         dial: Callable[[effects.DialPeer], float] | None = None,
         hold_links: Callable[[dict[str, str], Standing], None] | None = None,
-        pods: Pods | None = None,
     ) -> None:
         self._node = node
         self._watchers = watchers
@@ -116,7 +112,6 @@ class Driver:
         self._asides: list[_Aside] = []
         self._dial = dial
         self._hold_links = hold_links
-        self._pods = pods
         # For the archive: since when it is to be written, when it was so, and what.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._noting: threading.Thread | None = None
@@ -231,10 +226,6 @@ class Driver:
         if self._thread is threading.current_thread() and (news := self._node.news_for_others()):
             self._perform(news)
 
-    def _report_pod(self, pod: str, why: str) -> None:
-        self._node.report_pod(pod, why)
-        self._nudge()
-
     def allow_growth(self) -> None:
         """The workers of this node say that now is a good moment to let newcomers in."""
         self._node.allow_growth()
@@ -329,9 +320,6 @@ class Driver:
                 if self._hold_links is not None:
                     self._hold_links(dict(peers), standing)
                 return None
-            case effects.WatchPods(pods):
-                if self._pods is not None:
-                    self._pods.watch(pods, self._report_pod)
                 return None
             case effects.Tell():
                 return self._log.tell(request)
@@ -458,8 +446,6 @@ class Driver:
             return self._open_master(begun.key)
         if isinstance(begun, effects.FetchExclusions):
             return self._archive.exclusions(time.time())
-        if isinstance(begun, effects.LookAtPod):
-            return self._pods.why_own_ends() if self._pods is not None else ""
         assert isinstance(begun, effects.DialPeer)
         assert self._dial is not None
         return self._dial(begun)

@@ -166,7 +166,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         store_is_here: whether the store is reached at loopback, so that other hosts may have
             another one there; a look-up, asked only where a join times out.
         attendance: what this node does for a store that the nodes keep up; the handler ends it.
-        pod: in which it runs, where the client tells of pods.
 
     Attributes:
         blames: the agent finds out whose failure ended the workers of all, and asks for another
@@ -185,11 +184,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         address: str,
         store_is_here: Callable[[], bool] = bool,
         attendance: Attendance | None = None,
-        pod: str = "",
     ) -> None:
         self._client = client
-        # Where only pods are watched, nobody dials.
-        self._dials = rules.answer is not None and (settings.links or not pod)
         self._attendance = attendance
         self._archive = archive
         self._run_id = run_id
@@ -213,7 +209,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._pid = os.getpid()
         node_id = secrets.token_hex(8)
         self._listener = self._listen(node_id)
-        has_links = self._listener is not None and self._dials
+        has_links = self._listener is not None and rules.answer is not None
         # Seconds of pauses since it was last in a round, and the next, where it is cut off.
         self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
         record = NodeRecord(
@@ -232,7 +228,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             lacks=lacking_version(address) if rules.max_nodes > 1 else 0,
             port=self._listener.port if self._listener and rules.network_check else 0,
             link=self._listener.port if self._listener and has_links else 0,
-            pod=pod,
         )
         self._node = Node(
             node_id,
@@ -252,7 +247,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
         self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
         self._report: Report | None = None
-        pods, store = client.pods, client
+        store = client
         if settings.metrics_port is not None or settings.otel:
             self._report = Report(run_id, self._node, client.name, rules, settings, self._log)
             self._client = client = self._report.measured(client)
@@ -266,7 +261,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._watchers,
             self._dial,
             self._hold_links if has_links else None,
-            pods if pod else None,
         )
         _tell_of_retries(store, self._driver)
         self._links: Links | None = None
@@ -432,8 +426,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._raise(
                 RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
             )
-        if self._node.pod_ends:
-            self._await_the_end(self._node.pod_ends)
         waited, patience = self._await_fitness(), self._settings.join_timeout
         try:
             outcome = self._driver.join(failed, waited, patience)
@@ -495,20 +487,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._store is not None and (missing := missing_for_workers()) is not None:
             return f"no worker can start: {missing}"
         return self._gate.check() if checks and self._gate is not None else None
-
-    def _await_the_end(self, reason: str) -> NoReturn:
-        """Ask for no round any more: the cluster is about to end this process; raises."""
-        patience = self._settings.join_timeout
-        self._log.warning(f"this node asks for no round any more, and waits for its end: {reason}")
-        outcome = self._driver.stay_out(reason, patience)
-        if outcome is not None:
-            self._refuse(outcome)
-        self._raise(
-            RendezvousTimeoutError(
-                f"run '{self._run_id}': this node was to end, and did not for join_timeout "
-                f"({patience:g} s): {reason}"
-            )
-        )
 
     def _stay_cut_off(self, reason: str) -> None:
         """Wait before this node asks again, whose network check failed; the others know why."""
@@ -921,7 +899,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     def _listen(self, node_id: str) -> Listener | None:
         """Where others reach this node for the network check, and for links."""
         rules, settings, name = self._rules, self._settings, f"rdzv-{self._run_id}-answers"
-        if rules.max_nodes == 1 or not (rules.network_check or self._dials):
+        if rules.max_nodes == 1 or not (rules.network_check or rules.answer is not None):
             return None
         # No firewall may be in between: links alone do with any port where none of these is free.
         ports = [*settings.answer_ports, *([] if rules.network_check else ANY_PORT)]
@@ -1256,7 +1234,6 @@ def _over(
             )
         return create_torch_handler(params, settings, client, address, attendance)
     answer = _answer_within(client, settings) if params.max_nodes > 1 else None
-    pod = client.pods.own() if client.pods is not None and answer is not None else ""
     rules = rules_of(settings, params.min_nodes, params.max_nodes, answer)
     if settings.rank_order == "topology" and settings.domain is None:
         log.warning(
@@ -1281,7 +1258,6 @@ def _over(
         address,
         store_is_here=partial(is_at_loopback, place),
         attendance=attendance,
-        pod=pod,
     )
 
 
@@ -1313,8 +1289,7 @@ def _answer_within(client: KeyValueClient, settings: Settings) -> float | None:
     With on_outage=stop no two worlds may train at once: leases alone decide.
     """
     stops = settings.patience_in_an_outage < math.inf
-    asks = settings.links or client.pods is not None
-    if stops or not (asks and client.capabilities.linearizable):
+    if stops or not (settings.links and client.capabilities.linearizable):
         return None
     return _ANSWER_SECONDS + (0.0 if client.capabilities.push else client.longest_poll)
 

@@ -23,9 +23,7 @@ asks the store::
                         node.finished(effect, ())
                     case effects.DialPeer():
                         node.finished(effect, 0.0)
-                    case effects.LookAtPod():
-                        node.finished(effect, "")
-                    case effects.HoldLinks() | effects.WatchPods():
+                    case effects.HoldLinks():
                         pass
                     case effects.Tell(about, text):
                         print(f"{about}: {text}")
@@ -45,14 +43,12 @@ What each effect asks, and its answer:
 - `PutRecord` (this node's record, and the bell), `PutShards` (a roster), `Ring` (the bell),
   `PutTombstone`, `Drop` (keys), `DropStores` (c10d stores), `Expire` (the run's deadline),
   `RecordHistory` and `Register` (rounds and runs, for people): None, when it is done.
-- `OpenMaster`, `FetchExclusions`, `DialPeer`, `LookAtPod`, each a `Begin`: None, at once or soon.
+- `OpenMaster`, `FetchExclusions`, `DialPeer`, each a `Begin`: None, at once or soon.
   The driver calls `Node.finished` when it is done, in any thread.
 - `HoldLinks` (connections to other nodes): None, at once. The driver calls `Node.report_gone` where
   the process at the other end has ended, as far as it can tell, `Node.report_back` where it
   answers after all, and `Node.report_others` with what those at the other ends say of themselves.
   A driver without links does nothing.
-- `WatchPods` (of other nodes): None, at once. The driver calls `Node.report_pod` where the cluster
-  says that one ends. A driver that knows of no pods does nothing.
 - `Tell` (a line for people), `FinishJoin` (release the agent that waits for a round): None.
 
 What a driver owes a node:

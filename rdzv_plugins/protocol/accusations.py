@@ -1,10 +1,10 @@
 """Nodes that are accused of having ended: named, asked, and lost if they do not answer.
 
-Two signs are needed, which fail for different reasons. A participant that had a link to the node
-was refused when it dialled again, or the cluster says that the node's pod has ended, and the
-participant says so in its record. And the node, named in the document, writes no heartbeat within
-the time that a wake-up takes on this store. A proxy, a firewall, a dead listener or a pod that was
-deleted by force gives the first only, a node that stands still neither. Rules: accusations, pods.
+Two signs are needed, which fail for different reasons. First, a participant that had a link to the
+node was refused when it dialled again, and says so in its record. Second, the node, named in the
+document, writes no heartbeat within the time that a wake-up takes on this store. A proxy, a
+firewall or a dead listener gives only the first sign; a node that stands still gives neither.
+Rule: accusations.
 """
 
 from __future__ import annotations
@@ -139,12 +139,10 @@ def _accused(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict
     found: dict[str, Accusation] = {}
     for node, beat, by in _signs(document, records):
         record = records.get(node)
-        if record is None or record.beat != beat or record.is_over or not record.answers:
+        if record is None or record.beat != beat or record.is_over or not record.link:
             continue
         if node != by and document.names(node):
-            why = dict(records[by].ended).get(node, "")
-            if node not in found or (why and not found[node].why):
-                found[node] = Accusation(node, beat, records[by].label, why=why)
+            found.setdefault(node, Accusation(node, beat, records[by].label))
     return found
 
 

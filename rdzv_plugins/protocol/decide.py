@@ -436,7 +436,7 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
     beat, record = dict(view.record.accuses).get(leader), view.leader
     if view.rules.answer is None or beat is None or record is None or record.beat > beat:
         return None
-    if record.is_over or not record.answers:
+    if record.is_over or not record.link:
         return None
     others = tuple(it for it in document.accused if it.node != leader)
     asked = [it.beat for it in document.accused if it.node == leader and not it.lost]
@@ -444,8 +444,7 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
         return None  # Others have seen a later heartbeat, which this node has not read yet.
     if beat not in asked:
         # In the document's own name: it is the leader's write that is a sign of life.
-        why = dict(view.record.ended).get(leader, "")
-        named = Accusation(leader, beat, view.record.label, why=why)
+        named = Accusation(leader, beat, view.record.label)
         return Write(replace(document, accused=(*others, named)))
     if leader not in view.unanswered:
         return None

@@ -215,7 +215,6 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         lost: their leases ran out, or they are ``gone``.
         gone: those of them, of a few, whose processes have ended, each with who has found that; by
             label.
-        ended: of these, those whose pods have ended, each with why; by label.
         left: they said that they leave.
         failed: their workers failed, and their agents asked for another round; with those that left
             because their workers, or their agents, failed.
@@ -233,7 +232,6 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     lost: Names = Names()
     gone: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=64)] = ()
-    ended: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=64)] = ()
     left: Names = Names()
     failed: Names = Names()
     joined: Names = Names()
@@ -280,19 +278,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if not gone:
             return self
         by = {**dict(self.gone), **{label: it.by for label, it in gone.items()}}
-        why = {**dict(self.ended), **{label: it.why for label, it in gone.items() if it.why}}
-        return replace(
-            self, gone=tuple(by.items())[:_NAMES_KEPT], ended=tuple(why.items())[:_NAMES_KEPT]
-        )
+        return replace(self, gone=tuple(by.items())[:_NAMES_KEPT])
 
     @property
     def _why_lost(self) -> str:
         gone = {label: by for label, by in self.gone if label in self.lost}
         silent = self.lost.without(gone)
         parts = [f"lost {silent}: lease ran out"] if silent else []
-        for label, why in self.ended:
-            if gone.pop(label, None) is not None:
-                parts.append(f"lost {label}: {why}")
         for by in dict.fromkeys(gone.values()):
             names = Names().plus(label for label in gone if gone[label] == by)
             if names.count == 1:
@@ -335,14 +327,12 @@ class Accusation(msgspec.Struct, frozen=True, array_like=True):
         beat: of its record then: a later one is its answer.
         by: the label of who accuses it.
         lost: it has not answered in time.
-        why: its pod has ended, and so; "": a link to it tells that it is gone.
     """
 
     node: Id
     beat: Count
     by: Id = ""
     lost: bool = False
-    why: Text = ""
 
 
 class Strikes(msgspec.Struct, frozen=True, array_like=True):
@@ -684,10 +674,7 @@ class NodeRecord(
         domain: where it is, by levels with "/" between them; only where the run minds that.
         port: where it answers the network checks of others; 0: nowhere.
         link: where it answers the links of others, and then accusations too; 0: nowhere.
-        accuses: nodes that were gone when it dialled them again, or whose pods have ended, each
-            with its beat then.
-        ended: why the pods of some of these have.
-        pod: in which it runs, where others may accuse it by that; "": it does not say.
+        accuses: nodes that were gone when it dialled them again, each with its beat then.
         found: what its own network check came to in the round of ``world_id``.
         suspect: the last round that named it did not run because of its network: no running round
             is ended for it.
@@ -723,8 +710,6 @@ class NodeRecord(
     port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
     link: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
     accuses: Annotated[tuple[tuple[Id, Count], ...], Long] = ()
-    ended: Annotated[tuple[tuple[Id, Text], ...], Long] = ()
-    pod: Id = ""
     found: Found | None = None
     suspect: bool = False
     last_call: tuple[Count, Clock] | None = None
@@ -744,11 +729,6 @@ class NodeRecord(
     def asks(self) -> bool:
         """Whether it asks for a round."""
         return self.status in (Status.JOIN, Status.SPARE)
-
-    @property
-    def answers(self) -> bool:
-        """Whether it shows that it lives if it is accused."""
-        return self.link > 0 or self.pod != ""
 
     @property
     def is_over(self) -> bool:

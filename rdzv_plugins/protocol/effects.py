@@ -30,7 +30,6 @@ __all__ = [
     "HoldLinks",
     "JoinOutcome",
     "List",
-    "LookAtPod",
     "OpenMaster",
     "Park",
     "PutRecord",
@@ -43,7 +42,6 @@ __all__ = [
     "Rest",
     "Ring",
     "Tell",
-    "WatchPods",
     "after_refusal",
 ]
 
@@ -176,15 +174,6 @@ class DialPeer(Begin, frozen=True):
     limit: float
 
 
-class LookAtPod(Begin, frozen=True):
-    """Ask the cluster whether it ends this node's own pod; its result is why, or ""."""
-
-    @property
-    def wakes(self) -> bool:
-        """Always: the others go on once this node says that it leaves."""
-        return True
-
-
 class DropStores(Effect[None], frozen=True):
     """Delete the c10d stores of other incarnations, and of this one's rounds before that one."""
 
@@ -226,15 +215,6 @@ class HoldLinks(Effect[None], frozen=True):
 
     peers: tuple[tuple[str, str], ...]
     standing: Standing = Standing.ACCEPTED
-
-
-class WatchPods(Effect[None], frozen=True):
-    """Be told of the ends of these pods, and of no others.
-
-    The driver calls `Node.report_pod`, and ends the node's `Park` or `Rest` then.
-    """
-
-    pods: tuple[str, ...]
 
 
 class Tell(Effect[None], frozen=True):
@@ -308,7 +288,7 @@ class FinishJoin(Effect[None], frozen=True):
 
 LOCAL = frozenset(
     (
-        Rest, OpenMaster, FetchExclusions, DialPeer, LookAtPod, HoldLinks, WatchPods, Register,
+        Rest, OpenMaster, FetchExclusions, DialPeer, HoldLinks, Register,
         Tell, FinishJoin,
     )
 )  # fmt: skip

@@ -54,7 +54,6 @@ from rdzv_plugins.protocol.effects import (
     FinishJoin,
     HoldLinks,
     JoinOutcome,
-    LookAtPod,
     OpenMaster,
     Park,
     PutRecord,
@@ -65,7 +64,6 @@ from rdzv_plugins.protocol.effects import (
     Rest,
     Ring,
     Tell,
-    WatchPods,
 )
 from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
@@ -106,8 +104,6 @@ _TELLS = (rules.Wait, *_ENDS)
 
 # It accuses so many, of more the first: as many as stand in a document.
 _MOST_ACCUSED = 64
-# Of the first so many in rank order, all watch the pod of the leader.
-_HEIRS = 3
 # It says by what it is held up, in milliseconds, if by so much.
 _SLOW = 50
 # An accused node beats so often within the time that it has, and for so many times as long.
@@ -254,9 +250,8 @@ class Node:
 
         # The check of the network for the round whose rank this node confirms.
         self._network = NetworkCheck(node_id, rules.lease, clock, self._seen.read_record)
-        # What the links to other nodes tell, and has not been taken up: of whom, and if it is gone.
-        # Or that its pod has ended, and why.
-        self._evidence: deque[tuple[str, bool, str]] = deque()
+        # What links tell, and has not been taken up: of which node, and whether it is gone.
+        self._evidence: deque[tuple[str, bool]] = deque()
         # When links are due to other nodes; and where those that are known listen, None: nowhere.
         self._links_due = math.inf
         self._endpoints: dict[str, str | None] = {}
@@ -273,15 +268,6 @@ class Node:
         # The accusation that this node answers, and until when it beats more often for that.
         self._answers: tuple[str, Accusation] | None = None
         self._answers_until = -math.inf
-        # Why the cluster ends this node's own pod; "": it does not, as far as is known.
-        self.pod_ends = ""
-        # The accusation for which that is to be looked up.
-        self._look_at_pod = ""
-        # The nodes of each pod that this node watches, and for which round and leader.
-        self._pods: dict[str, list[str]] = {}
-        # Why those of these end that do, by node.
-        self._ending: dict[str, str] = {}
-        self._pods_of: tuple[str, str | None] | None = None
         # The remarks that the log has, by kind and key.
         self._told: set[tuple[str, object]] = set()
         # When the sentence of a join that waits is told.
@@ -424,21 +410,17 @@ class Node:
                     self._fetched = result
             case DialPeer(attempt):
                 self._network.report(attempt, result)
-            # Where it cannot be known, the lease tells.
-            case LookAtPod() if result and not isinstance(result, Exception):
-                self.pod_ends = result
-                self.report_unfit(result)
 
     def report_gone(self, node: str) -> None:
         """Say that the process of a node has ended, as far as a link to it tells.
 
         Like `order_join`.
         """
-        self._evidence.append((node, True, ""))
+        self._evidence.append((node, True))
 
     def report_back(self, node: str) -> None:
         """Say that a node of which `report_gone` was called answers. Like `order_join`."""
-        self._evidence.append((node, False, ""))
+        self._evidence.append((node, False))
 
     def report_others(self, others: frozenset[Standing]) -> None:
         """Say what all other ends of links say of themselves. Like `order_join`.
@@ -462,10 +444,6 @@ class Node:
             return None
         self._said = standing
         return self._links
-
-    def report_pod(self, pod: str, why: str) -> None:
-        """Say that a pod has ended, as the cluster tells, and why. Like `order_join`."""
-        self._evidence.extend((node, True, why) for node in self._pods.get(pod, ()))
 
     def run(self) -> Effects[None]:
         """Live until the driver stops driving."""
@@ -722,28 +700,22 @@ class Node:
                 self._next_beat = min(self._next_beat, soon)
         if interval_over:
             self._seen.read_again(leader=True, records=True)
-            # A beat that crossed the accusation was no answer to it: who lives is to look.
-            self._evidence.extend((node, True, why) for node, why in self._ending.items())
-            self._ending = {}
 
     def _take_evidence(self) -> Effects[None]:
         """Accusations: say in this node's record who is gone, or is not."""
-        node, gone, why = self._evidence[0]
-        accuses, ended = dict(self.record.accuses), dict(self.record.ended)
+        node, gone = self._evidence[0]
+        accuses = dict(self.record.accuses)
         accuses.pop(node, None)
         if gone:
             # Its last word first: it may have left, or be of a version that answers nobody.
             _, record = yield from self._seen.read_record(node)
-            if record is not None and record.answers and not record.is_over:
+            if record is not None and record.link and not record.is_over:
                 accuses[node] = record.beat
-                if why:
-                    ended[node] = self._ending[node] = why
         self._evidence.popleft()
         accused = tuple(accuses.items())[:_MOST_ACCUSED]
-        told = tuple((it, ended[it]) for it, _ in accused if it in ended)
-        if (accused, told) == (self.record.accuses, self.record.ended):
+        if accused == self.record.accuses:
             return
-        self.record = replace(self.record, accuses=accused, ended=told)
+        self.record = replace(self.record, accuses=accused)
         self._record_due = self._ring = True
         self._owe_links()
         document = self._seen.document
@@ -764,8 +736,6 @@ class Node:
         now, accusation = self._clock(), self._accusation()
         if accusation is not None and accusation != self._answers:
             self._answers = accusation
-            if self.record.pod and not self.pod_ends:
-                self._look_at_pod = f"{accusation[0]} {accusation[1].beat}"
             self._answers_until = now + _ANSWERS_FOR * (self._rules.answer or 0.0)
             self._record_due = self._ring = True
 
@@ -834,38 +804,6 @@ class Node:
     def _links(self) -> HoldLinks:
         known = tuple((node, it) for node, it in self._endpoints.items() if it is not None)
         return HoldLinks(known, self._said)
-
-    def _pods_due(self) -> bool:
-        """Whether others are to be watched than before."""
-        document = self.document
-        if document is None or document.phase not in (Phase.CONFIRMING, Phase.RUNNING):
-            return False
-        if document.leader == self.id and self._seen.records is None:
-            return False
-        asks = self.record.pod != "" and self._rules.answer is not None
-        return asks and (document.world_id, document.leader) != self._pods_of
-
-    def _watch_pods(self) -> Effects[None]:
-        """Pods: the leader watches those of all others, the first of the others that of the leader.
-
-        Nobody waits for this: the round has its ranks.
-        """
-        document = self.document
-        assert document is not None
-        leader, records = document.leader, dict[str, NodeRecord]()
-        if leader == self.id:
-            listed = self._seen.records or {}
-            records = {node: listed[node] for node in document.ranks if node in listed}
-        elif leader is not None and document.ranks.get(self.id, _HEIRS) < _HEIRS:
-            _, record = yield from self._seen.read_record(leader)
-            if record is not None:
-                records = {leader: record}
-        self._pods_of, self._pods = (document.world_id, leader), {}
-        self._ending = {node: why for node, why in self._ending.items() if node in records}
-        for node, record in records.items():
-            if record.pod and node != self.id:
-                self._pods.setdefault(record.pod, []).append(node)
-        yield from WatchPods(tuple(self._pods))
 
     def _write_record(self) -> Effects[None]:
         slow = int(1000 * max(*self._took, self._seen.overslept))
@@ -983,7 +921,7 @@ class Node:
                 self._member, self._suspect = document, False
                 self._owe_links()
                 named = (it for it in self.record.accuses if it[0] in document.ranks)
-                self.record = replace(self.record, accuses=tuple(named), ended=())
+                self.record = replace(self.record, accuses=tuple(named))
                 self._contact.workers_start()
                 self._hear_others()
                 self._given[document.incarnation] = document.round
@@ -1272,16 +1210,9 @@ class Node:
 
             yield from tidy_up(released, before, took, records, is_silent, outdated)
             return
-        if self._look_at_pod:
-            key, self._look_at_pod = self._look_at_pod, ""
-            yield from LookAtPod(key, 0.0)
-            return
         until_links = self._links_due - self._clock()
         if until_links <= 0 or self._links_for() not in (None, self._linked_for):
             yield from self._hold_links()
-            return
-        if self._pods_due():
-            yield from self._watch_pods()
             return
         document = self.document
         leads = document is not None and document.leader == self.id and not document.closed

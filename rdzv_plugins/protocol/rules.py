@@ -73,7 +73,7 @@ class Rules:
         outage_limit: a node of which the store has accepted no heartbeat for so long stops its
             workers; infinite: only if the store refuses it, after its lease.
         answer: seconds within which a wake-up reaches a node and its heartbeat the store; None: no
-            node has links or watches pods, and nobody is accused.
+            node has links, and nobody is accused.
         probation: for so long a node is new to a run, unless ``min_uptime`` says otherwise.
         run: its id; a document that says it is another run's is not believed. "": it is not known.
         sealed: nobody but its nodes and commands can have written what is read: what is older than

@@ -19,11 +19,6 @@ than the mark's new version reads as absent, and is deleted. The next `Client.ex
 prefix does so for other runs. In a pod that has a controller, such as a Job, the ConfigMaps of a
 run belong to it (option ``owner``), and Kubernetes deletes them with it.
 
-With ``pods=true`` the leader watches the pods of the namespace, and the next nodes that of the
-leader. A pod that is deleted, evicted, preempted or has failed makes its node accused: it is lost
-unless it beats at once, and if it lives it looks at its own pod, and leaves. A pod that seems to
-live proves nothing. A pod is known by its name, ``POD_NAME`` or the host's, and its uid.
-
 A node whose round runs makes some 36 requests a minute with the default `keep_alive_interval`: in
 each interval an update of its record and a read of its leader's, every other one a read of the
 mark, and every 30 s a watch begins anew.
@@ -32,8 +27,7 @@ Limits: linearizable. Values up to 1,000,000 bytes. `Client.put_many` writes one
 other; it is not atomic. Highly available as the cluster's API server and etcd are. For a list, the
 API server reads all ConfigMaps of the namespace: give jobs one without thousands of others.
 The user needs the verbs get, list, watch, create, update and delete on ConfigMaps in the namespace;
-for ``owner=auto`` also get on pods, and on the controllers of a Job; with ``pods=true`` get, list
-and watch on pods.
+for ``owner=auto`` also get on pods, and on the controllers of a Job.
 """
 
 from __future__ import annotations
@@ -48,7 +42,7 @@ import socket
 import threading
 import time
 from base64 import b32encode
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.message import Message
@@ -65,14 +59,12 @@ from rdzv_plugins.kv.base import (
     Problem,
     StoreClient,
     Stored,
-    Wake,
-    WokenError,
     clock_hint,
     refused,
     segments,
     version_of,
 )
-from rdzv_plugins.kv.contract import UNREADABLE, Capabilities, Pods, Version
+from rdzv_plugins.kv.contract import UNREADABLE, Capabilities, Version
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.kv.retry import pause_after
 from rdzv_plugins.settings.endpoint import Place, parse_endpoint, redact
@@ -122,13 +114,6 @@ _VALUE = "value"
 _OF_RBAC = re.compile(r"is forbidden: User .* cannot |^HTTP 403: Forbidden$")
 
 _VERBS = "get, list, watch, create, update, delete"
-_POD_VERBS = "get, list, watch"
-
-# A watch of pods is renewed this often, in seconds; each begins with a list.
-_PODS_SECONDS = 60
-_LONGEST_PAUSE = 5.0
-# Of what a pod says of its end.
-_MOST_WHY = 160
 
 _HEADERS = {"Accept": "application/json", "User-Agent": "rdzv-plugins"}
 
@@ -155,11 +140,6 @@ class Options(ServerOptions):
                                     ``<apiVersion>/<kind>/<name>/<uid>``
     labels                  none    more labels of the ConfigMaps, as a policy of the cluster may
                                     ask for: ``team=ml+cost-center=42``
-    pods                    false   watch the pods of the nodes: whose pod is deleted, evicted or
-                                    has failed is asked for a heartbeat at once, and lost if there
-                                    is none; who lives, and whose own pod is to end, leaves. Needs
-                                    POD_NAME, or a host name that is the pod's name. Without effect
-                                    with on_outage=stop
     ======================= ======= ===============================================================
     """
 
@@ -170,7 +150,6 @@ class Options(ServerOptions):
     token_file: str | None = option(None)
     owner: str = option("auto")
     labels: str | None = option(None)
-    pods: bool = option(False)
 
 
 class Client(StoreClient):
@@ -210,7 +189,6 @@ class Client(StoreClient):
         self._own: dict[str, _Guard] = {}
         self._watches: dict[str, _Watch] = {}
         self._watches_lock = threading.Lock()
-        self.pods: _Pods | None = _Pods(self) if options.pods else None
         self._connect(self._read_mark)
         if not run.startswith(quote(RESERVED)):
             try:
@@ -334,12 +312,6 @@ class Client(StoreClient):
                 f"was asked without a token ({text}); set one in $RDZV_PLUGINS_TOKEN or token_file",
                 denied=True,
             )
-        if status == 403 and 'resource "pods"' in text:
-            return Problem(
-                f"denied a right ({text}); with pods=true the user needs the verbs {_POD_VERBS} on "
-                f"pods of the namespace '{space}'",
-                denied=True,
-            )
         if status == 403 and "exceeded quota" in text:
             return Problem(
                 f"is full: it took no write for {self.timeout:g} s ({text}); raise the quota of "
@@ -423,28 +395,24 @@ class Client(StoreClient):
         if answer is None:
             yield Finding(Mark.UNKNOWN, "rights", f"not known: {why}")
             return
-        needed = {"ConfigMaps": _VERBS} | ({"pods": _POD_VERBS} if self.pods is not None else {})
-        for kind, verbs in needed.items():
-            allowed = _verbs(answer["status"].get("resourceRules") or (), kind.lower())
-            missing = [verb for verb in verbs.split(", ") if not {verb, "*"} & allowed]
-            where = f"on {kind} of the namespace '{self._login.namespace}'"
-            if not missing:
-                yield Finding(Mark.OK, "rights", f"{verbs} {where}")
-            elif answer["status"].get("incomplete"):
-                yield Finding(Mark.UNKNOWN, "rights", "an authorizer of the server tells none")
-            else:
-                yield Finding(
-                    Mark.FAILED, "rights", f"{', '.join(missing)} are missing {where}",
-                    "bind the user to a role that has them", {"missing": missing},
-                )  # fmt: skip
+        allowed = _verbs(answer["status"].get("resourceRules") or (), "configmaps")
+        missing = [verb for verb in _VERBS.split(", ") if not {verb, "*"} & allowed]
+        where = f"on ConfigMaps of the namespace '{self._login.namespace}'"
+        if not missing:
+            yield Finding(Mark.OK, "rights", f"{_VERBS} {where}")
+        elif answer["status"].get("incomplete"):
+            yield Finding(Mark.UNKNOWN, "rights", "an authorizer of the server tells none")
+        else:
+            yield Finding(
+                Mark.FAILED, "rights", f"{', '.join(missing)} are missing {where}",
+                "bind the user to a role that has them", {"missing": missing},
+            )  # fmt: skip
 
     def _disconnect(self) -> None:
         with self._watches_lock:
             watches, self._watches = self._watches, {}
         for watch in watches.values():
             watch.stream.close()
-        if self.pods is not None:
-            self.pods.close()
         self._login.http.close()
 
     # The mark.
@@ -857,212 +825,6 @@ class _Watch:
                 return False  # Such as 410, Gone: the server has forgotten where the watch was.
             self.current = None if event.type == "DELETED" else _items.decode(event.object).stored
         return bool(lines)
-
-
-class _Condition(msgspec.Struct):
-    type: str = ""
-    status: str = ""
-    reason: str = ""
-    message: str = ""
-
-
-class _Status(msgspec.Struct):
-    phase: str = ""
-    reason: str = ""
-    message: str = ""
-    conditions: list[_Condition] | None = None
-
-
-class _Pod(msgspec.Struct):
-    metadata: _Metadata
-    status: _Status = msgspec.field(default_factory=_Status)
-
-    @property
-    def label(self) -> str:
-        """The name that no pod before it had."""
-        return f"{self.metadata.name}/{self.metadata.uid}"
-
-    @property
-    def why_it_ends(self) -> str:
-        """Why it has ended, or is about to; "": it has not, as far as it tells."""
-        status = self.status
-        why = {it.type: it for it in status.conditions or () if it.status == "True"}
-        disrupted = why.get("DisruptionTarget")
-        said = status.message or (disrupted.message if disrupted is not None else "")
-        if status.reason == "Evicted":
-            return _in_short("evicted", said)
-        if status.phase == "Failed":
-            return _in_short("its pod failed", said or status.reason)
-        if status.phase == "Succeeded":
-            return "its pod has ended"
-        if disrupted is not None:
-            return _in_short(_DISRUPTIONS.get(disrupted.reason, disrupted.reason), said)
-        return "its pod is being deleted" if self.metadata.deletionTimestamp else ""
-
-
-class _PodPage(msgspec.Struct):
-    metadata: _Metadata
-    items: list[_Pod] | None = None
-
-
-_pods, _pod_pages = msgspec.json.Decoder(_Pod), msgspec.json.Decoder(_PodPage)
-
-_DELETED = "its pod was deleted"
-_DISRUPTIONS = {
-    "PreemptionByScheduler": "preempted",
-    "DeletionByTaintManager": "evicted from a tainted node",
-    "EvictionByEvictionAPI": "evicted",
-    "DeletionByPodGC": "its pod was left over from a node that is gone",
-    "TerminationByKubelet": "evicted",
-}
-
-
-def _in_short(what: str, said: str) -> str:
-    text = " ".join(said.split())
-    return f"{what}: {text}"[:_MOST_WHY] if text else what
-
-
-class _Pods(Pods):
-    """The pods of the client's namespace. Its thread runs while there are pods to watch."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._own = ""
-        self._lock = threading.Lock()
-        self._watched: frozenset[str] = frozenset()
-        self._ends: Callable[[str, str], object] = lambda *_: None
-        self._told: set[tuple[str, str]] = set()
-        self._wake: Wake | None = None
-        self._closed = self._failed = False
-
-    @property
-    def _path(self) -> str:
-        login = self._client._login
-        return f"{login.base}/api/v1/namespaces/{login.namespace}/pods"
-
-    def own(self) -> str:
-        name = os.environ.get("POD_NAME") or socket.gethostname()
-        pod, uid = self._client._call(partial(self._get, name)), os.environ.get("POD_UID")
-        if pod is None or uid not in (None, "", pod.metadata.uid):
-            other = "is another one than $POD_UID says" if pod is not None else "is not there"
-            raise ValueError(
-                f"option 'pods': the pod '{name}' of the namespace "
-                f"'{self._client._login.namespace}' {other}: set POD_NAME from the field "
-                "metadata.name"
-            )
-        self._own = pod.label
-        return pod.label
-
-    def why_own_ends(self) -> str:
-        name = self._own.partition("/")[0]
-        pod = self._client._call(partial(self._get, name))
-        return pod.why_it_ends if pod is not None and pod.label == self._own else _DELETED
-
-    def watch(self, pods: Collection[str], ends: Callable[[str, str], object]) -> None:
-        with self._lock:
-            self._watched, self._ends = frozenset(pods), ends
-            self._told = {it for it in self._told if it[0] in self._watched}
-            if self._wake is not None:
-                self._wake.ring()
-            elif self._watched and not self._closed:
-                self._wake = Wake()
-                name = f"{threading.current_thread().name}-pods"
-                threading.Thread(target=self._live, name=name, daemon=True).start()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            if self._wake is not None:
-                self._wake.ring()
-
-    def _get(self, name: str, limit: Limit) -> _Pod | None:
-        answer = self._client._ask("GET", f"{self._path}/{name}", limit, passing=(404,))
-        return _pods.decode(answer.body) if answer.status == 200 else None
-
-    def _live(self) -> None:
-        failures = 0
-        while (begun := self._begin()) is not None:
-            watched, wake = begun
-            try:
-                self._follow(watched, wake)
-                failures = 0
-            except WokenError:
-                pass
-            except Exception as error:
-                if not self._failed and not self._closed:
-                    self._failed = True
-                    problem = self._client._problem(error)
-                    log.warning(
-                        "%s: this node cannot watch pods, and tries again; until then leases tell "
-                        "who is lost: it %s",
-                        self._client.where,
-                        problem.text if problem is not None else f"failed ({error})",
-                    )
-                wake.wait(min(_LONGEST_PAUSE, 0.1 * 2**failures))
-                failures = min(failures + 1, 10)
-
-    def _begin(self) -> tuple[frozenset[str], Wake] | None:
-        """The pods to watch from now on; None: there are none any more."""
-        with self._lock:
-            assert self._wake is not None
-            if self._closed or not self._watched:
-                self._wake.close()
-                self._wake = None
-                return None
-            if self._wake.rung:
-                self._wake.clear()
-            return self._watched, self._wake
-
-    def _follow(self, watched: frozenset[str], wake: Wake) -> None:
-        """Tell of those that have ended, and of each that does, until the watch ends."""
-        client = self._client
-        opening = Limit(time.monotonic() + client.timeout, wake)
-        names = {it.partition("/")[0]: it for it in watched}
-        # The API server can select one by its name, and not several.
-        selected = (
-            {"fieldSelector": f"metadata.name={next(iter(names))}"} if len(names) == 1 else {}
-        )
-        there, since = self._list(selected, opening)
-        for it in watched:
-            self._judge(it, there.get(it))
-        stream = client._follow(self._path, selected, since, _PODS_SECONDS, opening)
-        self._failed = False
-        try:
-            while lines := stream.lines(Limit(time.monotonic() + 2 * _PODS_SECONDS, wake)):
-                for line in lines:
-                    event = _events.decode(line)
-                    if event.type == "ERROR":
-                        return  # Such as 410, Gone: begin anew with a list.
-                    pod = _pods.decode(event.object)
-                    if pod.label in watched:
-                        self._judge(pod.label, None if event.type == "DELETED" else pod)
-        finally:
-            stream.close()
-
-    def _list(self, selected: dict[str, str], limit: Limit) -> tuple[dict[str, _Pod], str]:
-        """All pods, and the version of that state."""
-        found: dict[str, _Pod] = {}
-        more = ""
-        while True:
-            query = urlencode(selected | {"limit": str(_PAGE), "continue": more})
-            answer = self._client._ask("GET", f"{self._path}?{query}", limit, passing=(410,))
-            if answer.status == 410:
-                found, more = {}, ""
-                continue
-            page = _pod_pages.decode(answer.body)
-            found |= {it.label: it for it in page.items or ()}
-            more = page.metadata.more
-            if not more:
-                return found, page.metadata.resourceVersion
-
-    def _judge(self, name: str, pod: _Pod | None) -> None:
-        why = pod.why_it_ends if pod is not None else _DELETED
-        with self._lock:
-            if not why or name not in self._watched or (name, why) in self._told:
-                return
-            self._told.add((name, why))
-            ends = self._ends
-        ends(name, why)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Kubernetes' own: rights, tokens, kubeconfigs, pods' accounts and ends, watches, many requests.
+"""Kubernetes' own: rights, tokens, kubeconfigs, pods' accounts, watches, many requests.
 
 The API server and its etcd are real, and so is each object. No kubelet and no controller runs: the
 tests write what those would, such as a pod, or the files of its service account.
@@ -10,7 +10,6 @@ import base64
 import json
 import re
 import secrets
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -38,7 +37,6 @@ from rdzv_plugins.stores.kubernetes import Client
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
-from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.test_rotation import patiently
 
@@ -145,10 +143,10 @@ def _encoded(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-def manifests(file: str = "role") -> list[dict[str, Any]]:
+def manifests() -> list[dict[str, Any]]:
     """Of the page that tells which rights the pods need."""
     yaml: Any = pytest.importorskip("yaml")
-    text = re.search(rf"```yaml {file}.yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    text = re.search(r"```yaml role.yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert text is not None
     return list(yaml.safe_load_all(text[1]))
 
@@ -208,7 +206,7 @@ def test_the_files_of_the_recipe_are_applied(cluster: Cluster) -> None:
     yaml: Any = pytest.importorskip("yaml")
     space = cluster.namespace(f"test-{secrets.token_hex(4)}")
     role = list(yaml.safe_load_all((EXAMPLES / "role.yaml").read_text()))
-    assert role == manifests() + manifests("pods")
+    assert role == manifests()
     cluster.apply(space, role)
     made = {}
     for name in ("job", "indexed-job"):
@@ -222,9 +220,8 @@ def test_the_files_of_the_recipe_are_applied(cluster: Cluster) -> None:
         (container,) = pod["containers"]
         fields = {it["name"]: it["valueFrom"]["fieldRef"]["fieldPath"] for it in container["env"]}
         assert fields["POD_NAME"] == "metadata.name"
-        assert fields["POD_UID"] == "metadata.uid"
-    wanted = {("configmaps", it) for it in VERBS} | {("pods", it) for it in VERBS[:3]}
-    assert until(lambda: rights(cluster, space) == wanted | {("jobs", "get")}, PATIENCE)
+    wanted = {("configmaps", it) for it in VERBS} | {("pods", "get"), ("jobs", "get")}
+    assert until(lambda: rights(cluster, space) == wanted, PATIENCE)
 
 
 def rights(cluster: Cluster, space: str) -> set[tuple[str, str]]:
@@ -422,166 +419,6 @@ def test_a_kubeconfig_names_server_namespace_and_token(
         open_client("kubernetes", "", "run", given | {"context": "denied"}).close()
     with pytest.raises(ValueError, match="none"):
         open_client("kubernetes", "", "run", given | {"context": "none"}).close()
-
-
-class Ends:
-    """Agents, each with a pod of its own, whose ends the test writes as Kubernetes would."""
-
-    def __init__(self, cluster: Cluster, space: str, folder: Path, links: bool) -> None:
-        self.cluster, self.space = cluster, space
-        config = {"ca_file": str(cluster.certificate), "namespace": space, "owner": "none"}
-        store = replace(cluster.store, config=config)
-        self.job = Job(
-            folder, store, nodes="2:3", pods="true", links=str(links).lower(),
-            keep_alive_interval=5, last_call_timeout=0.3,
-        )  # fmt: skip
-        self.pods = {name: cluster.make_pod(space, f"train-{name}") for name in "abc"}
-        for name in "abc":
-            within = ["env", f"POD_NAME=train-{name}"]
-            self.job.start(name, f"127.0.0.{ord(name) - ord('a') + 1}", within=within)
-        self.job.await_begun("abc", timeout=180)
-
-    def kill(self, name: str) -> tuple[str, float]:
-        """Kill an agent with its workers; returns how the run calls it, and when that was."""
-        label = self.job.label(name)
-        self.job.agents[name].kill()
-        return label, time.monotonic()
-
-    def set_status(self, name: str, **status: Any) -> None:
-        pod = self.cluster.ask("GET", self.pods[name])
-        self.cluster.ask("PUT", f"{self.pods[name]}/status", pod | {"status": status})
-
-    def resumes_without(self, name: str, began: float) -> tuple[float, str]:
-        """Seconds until the last worker of the others began again, and why they did."""
-        others = sorted({*"abc"} - {name})
-        world = self.job.await_begun(others, after=began, timeout=120)
-        document = self.job.document()
-        assert document is not None
-        return max(world.began.values()) - began, document.reason
-
-
-@pytest.fixture
-def ends(request: pytest.FixtureRequest, cluster: Cluster, space: str, login: str,
-         tmp_path: Path) -> Iterator[Ends]:  # fmt: skip
-    """What is seen of an end is the cluster's word, and no link's, unless a test asks for both."""
-    cluster.apply(space, manifests("pods"))
-    await_rights(cluster, space, VERBS[:3], "pods")
-    made = Ends(cluster, space, tmp_path, getattr(request, "param", False))
-    yield made
-    made.job.close()
-
-
-def of_leader(ends: Ends) -> str:
-    leader = ends.job.leader()
-    return next(name for name, it in ends.job.agents.items() if it is leader)
-
-
-def another(ends: Ends) -> str:
-    return next(name for name in "cba" if name != of_leader(ends))
-
-
-WHO = pytest.mark.parametrize("who", [of_leader, another])
-LINKS = pytest.mark.parametrize(
-    "ends", [False, True], ids=["pods", "pods and links"], indirect=True
-)
-MESSAGE = "The node was low on resource: memory."
-
-
-@LINKS
-@WHO
-def test_who_is_evicted_is_lost_long_before_its_lease(
-    ends: Ends, who: Callable[[Ends], str], record_property: Measure
-) -> None:
-    """The test kills the process, and writes the pod's status, as the kubelet does."""
-    name = who(ends)
-    label, began = ends.kill(name)
-    ends.set_status(name, phase="Failed", reason="Evicted", message=MESSAGE)
-    took, why = ends.resumes_without(name, began)
-    assert why == f"lost {label}: evicted: {MESSAGE}"
-    record_property("last worker began again, s", round(took, 2))
-
-
-@LINKS
-@WHO
-def test_a_pod_that_is_deleted_by_force_with_its_process(
-    ends: Ends, who: Callable[[Ends], str], record_property: Measure
-) -> None:
-    name = who(ends)
-    label, began = ends.kill(name)
-    ends.cluster.ask("DELETE", f"{ends.pods[name]}?gracePeriodSeconds=0")
-    took, why = ends.resumes_without(name, began)
-    # Whichever of its events comes first.
-    assert re.fullmatch(rf"lost {re.escape(label)}: its pod (is being|was) deleted", why), why
-    record_property("last worker began again, s", round(took, 2))
-
-
-@WHO
-def test_who_lives_and_is_preempted_leaves(
-    ends: Ends, who: Callable[[Ends], str], record_property: Measure
-) -> None:
-    """No signal comes: as where a shell is the container's first process, and passes none on."""
-    name = who(ends)
-    label = ends.job.label(name)
-    condition = {
-        "type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler",
-        "message": "default-scheduler: preempting to accommodate a higher priority pod",
-    }  # fmt: skip
-    began = time.monotonic()
-    ends.set_status(name, phase="Running", conditions=[condition])
-    took, why = ends.resumes_without(name, began)
-    assert why == f"{label} left (preempted: {condition['message']})"
-    record_property("last worker began again, s", round(took, 2))
-    ends.job.await_that(
-        lambda: "asks for no round any more" in ends.job.agents[name].log.read_text(), "its log", 60
-    )
-    assert ends.job.agents[name].process.poll() is None
-
-
-def test_who_lives_and_whose_pod_is_being_deleted_leaves(
-    ends: Ends, record_property: Measure
-) -> None:
-    name = another(ends)
-    label = ends.job.label(name)
-    began = time.monotonic()
-    ends.cluster.ask("DELETE", ends.pods[name])
-    took, why = ends.resumes_without(name, began)
-    assert why == f"{label} left (its pod is being deleted)"
-    record_property("last worker began again, s", round(took, 2))
-
-
-def test_a_pod_that_seems_to_live_proves_nothing(ends: Ends, record_property: Measure) -> None:
-    name = another(ends)
-    ends.set_status(name, phase="Running")
-    label = ends.job.label(name)
-    began = ends.job.agents[name].signal(signal.SIGKILL, workers=True)
-    took, why = ends.resumes_without(name, began)
-    assert why == f"lost {label}: lease ran out"
-    record_property("last worker began again, s", round(took, 2))
-
-
-@pytest.mark.usefixtures("login")
-def test_pods_cannot_be_watched_without_the_rights_to(
-    cluster: Cluster, space: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with closing(cluster.open(space, pods="true")) as client:
-        (_, pods) = (it for it in client.inspect() if it.what == "rights")
-        assert pods.mark is Mark.FAILED
-        assert "list, watch are missing on pods" in pods.found
-        cluster.apply(space, manifests("pods"))
-
-        def allowed() -> bool:
-            return all(it.mark is Mark.OK for it in client.inspect() if it.what == "rights")
-
-        assert until(allowed, PATIENCE)
-        assert client.pods is not None
-        with pytest.raises(ValueError, match="is not there: set POD_NAME"):
-            client.pods.own()
-        cluster.make_pod(space, "train-a")
-        monkeypatch.setenv("POD_NAME", "train-a")
-        assert client.pods.own().startswith("train-a/")
-        monkeypatch.setenv("POD_UID", "another")
-        with pytest.raises(ValueError, match="another one than"):
-            client.pods.own()
 
 
 @pytest.mark.usefixtures("login")

@@ -21,7 +21,7 @@ __all__ = ["Crowd", "Member"]
 
 _REQUEST = 0.001
 
-_AT_ONCE = effects.FinishJoin | effects.HoldLinks | effects.WatchPods | effects.Tell | effects.Begin
+_AT_ONCE = effects.FinishJoin | effects.HoldLinks | effects.Tell | effects.Begin
 
 
 class Member(Life):
@@ -48,14 +48,13 @@ class Member(Life):
         rules: Rules,
         seed: int,
         domain: str | None = None,
-        pod: str = "",
     ) -> None:
         self.slow: Callable[[effects.Effect[Any]], float] = lambda request: _REQUEST
         self.given: list[RoundDocument] = []
         self.failed: list[tuple[float, effects.JoinOutcome]] = []
         self.since = time.now
         self._asks_at: float | None = None
-        super().__init__(name, server, time, rules, seed, domain, pod)
+        super().__init__(name, server, time, rules, seed, domain)
 
     def crash(self) -> None:
         self.alive = False
@@ -120,10 +119,10 @@ class Crowd:
         self._seed = seed
         self._client = MemoryClient(self.server, NAMESPACE)
 
-    def join(self, name: str, rules: Rules, domain: str | None = None, pod: str = "") -> Member:
+    def join(self, name: str, rules: Rules, domain: str | None = None) -> Member:
         self._seed += 1
         assert name not in self.members
-        self.members[name] = Member(name, self.server, self.time, rules, self._seed, domain, pod)
+        self.members[name] = Member(name, self.server, self.time, rules, self._seed, domain)
         return self.members[name]
 
     def begin(self, rules: Rules, *names: str) -> list[Member]:

@@ -45,8 +45,6 @@ class Life:
         told, said: the lines of its log: warnings, and others.
         links: where it has links to, by node.
         standing: what it says over them.
-        pods: those that it watches.
-        own_pod_ends: what the cluster tells of its own.
         master: what opening a TCPStore comes to; None: it never ends.
         dials: what a dial of another node comes to: seconds, or why it failed; None: it never ends.
     """
@@ -59,7 +57,6 @@ class Life:
         rules: Rules,
         seed: int = 1,
         domain: str | None = None,
-        pod: str = "",
     ) -> None:
         self.client = MemoryClient(server, NAMESPACE)
         self.archive = archive(server)
@@ -72,8 +69,6 @@ class Life:
         self.dials: Callable[[effects.DialPeer], float | Exception | None] = lambda request: 0.01
         self.links: dict[str, str] = {}
         self.standing = Standing.ACCEPTED
-        self.pods: tuple[str, ...] = ()
-        self.own_pod_ends = ""
         self.log: list[str] = []
         self.told: list[str] = []
         self.said: list[str] = []
@@ -83,7 +78,7 @@ class Life:
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
             interval=rules.interval, lease=rules.lease, domain=domain,
             port=4711 if rules.network_check else 0,
-            link=4711 if rules.answer is not None and not pod else 0, pod=pod,
+            link=4711 if rules.answer is not None else 0,
         )  # fmt: skip
         self.node = Node(name, record, rules, 60.0, time, random.Random(seed), wall=time)
         self.node.order_join()
@@ -154,9 +149,6 @@ class Life:
             case effects.HoldLinks(peers, standing):
                 self.links, self.standing = dict(peers), standing
                 return None
-            case effects.WatchPods(pods):
-                self.pods = pods
-                return None
             case effects.Tell(_, text):
                 return (self.told if request.warns else self.said).append(text)
             case effects.Begin():
@@ -178,8 +170,6 @@ class Life:
                 return self.master
             case effects.DialPeer():
                 return self.dials(begun)
-            case effects.LookAtPod():
-                return self.own_pod_ends
 
 
 def _name(request: effects.Effect[Any]) -> str:

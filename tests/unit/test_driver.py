@@ -8,7 +8,7 @@ import importlib.util
 import random
 import signal
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +21,6 @@ from rdzv_plugins.kv import (
     Entry,
     MemoryClient,
     MemoryServer,
-    Pods,
     RendezvousConnectionError,
     RendezvousStateError,
 )
@@ -38,7 +37,7 @@ from rdzv_plugins.testing.harness import until
 
 
 def tree_of(module: str) -> ast.Module:
-    spec = importlib.util.find_spec(f"rdzv_plugins.{module}")
+    spec = importlib.util.find_spec(f"rdzv_plugins.process.{module}")
     assert spec is not None
     assert spec.origin is not None
     return ast.parse(Path(spec.origin).read_text())
@@ -126,8 +125,6 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     effects.OpenMaster: (effects.OpenMaster("1-world_id", 0.05), ["open"]),
     effects.FetchExclusions: (effects.FetchExclusions("the-run", 0.05), ["get_many", "close"]),
     effects.DialPeer: (effects.DialPeer("1-world_id 1", 0.05, "n2", "host:1", True, 1.0), ["dial"]),
-    effects.WatchPods: (effects.WatchPods(("pod",)), ["watch"]),
-    effects.LookAtPod: (effects.LookAtPod("the-run 1", 0.05), ["why_own_ends"]),
     effects.DropStores: (effects.DropStores("the-run", 1), ["list", "delete_many"]),
     effects.Expire: (effects.Expire(60.0), ["expire"]),
     effects.PutTombstone: (effects.PutTombstone(RUNNING), ["put", "expire", "list", "close"]),
@@ -160,19 +157,8 @@ def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
     def hold(peers: dict[str, str], standing: Standing) -> None:
         noted.append("hold")
 
-    class Watched(Pods):
-        def own(self) -> str:
-            return "pod"
-
-        def watch(self, pods: Collection[str], ends: Callable[[str, str], object]) -> None:
-            noted.append("watch")
-
-        def why_own_ends(self) -> str:
-            noted.append("why_own_ends")
-            return ""
-
     of = node, client, archive(noted), open_master, "test"
-    return Driver(*of, dial=dial, hold_links=hold, pods=Watched())
+    return Driver(*of, dial=dial, hold_links=hold)
 
 
 def test_every_request_is_carried_out() -> None:

@@ -165,7 +165,7 @@ class TestWhereTheLinesGo:
             log.info("run '%s': a line", "r")
             log.debug("no line")
         assert re.fullmatch(
-            rf"I\d{{4}} \d\d:\d\d:\d\d\.\d{{6}} {os.getpid()} rdzv_plugins\.handler:\d+\] "
+            rf"I\d{{4}} \d\d:\d\d:\d\d\.\d{{6}} {os.getpid()} rdzv_plugins\.process\.handler:\d+\] "
             r"run 'r': a line\n",
             capsys.readouterr().err,
         )

@@ -17,7 +17,6 @@ LINES = re.findall(r"^(?:### |- )`([^`]*)`", PAGE, re.MULTILINE)
 
 # Parts of texts that explain themselves: each says what failed and what to do, or what is allowed.
 EXPLAINS_ITSELF = (
-    ": set POD_NAME from the field metadata.name",
     "others changed '…' throughout … s, so that nothing was changed",
     "others change the round document again and again",
     "others change the list of excluded hosts again and again",
