@@ -281,8 +281,8 @@ class Member:
                 self._swarm.placed()
             case effects.OpenMaster():
                 self.node.finished(request, _MASTER)
-            case effects.FetchExclusions():
-                self.node.finished(request, ())
+            case effects.ReadExclusions():
+                return ()
             case effects.Rest(seconds):
                 self._swarm.give_way(seconds)
             case effects.Tell() | effects.RecordHistory() | effects.Register():

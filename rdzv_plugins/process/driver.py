@@ -57,7 +57,6 @@ _NOTED_AFTER_SECONDS = 1.0
 # The ends of the names of the threads that do something beside a node.
 _THREADS = {
     effects.OpenMaster: "master",
-    effects.FetchExclusions: "exclusions",
     effects.DialPeer: "network",
 }
 
@@ -444,8 +443,6 @@ class Driver:
     def _result_of(self, begun: effects.Begin) -> Any:
         if isinstance(begun, effects.OpenMaster):
             return self._open_master(begun.key)
-        if isinstance(begun, effects.FetchExclusions):
-            return self._archive.exclusions(time.time())
         assert isinstance(begun, effects.DialPeer)
         assert self._dial is not None
         return self._dial(begun)
@@ -546,6 +543,8 @@ def perform(client: KeyValueClient, archive: Archive, request: effects.Effect[An
             return client.expire(seconds)
         case effects.PutTombstone(document):
             return archive.put_tombstone(document)
+        case effects.ReadExclusions():
+            return archive.exclusions(time.time())
         case effects.ReadTombstone(incarnation):
             return archive.tombstone(incarnation)
         case effects.RecordHistory(record) | effects.Register(record):

@@ -19,8 +19,6 @@ asks the store::
                         return outcome
                     case effects.OpenMaster():
                         node.finished(effect, "127.0.0.1:29500")
-                    case effects.FetchExclusions():
-                        node.finished(effect, ())
                     case effects.DialPeer():
                         node.finished(effect, 0.0)
                     case effects.HoldLinks():
@@ -39,11 +37,11 @@ What each effect asks, and its answer:
 - `Read`: the `Entry` of a key, or None. `List`: those of a prefix, by key.
 - `CompareAndSet`: the `Entry` that stands after it, and whether that was written.
 - `Park`: the `Entry` of a key once it differs, or None. `Rest`: None, when its seconds are over.
-- `ReadTombstone`: how an incarnation of the run ended, or None.
+- `ReadTombstone`: how an incarnation of the run ended, or None. `ReadExclusions`: a tuple of them.
 - `PutRecord` (this node's record, and the bell), `PutShards` (a roster), `Ring` (the bell),
   `PutTombstone`, `Drop` (keys), `DropStores` (c10d stores), `Expire` (the run's deadline),
   `RecordHistory` and `Register` (rounds and runs, for people): None, when it is done.
-- `OpenMaster`, `FetchExclusions`, `DialPeer`, each a `Begin`: None, at once or soon.
+- `OpenMaster` and `DialPeer`, each a `Begin`: None, at once or soon.
   The driver calls `Node.finished` when it is done, in any thread.
 - `HoldLinks` (connections to other nodes): None, at once. The driver calls `Node.report_gone` where
   the process at the other end has ended, as far as it can tell, `Node.report_back` where it

@@ -10,7 +10,7 @@ import msgspec
 from rdzv_plugins.kv import Entry, RendezvousConnectionError, Version
 from rdzv_plugins.kv.retry import longest_pause
 from rdzv_plugins.protocol.contact import Standing
-from rdzv_plugins.protocol.documents import NodeRecord, Outcome, RoundDocument
+from rdzv_plugins.protocol.documents import Exclusion, NodeRecord, Outcome, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.words import Diagnosis
@@ -25,7 +25,6 @@ __all__ = [
     "Effect",
     "Effects",
     "Expire",
-    "FetchExclusions",
     "FinishJoin",
     "HoldLinks",
     "JoinOutcome",
@@ -36,6 +35,7 @@ __all__ = [
     "PutShards",
     "PutTombstone",
     "Read",
+    "ReadExclusions",
     "ReadTombstone",
     "RecordHistory",
     "Register",
@@ -151,13 +151,6 @@ class OpenMaster(Begin, frozen=True):
         return True
 
 
-class FetchExclusions(Begin, frozen=True):
-    """Read the exclusions that outlive the runs of an id, for this incarnation; a tuple of them.
-
-    The nodes join meanwhile.
-    """
-
-
 class DialPeer(Begin, frozen=True):
     """Connect to another node, and exchange data with it; its result is the seconds of that.
 
@@ -197,6 +190,10 @@ class PutTombstone(Effect[None], frozen=True):
     """Note that this incarnation of the run ended, outside the keys that expire with the run."""
 
     document: RoundDocument
+
+
+class ReadExclusions(Effect[tuple[Exclusion, ...]], frozen=True):
+    """Read the exclusions that outlive the runs of an id."""
 
 
 class ReadTombstone(Effect[Outcome | None], frozen=True):
@@ -288,8 +285,8 @@ class FinishJoin(Effect[None], frozen=True):
 
 LOCAL = frozenset(
     (
-        Rest, OpenMaster, FetchExclusions, DialPeer, HoldLinks, Register,
+        Rest, OpenMaster, DialPeer, HoldLinks, Register, ReadExclusions,
         Tell, FinishJoin,
     )
 )  # fmt: skip
-"""The effects that ask nothing of the store: that they succeed says nothing of it."""
+"""The effects that use none of the run's keys: what comes of them says nothing of those."""

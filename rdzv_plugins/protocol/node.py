@@ -50,7 +50,6 @@ from rdzv_plugins.protocol.effects import (
     Drop,
     Effects,
     Expire,
-    FetchExclusions,
     FinishJoin,
     HoldLinks,
     JoinOutcome,
@@ -59,6 +58,7 @@ from rdzv_plugins.protocol.effects import (
     PutRecord,
     PutShards,
     Read,
+    ReadExclusions,
     ReadTombstone,
     Register,
     Rest,
@@ -82,8 +82,6 @@ _MASTER_SECONDS = 0.05
 # A leader for whom nobody has rung the bell for so long has time for what nobody waits for: to read
 # the exclusions, and to write when the last call ends.
 _QUIET_SECONDS = 0.05
-# So long does it wait for the exclusions before it looks after the rest.
-_EXCLUSIONS_SECONDS = 0.05
 # A shorter last call is over before people can read of it.
 _SHORTEST_CALL = 1.0
 
@@ -239,13 +237,9 @@ class Node:
         # Rank 0 is to try again after a pause.
         self._reopens = False
 
-        # Of a leader: the incarnation for which exclusions are being read, and since when.
-        self._fetching: tuple[str, float] | None = None
-        # When to read them again.
-        self._fetch_due = 0.0
-        # The result of the reading, until the leader takes that up.
-        self._fetched: tuple[Exclusion, ...] | Exception | None = None
-        # The exclusions that outlive runs; None: not read.
+        # Of a leader: the incarnation for which it reads the exclusions that outlive runs, since
+        # when it tries, when it tries again, and what it has read.
+        self._looks_back_for, self._looks_back_since, self._looks_back_at = "", 0.0, 0.0
         self._carried: tuple[Exclusion, ...] | None = None
 
         # The check of the network for the round whose rank this node confirms.
@@ -316,7 +310,7 @@ class Node:
         """Whether an order or a report has not been taken up yet."""
         orders = self._join_ordered, self._withdraw_ordered
         reports = self._done_reported, self._growth_allowed, self._unfit_reported is not None
-        found = self._fetched is not None or self._network.reported or bool(self._evidence)
+        found = self._network.reported or bool(self._evidence)
         return any(orders) or any(reports) or found or self._others_reported
 
     @property
@@ -399,15 +393,11 @@ class Node:
 
     def finished(self, begun: Begin, result: Any) -> None:
         """Answer a `Begin`, in any thread: what came of it, or why it failed, an exception."""
-        # The node's thread may give one up meanwhile.
-        opening, fetching = self._opening, self._fetching
+        # The node's thread may give it up meanwhile.
+        opening = self._opening
         match begun:
             case OpenMaster(world_id) if opening is not None and opening[0] == world_id:
                 self._opened = world_id, result
-            # A second reading is older than what people have said since.
-            case FetchExclusions(incarnation) if self._carried is None:
-                if fetching is not None and fetching[0] == incarnation:
-                    self._fetched = result
             case DialPeer(attempt):
                 self._network.report(attempt, result)
 
@@ -538,7 +528,7 @@ class Node:
                     self._cut_off, self._told_to_stop, self._told_of_all = "", False, False
                 elif isinstance(request, Read):
                     self._contact.sees()
-            elif isinstance(error, RendezvousConnectionError):
+            elif isinstance(error, RendezvousConnectionError) and type(request) not in LOCAL:
                 seen.failed()
                 self._contact.fails = True
                 if isinstance(error, AccessDeniedError):
@@ -550,8 +540,6 @@ class Node:
         if self._withdraw_ordered:
             self._withdraw_ordered = self._joining = False
             yield from self._leave()
-        if self._fetched is not None:
-            yield from self._take_exclusions()
         self._network.take_up()
         while self._evidence:
             yield from self._take_evidence()
@@ -840,7 +828,6 @@ class Node:
         now, seen = self._clock(), self._seen
         document = seen.document
         leader = document.leader if document and document.leader else ""
-        looks_back = document is not None and self._fetches_for(document)
         return rules.View(
             me=self.id,
             rules=self._rules,
@@ -871,8 +858,7 @@ class Node:
             share=self._share,
             fresh=self._fresh,
             wall=self._wall(),
-            carried=self._carried if looks_back else None,
-            fetches=looks_back and self._carried is None,
+            carried=self._carried if self._looks_back_in(document) else None,
             checks=document is not None and self._network.is_of(document),
             opening_for=self._opening_for(document, now),
             unheard=self._contact.unheard,
@@ -957,8 +943,6 @@ class Node:
                         f"{late} of {world} nodes are late with their heartbeats, all at once: "
                         "this may be the store or the load, so each of them has one more lease",
                     )
-            case rules.AwaitExclusions():
-                yield from self._await_exclusions()
             case rules.ListRecords():
                 self._seen.list_records()
             case rules.AskTombstone(incarnation):
@@ -975,52 +959,32 @@ class Node:
                 self._opening = None
                 yield from self._wait(seconds)
 
-    def _fetches_for(self, document: RoundDocument) -> bool:
-        return self._fetching is not None and self._fetching[0] == document.incarnation
-
-    def _begin_to_fetch(self, document: RoundDocument) -> Effects[None]:
-        self._fetching, self._carried = (document.incarnation, self._clock()), None
-        self._fetched, self._fetch_due = None, self._clock()
-        yield from FetchExclusions(document.incarnation, 0.0)
+    def _looks_back_in(self, document: RoundDocument | None) -> bool:
+        return document is not None and document.incarnation == self._looks_back_for
 
     def _look_back(self, document: RoundDocument) -> Effects[None]:
-        """Read whom earlier runs have excluded, once: this leader has nothing else to do.
+        """Read once whom earlier runs have excluded: this leader has nothing else to do.
 
-        A round that forms within milliseconds is not held up by it: who should not be in it is
-        taken out later.
+        No round waits for it: a node that should not be in a round is taken out later.
         """
-        if not self._fetches_for(document):
-            yield from self._begin_to_fetch(document)
-        elif self._carried is None and self._fetched is None and self._clock() >= self._fetch_due:
-            yield from FetchExclusions(document.incarnation, 0.0)
-
-    def _take_exclusions(self) -> Effects[None]:
-        assert self._fetching is not None
-        found, self._fetched = self._fetched, None
-        if not isinstance(found, Exception):
-            self._carried = found
+        now = self._clock()
+        if not self._looks_back_in(document):
+            self._looks_back_for, self._carried = document.incarnation, None
+            self._looks_back_since = self._looks_back_at = now
+        if self._carried is not None or now < self._looks_back_at:
             return
-        self._fetch_due = self._clock() + self._rules.interval
-        refused = isinstance(found, RendezvousStateError)
-        if refused or self._clock() - self._fetching[1] >= self._rules.lease:
-            self._carried = ()
-            yield from Tell(
-                "exclusions",
-                "this node cannot read which hosts are excluded, so the run begins without "
-                f"exclusions; exclude the hosts again with rdzv exclude: {found}",
-            )
-
-    def _await_exclusions(self) -> Effects[None]:
-        document = self.document
-        assert document is not None
-        if not self._fetches_for(document):
-            yield from self._begin_to_fetch(document)
-        assert self._fetching is not None
-        if self._clock() >= self._fetch_due:
-            yield from FetchExclusions(document.incarnation, _EXCLUSIONS_SECONDS)
-        if self._fetched is None:
-            left = max(0.0, self._fetch_due - self._clock())
-            yield from self._wait(left or None, for_exclusions=True)
+        try:
+            self._carried = yield from ReadExclusions()
+        except (RendezvousConnectionError, RendezvousStateError) as error:
+            self._looks_back_at = self._clock() + self._rules.interval
+            refused = isinstance(error, RendezvousStateError)
+            if refused or self._clock() - self._looks_back_since >= self._rules.lease:
+                self._carried = ()
+                yield from Tell(
+                    "exclusions",
+                    "this node cannot read which hosts are excluded, so the run goes on without "
+                    f"exclusions; exclude the hosts again with rdzv exclude: {error}",
+                )
 
     def _confirm(
         self, document: RoundDocument, is_master: bool, seconds: float | None
@@ -1188,12 +1152,8 @@ class Node:
             self._untidy = document, self._member, seconds
         return True
 
-    def _wait(self, seconds: float | None, for_exclusions: bool = False) -> Effects[None]:
+    def _wait(self, seconds: float | None) -> Effects[None]:
         """Wait for a change, a beat's time or ``seconds``; but first do what nobody waits for."""
-        if self._fetched is not None:
-            yield from self._take_exclusions()
-            if self._carried or for_exclusions:
-                return  # Decide again.
         if self.ordered or (self._opening and self._opened):
             return  # The driver may have ended its waits for this before this wait began.
         if self._accusation() not in (None, self._answers):
@@ -1248,7 +1208,7 @@ class Node:
             call, told = self._last_call(), self.record.last_call
             calls = call is not None and (told is None or told[0] != call[0])
             forms = document.phase is Phase.FORMING
-            if calls or (forms and not self._fetches_for(document)):
+            if calls or (forms and not self._looks_back_in(document)):
                 timeout = min(timeout, _QUIET_SECONDS)
             bell = yield from Park(BELL_KEY, self._bell, timeout)
             if bell is not None:

@@ -26,7 +26,6 @@ __all__ = [
     "Abdicate",
     "Action",
     "AskTombstone",
-    "AwaitExclusions",
     "Close",
     "Confirm",
     "Doubt",
@@ -186,7 +185,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         fresh: an incarnation, should this node found a run.
         wall: the time on this host's wall clock, in seconds since the epoch; exclusions end by it.
         carried: the exclusions that outlive runs, for a leader; None: not read.
-        fetches: they are being read.
         checks: this node checks its network, and has not confirmed its rank yet.
         opening_for: of rank 0: seconds since it began to open the TCPStore of the round whose rank
             it is to confirm; None: it does not, or that has come to an end.
@@ -230,7 +228,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     fresh: str
     wall: float
     carried: tuple[Exclusion, ...] | None
-    fetches: bool
     checks: bool = False
     join_left: float = math.inf
     opening_for: float | None = None
@@ -368,10 +365,6 @@ class ListRecords(msgspec.Struct, frozen=True):
     """List all records: this node leads, or must know which nodes live."""
 
 
-class AwaitExclusions(msgspec.Struct, frozen=True):
-    """Wait until it is known whom the first round of a run must not name."""
-
-
 class AskTombstone(msgspec.Struct, frozen=True):
     """Look for a tombstone of the run that this node remembers."""
 
@@ -414,7 +407,6 @@ Action: TypeAlias = (
     | Fail
     | ListRecords
     | AskTombstone
-    | AwaitExclusions
     | Doubt
     | Abdicate
     | Close

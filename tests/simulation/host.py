@@ -24,7 +24,6 @@ from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     STORE_PREFIX,
-    Exclusion,
     Names,
     NodeRecord,
     RoundDocument,
@@ -189,9 +188,8 @@ class Host:
         self._heard: dict[str, object] = {}
         # When it began to open a TCPStore for the round of a world_id, of which none was opened.
         self._openings: tuple[str, list[float]] = "", []
-        self._opening = self._fetching = self._dialling = "", 0.0
+        self._opening = self._dialling = "", 0.0
         self._pause = 1.0
-        self._nudges = False
         self._close_until = 0.0
         self._closes = False
         self._requests = 0
@@ -1038,8 +1036,8 @@ class Host:
             world.kernel.after(seconds, self.receive, turn, None)
         elif isinstance(request, effects.OpenMaster):
             self._open_master(turn, request)
-        elif isinstance(request, effects.FetchExclusions):
-            self._fetch(turn, request)
+        elif isinstance(request, effects.ReadExclusions) and not world.plan.orders:
+            world.kernel.after(1e-6, self.receive, turn, ())
         elif isinstance(request, effects.DialPeer):
             self._dial(turn, request)
         elif isinstance(request, effects.Park):
@@ -1124,41 +1122,6 @@ class Host:
         if nudge:
             self._nudge()
 
-    def _fetch(self, turn: int, request: effects.FetchExclusions) -> None:
-        """In a thread of its own, as `_open_master`; nobody else reads, or writes, what it does."""
-        world, incarnation = self.world, request.key
-        if not world.plan.orders:
-            self.node.finished(request, ())
-            world.kernel.after(1e-6, self.receive, turn, None)
-            return
-        now = world.kernel.now
-        if self._fetching[0] != incarnation or self._fetching[1] <= now:
-            # A new connection, then the request; it may hang.
-            pause = sum(world.person.random() * world.plan.latency for _ in range(4))
-            if not world.network.quiet and world.person.random() < 0.1:
-                pause += world.person.uniform(0.0, world.plan.request_timeout)
-            self._fetching = incarnation, now + pause
-            world.kernel.after(pause, self._exclusions_read, request)
-        ends = self._fetching[1]
-        self._waited(request.seconds, ends)
-        self._nudges = self._nudges or (request.wakes and ends > now + request.seconds)
-        world.kernel.at(min(ends, now + request.seconds) + 2e-6, self.receive, turn, None)
-
-    def _exclusions_read(self, request: effects.FetchExclusions) -> None:
-        world, error = self.world, None
-        found: tuple[Exclusion, ...] = ()
-        if not world.network.reaches(self) or world.person.random() < world.plan.lost:
-            error = RendezvousConnectionError("unreachable")
-            world.inject("exclusions cannot be read")
-        else:
-            held = (it for _, it in world.exclusions.values())
-            found = tuple(it for it in held if it.holds(self._wall()))
-        self._hear("exclusions", (found, str(error)))
-        self.node.finished(request, found if error is None else error)
-        if self._nudges:
-            self._nudges = False
-            self._nudge()
-
     def awaits(self, turn: int) -> bool:
         """Whether the request of the turn is still outstanding."""
         return turn == self._turn
@@ -1231,6 +1194,9 @@ class Host:
                 pass  # It stands outside the run's keys.
             case effects.PutTombstone(document):
                 store.put_tombstone(document.incarnation, document.outcome or Ended.CLOSED)
+            case effects.ReadExclusions():
+                held = (it for _, it in world.exclusions.values())
+                answer = tuple(it for it in held if it.holds(self._wall()))
             case effects.ReadTombstone(incarnation):
                 answer = store.tombstones.get(incarnation)
                 if turn == self._turn:

@@ -19,7 +19,8 @@ _GREY_SHARE = 0.35
 """How many requests of a grey host fail that loses some."""
 _WRITES = (effects.PutRecord, effects.PutShards, effects.Ring, effects.Drop, effects.Expire)
 """What a host may ask that may write and not read: the store takes it without a look."""
-_READS = (effects.Read, effects.List, effects.Park, effects.ReadTombstone)
+_READS = (effects.Read, effects.List, effects.Park, effects.ReadExclusions,
+          effects.ReadTombstone)  # fmt: skip
 _ALLOWED = {"write": _WRITES, "read": _READS}
 _LATEST = 3.0
 """Longest time after its sender gave up that a late write still lands."""

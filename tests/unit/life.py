@@ -160,12 +160,12 @@ class Life:
             raise self.last_word_fails
         if self.down or self.fails(request):
             raise self.error or RendezvousConnectionError("down")
+        if isinstance(request, effects.ReadExclusions):
+            return self.archive.exclusions(self.time())
         return perform(self.client, self.archive, request)
 
     def _result_of(self, begun: effects.Begin) -> Any:
         match begun:
-            case effects.FetchExclusions():
-                return self.archive.exclusions(self.time())
             case effects.OpenMaster():
                 return self.master
             case effects.DialPeer():

@@ -123,7 +123,7 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     effects.Rest: (effects.Rest(0.001), []),
     effects.HoldLinks: (effects.HoldLinks((("n2", "host:1"),)), ["hold"]),
     effects.OpenMaster: (effects.OpenMaster("1-world_id", 0.05), ["open"]),
-    effects.FetchExclusions: (effects.FetchExclusions("the-run", 0.05), ["get_many", "close"]),
+    effects.ReadExclusions: (effects.ReadExclusions(), ["get_many", "close"]),
     effects.DialPeer: (effects.DialPeer("1-world_id 1", 0.05, "n2", "host:1", True, 1.0), ["dial"]),
     effects.DropStores: (effects.DropStores("the-run", 1), ["list", "delete_many"]),
     effects.Expire: (effects.Expire(60.0), ["expire"]),

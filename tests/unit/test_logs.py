@@ -86,7 +86,7 @@ class TestANodesLife:
     def test_telling_asks_nothing_of_the_store(self, server: MemoryServer, time: Time) -> None:
         leader = Life("n1", server, time, RULES)
         leader.go()
-        assert "FetchExclusions" in leader.wake(), "once, since it has nothing else to do"
+        assert "ReadExclusions" in leader.wake(), "once, since it has nothing else to do"
         asked = {tuple(leader.wake()) for _ in range(40)}
         assert waits(leader)
         assert asked == {

@@ -32,7 +32,6 @@ from rdzv_plugins.protocol.orders import Given, accuse, drain, exclude, include,
 from rdzv_plugins.protocol.policies.kept_out import describe
 from rdzv_plugins.protocol.rules import (
     Action,
-    AwaitExclusions,
     Confirm,
     Fail,
     Failure,
@@ -230,14 +229,6 @@ class TestTheFirstRound:
         assert stored(founder).phase is Phase.FORMING
         assert stored(founder).reason == "n2[1] joined"
 
-    def test_no_rank_is_given_while_that_is_read(self) -> None:
-        everybody = joining("n1", "n2", "n3")
-        first = document(Phase.FORMING, round_=0)
-        reads = view(record("n1"), first, everybody, carried=None, fetches=True)
-        assert decide(reads) == AwaitExclusions()
-        later = replace(reads, document=replace(first, round=1))
-        assert written(decide(later)).participants
-
     def test_a_round_that_forms_at_once_does_not_wait_for_it(self) -> None:
         """Who should not be in it is taken out as soon as its leader has time."""
         crowd = Crowd()
@@ -250,48 +241,17 @@ class TestTheFirstRound:
 
     def test_what_cannot_be_read_for_a_lease_is_done_without(self) -> None:
         server, time = MemoryServer(), Time()
-        rules = replace(PAIR, min_nodes=1, max_nodes=2, last_call=0.5)
-        life = Unanswered("n1", server, time, rules)
+        life = Life("n1", server, time, replace(PAIR, min_nodes=1, max_nodes=2, last_call=0.5))
+        life.fails = lambda request: isinstance(request, effects.ReadExclusions)
         life.go()
-        began = time.now
-        while stored(life).phase is Phase.FORMING:
-            life.node.finished(
-                effects.FetchExclusions(stored(life).incarnation, 0.0),
-                RendezvousConnectionError("away"),
-            )
-            life.wake()
+        began, asked = time.now, 0
+        while not life.told:
+            asked += life.wake().count("ReadExclusions")
+        assert stored(life).phase is Phase.RUNNING, "no round waits for it"
         assert PAIR.lease <= time.now - began <= PAIR.lease + 2 * PAIR.interval
-        said = (
-            "this node cannot read which hosts are excluded, so the run begins without exclusions"
-        )
-        assert any(line.startswith(said) and line.endswith(": away") for line in life.told)
-
-    def test_one_that_is_taken_back_stays_so_where_it_was_read_late(self) -> None:
-        life = Unanswered("n1", MemoryServer(), Time(), replace(PAIR, min_nodes=1, max_nodes=1))
-        life.go()
-        life.wake()
-        for _ in range(4):
-            while life.asked:
-                life.node.finished(life.asked.pop(), (Exclusion("n9"),))
-            life.wake()
-        assert [it.host for it in stored(life).excluded] == ["n9"]
-        life.carry_out(include("rdzv", "n9"))
-        life.go()
-        life.wake()
-        assert stored(life).excluded == ()
-
-
-class Unanswered(Life):
-    """Nobody answers what is excluded; ``asked`` has who asked."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.asked: list[effects.FetchExclusions] = []
-        super().__init__(*arguments)
-
-    def _perform(self, request: effects.Effect[Any]) -> Any:
-        if isinstance(request, effects.FetchExclusions):
-            return self.asked.append(request)
-        return super()._perform(request)
+        assert asked <= PAIR.lease / PAIR.interval + 2
+        (line,) = life.told
+        assert line.startswith("this node cannot read which hosts are excluded")
 
 
 class Interrupted(Archive):

@@ -721,7 +721,7 @@ def test_reasons_count_nodes_that_nobody_can_name_besides_a_few_names() -> None:
 def test_every_action_is_one_of_the_module() -> None:
     assert {kind.__name__ for kind in rules.Action.__args__} == {
         "Write", "SetRecord", "Confirm", "Start", "Fail", "ListRecords", "AskTombstone", "Abdicate",
-        "AwaitExclusions", "Close", "Doubt", "Wait",
+        "Close", "Doubt", "Wait",
     }  # fmt: skip
 
 

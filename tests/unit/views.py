@@ -104,7 +104,6 @@ def view(
         fresh="a-new-run",
         wall=0.0,
         carried=(),
-        fetches=False,
     )
     return replace(base, **more)
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import Exclusion, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.protocol.policies.policy import NOTHING, Moment, Policy, Reason
-from rdzv_plugins.protocol.rules import Action, AwaitExclusions, Failure, View, Write
+from rdzv_plugins.protocol.rules import Action, Failure, View, Write
 
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
@@ -59,8 +59,6 @@ class KeptOut(Policy):
         if moment is Moment.BEFORE_ALL and view.carried:
             after = carried_over(at.document, view.carried)
             return Write(after) if after != at.document else None
-        if moment is Moment.NAMES and at.document.round == 0 and view.fetches:
-            return AwaitExclusions()
         return None
 
     def note(self, view: View, at: Situation, after: RoundDocument) -> RoundDocument:
