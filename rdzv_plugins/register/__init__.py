@@ -7,7 +7,8 @@ What is guaranteed, whatever is lost, late or doubled, and whoever stops, ends o
 
 1. A *register* has a key and a value; a change computes the next value from the last one.
 2. A change is done once a majority of the members has accepted it, and a read is done once a
-   majority holds the same; a member that is dead, stopped or cut off delays neither.
+   majority holds the same; a member that is dead, stopped or cut off delays neither, except a
+   change to which it has just promised, until the driver passes it over.
 3. Within one *generation* each register is linearizable: its changes form one line, and whoever
    begins later sees no earlier state.
 4. Members keep everything in memory: a member that starts has no memory, and a new *incarnation*,

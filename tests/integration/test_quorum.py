@@ -32,6 +32,7 @@ from rdzv_plugins.register.proposer import Changing, Outcome
 from rdzv_plugins.servers import ServerProcess
 from rdzv_plugins.settings.parsing import parse_options
 from rdzv_plugins.stores import open_client
+from rdzv_plugins.stores.quorum import registers
 from rdzv_plugins.stores.quorum.attending import look_at
 from rdzv_plugins.stores.quorum.client import Client
 from rdzv_plugins.stores.quorum.members import Members, Options
@@ -661,6 +662,28 @@ def test_nobody_waits_for_a_member_that_is_killed_or_stopped(
             # The next one is killed only once this one has recovered.
             assert until(lambda: all(it.mark is Mark.OK for it in client.inspect()), 10)
         assert client.get("before") == entry
+
+
+def test_who_falls_silent_after_its_promise_is_passed_over(
+    served: RunningStore, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = sorted(nodes(served), key=lambda it: it.port)
+    hear, silent = Changing.hear, list[ServerProcess]()
+
+    def stops(attempt: Changing, member: int, answer: Answer, now: float) -> Any:
+        sent = hear(attempt, member, answer, now)
+        if not silent and attempt.is_doubtful and attempt.outcome is None:
+            silent.append(members[sent[0][0]])
+            silent[0].pause()
+        return sent
+
+    with contextlib.closing(served.open(run_id, request_timeout=30)) as client:
+        monkeypatch.setattr(registers, "_ATTEMPT_SECONDS", (20.0, 20.0))
+        monkeypatch.setattr(Changing, "hear", stops)
+        began = time.monotonic()
+        client.put("key", b"value")
+    assert silent
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("others", [3, 40])

@@ -38,6 +38,9 @@ _ATTEMPT_SECONDS = 0.5, 2.0
 _DIAL_SECONDS = 1.0
 # How long a reader waits for more than a majority where that does not agree.
 _MORE_SECONDS = 0.02
+# How long a writer waits for those who have promised, one of which may have fallen silent since:
+# another member can take its place. On a busy machine so many times as long as promises took.
+_ACCEPT_SECONDS, _SLOWNESS = 0.1, 10
 # How many times it looks at a change under way, before it settles that itself.
 _LOOKS = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
@@ -224,10 +227,13 @@ class _Links:
 
     def carry_out(self, attempt: Changing | Look, limit: Limit, until: float) -> None:
         """Ask all members, those too that are reached meanwhile, until a majority has answered."""
+        began = time.monotonic()
         numbers, late = self.ask(attempt.begin())
         while attempt.outcome is None and (now := time.monotonic()) < until:
             if isinstance(attempt, Look) and attempt.is_enough:
                 until = min(until, now + _MORE_SECONDS)
+            elif attempt.is_doubtful:
+                until = min(until, now + max(_ACCEPT_SECONDS, _SLOWNESS * (now - began)))
             try:
                 got = self.poll(limit, until)
             except TimeoutError:
