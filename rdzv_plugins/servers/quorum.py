@@ -30,9 +30,10 @@ class Quorum(Kind):
         return [sys.executable, "-m", member, _CLUSTER, own, *self._places(nodes)]
 
     def ready(self, node: ServerProcess) -> bool:
-        identify(_HOST, node.port, _CLUSTER, b"", 0.5)
+        name = f"{_CLUSTER} of {len(node.peers)} hosts"
+        identify(_HOST, node.port, name, b"", 0.5)
         places = [[(_HOST, it.port)] for it in sorted(node.peers, key=lambda it: it.port)]
-        with closing(Registers(places, _CLUSTER, b"")) as registers:
+        with closing(Registers(places, name, b"")) as registers:
             registers.read([], Limit(time.monotonic() + 1.0))
         return True
 

@@ -150,7 +150,8 @@ def answering(store: RunningStore, run_id: str) -> list[str]:
     options = Client.of_run(parse_options(Options, store.config, {}), run_id)
     members = Members.of(store.endpoint, options)
     every = enumerate(name for name, _ in members.hosts)
-    return [name for host, name in every if look_at(members, host, b"")[1] != "runs none yet"]
+    said = ((name, look_at(members, host, b"")[1]) for host, name in every)
+    return [name for name, it in said if not it.startswith("runs none yet")]
 
 
 def finish(job: Job, names: str) -> dict[str, int]:
@@ -530,6 +531,21 @@ def test_another_secret_is_refused_at_once(
     own.close()
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        ("127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4,127.0.0.5", "of 3 hosts' is there"),
+        ("localhost,127.0.0.2,127.0.0.3", "another member is there; name the same hosts"),
+    ],
+)
+def test_endpoints_that_differ_are_told(hosts: Hosts, endpoint: str, why: str) -> None:
+    """Other hosts would have a majority of their own, and other names another order."""
+    hosts.start(1, 2, 3)
+    hosts.open(1).close()
+    with pytest.raises(RendezvousConnectionError, match=why):
+        open_client("quorum", endpoint, hosts.run_id, {"cluster": hosts.run_id}, request_timeout=2)
+
+
 def test_runs_whose_first_ports_are_the_same(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "own").write_text("one")
     first = 29700 + 3 * secrets.randbelow(30)
@@ -775,7 +791,9 @@ def test_strangers_and_nonsense_do_a_member_no_harm(served: RunningStore, run_id
             if said:
                 stranger.recv(4096)  # Its greeting.
                 assert stranger.recv(1) == b"", f"it went on after {said[:8]!r}"
-        assert identify("127.0.0.10", nodes(served)[0].port, "local", b"", 10) in range(3)
+        assert identify("127.0.0.10", nodes(served)[0].port, "local of 3 hosts", b"", 10) in range(
+            3
+        )
     with contextlib.closing(served.open(run_id)) as client:
         client.put("key", b"value")
 
@@ -789,7 +807,7 @@ def test_a_client_that_reads_nothing_costs_little_memory(served: RunningStore, r
     ):
         assert isinstance(client, Client)
         client.put_many({f"key{it}": bytes(1_000_000) for it in range(5)})
-        wire = Wire(line, "local", b"", CLIENT, False, 1 << 20)
+        wire = Wire(line, "local of 3 hosts", b"", CLIENT, False, 1 << 20)
         while wire.peer is None:
             wire.flush()
             assert not [*wire.receive()]

@@ -53,6 +53,7 @@ def test_so_many_members_there_may_be(count: int) -> None:
     ("endpoint", "why"),
     [
         ("a,b,a", "names a host twice"),
+        ("a,b,A", "names a host twice"),
         ("a:1,b,a:1", "names a host twice"),
         ("joe@a", "members have no users"),
         ("joe:hunter2@a", "members have no users"),
@@ -194,7 +195,7 @@ def test_a_host_whose_own_name_is_127_0_1_1(names: Names, hostname: str) -> None
         assert place() == ("node2", "10.0.0.1")
         assert place("node2") == ("node2", "10.0.0.1")
         assert place(local_addr="node2") == ("node2", "10.0.0.1")
-        assert place("node1,Node2,node3") == ("Node2", "10.0.0.1")
+        assert place("node1,Node2,node3") == ("node2", "10.0.0.1")
         assert {host for host, _ in members().places(1)} == {"10.0.0.1", "node2"}
         assert {host for host, _ in members().places(0)} == {"node1"}
     # Not resolved at all, by its name; or by an alias.

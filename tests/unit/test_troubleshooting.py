@@ -252,7 +252,8 @@ EXPLAINS_ITSELF = (
 # Parts of texts that nobody is shown alone: they stand in the brackets or in front of another line,
 # or are caught, or show a fault in a program that calls this package.
 IS_PART_OF_ANOTHER = (
-    "another member is there",
+    "another member is there; …",
+    "this member is connected",
     "… of … members answer",
     "it reads nothing",
     "no member has this index",

@@ -15,6 +15,6 @@ if __name__ == "__main__":
     (place,) = parse_endpoint(own, default_port=0).hosts
     members = Members.of(",".join(every), Options(cluster=cluster))
     listener, index = listen(place[0], [place[1]]), members.hosts.index(place)
-    member = MemberThread(listener, members.dialled, index, cluster, b"")
+    member = MemberThread(listener, members.dialled, index, members.greeting, b"")
     member.start()
     member.join()

@@ -35,7 +35,7 @@ from rdzv_plugins.peers.addresses import (
 from rdzv_plugins.settings.endpoint import at
 from rdzv_plugins.stores.quorum.members import Members
 from rdzv_plugins.stores.quorum.server import MemberThread
-from rdzv_plugins.stores.quorum.wire import OtherClusterError, SecretError, identify
+from rdzv_plugins.stores.quorum.wire import ALIKE, OtherClusterError, SecretError, identify
 
 if TYPE_CHECKING:
     from rdzv_plugins.stores.quorum.client import Client
@@ -200,7 +200,7 @@ class Attending(Attendance):
         for line in taken:
             self._tell(f"{line}, so this host's member of the store listens on {port}")
         peers = [[] if it == place.host else self._members.places(it) for it in self._every]
-        cluster, name = self._members.cluster, f"rdzv-{self._run}-register"
+        cluster, name = self._members.greeting, f"rdzv-{self._run}-register"
         try:
             member = MemberThread(listener, peers, place.host, cluster, self._secret, name)
             member.start()
@@ -253,7 +253,7 @@ def own_place(members: Members, local_addr: str | None) -> tuple[Place | None, b
         ValueError: ``local_addr`` stands for a member's address which is not this host's.
     """
     found = [resolved(host) for host, _ in members.hosts]
-    names = [host.lower() for host, _ in members.hosts]
+    names = [host for host, _ in members.hosts]
     own_name = own_names() if local_addr is None else {*own_names(), local_addr.lower()}
     own_name -= {"localhost"}
     # Only a test or a trial has all members at loopback.
@@ -320,7 +320,7 @@ def free_port(
                 raise
         who = "another program's"
         try:
-            index = identify(place.address, port, members.cluster, secret, _OWN_ANSWER_SECONDS)
+            index = identify(place.address, port, members.greeting, secret, _OWN_ANSWER_SECONDS)
             if index == place.host:
                 return port, taken, None
             who = f"that of the member on {members.hosts[index][0]}"
@@ -342,15 +342,19 @@ def look_at(members: Members, host: int, secret: bytes) -> tuple[int | None, str
     said = "runs none yet"
     for address, port in members.places(host):
         try:
-            if identify(address, port, members.cluster, secret, _ANSWER_SECONDS) == host:
+            index = identify(address, port, members.greeting, secret, _ANSWER_SECONDS)
+            if index == host:
                 return port, "answers"
+            said = f"takes itself for '{members.hosts[index][0]}': {ALIKE}"
         except socket.gaierror:
             return None, "is no name that this host knows"
         except TimeoutError:
             said = f"does not answer at {at(address, port)}"
         except SecretError:
             return None, "has another secret"
-        except (ConnectionRefusedError, OtherClusterError, ValueError):
+        except OtherClusterError as error:
+            said = f"runs none yet ({error})"
+        except (ConnectionRefusedError, ValueError):
             continue
         except OSError as error:
             said = f"cannot be reached at {at(address, port)} ({error})"

@@ -93,7 +93,7 @@ class Client(StoreClient):
         super().__init__(f"quorum at {redact(endpoint)}", request_timeout)
         self._members = members = Members.of(endpoint, options)
         self._namespace = "/".join(segments(namespace, options.prefix))
-        self._registers = Registers(members.dialled, members.cluster, options.secret_bytes())
+        self._registers = Registers(members.dialled, members.greeting, options.secret_bytes())
         self._epoch = ""
         self._connect(lambda limit: self._marked(limit))
 

@@ -67,7 +67,7 @@ class Members:
 
     Attributes:
         cluster: its name.
-        hosts: in alphabetical order, each with its own port; None: the rule decides.
+        hosts: in lower case and alphabetical order, each with its own port; None: the rule decides.
     """
 
     cluster: str
@@ -93,7 +93,8 @@ class Members:
                 "majority of the members must live, so that two are no better than one, nor four "
                 "than three"
             )
-        if len({*target.hosts}) < count:
+        hosts = sorted((host.lower(), port or None) for host, port in target.hosts)
+        if len({*hosts}) < count:
             raise ValueError("the endpoint names a host twice: each member needs a host of its own")
         if options.cluster is None:
             raise ValueError(
@@ -101,8 +102,12 @@ class Members:
                 "no run, with --rdzv-conf=cluster=<its id>"
             )
         # A member is known by its index: all nodes must count alike.
-        hosts = tuple((host, port or None) for host, port in sorted(target.hosts))
-        return cls(options.cluster, hosts, options)
+        return cls(options.cluster, tuple(hosts), options)
+
+    @property
+    def greeting(self) -> str:
+        """The cluster's name as members say it: other hosts would have a majority of their own."""
+        return f"{self.cluster} of {len(self.hosts)} hosts"
 
     def ports(self, host: int) -> list[int]:
         """The ports that this member may have, in the order in which it takes one."""

@@ -18,6 +18,7 @@ from rdzv_plugins.kv.base import Limit, WokenError
 from rdzv_plugins.register.messages import Answer, Found, Held, Read, Refused, Watch
 from rdzv_plugins.register.proposer import Change, Changing, Look, Outcome, Proposer, Rivals, keep
 from rdzv_plugins.stores.quorum.wire import (
+    ALIKE,
     BREAKS,
     CLIENT,
     NODE,
@@ -323,8 +324,10 @@ class _Links:
                         got.append((wire.peer, number, answer))
             if wire in self._dials and wire.peer is not None:
                 member, _ = self._dials.pop(wire)
-                if wire.peer != member or member in self._members:
-                    raise ConnectionError("another member is there")
+                if wire.peer != member:
+                    raise OtherClusterError(f"another member is there; {ALIKE}")
+                if member in self._members:
+                    raise ConnectionError("this member is connected")
                 self._members[member] = wire
                 self._refusals.pop(member, None)
                 self._pauses[member] = _FIRST_PAUSE

@@ -23,6 +23,7 @@ from rdzv_plugins import clock
 from rdzv_plugins.stores._names import AddressInfo, look_up
 
 __all__ = [
+    "ALIKE",
     "BREAKS",
     "CLIENT",
     "NODE",
@@ -50,6 +51,9 @@ _SILENT_SECONDS, _IDLE_SECONDS = 2, 10
 # How long a name may take that was never resolved; its look-up goes on meanwhile.
 _RESOLVER_SECONDS = 0.05
 _looked_up: set[tuple[str, int]] = set()
+
+
+ALIKE = "name the same hosts, by the same names, on all nodes"
 
 
 class OtherClusterError(Exception):
